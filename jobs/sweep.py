@@ -52,7 +52,7 @@ class Config:
     text: str | None = None
     """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
     smoke: bool = False
-    """Take the grid's small variant."""
+    """Take the grid's small variant, whose trials the tables of the experiment leave out."""
     dry_run: bool = False
     """Print the trials, and do nothing."""
     samples: int | None = None
@@ -131,7 +131,8 @@ def run(config: Config) -> Swept | None:
         grid, trials, inputs=Inputs(str(config.tables), config.sids, config.text), storage=str(config.storage),
         name=config.name or grid.name, ray_options=config.ray, options=config.options,
         tracking_uri=config.tracking_uri, experiment=config.experiment,
-        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), say=partial(print, flush=True), start=start,
+        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), smoke=config.smoke, say=partial(print, flush=True),
+        start=start,
     )  # fmt: skip
     ranked = sorted(swept.outcomes, key=lambda o: -math.inf if o.value is None else o.value, reverse=True)
     for found in ranked[:20]:
@@ -144,7 +145,8 @@ def run(config: Config) -> Swept | None:
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
     print(f"  look at it  {tracking.viewer(swept.run.uri)}")
-    compare = cli.line("jobs.compare", experiment=swept.run.experiment, tracking_uri=swept.run.uri)
+    shown = {"sweep": swept.name} if config.smoke else {"experiment": swept.run.experiment}
+    compare = cli.line("jobs.compare", **shown, tracking_uri=swept.run.uri)
     print(f"  next        {compare}")
     return swept
 

@@ -9,24 +9,33 @@ here: one worker in this process, several (--ray.num_workers) on a Ray that is s
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, make_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from functools import partial
 from typing import Any
 
 from jobs import cli
 from jobs.options import read
 from models import registry
+from models.checkpoint import Checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.places import reach
-from models.tables import UserError
+from models.setup import set_up
+from models.tables import UserError, join, read_manifest
 from models.uri import check_writable
 from models.words import number_of
 from pipelines import tracking
 from pipelines.training.run import run_training
 from pipelines.training.settings import FEWER, RayOptions, check
+
+CHANCE = 0.51
+"""GAUC below which a model ranks as chance does."""
+
+LARGE = 2**30
+"""Bytes of `sequences` above which popularity is not counted beside a training."""
 
 
 @dataclass
@@ -92,6 +101,36 @@ def still_rising(best: int, done: int, fit: FitConfig) -> str:
     return f"note: the best epoch is the last; more epochs may be better: --fit.max_epochs {2 * done} goes on\n"
 
 
+def popularity_of(config: Config, about: Checkpoint) -> float:
+    """What popularity has on the same validation, by the training's metric; NaN where that is not measured of it, and
+    for tables too large to be read here."""
+    sequences = read_manifest(join(config.tables, "sequences"), "sequences")
+    if sum(part.bytes for part in sequences.files) > LARGE:
+        return math.nan
+    unseen = config.fit.eval_options.get("unseen")
+    fit = replace(config.fit, batch_size=8192, train_examples=0, eval_options={"unseen": unseen})
+    model = {"name": "popularity", "max_history": about.model["max_history"] if unseen else 1}
+    setup = set_up(model, fit, Inputs(config.tables), shards=about.shards)
+    setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
+    return setup.means(setup.validate(setup.model)[0]).get(fit.metric, math.nan)
+
+
+def learned_nothing(found: Mapping[str, float], fit: FitConfig, popularity: float = math.nan) -> str:
+    """A line where the metrics of the best epoch are no better than what needs no model: `popularity`, the base rates
+    of actions, chance for searches; else nothing."""
+    below = ""
+    if (value := found.get(fit.metric, math.nan)) < popularity:
+        below = f"{fit.metric} {value:.4f}, popularity {popularity:.4f}"
+    elif found.get("mean/rig", 1.0) <= 0:
+        below = f"mean/normalised_entropy {found['mean/normalised_entropy']:.4f}, the base rates 1"
+    elif found.get("gauc", 1.0) < CHANCE:
+        below = f"gauc {found['gauc']:.4f}, chance 0.5"
+    return below and (
+        f"warning: no better than without a model ({below}): train longer, --fit.max_epochs {3 * fit.max_epochs} goes "
+        f"on; or under another --name with a larger --fit.lr than {fit.lr:g} or a smaller --fit.batch_size\n"
+    )
+
+
 def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
     reach(tables=config.tables, sids=config.sids, text=config.text)
@@ -116,7 +155,9 @@ def run(config: Config) -> Any:
         print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
     else:
         print(f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s.")
-        print(still_rising(best.epoch, trained.epochs, config.fit), end="")
+        popularity = popularity_of(config, best) if entry.gradient and entry.recommends else math.nan
+        warning = learned_nothing(best.metrics, config.fit, popularity) if entry.gradient else ""
+        print(warning or still_rising(best.epoch, trained.epochs, config.fit), end="")
     shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.SHOWN if name in best.metrics)
     read = {option: vars(config)[option] for option in checked.inputs.given()}
     evaluate = {"checkpoint": trained.checkpoint, **read, "split": "test"}

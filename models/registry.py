@@ -161,7 +161,7 @@ STAGE_2: dict[str, Any] = {
 
 MODELS: dict[str, Entry] = {
     "popularity": Entry(
-        PopularityConfig, Popularity, RETRIEVAL, unit="request", gradient=False, recommends=RecommendOptions
+        PopularityConfig, Popularity, RETRIEVAL, unit="behaviour", gradient=False, recommends=RecommendOptions
     ),
     "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=RecommendOptions),
     "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),

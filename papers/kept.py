@@ -170,7 +170,8 @@ def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> 
     params = [Param(name, value) for name, value in line["params"].items()]
     last = {name: points[-1][0] for name, points in line["curves"].items()}
     points = [(name, value, int(step)) for name, curve in line["curves"].items() for step, value in curve[:-1]]
-    points += [(name, value, int(last.get(name, 0))) for name, value in line["metrics"].items()]
+    steps = {"train/steps": max(last.values())} if last else {}  # of runs from before it was logged
+    points += [(name, value, int(last.get(name, 0))) for name, value in (steps | line["metrics"]).items()]
     metrics = [Metric(name, value, line["start_ms"], step) for name, value, step in points]
     client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
     for start in range(0, max(len(params), len(metrics)), tracking.BATCH):

@@ -168,6 +168,8 @@ def read_log(sequences: str, split: str) -> Log:
     if not parts or not sum(len(part["position"]) for part in parts):
         raise UserError(f"the split '{split}' of {sequences} has no result to replay; choose another --split")
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != "known"}
+    if not whole["position"].any() and (whole["counts"] > 1).any():
+        raise UserError(f"{sequences} says of no result where it was shown; name the log's `position` in its mapping")
     dwell = whole.pop("dwell")
     return Log(**whole, dwell=dwell if all(part["known"] for part in parts) else None)
 

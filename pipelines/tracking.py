@@ -60,6 +60,9 @@ VIEW = {"mlflow.experimentKind": "custom_model_development"}
 KIND_TAG, TRIAL_TAG, POINT_TAG = "trieline.kind", "sweep.trial", "sweep.point"
 """Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id and its values."""
 
+SMOKE_TAG = "sweep.smoke"
+"""Tag of a sweep of a grid's small variant, which shows that it runs and nothing more."""
+
 
 FOLDER_TAG = "trieline.folder"
 """Tag with the folder of a training or a sweep, beside which is its lock."""

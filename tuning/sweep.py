@@ -158,11 +158,12 @@ def sweep(
     tracking_uri: str | None = None,
     experiment: str | None = None,
     command: str = "",
+    smoke: bool = False,
     say: Callable[[str], None] = print,
     start: Callable[[], None] = lambda: None,
 ) -> Swept:
     """Runs those trials of the grid that are not done yet. Ray must be started, or `start` starts it where trials are
-    to run.
+    to run. Those of a `smoke` sweep are tried, not measured: comparisons of the experiment leave them out.
 
     Raises UserError before anything is started for what no trial could do: tables, models or settings that do not
     fit, a metric that is not measured, an MLflow that is not there; and at the end where no trial has a value.
@@ -185,7 +186,7 @@ def sweep(
             start()
             tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
             check_cluster(ray_options, workers, wants_gpu(ray_options))
-        run = open_run(plan, hashes, options)
+        run = open_run(plan, hashes, options, smoke)
         plan = replace(plan, parent=run.run_id)
         ledger, results = Ledger(plan, len(trials) - len(pending), say), None
         try:
@@ -256,7 +257,7 @@ def experiment_of(plan: Plan, given: str | None) -> str | None:
     return given
 
 
-def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.RunRef:
+def open_run(plan: Plan, hashes: dict[str, str], options: Options, smoke: bool = False) -> tracking.RunRef:
     """The sweep's MLflow run: that of this folder, or a new one."""
     key, client, grid = sha256(plan.folder.encode()).hexdigest(), tracking.connect(plan.uri), plan.grid
     begun = any(read_record(join(plan.folder, name)) for name in plan.trials)
@@ -272,7 +273,7 @@ def open_run(plan: Plan, hashes: dict[str, str], options: Options) -> tracking.R
     tags = {
         tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
         "sweep.metric": grid.metric, "command": plan.command, "mlflow.source.name": "jobs.sweep",
-        tracking.KEY_TAG: key, tracking.FOLDER_TAG: plan.folder,
+        tracking.KEY_TAG: key, tracking.FOLDER_TAG: plan.folder, **({tracking.SMOKE_TAG: "true"} if smoke else {}),
     }  # fmt: skip
     config = {
         "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)}, "tables": plan.inputs.tables,

@@ -220,9 +220,13 @@ class AtSpeed(Student):
         return found.items, found.scores
 
 
-def measure(model: AtSpeed, batch: dict[str, Tensor], by_user: int = 0, **options: Any) -> dict[str, Any]:
+def measure(
+    model: AtSpeed, batch: dict[str, Tensor], by_user: int = 0, shown: Tensor | None = None, **options: Any
+) -> dict[str, Any]:
     """The family's sums, and those of passes and steps."""
     found = model.speculate(batch, max(metrics.CUTOFFS), **options)
+    if shown is not None:
+        metrics.count_shown(shown, found.items)
     sums = metrics.ranking_sums(found.items, batch, by_user)
     steps = {"drafted": found.drafted, "accepted": found.accepted, "target_passes": found.passes}
     return sums | {name: float(count.sum()) for name, count in steps.items()}

@@ -137,13 +137,14 @@ class Examples(Sharded):
     """The requests of one split as flat arrays, in rows of one `unit`.
 
     `request`: a row is one request, its history the latest `max_history` behaviours before it.
+    `behaviour`: likewise, and requests without a history are rows too: every behaviour is the target of one.
     `user`: a row is a user's history with all of the split's requests in it, so that one causal pass
     serves them all. A user with more than `max_history` behaviours has overlapping windows, each request
     in exactly one of them and with at least half of `max_history` behaviours before it.
 
     Only requests of the split are read as targets, and only behaviours before a request as its history.
-    Requests with no history are skipped and counted (`skipped`). Of the users only those with a row are held, and of
-    their behaviours those from the first to the last that a row has.
+    Other requests with no history are skipped and counted (`skipped`). Of the users only those with a row are held,
+    and of their behaviours those from the first to the last that a row has.
 
     The split `next` has one request per user that follows all behaviours and has no target (-1), for recommending to
     all users.
@@ -196,7 +197,7 @@ class Examples(Sharded):
         else:
             chosen = pc.equal(part["split"], self.split).to_numpy(zero_copy_only=False).nonzero()[0]
             owner, end, target, place = (part[name][chosen] for name in ("owner", "end", "target", "place"))
-        usable = end > 0
+        usable = (end > 0) | (self.unit == "behaviour")
         self.skipped += int((~usable & shard.counts(first_user + owner)).sum())
         owner, end, target, place = owner[usable], end[usable], target[usable], place[usable]
         measured = {"repeats": seen_before(part, owner, end, target)} if self.split in ("val", "test") else {}
@@ -244,7 +245,7 @@ class Examples(Sharded):
 
     def _first_of_row(self, owner: NDArray, end: NDArray) -> NDArray[np.bool_]:
         """Marks the requests that start a new row. Requests come user by user, `end` never falling."""
-        if self.unit == "request" or len(owner) == 0:
+        if self.unit != "user" or len(owner) == 0:
             return np.ones(len(owner), bool)
         new_user = np.append(True, owner[1:] != owner[:-1])
         users = np.flatnonzero(new_user)
@@ -284,10 +285,10 @@ class Examples(Sharded):
         """The rows as tensors, right-padded with -1 to their own longest history.
 
         history (B, T) item_index; history_length (B,); user (B,) hash of the user id; user_row (B,) row
-        in the sequences table; request (B,) `request_number` of the (first) request. For unit
-        `request` target (B,) and, in val and test, repeats (B,), 1 where the target is among all of the user's
-        behaviours before the request, be they in `history` or not; for unit `user` the targets of all its requests:
-        target (M,), target_row (M,) in the batch, target_position (M,) of the last behaviour before the request.
+        in the sequences table; request (B,) `request_number` of the (first) request. For units
+        `request` and `behaviour` target (B,) and, in val and test, repeats (B,), 1 where the target is among all of
+        the user's behaviours before the request, be they in `history` or not; for unit `user` the targets of all its
+        requests: target (M,), target_row (M,) in the batch, target_position (M,) of the last behaviour before it.
         """
         first = self._first[rows].astype(np.int64)
         user = self._owner[first]
@@ -300,7 +301,7 @@ class Examples(Sharded):
             "user_row": self._user_row[user],
             "request": request_number(self._user_row[user], self._place[first]),
         }
-        if self.unit == "request":
+        if self.unit != "user":
             batch["target"] = self._target[first]
             if self._repeats is not None:
                 batch["repeats"] = self._repeats[first]

@@ -47,15 +47,39 @@ def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS)
     return {**sums, EXAMPLES: float(len(target))}
 
 
+def count_shown(shown: Tensor, items: Tensor) -> None:
+    """Adds to `shown` (N,) int64 how often each item is in a top 10 of the ranked `items` (B, K), where that is."""
+    top = items[:, :10].flatten()
+    shown.scatter_add_(0, top.clamp(min=0), (top >= 0).to(shown.dtype))
+
+
+def exposure(shown: Tensor, trained: Tensor) -> dict[str, float]:
+    """Of how often each item is in a top 10, and how many behaviours it has in training, each (N,): the share of the
+    catalogue that is in any top 10; the share of their places that items without behaviours have; and how
+    concentrated they are, by Gini: 0 where all items are there equally often, 1 - 1 / N where it is always one."""
+    counts = shown.double().sort().values
+    places, total = torch.arange(1, len(counts) + 1, dtype=torch.float64), counts.sum()
+    return {
+        "coverage@10": float((counts > 0).double().mean()),
+        "new_items@10": float(shown[trained == 0].sum() / total),
+        "gini@10": float(2 * (places @ counts) / (len(counts) * total) - (len(counts) + 1) / len(counts)),
+    }
+
+
 def names(catalogue: Any) -> list[str]:
     """Names of what `means` gives, on any catalogue."""
     every = [f"{metric}@{k}" for metric in ("recall", "ndcg") for k in CUTOFFS]
     return [*every, *(FIRST + name for name in [*every, EXAMPLES])]
 
 
-def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0, **options: Any) -> dict[str, Any]:
-    """`ranking_sums` of the model's ranking of the full catalogue; `options` go to its `recommend`."""
+def measure(
+    model: Any, batch: dict[str, Tensor], by_user: int = 0, shown: Tensor | None = None, **options: Any
+) -> dict[str, Any]:
+    """`ranking_sums` of the model's ranking of the full catalogue, which `shown` counts too (`count_shown`); `options`
+    go to its `recommend`."""
     items, _ = model.recommend(batch, max(CUTOFFS), **options)
+    if shown is not None:
+        count_shown(shown, items)
     read = {name: value.cpu() for name, value in batch.items() if name in ("target", "repeats", "user_row")}
     return ranking_sums(items.cpu(), read, by_user)  # where each of the many sums waits for nothing
 
@@ -96,8 +120,11 @@ def means(sums: dict[str, float]) -> dict[str, float]:
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """A line of cutoffs, and one of each metric at them."""
+    """A line of cutoffs, one of each metric at them, and one of `exposure` where that is measured."""
     lines = ["  K       " + "".join(f"{k:>9}" for k in CUTOFFS)]
     for metric in ("recall", "ndcg"):
         lines.append(f"  {metric:<8}" + "".join(f"{metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
+    told = {"coverage@10": "coverage", "new_items@10": "new items", "gini@10": "Gini"}
+    if found := [f"{words} {metrics[name]:.4f}" for name, words in told.items() if name in metrics]:
+        lines.append(f"  top 10  {', '.join(found)}")
     return lines

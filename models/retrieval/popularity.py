@@ -22,7 +22,7 @@ class PopularityConfig:
 
 
 class Popularity(nn.Module):
-    """Counts of the train split's targets; ties go to the lower item_index."""
+    """Counts of the train split's behaviours, each once; ties go to the lower item_index."""
 
     counts: Tensor
 
@@ -32,7 +32,7 @@ class Popularity(nn.Module):
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
     def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
-        """Counts the targets of the train batches; called once in place of training."""
+        """Counts the targets of the train batches, of unit `behaviour`; called once in place of training."""
         counts = torch.zeros(len(self.counts), dtype=torch.float64)
         for batch in batches:
             counts += torch.bincount(batch["target"].cpu(), minlength=len(counts))

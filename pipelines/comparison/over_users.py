@@ -1,7 +1,7 @@
 """Two models on the same users: a paired bootstrap over the users of the test split.
 
 `jobs.evaluate` keeps a metric of every user (`models/by_user.py`). Of two models the differences user by user are
-averaged over the seeds that both have, users are drawn with replacement `DRAWS` times, and the middle 95% of the mean
+averaged over their runs, of any seed, users are drawn with replacement `DRAWS` times, and the middle 95% of the mean
 differences are the interval. A difference whose interval holds 0 is called noise. Between users alone: how much two
 trainings with other seeds differ, the tests over seeds say (`tables.py`).
 
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from itertools import product
+from typing import Any, Self
 
 import numpy as np
 from mlflow import MlflowClient
@@ -27,6 +28,9 @@ from pipelines.comparison.table import Table, percent
 
 DRAWS = 2000
 """Draws of the bootstrap."""
+
+LEAST = 200
+"""Users below whom an interval stands without a verdict."""
 
 COARSER = {"mean/normalised_entropy": "eval_loss", "mean/rig": "eval_loss", "mean/auc": "eval_loss"}
 """Metrics that are no mean over users, and the one that stands in their place."""
@@ -59,6 +63,15 @@ class Pair:
     """Their runs, pair by pair."""
     options: tuple[str, str]
     """Options of the evaluations of both."""
+    unlike: str
+    """How their trainings differ in steps, batch or seeds."""
+
+    @classmethod
+    def of(cls, one: Group, other: Group, runs: Iterable[tuple[Run, Run]]) -> Self:
+        """The groups with these of their runs beside each other."""
+        rows = [replace(group.row, runs=group.runs) for group in (one, other)]
+        options = (one.row.options, other.row.options)
+        return cls(one.name, other.name, tuple(runs), options, rows[0].unlike(rows[1]))
 
 
 @dataclass(frozen=True)
@@ -126,22 +139,17 @@ def groups_of(comparison: Comparison) -> list[Group]:
 
 
 def pairs(comparison: Comparison) -> list[Pair]:
-    """Students beside their teachers, run by run, then all beside the best of their log, seed by seed."""
+    """Students beside their teachers, run by run, then all beside the best of their log, each run beside each."""
     groups, found = groups_of(comparison), []
     best: dict[tuple[str, ...], Group] = {}
     for group in groups:
-        if group.teacher:
-            taught = [(run, its) for run in group.runs for its in group.teacher.runs if run.teacher == its.weights]
-            found.append(
-                Pair(group.name, group.teacher.name, tuple(taught), (group.row.options, group.teacher.options))
-            )
+        if home := group.teacher:
+            taught = [(run, its) for run in group.runs for its in home.runs if run.teacher == its.weights]
+            found.append(Pair.of(group, Group(home, None, home.name, home.runs), taught))
     for group in groups:
-        if (first := best.setdefault(group.row.log, group)) is group or group.teacher is first.row:
-            continue
-        ours, theirs = ({run.seed: run for run in each.runs} for each in (group, first))
-        if shared := sorted(ours.keys() & theirs.keys()):
-            both = tuple((ours[seed], theirs[seed]) for seed in shared)
-            found.append(Pair(group.name, first.name, both, (group.row.options, first.row.options)))
+        if (first := best.setdefault(group.row.log, group)) is not group and group.teacher is not first.row:
+            ours, theirs = ({run.seed or run.id: run for run in each.runs}.values() for each in (group, first))
+            found.append(Pair.of(group, first, product(ours, theirs)))
     return found
 
 
@@ -177,9 +185,10 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
     if not cells:
         return []
     header = ["model", "against", "pairs of runs", "users", f"test/{metric}", "95% interval", "relative", "verdict"]
+    header.append("trained unlike")
     notes = [
         f"Differences user by user, averaged over the pairs of runs; the interval is of a bootstrap over users "
-        f"({DRAWS:,} draws). It says nothing of other seeds."
+        f"({DRAWS:,} draws). It says nothing of other seeds. Below {LEAST} users it stands without a verdict."
     ]
     return [Table("On the same users", header, cells, notes)]
 
@@ -188,6 +197,7 @@ def line(pair: Pair, interval: Interval, base: float, users: int, metric: str) -
     """The cells of a pair."""
     better = (interval.mean > 0) != lower_is_better(metric)
     verdict = "noise" if interval.is_noise else "better" if better else "worse"
+    verdict = verdict if users >= LEAST else "-"
     bounds = f"{interval.low:+.4f} to {interval.high:+.4f}"
     relative = percent(interval.mean / base if base else math.nan)
     return [
@@ -199,6 +209,7 @@ def line(pair: Pair, interval: Interval, base: float, users: int, metric: str) -
         bounds,
         relative,
         verdict,
+        pair.unlike,
     ]
 
 

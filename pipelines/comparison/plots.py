@@ -2,7 +2,8 @@
 
     for plot in plots(compare(select(uri, ["retrieval/DATASET"]))): plot.svg
 
-Drawn are what each setting of a sweep does, learning curves, and accuracy against throughput. The colours of text and
+Drawn are the validation of all models beside each other, what each setting of a sweep does, learning curves, and
+accuracy against throughput. The colours of text and
 ground are stand-ins, which the SVG names `currentColor` and `var(--page)`: the page decides.
 """
 
@@ -73,7 +74,7 @@ def plots(comparison: Comparison, more: Iterable[Callable[[Comparison], list[Dra
     """All plots that the rows have something to show in, and those of `more` functions."""
     prefix = re.sub(r"\W+", "-", comparison.selection.title)
     with rc_context(STYLE):
-        drawn = [each for make in (settings, curves, pareto, *more) for each in make(comparison)]
+        drawn = [each for make in (validation, settings, curves, pareto, *more) for each in make(comparison)]
         return [
             Plot(f"{prefix}-{name}", title, caption, svg(figure, f"{prefix}-{name}"))
             for name, title, caption, figure in drawn
@@ -96,6 +97,37 @@ def svg(figure: Figure, name: str) -> str:
 def legible(label: str) -> str:
     """A label as a legend shows it, which leaves out those that begin with `_`."""
     return f" {label}" if label.startswith("_") else label
+
+
+def validation(comparison: Comparison) -> list[Drawn]:
+    """The metric on validation over steps, of the best row of each model; none with fewer than two models."""
+    key = f"val/{comparison.metric}"
+    sign = 1 if lower_is_better(comparison.metric) else -1
+    best: dict[str, Row] = {}
+    for row in sorted((row for row in comparison.rows if row.values(key)), key=lambda row: sign * row.mean(key)):
+        if not row.options:
+            best.setdefault(row.model, row)
+    if len(best) < 2:
+        return []
+    figure, (axes,) = new_figure(1, width=9, height=max(4, 1 + 0.2 * len(best)))
+    for place, row in enumerate(best.values()):
+        mark, colour = MARKS[place // len(COLOURS) % len(MARKS)], COLOURS[place % len(COLOURS)]
+        for number, run in enumerate(row.runs):
+            points = thinned(comparison.history(run, key))
+            label = None if number else legible(f"{row.name} {row.mean(key):.4f}")
+            if len(points) > 1:
+                axes.plot(*zip(*points, strict=True), color=colour, marker=mark, ms=3, lw=1.2, label=label)
+            else:
+                axes.axhline(row.mean(key), color=colour, ls="--", lw=1.2, label=label)
+    if any(line.get_linestyle() == "-" for line in axes.lines):
+        logarithmic(axes, x=True)
+    say_axes(axes, "optimizer step", key)
+    figure.legend(loc="outside right upper")
+    caption = (
+        f"{key} of the best row of each model, best first, a line per run; in the legend that of the best epoch. "
+        f"Dashed: measured once."
+    )
+    return [("validation", "Validation of all models", caption, figure)]
 
 
 def curves(comparison: Comparison) -> list[Drawn]:

@@ -151,6 +151,19 @@ class Row:
         """The experiment, with the folder of its semantic IDs."""
         return f"{self.experiment}, {self.runs[0].sids}" if "table.trie" in self.params else self.experiment
 
+    def unlike(self, other: Row) -> str:
+        """How its trainings differ from the other row's in steps, batch or seeds; of what is not trained by steps,
+        nothing."""
+        told = []
+        for row in (self, other):
+            if row.model in registry.MODELS and not registry.MODELS[row.model].gradient:
+                return ""
+            steps = row.mean("train/steps")
+            seeds = ", ".join(sorted({run.seed for run in row.runs}))
+            told.append(("" if math.isnan(steps) else f"{steps:,.0f}", row.params.get("fit.batch_size", ""), seeds))
+        pairs = zip(("steps", "batch", "seeds"), *told, strict=True)
+        return "; ".join(f"{name} {mine} / {its}" for name, mine, its in pairs if mine != its and mine and its)
+
     def alike(self, but: Collection[str] = ()) -> tuple[Any, ...]:
         """What tells the row from others, params in `but` left out."""
         told = sorted((name, value) for name, value in self.params.items() if name not in but)

@@ -1,6 +1,7 @@
 """Which MLflow runs are compared: those of experiments, of a sweep, or named one by one.
 
-In the view of an experiment a sweep is its best settings, on all of their seeds; asked for by name it is all trials.
+In the view of an experiment a sweep is its best settings, on all of their seeds, and a smoke sweep nothing; asked for
+by name it is all trials.
 So it is where nothing else is there and the best is not known, as while it runs.
 """
 
@@ -79,13 +80,17 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
         homes = ", ".join(dict.fromkeys(chosen[run.info.experiment_id] for run in found))
         names = ", ".join(run.info.run_name for run in found)
         return Selection(uri, names if len(found) < 4 else f"{homes}: {number_of(len(found), 'run')}", found, chosen)
-    found = trainings(there)
+    smoke = {run.info.run_id: run.info.run_name for run in there if tracking.SMOKE_TAG in run.data.tags}
+    found = [run for run in trainings(there) if run.data.tags.get(PARENT) not in smoke]
+    there = [run for run in there if run.info.run_id not in smoke]
     kept, notes = without_trials(found, there)
     title = ", ".join(experiments) or "all experiments"
     if found and not kept:
         kept, notes = found, ["the best settings are not known yet: all trials of sweeps are here"]
+    notes += [f"{name}: a smoke sweep, left out; its trials: --sweep {name}" for name in smoke.values()]
     if not kept:
-        raise UserError(f"the experiment '{title}' at {uri} has no runs; train one with jobs.train")
+        told = "".join(f"; {note}" for note in notes)
+        raise UserError(f"the experiment '{title}' at {uri} has no runs; train one with jobs.train{told}")
     return Selection(uri, title, kept, chosen, notes=notes)
 
 

@@ -20,7 +20,7 @@ from pipelines.comparison.table import Table, percent
 SHOWN = (
     "val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10",
     "val/gauc", "test/gauc", "test/auc", "test/normalised_entropy", "test/log_loss", "test/eval_loss",
-    "test/mean/normalised_entropy", "test/mean/auc",
+    "test/mean/normalised_entropy", "test/mean/auc", "test/coverage@10", "test/new_items@10", "test/gini@10",
 )  # fmt: skip
 """Metrics of the table, in order; those that no run has are left out."""
 
@@ -45,7 +45,8 @@ def runs_table(comparison: Comparison) -> Table:
     wanted = dict.fromkeys([f"val/{metric}", *SHOWN, f"test/{metric}"])
     metrics = [name for name in wanted if name in measured]
     several = len({row.experiment for row in rows}) > 1
-    header = ["model", "run", "seeds", *metrics, "requests", "params", "epoch", "train s", "requests/s"]
+    header = ["model", "run", "seeds", *metrics, "requests", "params", "epoch", "steps", "batch", "train s"]
+    header.append("requests/s")
     cells = [
         [
             row.model,
@@ -55,6 +56,8 @@ def runs_table(comparison: Comparison) -> Table:
             number(row, "test/examples"),
             number(row, "train/parameters"),
             number(row, "val/epoch"),
+            number(row, "train/steps"),
+            row.params.get("fit.batch_size", "-"),
             number(row, "train/total_seconds"),
             number(row, "test/users_per_s"),
         ]
@@ -122,11 +125,9 @@ def paired_tables(comparison: Comparison) -> list[Table]:
         differences = [ours[seed] - theirs[seed] for seed in shared]
         mean = statistics.fmean(differences)
         relative = ratio(mean, statistics.fmean(theirs[seed] for seed in shared))
-        deviation, p = statistics.stdev(differences), paired_test(differences)
-        cells.append(
-            [row.model, row.name, ", ".join(shared), f"{mean:+.4f} ± {deviation:.4f}", percent(relative), f"{p:.3f}"]
-        )
-    header = ["model", "run", "seeds", f"{name} less the best's", "relative", "p"]
+        spread, p = f"{mean:+.4f} ± {statistics.stdev(differences):.4f}", f"{paired_test(differences):.3f}"
+        cells.append([row.model, row.name, ", ".join(shared), spread, percent(relative), p, row.unlike(first)])
+    header = ["model", "run", "seeds", f"{name} less the best's", "relative", "p", "trained unlike"]
     names = ", ".join(row.name for row in best.values())
     notes = [
         f"the best: {names}. p: two-sided paired t-test over shared seeds; with few seeds only large, steady "

@@ -41,9 +41,13 @@ def _log(events: Manifest, items: Manifest) -> Iterator[str]:
     coarse = not info["clock"] or info.get("grain_ms", 1) > 1
     if coarse and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"]):
         share = info["duplicates"] / (events.rows + info["duplicates"])
+        source = events.config["source"]
+        unset = [("query", ["query"]), ("request_id", ["request", "explode"]), ("position", ["position", "explode"])]
+        unread = [name for name, keys in unset if not any(source.get(key) for key in keys)]
+        read = ", ".join(column["name"] for column in events.schema if column["name"] not in unread)
         yield (
-            f"{info['duplicates']:,} events ({share:.1%}) repeat another in every column and were dropped; if they are "
-            f"real, such as two purchases of a day, --duplicates keep"
+            f"{info['duplicates']:,} events ({share:.1%}) repeat another in every column that is read ({read}) and "
+            f"were dropped; if they are real, such as two purchases of a day, --duplicates keep"
         )
     if items.info.get("metadata_differ"):
         yield (

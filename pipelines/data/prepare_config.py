@@ -40,8 +40,8 @@ class PrepareConfig:
     """Share of the items (and of the users, if there are user files) that must have a row in their files, by number
     and by events; with less the job fails. 0 accepts any."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Events that repeat another in every column: `drop` them as logged twice; `keep` them as real, such as two
-    purchases of a day."""
+    """Events that repeat another in every column that the mapping reads: `drop` them as logged twice; `keep` them as
+    real, such as two purchases of a day."""
     catalogue: str | None = None
     """TABLES of a trained model: the log is read as a fresh log of the same catalogue, for batch inference and
     evaluation. Events of other items are left out, and requests are split at the same times."""

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from mlflow.exceptions import MlflowException
@@ -22,7 +23,7 @@ from models import checkpoint, registry
 from models.by_user import PREFIX, ByUser, stride_of
 from models.checkpoint import Checkpoint
 from models.inputs import Inputs
-from models.retrieval.metrics import add_sums
+from models.retrieval.metrics import add_sums, exposure
 from models.retrieval.recommend import history_to_give
 from models.setup import Loaded, hashes_of, of_training, score
 from models.tables import UserError, join, read_manifest
@@ -31,6 +32,10 @@ from pipelines import cluster, tracking
 from pipelines.training.record import find_checkpoint
 
 SPLITS = ("val", "test")
+
+SHOWN, TRAINED = "shown", "trained"
+"""Among the sums of models that rank a catalogue: how often each item was in a top 10, and its behaviours in training.
+"""
 
 
 @dataclass
@@ -118,6 +123,15 @@ def takes_gpu(option: str, at_once: int) -> bool:
     return takes
 
 
+def trained(loaded: Loaded, inputs: Inputs, rank: int, world: int) -> torch.Tensor:
+    """(N,) behaviours in training of each item, by the users of shard (rank, world)."""
+    kind, size = loaded.entry.family.examples, loaded.catalogue.num_items
+    train: Any = kind.load(
+        inputs.sequences, "train", unit="behaviour", max_history=1, rank=rank, world=world, shards=world
+    )
+    return torch.from_numpy(np.bincount(train.targets[train.chosen()], minlength=size))
+
+
 def rank_shard(
     uri: str, inputs: Inputs, split: Any, batch_size: int, options: dict[str, Any], device: str,
     threads: int, shard: tuple[int, int],
@@ -135,10 +149,15 @@ def rank_shard(
         loaded.entry.measured.measure,
         stride_of(read_manifest(inputs.sequences, "sequences").rows),
     )
-    common: dict[str, Any] = {"batch_size": batch_size, "device": where, "options": {**options, "by_user": stride}}
+    common: dict[str, Any] = {"batch_size": batch_size, "device": where}
+    asked = {**options, "by_user": stride}
     if len(examples):
-        score(model, measure, examples, limit=min(batch_size, len(examples)), **common)  # warms up
-    sums, count, seconds = score(model, measure, examples, **common)
+        score(model, measure, examples, limit=min(batch_size, len(examples)), options=asked, **common)  # warms up
+    if loaded.entry.recommends:
+        asked["shown"] = torch.zeros(loaded.catalogue.num_items, dtype=torch.long, device=where)
+    sums, count, seconds = score(model, measure, examples, options=asked, **common)
+    if loaded.entry.recommends:
+        sums |= {SHOWN: asked["shown"].cpu(), TRAINED: trained(loaded, inputs, rank, world)}
     label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return sums, count, examples.skipped, seconds, label, examples.users
 
@@ -174,7 +193,10 @@ def evaluate(
         raise UserError(f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split")
     total: dict[str, Any] = add_sums(part[0] for part in parts)
     by_user: dict[str, ByUser] = {name: total.pop(name) for name in list(total) if name.startswith(PREFIX)}
-    metrics = registry.find(about.name).measured.means(total)
+    exposed = exposure(total.pop(SHOWN), total.pop(TRAINED)) if SHOWN in total else {}
+    if given.get("sequences") != about.hashes.get("sequences"):  # of another log it is not known what was trained on
+        exposed.pop("new_items@10", None)
+    metrics = registry.find(about.name).measured.means(total) | exposed
     return (
         Result(
             model=about.name,

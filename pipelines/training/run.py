@@ -212,6 +212,7 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     about = checkpoint.read(checkpoint.publish(folder, last))
     logger = tracking.Logger(run)
     values = {"best/epoch": last.best["epoch"], **{f"best/{name}": v for name, v in about.metrics.items()}}
+    values["train/steps"] = last.step
     values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))

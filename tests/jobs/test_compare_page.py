@@ -16,7 +16,7 @@ from jobs.compare import Config, run
 from models.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.over_users import groups_of
-from pipelines.comparison.plots import plots
+from pipelines.comparison.plots import plots, validation
 from pipelines.comparison.rows import compare
 from pipelines.comparison.runs import select
 
@@ -119,6 +119,44 @@ def test_plots_appear_where_their_runs_exist(store: str, tmp_path: Path) -> None
     assert list(drawn) == ["model-alpha", "model-attention_heads", "curves", "pareto"]
     assert "alpha-0.7-8" in drawn["pareto"].svg
     assert [plot.title for plot in plots(compare(select(store, runs=["sasrec-1", "sasrec-2"])))] == ["Learning curves"]
+
+
+def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri = new_store(tmp_path)
+    for name, value in (("sasrec", 0.05), ("tiger", 0.02), ("tiger", 0.07)):
+        log(uri, tmp_path, f"{name}-{value}", {"name": name, "dim": value}, {"best/ndcg@10": value})
+    floor = tracking.Logger(
+        tracking.open_run(
+            uri, "retrieval/x", "floor", str(tmp_path), config={"model": {"name": "popularity"}}, hashes={}
+        )
+    )
+    floor.log({"val/ndcg@10": 0.03, "best/ndcg@10": 0.03}, 1)
+    floor.end()
+    comparison = compare(select(uri, ["retrieval/x"]))
+    assert plots(comparison)[0].title == "Validation of all models"
+    ((_, _, _, figure),) = validation(comparison)
+    drawn = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
+    assert drawn == {
+        "tiger-0.07 0.0700": pytest.approx([0.07 * step / 3 for step in (1, 2, 3)]),
+        "sasrec-0.05 0.0500": pytest.approx([0.05 * step / 3 for step in (1, 2, 3)]),
+        "floor 0.0300": pytest.approx([0.03, 0.03]),
+    }
+
+
+def test_a_smoke_sweep_stays_out_of_its_experiment(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+    uri = new_store(tmp_path)
+    tags = {tracking.KIND_TAG: "sweep", tracking.SMOKE_TAG: "true"}
+    tried = tracking.open_run(uri, "retrieval/x", "tried", str(tmp_path), config={}, hashes={}, tags=tags)
+    log(uri, tmp_path, "trial", {"name": "sasrec"}, {"best/ndcg@10": 0.9}, parent=tried.run_id)
+    with pytest.raises(UserError, match=r"has no runs; .*tried: a smoke sweep, left out; its trials: --sweep tried"):
+        select(uri, ["retrieval/x"])
+    log(uri, tmp_path, "sasrec", {"name": "sasrec"}, {"best/ndcg@10": 0.1})
+    comparison = compare(select(uri, ["retrieval/x"]))
+    assert [row.name for row in comparison.rows] == ["sasrec"]
+    assert comparison.selection.notes == ["tried: a smoke sweep, left out; its trials: --sweep tried"]
+    assert [row.name for row in compare(select(uri, sweep="tried")).rows] == ["trial"]
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -10,15 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.train import parse, still_rising
+from jobs.train import Config, learned_nothing, parse, popularity_of, still_rising
 from models import checkpoint
+from models.checkpoint import Checkpoint
 from models.fit import FitConfig
+from models.inputs import Inputs
+from models.setup import set_up
 from pipelines import tracking
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +41,26 @@ def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
     assert still_rising(5, 10, fit) == ""
     assert still_rising(5, 5, fit) == ""  # patience ended it, or another run's epochs
     assert still_rising(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""  # the only one measured
+
+
+def test_a_training_that_is_no_better_than_without_a_model_says_so(small: tuple[str, str]) -> None:
+    fit = FitConfig(max_epochs=10, lr=0.01)
+    for found, popularity, told in (
+        ({"ndcg@10": 0.1}, 0.2, "(ndcg@10 0.1000, popularity 0.2000): train longer, --fit.max_epochs 30 goes on"),
+        ({"mean/rig": -0.01, "mean/normalised_entropy": 1.01}, math.nan, "1.0100, the base rates 1"),
+        ({"gauc": 0.501, "auc": 0.6}, math.nan, "(gauc 0.5010, chance 0.5)"),
+    ):
+        assert told in learned_nothing(found, fit, popularity)
+    for found in ({"ndcg@10": 0.2}, {"mean/rig": 0.01, "mean/normalised_entropy": 0.99}, {"gauc": 0.52}):
+        assert learned_nothing(found, fit, 0.2) == ""
+    config = Config(small[0], "runs", "x", fit=replace(fit, eval_examples=50, eval_options={"unseen": True, "beam": 5}))
+    about = Checkpoint({"name": "sasrec", "max_history": 12}, {}, {}, shards=[1, 1])
+    setup = set_up({"name": "popularity", "max_history": 12}, FitConfig(), Inputs(small[0]))
+    setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
+    whole = replace(setup, fit=replace(setup.fit, eval_examples=50, eval_options={"unseen": True}))
+    expected = setup.means(whole.validate(setup.model)[0])["ndcg@10"]
+    assert popularity_of(config, about) == pytest.approx(expected)
+    assert expected > 0
 
 
 @pytest.mark.long

@@ -35,7 +35,7 @@ def log_trainings(uri: str, folder: Path) -> None:
         for step in range(250):
             log.log({"train/loss": 1 / (step + 1)}, step)
         log.log({"val/ndcg@10": value, "best/ndcg@10": value, "test/ndcg@10": value / 2}, 250)
-        log.log({"test/users_per_s": 900 * value, "train/parameters": 1000}, 250)
+        log.log({"test/users_per_s": 900 * value, "train/parameters": 1000, "train/steps": 250}, 250)
         log.end()
 
 
@@ -54,7 +54,7 @@ def log_sweep(uri: str, folder: Path, finished: bool = True) -> None:
             uri, "retrieval/x", f"t{lr}", str(folder), config=config, hashes={}, parent=sweep.run_id, tags=tags
         )
         log = tracking.Logger(trial)
-        log.log({"best/ndcg@10": lr, "val/ndcg@10": lr}, 1)
+        log.log({"best/ndcg@10": lr, "val/ndcg@10": lr, "train/steps": 1}, 1)
         log.end()
         best = trial.run_id
     if finished:

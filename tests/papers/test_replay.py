@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from search_tables import FEATURES, write_search
+from search_tables import FEATURES, write_search, write_tables
 
 from models import checkpoint, registry
 from models.fit import FitConfig
@@ -219,10 +219,16 @@ def test_estimates_are_printed_and_kept(trained, capsys):
     assert mine.base == "the logged order"
 
 
-def test_impossible_replays_are_refused(trained):
+def test_impossible_replays_are_refused(trained, tmp_path):
     _, tables, _ = trained
     for values, message in (([1.0], "has 1 values, results were shown at 6"), ([1, 1, 1, 1, 1, 0], "a chance above 0")):
         with pytest.raises(UserError, match=message):
             given_rates(values, read_log(join(tables, "sequences"), "test"))
     with pytest.raises(UserError, match="has no result to replay"):
         read_log(join(tables, "sequences"), "nothing")
+    rows = read_table(join(tables, "sequences")).to_pylist()
+    for request in (request for row in rows for request in row["requests"]):
+        request["positions"] = [0] * len(request["positions"])
+    nowhere, _ = write_tables(tmp_path, rows, items=24, queries=8)
+    with pytest.raises(UserError, match="says of no result where it was shown; name the log's `position`"):
+        read_log(join(nowhere, "sequences"), "test")

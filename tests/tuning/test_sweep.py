@@ -257,7 +257,8 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
 
 def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
     each = measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]})
-    swept = world.sweep(each, name="measured")
+    swept = world.sweep(each, name="measured", smoke=True)
+    assert tracking.SMOKE_TAG in tracking.connect(swept.run.uri).get_run(swept.run.run_id).data.tags
     found, _ = evaluate(str(each.axes["checkpoint"][0]), Inputs(world.tables))  # type: ignore[index]
     assert [outcome.value for outcome in swept.outcomes] == pytest.approx([found.metrics["ndcg@10"]] * 2)
     for run in world.children(swept).values():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
-from models.retrieval.metrics import add_sums, hit_rank, means, measure, metric_sums, names
+from models.retrieval.metrics import add_sums, count_shown, exposure, hit_rank, means, measure, metric_sums, names
 
 
 def test_they_are_those_of_scikit_learn_and_of_a_count():
@@ -55,6 +55,27 @@ def test_requests_that_repeat_an_item_count_apart():
     assert set(found) == set(names(None))
     alone = means(sums | {"first/examples": 0.0, "first/ndcg@10": 0.0})
     assert alone["first/ndcg@10"] == 0
+
+
+def test_exposure_is_that_of_a_count_and_of_all_pairs():
+    """Gini by its definition: the mean difference between two items, relative to twice the mean."""
+    generator = torch.Generator().manual_seed(2)
+    ranked = torch.stack([torch.randperm(30, generator=generator)[:20] for _ in range(9)])
+    ranked[3, 4:] = -1
+    shown, trained = torch.zeros(40, dtype=torch.long), torch.randint(0, 2, (40,), generator=generator)
+    for part in ranked.split(4):
+        count_shown(shown, part)
+    top = [item for row in ranked.tolist() for item in row[:10] if item >= 0]
+    counts = [top.count(item) for item in range(40)]
+    assert shown.tolist() == counts
+    pairs = sum(abs(a - b) for a in counts for b in counts) / 40**2
+    assert exposure(shown, trained) == pytest.approx({
+        "coverage@10": len(set(top)) / 40,
+        "new_items@10": sum(trained[item] == 0 for item in top).item() / len(top),
+        "gini@10": pairs / (2 * len(top) / 40),
+    })  # fmt: skip
+    assert exposure(torch.full((5,), 7), torch.ones(5))["gini@10"] == pytest.approx(0)
+    assert exposure(torch.tensor([0, 0, 9, 0]), torch.ones(4))["gini@10"] == pytest.approx(3 / 4)
 
 
 def test_impossible_cutoffs_and_no_examples_are_refused():

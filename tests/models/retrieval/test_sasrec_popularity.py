@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models import registry
 from models.retrieval.data import PAD, Catalogue, Examples
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
@@ -73,15 +74,17 @@ def test_it_learns_a_cycle(sasrec, write_tables):
     assert (sasrec.recommend(batch, 1)[0][:, 0] == batch["target"]).float().mean() > 0.9
 
 
-def test_popularity_ranks_by_train_targets_with_ties_to_the_lower_index(write_tables):
-    log = {"a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])], "b": [(1, 3), (2, 3)]}
-    train = Examples.load(str(write_tables(log, 10) / "sequences"), "train")
+def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(write_tables):
+    """Those without a history too: a user's first, alone or tied, and the only one of a user."""
+    log = {"a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])], "b": [(1, 3), (1, 7)], "c": [(4, 5)]}
+    entry, uri = registry.find("popularity"), str(write_tables(log, 10) / "sequences")
+    train = Examples.load(uri, "train", unit=entry.unit, max_history=PopularityConfig().max_history)
     model = Popularity(PopularityConfig(), Catalogue(10))
-    model.fit_counts(train.collate(rows) for rows in train.batches(2))
-    assert model.counts.tolist() == [0, 0, 0, 2, 0, 2, 0, 0, 0, 0]
+    model.fit_counts(train.epoch(2, seed=0, epoch=0))
+    assert model.counts.tolist() == [0, 0, 0, 2, 0, 3, 0, 1, 0, 1]
     batch = {"history": torch.zeros((2, 1), dtype=torch.long), "target": torch.tensor([3, 0])}
-    items, scores = model.recommend(batch, 4)
-    assert items.tolist() == [[3, 5, 0, 1]] * 2
-    assert scores[0].tolist() == [2, 2, 0, 0]
-    shares = torch.tensor([3 / 14, 1 / 14])
+    items, scores = model.recommend(batch, 5)
+    assert items.tolist() == [[5, 3, 7, 9, 0]] * 2
+    assert scores[0].tolist() == [3, 2, 1, 1, 0]
+    shares = torch.tensor([3 / 17, 1 / 17])
     torch.testing.assert_close(model(batch)["loss"], -shares.log().mean())

@@ -14,6 +14,7 @@ from pipelines import tracking
 from pipelines.comparison.plots import pareto, plots, points_of, settings
 from pipelines.comparison.rows import Row, lower_is_better, rows_of
 from pipelines.comparison.runs import select
+from pipelines.comparison.tables import paired_tables
 
 
 def test_a_run_from_before_an_option_stands_with_those_at_its_default(
@@ -36,6 +37,18 @@ def test_a_run_from_before_an_option_stands_with_those_at_its_default(
     rows = rows_of(select(uri, ["retrieval/x"]))
     assert sorted(sorted(run.seed for run in row.runs) for row in rows) == [["42", "43"], ["44"]]
     assert {value for row in rows for value in row.settings} == {"model.attention_dropout"}
+
+
+def test_rows_say_in_what_their_trainings_differ() -> None:
+    def made(model: str, batch: str, seeds: str, *steps: float) -> Row:
+        return row(model, *({"train/steps": step, NDCG: 0.1} for step in steps), seeds=seeds, fit__batch_size=batch)
+
+    tiger, sasrec = made("tiger", "64", "12", 1000, 3000), made("sasrec", "64", "12", 500, 500)
+    assert tiger.unlike(sasrec) == "steps 2,000 / 500"
+    assert tiger.unlike(made("sasrec", "16", "2", 2000)) == "batch 64 / 16; seeds 1, 2 / 2"
+    assert tiger.unlike(made("popularity", "256", "0", 1)) == ""
+    (paired,) = paired_tables(compared([tiger, sasrec]))
+    assert [line[-1] for line in paired.cells] == ["steps 500 / 2,000"]
 
 
 @pytest.mark.parametrize("metric", ["mse", "test/mse", "eval_loss", "log_loss", "mean/normalised_entropy", "seconds",

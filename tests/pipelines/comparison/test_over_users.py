@@ -11,7 +11,7 @@ import torch
 
 from models.by_user import ByUser
 from pipelines import tracking
-from pipelines.comparison.over_users import intervals, over_users_tables
+from pipelines.comparison.over_users import Interval, Pair, intervals, line, over_users_tables
 from pipelines.comparison.rows import compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables
@@ -42,11 +42,13 @@ def log(
     fresh: str = "",
 ) -> None:
     """A run with a metric of every user, as `jobs.evaluate` leaves it; with `fresh` also on a log of that hash."""
-    config = {"model": {"name": name, "teacher_hash": teacher}, "fit": {"seed": seed, "metric": "ndcg@10"}}
+    size = 8 * len(name)  # which are other steps too
+    fit = {"seed": seed, "metric": "ndcg@10", "batch_size": size}
+    config: dict[str, dict] = {"model": {"name": name, "teacher_hash": teacher}, "fit": fit}
     config["model"] = {key: value for key, value in config["model"].items() if value}
     ref = tracking.open_run(uri, "retrieval/x", f"{name}-{seed}", str(folder), config=config, hashes={})
     logger = tracking.Logger(ref)
-    logger.log({"test/ndcg@10": float(np.mean(values)), "best/ndcg@10": 0.1}, 1)
+    logger.log({"test/ndcg@10": float(np.mean(values)), "best/ndcg@10": 0.1, "train/steps": 6000 / size}, 1)
     logger.tag(**{tracking.WEIGHTS_TAG: f"w-{name}-{seed}"})
     kept = ByUser.of(torch.arange(users, users + len(values)), torch.tensor(values))
     tracking.log_json(ref, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json")
@@ -67,7 +69,7 @@ def test_rows_stand_beside_their_teacher_and_the_best_on_the_same_users(
         log(uri, tmp_path, "tiger", seed, half)
         log(uri, tmp_path, "sid_mlp", seed, [min(1.0, value + 0.25) for value in half], f"w-tiger-{seed}")
         log(uri, tmp_path, "gdn", seed, half[1:] + half[:1], f"w-tiger-{seed}")
-    log(uri, tmp_path, "sasrec", 3, half)  # shares no seed with the best
+    log(uri, tmp_path, "sasrec", 3, half)
     log(uri, tmp_path, "popularity", 1, half, users=1)  # of other users
     (table,) = over_users_tables(compare(select(uri, ["retrieval/x"])))
     cells = {(line[0], line[1]): line[2:] for line in table.cells}
@@ -76,12 +78,22 @@ def test_rows_stand_beside_their_teacher_and_the_best_on_the_same_users(
         ("gdn-*", "tiger-*"),
         ("tiger-*", "sid_mlp-*"),
         ("gdn-*", "sid_mlp-*"),
+        ("sasrec-3", "sid_mlp-*"),
     }
     assert cells["sid_mlp-*", "tiger-*"][:3] == ["2", "600", "+0.1250"]
-    assert cells["sid_mlp-*", "tiger-*"][-1] == "better"
+    assert cells["sid_mlp-*", "tiger-*"][-2:] == ["better", "steps 107 / 150; batch 56 / 40"]
     assert cells["gdn-*", "tiger-*"][2] == "+0.0000"
-    assert cells["gdn-*", "tiger-*"][-1] == "noise"
-    assert cells["tiger-*", "sid_mlp-*"][-1] == "worse"
+    assert cells["gdn-*", "tiger-*"][-2] == "noise"
+    assert cells["tiger-*", "sid_mlp-*"][0] == "4"
+    assert cells["tiger-*", "sid_mlp-*"][-2] == "worse"
+    assert cells["sasrec-3", "sid_mlp-*"][:3] == ["2", "600", "-0.1250"]  # which share no seed
+    assert cells["sasrec-3", "sid_mlp-*"][-1] == "steps 125 / 107; batch 48 / 56; seeds 3 / 1, 2"
+
+
+def test_fewer_than_200_users_have_an_interval_and_no_verdict() -> None:
+    pair, found = Pair("a", "b", (), ("", ""), ""), Interval(0.1, 0.05, 0.15)
+    assert line(pair, found, 0.5, 199, "ndcg@10")[4:8] == ["+0.1000", "+0.0500 to +0.1500", "+20.0%", "-"]
+    assert line(pair, found, 0.5, 200, "ndcg@10")[7] == "better"
 
 
 @pytest.mark.long

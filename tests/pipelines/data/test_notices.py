@@ -127,7 +127,8 @@ def test_repeated_purchases_are_dropped_or_kept(shop: Shop) -> None:
     shop.write([*rows, *rows[:40]])
     [line] = shop.prepare()
     assert line.startswith(
-        "warning: 40 events (5.9%) repeat another in every column and were dropped; if they are real"
+        "warning: 40 events (5.9%) repeat another in every column that is read (user_id, timestamp_ms, item_id) and "
+        "were dropped; if they are real"
     )
     assert line.endswith("--duplicates keep")
     dropped = read_manifest(str(shop.tables / "events"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +20,14 @@ from models.by_user import unpacked
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.retrieval.data import Catalogue, Examples
-from models.setup import set_up
+from models.setup import Loaded, set_up
 from models.tables import UserError, read_manifest, read_table, writing
 from pipelines import tracking
 from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables as tables_of
 from pipelines.evaluation.inference import recommend_all
-from pipelines.evaluation.ranking import evaluate, record
+from pipelines.evaluation.ranking import evaluate, record, trained
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
@@ -72,11 +73,20 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
     result, _ = evaluate(world.place(name), world.inputs, batch_size=7)
     model, about = registry.load(world.place(name), Catalogue.load(world.tables, world.sids))
     examples = Examples.load(f"{world.tables}/sequences", "test", max_history=about.model.get("max_history", 20))
-    ranks = []
+    ranks, top = [], []
     for row in range(len(examples)):  # one user at a time, the rank of the target among all 24 items
         batch = examples.collate(torch.tensor([row]).numpy())
         items, _ = model.recommend(batch, 24)
         ranks.append(items[0].tolist().index(batch["target"].item()))
+        top += items[0, :10].tolist()
+    requests = [request for user in read_table(f"{world.tables}/sequences").to_pylist() for request in user["requests"]]
+    counts = Counter(request["candidates"][0] for request in requests if request["split"] == "train")
+    loaded = Loaded.of(world.place(name), world.inputs)
+    parts = [trained(loaded, world.inputs, rank, 3) for rank in range(3)]
+    assert sum(parts).tolist() == [counts[item] for item in range(24)]
+    assert result.metrics["coverage@10"] == len(set(top)) / 24
+    assert result.metrics["new_items@10"] == sum(item not in counts for item in top) / len(top)
+    assert 0 < result.metrics["gini@10"] < 1
     assert result.examples == len(ranks) == 60
     for k in (1, 5, 10, 20):
         assert result.metrics[f"recall@{k}"] == pytest.approx(sum(rank < k for rank in ranks) / 60)
@@ -121,7 +131,7 @@ def test_results_reach_the_training_run_and_the_comparison(world: World, capsys:
     assert metrics["test/users_per_s"] > 0
 
     table, same_users = tables_of(compare(select(world.uri, ["retrieval/small"])))
-    assert [line[2:4] for line in same_users.cells] == [["1", "60"]]  # of TIGER and SASRec's run with its seed
+    assert [line[2:4] for line in same_users.cells] == [["2", "60"]]  # of TIGER and both of SASRec
     rows = {cells[1]: dict(zip(table.header, cells, strict=True)) for cells in table.cells}
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"
