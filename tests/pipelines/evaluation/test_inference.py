@@ -26,7 +26,7 @@ from pipelines.evaluation.ranking import evaluate
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import Ranker
 from tests.actions_tables import SEEN, TASKS, write_actions
-from tests.pipelines.serving.test_served_scores import made, searches, serve  # noqa: F401
+from tests.pipelines.serving.test_served_scores import searches, serve
 from tests.search_tables import write_search
 from tests.training_tables import write, write_tables
 
@@ -166,13 +166,8 @@ def test_recommendations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
-def test_ray_makes_the_same_table(
-    name: str,
-    made: dict[str, tuple[str, str | None]],
-    ray_local: None,
-    tmp_path: Path,  # noqa: F811
-) -> None:
-    tables, text = made["search" if name == "qgs" else "actions"]
+def test_ray_makes_the_same_table(name: str, ray_local: None, tmp_path: Path) -> None:
+    tables, text = write_search(tmp_path) if name == "qgs" else (write_actions(tmp_path, viewers=True), None)
     serve(name, tmp_path, tables, text, longest=12)
     given, found = (str(tmp_path / name), Inputs(tables, text=text)), []
     for actors in (1, 2):
