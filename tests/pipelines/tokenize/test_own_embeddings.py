@@ -69,7 +69,7 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"sku": IDS, "a": [1.0, 2.0, np.nan, 3.0, np.inf]}, "not finite, first in row 2, of 'i0009'"),
+        ({"sku": IDS, "a": [1.0, 2.0, np.nan, 3.0, np.inf]}, "not finite, first in row 2 .of 'i0009'."),
         ({"sku": IDS, "a": pa.array([[1.0], [2.0], [None], [3.0], [4.0]], LISTS)}, "not finite, first in row 2"),
         ({"sku": IDS, "a": pa.array([[1.0], None, [2.0], [3.0], [4.0]], LISTS)}, "of 0 to 1 numbers; give all the"),
         ({"sku": IDS, "a": pa.array([[1.0], [2.0, 3.0], [2.0], [3.0], [4.0]], LISTS)}, "of 1 to 2 numbers"),
