@@ -72,7 +72,8 @@ class Options:
     batch_size: int = 256
     """Requests per batch."""
     shards: int = 1
-    """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference)."""
+    """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference); 1: in this process, unless
+    the job was submitted to a cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: a GPU where there is one."""
     tracking_uri: str | None = None

@@ -254,8 +254,8 @@ def suggest(folder: str, kind: str | None = None) -> str:
     lines += [
         line(f"  # {name}", value, "did the user do this? then take away the '#'") for name, value in asks.items()
     ]
-    why = "known before the event? then take away the '#'; what came of it is a label"
-    lines += [line(f"# {key}", made, why) for key, made in features.items() if made]
+    ask = "known before the event? then take away the '#'; what came of it is a label"
+    lines += [line(f"# {key}", made, ask) for key, made in features.items() if made]
     lines += describe("user", user, looks)
     listed = item or shown or listed
     lines += describe("item", listed, looks)
@@ -273,7 +273,8 @@ def settings(kind: str | None, keys: list[str], labels: dict[str, Any], log: Loo
     feed = "each event shown, with what was done? then --suggest --kind actions" if len(acts) > 1 and log.times else ""
     lines = [line("  kind", kind or "retrieval", "" if kind else feed)] if kind or feed else []
     lines += ["  core: 0"] if kind in ("search", "actions") else ["  core: 5"]
-    lines += [line("  behaviour", behaviour or acts[0])] if kind != "actions" and (behaviour or (kind and acts)) else []
+    behaviour = behaviour or (acts[0] if acts and kind == "search" else None)
+    lines += [line("  behaviour", behaviour)] if behaviour and kind != "actions" else []
     lines.append(line("  split", {"kind": "temporal" if log.times else "leave_last_out"}))
     return [*lines, *graded(labels, log)] if kind == "actions" else lines
 

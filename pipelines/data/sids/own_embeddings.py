@@ -55,11 +55,11 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
     """The embeddings of a Parquet file whose ids are the column `id`, or of an .npy file whose ids are the lines of the
     file `id`. UserError for what is no matrix of finite numbers with one id per row."""
     content = read_bytes(uri)
-    digest = hashlib.sha256(content)
+    digest, ids = hashlib.sha256(content), list[object]()
     if uri.lower().endswith(".npy"):
         lines = read_bytes(id)
         digest.update(lines)
-        ids, vectors = lines.decode("utf-8-sig").splitlines(), read_npy(uri, content)
+        ids, vectors = list(lines.decode("utf-8-sig").splitlines()), read_npy(uri, content)
     else:
         ids, vectors = read_columns(uri, content, id)
     if len(ids) != len(vectors):
