@@ -17,7 +17,7 @@ from models.tables import join, read_manifest
 from models.text_encoder import check_encoder
 from models.uri import check_writable
 from pipelines.data.kinds import KINDS
-from pipelines.data.sids.texts import TextConfig, check_texts, encode_log
+from pipelines.data.sids.texts import TextConfig, encode_log
 
 
 @dataclass
@@ -48,9 +48,9 @@ def run(config: Config) -> None:
 
     check_writable(config.output)
     cli.preflight(tables=config.tables, output=config.output)
-    check_texts(config.tables, config.encoder, config.embed, config.output)  # before Ray takes its seconds to start
-    cli.start_ray()
-    made = encode_log(config.tables, config.output, config.encoder, config.embed, config.overwrite, say)
+    made = encode_log(
+        config.tables, config.output, config.encoder, config.embed, config.overwrite, say, cli.start_ray
+    )  # fmt: skip
     counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs") if name in made)
     print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
     model = KINDS[read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]].model

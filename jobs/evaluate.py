@@ -5,7 +5,8 @@
 Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
 candidates; writes them beside the checkpoint and into the MLflow run of the training. --importance true adds what a
 model that ranks candidates makes of each of its inputs. With --batch_inference FOLDER it writes the top K items of all
-users to a table instead; with --export FILE.pt2 a student as one program.
+users to a table instead, or the scores of all candidates of the split's requests; with --export FILE.pt2 a student as
+one program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from models.uri import check_writable, write_file
 from models.words import number_of
 from pipelines import tracking
 from pipelines.evaluation.importance import check_has_inputs, importance
-from pipelines.evaluation.inference import recommend_all
+from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import Result, check, evaluate, record
 from pipelines.serving.export import export
 
@@ -57,11 +58,12 @@ class Options:
     split: Literal["val", "test"] = "test"
     """Which requests to rank for."""
     batch_inference: str | None = None
-    """Write the top K of all users, after all they did, to this folder as the table `recommendations`."""
+    """Write to this folder the top K of all users, after all they did, as the table `recommendations`; of a model that
+    ranks candidates the chances of all candidates of the split as the table `scores`."""
     export: str | None = None
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
     k: int = 20
-    """Items per user of --batch_inference and --export."""
+    """Items per user of --export and, of a model that ranks the catalogue, --batch_inference."""
     importance: bool = False
     """Models that rank candidates: also measure what is lost where history, text or a group of features comes from
     another request (`pipelines/evaluation/importance.py`)."""
@@ -70,7 +72,8 @@ class Options:
     batch_size: int = 256
     """Requests per batch."""
     shards: int = 1
-    """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference)."""
+    """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference); 1: in this process, unless
+    the job was submitted to a cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: a GPU where there is one."""
     tracking_uri: str | None = None
@@ -91,10 +94,6 @@ class Options:
             raise ValueError(
                 f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures nothing; "
                 f"leave it out"
-            )
-        if self.text and self.batch_inference:
-            raise ValueError(
-                "text is given, but search models rank what they are asked about; leave out batch_inference"
             )
 
     def recommending(self) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def run(config: Options) -> Result | None:
     if config.export:
         write_program(config, inputs, config.export)
     elif config.batch_inference:
-        write_recommendations(config, inputs, config.batch_inference, name)
+        write_inference(config, inputs, config.batch_inference, name)
     else:
         return measure(config, inputs, name)
     return None
@@ -170,15 +169,22 @@ def write_program(config: Options, inputs: Inputs, file: str) -> None:
     print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
 
 
-def write_recommendations(config: Options, inputs: Inputs, folder: str, name: str) -> None:
-    """Writes the top K of all users as a table."""
+def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> None:
+    """Writes the top K of all users, or the scores of all candidates of the split, as a table."""
     check_writable(folder)
-    manifest, already = recommend_all(
-        config.checkpoint, inputs, folder, k=config.k, batch_size=config.batch_size, actors=config.shards,
-        device=config.device, options=config.recommending(), overwrite=config.overwrite,
-        start=cli.start_ray,
+    manifest, already = infer_all(
+        config.checkpoint, inputs, folder, k=config.k, split=config.split, batch_size=config.batch_size,
+        actors=config.shards, device=config.device, options=config.recommending(), overwrite=config.overwrite,
+        start=cli.start_ray, remote=bool(os.environ.get("RAY_ADDRESS")),
     )  # fmt: skip
     what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
+    if manifest.table == "scores":
+        counted = f"{number_of(manifest.info['candidates'], 'candidate')} of {number_of(manifest.rows, 'request')}"
+        print(f"Scores of {manifest.info['model']} on {manifest.info['split']}: {counted} {what}.")
+        names = [column["name"] for column in manifest.schema]
+        scores = [name for name in names if name.startswith("score_")]
+        print(f"  table       {folder}: {', '.join(names)}; candidates best first by {scores[0]}")
+        return
     print(f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}.")
     if short := manifest.info.get("users_below_k", 0):
         beams = "beam" in registry.recommend_options(name)

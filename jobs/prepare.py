@@ -2,7 +2,7 @@
 
     python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
 
-    python -m jobs.prepare --suggest RAW_DIR [--output SOURCE.yaml]
+    python -m jobs.prepare --suggest RAW_DIR [--kind search] [--output SOURCE.yaml]
 
 The second line looks at the files and writes a first source file, with its guesses as comments, on the screen or to
 `--output`. `--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from pyarrow import fs
 
@@ -97,6 +98,9 @@ class Suggestion:
 
     suggest: str
     """Folder of a raw log that no source file describes yet: a local path, s3:// or gs://."""
+    kind: Literal["retrieval", "search", "actions"] | None = None
+    """What a request is to be (`prepare.kind`); by default a search where queries come with results, else a
+    behaviour."""
     output: str | None = None
     """File to write the mapping to; by default it is printed."""
 
@@ -104,7 +108,7 @@ class Suggestion:
 def run_suggestion(config: Suggestion) -> None:
     """Prints or writes a first source file, without Ray."""
     reach(suggest=config.suggest)
-    text = suggest(config.suggest)
+    text = suggest(config.suggest, config.kind)
     if config.output is None:
         print(text, end="")
         return

@@ -231,7 +231,7 @@ def mapping_of(config: Config, name: str, home: Path) -> str:
         return str(found)
     guess = home / "source.yaml"
     if not guess.is_file():
-        text = suggest(str(config.data))
+        text = suggest(str(config.data), config.family)
         home.mkdir(parents=True, exist_ok=True)
         guess.write_text(text)
     print(f"{guess} describes {config.data} as far as can be guessed; read it, and mend what is wrong:")

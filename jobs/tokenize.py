@@ -1,6 +1,7 @@
 """Items to semantic ids: embeds item texts, makes unique codes and lays them out as a trie.
 
 python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --output SIDS
+python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --embeddings FILE.parquet --id item_id --output SIDS
 python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE --output SIDS
 """
 
@@ -20,6 +21,7 @@ from models.text_encoder import check_encoder
 from models.uri import check_writable
 from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
+from pipelines.data.sids.own_embeddings import SUFFIXES, read_own
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
 
 SMALL = 1000
@@ -48,7 +50,11 @@ class Config:
     published: str = ""
     """File with published SIDs, for --tokenizer published: CSV or LC-Rec index.json, gzipped or not."""
     embeddings: str = ""
-    """Folder of the embeddings, made where there are none; OUTPUT/embeddings if not given. Tokenizers share it."""
+    """Folder of the embeddings, made where there are none; OUTPUT/embeddings if not given. Tokenizers share it. Or a
+    .parquet or .npy file of your own embeddings, in place of --encoder."""
+    id: str = ""
+    """Of your own embeddings: the column of ids of a .parquet file, or a text file with the id of each row of a .npy
+    file."""
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
@@ -62,7 +68,17 @@ class Config:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
         if self.embeddings and self.tokenizer == "published":
             raise ValueError(f"embeddings is {self.embeddings!r}, but published SIDs need none; leave it out")
+        if bool(self.id) != self.own:
+            raise ValueError(
+                f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet or .npy file and its --id go "
+                f"together"
+            )
         self.sids_config()
+
+    @property
+    def own(self) -> bool:
+        """Whether embeddings are a file of the user's own."""
+        return self.embeddings.lower().endswith(SUFFIXES)
 
     def sids_config(self) -> TokenizerConfig:
         """The tokenizer's part of the options."""
@@ -102,14 +118,15 @@ def run(config: Config) -> None:
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
-    items = join(config.tables, "items")
-    reach(tables=config.tables, embeddings=config.embeddings)  # what does not answer is said before Ray starts
-    cli.preflight(tables=config.tables, embeddings=config.embeddings, output=config.output)
+    items, shared = join(config.tables, "items"), "" if config.own else config.embeddings
+    reach(tables=config.tables, embeddings=shared)  # what does not answer is said before Ray starts
+    cli.preflight(tables=config.tables, embeddings=shared, output=config.output)
     check_writable(config.output)
-    check_folders(config.output, config.embeddings)
-    if config.tokenizer != "published":
-        check_items(items, config.sids_config(), config.embed)  # what is wrong with the input, before Ray starts
-        embed_origin(items, config.encoder, config.pca, config.embed)
+    check_folders(config.output, shared)
+    own = read_own(config.embeddings, config.id) if config.own else None
+    if config.tokenizer != "published":  # what is wrong with the input, before Ray starts
+        check_items(items, config.sids_config(), None if own else config.embed)
+        embed_origin(items, config.encoder, config.pca, config.embed, own)
     sids, trie, made = tokenize(
         items,
         config.output,
@@ -119,9 +136,10 @@ def run(config: Config) -> None:
         config.embed,
         config.overwrite,
         say,
-        config.embeddings,
+        shared,
         join(config.tables, "sequences"),
         cli.start_ray,
+        own,
     )
     for line in summary(sids, trie):
         print(line)

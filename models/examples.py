@@ -161,6 +161,11 @@ class Sharded:
         """The rows as tensors."""
         raise NotImplementedError
 
+    def asked(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the rows of a model's `score(batch)` are of, each (N,): user_row, request, by which those of a user are
+        told apart and ordered, its time in ms and its query, and item; where a family ranks candidates."""
+        raise NotImplementedError
+
     def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch of a training step in one of few shapes, by padding from which nothing is learned."""
         return batch

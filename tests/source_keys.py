@@ -1,8 +1,8 @@
-"""All keys of mapping files as a table of docs/own_log.md, from the dataclasses that read them.
+"""All keys of mapping files as tables of docs/own_log.md, from the dataclasses that read them.
 
-    python -m tests.source_keys docs/own_log.md    # writes the table anew into the page
+    python -m tests.source_keys docs/own_log.md    # writes the tables anew into the page
 
-A test holds that the page is as this writes it.
+A test holds that the page is as this writes it, and that the examples are read.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any
 
+from pipelines.data.actions.config import ActionsConfig, Counts, Input, Task
 from pipelines.data.log import History, Label, Log, Section
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.search.config import SearchConfig
 from pipelines.data.splits import SplitConfig
 from pipelines.data.times import Time
 
-BEGIN = "<!-- keys: written by `python -m tests.source_keys docs/own_log.md` -->"
-END = "<!-- end of keys -->"
+BEGIN = "<!-- {}: written by `python -m tests.source_keys docs/own_log.md` -->"
+END = "<!-- end of {} -->"
 
 SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
     "": (Log, ()),
@@ -37,7 +40,45 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
 }
 """What reads each section of a mapping file, and which of its fields, where not all."""
 
-LEFT_OUT = ("prepare.own", "prepare.ray_data", "prepare.split", "time", "history", "items", "users", "as_of")
+KINDS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "search.": (SearchConfig, ()),
+    "actions.": (ActionsConfig, ()),
+    "actions.tasks.NAME.": (Task, ()),
+    "actions.inputs.NAME.": (Input, ()),
+    "actions.counts.": (Counts, ()),
+}
+"""The same of the sections of `prepare` that are of one kind."""
+
+EXAMPLES = {
+    "search.windows_days": "windows_days: [1, 7]",
+    "search.delay_minutes": "delay_minutes: 15",
+    "search.ctr_prior": "ctr_prior: 0.02",
+    "search.ctr_strength": "ctr_strength: 50",
+    "search.page_size": "page_size: 24",
+    "search.max_request_minutes": "max_request_minutes: 30",
+    "search.item_features": "item_features: [brand, price]",
+    "search.unknown_when_ranking": "unknown_when_ranking: [pixels_from_top]",
+    "search.groups": "groups: {relevance: [bm25, pair_ctr_7d]}",
+    "actions.tasks": "tasks: {long_dwell: {label: dwell_ms, above: 10000}, like: {label: like}}",
+    "actions.inputs": "inputs: {like: {label: like}, stars: {label: stars, range: [1, 5]}}",
+    "actions.tasks.NAME.label": "tasks: {like: {label: like}}",
+    "actions.tasks.NAME.above": "tasks: {long_dwell: {label: dwell_ms, above: 10000}}",
+    "actions.tasks.NAME.at_least": "tasks: {liked: {label: stars, at_least: 4}}",
+    "actions.tasks.NAME.any": "tasks: {contribution: {any: [like, comment, share]}}",
+    "actions.inputs.NAME.label": "inputs: {like: {label: like}}",
+    "actions.inputs.NAME.range": "inputs: {stars: {label: stars, range: [1, 5]}}",
+    "actions.inputs.NAME.log_unit": "inputs: {dwell: {label: dwell_ms, range: [0, 120000], log_unit: 1000}}",
+    "actions.counts.keys": "counts: {keys: [item, author]}",
+    "actions.counts.counted_labels": "counts: {counted_labels: [long_dwell, like]}",
+    "actions.counts.windows_days": "counts: {windows_days: [7, 30]}",
+    "actions.counts.delay_minutes": "counts: {delay_minutes: 5}",
+    "actions.counts.prior": "counts: {prior: 0.02}",
+    "actions.counts.strength": "counts: {strength: 50}",
+}
+"""Of each key of KINDS what may be written below `search` or `actions`."""
+
+LEFT_OUT = ("prepare.own", "prepare.ray_data", "prepare.split", "time", "history", "items", "users", "as_of",
+            "actions.counts")  # fmt: skip
 """Fields that are no keys, or sections of their own."""
 
 
@@ -58,15 +99,17 @@ def _default(field: Field) -> str:
     """A key's value where it is left out, as it is written in YAML."""
     if field.default is MISSING and field.default_factory is MISSING:
         return "required"
-    value = field.default if field.default is not MISSING else ""
-    if value is None or value == "":
+    value: Any = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+    if value is None or value in ("", [], {}):
         return ""
+    if isinstance(value, list):
+        value = [int(each) if isinstance(each, float) and each.is_integer() else each for each in value]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
-    """Each key with what it is and its default, sections in the order of SECTIONS."""
-    for where, (kind, only) in SECTIONS.items():
+def rows(sections: dict[str, tuple[type, tuple[str, ...]]]) -> Iterator[tuple[str, str, str]]:
+    """Each key with what it is and its default, in the order of the sections."""
+    for where, (kind, only) in sections.items():
         texts = described(kind)
         for field in sorted(fields(kind), key=lambda field: field.kw_only):  # how files are written comes last
             key = where + field.name
@@ -75,25 +118,31 @@ def rows() -> Iterator[tuple[str, str, str]]:
                 yield key, text.replace("None: ", "by default: "), _default(field)
 
 
-def table() -> str:
-    """The keys in Markdown."""
-    lines = ["| key | meaning | default |", "|---|---|---|"]
-    lines += [f"| `{key}` | {text} | {default} |".replace(" |  |", " | |") for key, text, default in _escaped()]
+def table(header: str, found: Iterator[tuple[str, ...]]) -> str:
+    """Rows in Markdown, of which the first cell is a key."""
+    lines = [header, "|---" * header.count(" | ") + "|---|"]
+    for key, *cells in found:
+        lines.append(
+            f"| `{key}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("|  |", "| |")
+        )
     return "\n".join(lines)
 
 
-def _escaped() -> Iterator[tuple[str, ...]]:
-    for row in rows():
-        yield tuple(cell.replace("|", "\\|") for cell in row)
-
-
 def page(text: str) -> str:
-    """A page with its table written anew. ValueError for one that has no place for it."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no lines '{BEGIN}' and '{END}'; write both where the table belongs")
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    """A page with its tables written anew. ValueError for one that has no place for them."""
+    kinds = ((*row, f"`{EXAMPLES[row[0]]}`") for row in rows(KINDS))
+    tables = {
+        "keys": table("| key | meaning | default |", rows(SECTIONS)),
+        "kinds": table("| key | meaning | default | example |", kinds),
+    }
+    for name, written in tables.items():
+        first, last = BEGIN.format(name), END.format(name)
+        before, begin, rest = text.partition(first)
+        _, end, after = rest.partition(last)
+        if not begin or not end:
+            raise ValueError(f"the page has no lines '{first}' and '{last}'; write both where the table belongs")
+        text = f"{before}{first}\n{written}\n{last}{after}"
+    return text
 
 
 if __name__ == "__main__":

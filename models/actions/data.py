@@ -220,6 +220,18 @@ class ActionsExamples(Sharded):
             batch["untied"] = torch.zeros(0)
         return batch
 
+    def asked(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A request is what a user was shown at one time."""
+        valid = batch["candidate_valid"]
+        time = batch["candidate_time"][valid]
+        return {
+            "user_row": batch["user_row"][:, None].expand_as(valid)[valid],
+            "request": time,
+            "time": time,
+            "query": torch.full_like(time, -1),
+            "item": batch["candidate_item"][valid],
+        }
+
     def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """With more rows, and positions of context and candidates, that hold no event."""
         rows, context = batch["item"].shape

@@ -487,6 +487,16 @@ class SearchExamples(Examples):
                 tensors["joint"] = text.joint
         return tensors
 
+    def asked(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        request = batch["candidate_request"]
+        return {
+            "user_row": batch["user_row"][batch["request_row"]][request],
+            "request": batch["request"][request],
+            "time": batch["request_time"][request],
+            "query": batch["request_query"][request],
+            "item": batch["candidate"],
+        }
+
     def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """With more rows, behaviours, requests, candidates and pairs, that are none; `real` (N,) are the candidates."""
         length = batch["history"].shape[1]

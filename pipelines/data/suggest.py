@@ -1,6 +1,6 @@
 """A first mapping of a folder that nobody has described: each guess with some values, and questions where in doubt.
 
-python -m jobs.prepare --suggest FOLDER [--output FILE]
+python -m jobs.prepare --suggest FOLDER [--kind search] [--output FILE]
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 import yaml
 
 from models.tables import UserError, file_info, join, open_uri
+from pipelines.data.kinds import KINDS
 from pipelines.data.log import log_of
 from pipelines.data.preview import preview
 from pipelines.data.read import PACKED, SUFFIXES, Files, list_files, read_frames
 from pipelines.data.rows import clean_ids
+from pipelines.data.settings import read_config
 from pipelines.data.times import Time, moments
 
 ROWS = 5000  # of a file that are looked at
@@ -32,7 +34,8 @@ WORDS = {  # how the words of names begin, and with $ end
     "time": "time|ts$|t$|dat(e|um|etime)?$|zeit|when|created|at$|day$|fecha|hour|clock|uhr|order$|index|step|seq",
     "late": "birth|deliver|ship|expir|valid|updat|modif|regist|return|releas|upload|geb|liefer|ablauf|nacim|naiss",
     "outcome": "rating|stars?$|score|overall|click|like|purchas|bought|buy|cart|quantit|qty|menge|anzahl|cantid|dwell|"
-    "watch|play|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|transaction",
+    "watch|play|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|transaction|revenue|sales|spen[dt]|paid|"
+    "gmv|profit|conver|refund|skip|complet|finish|reward|umsatz",
     "amount": "price|cost|preis|precio|prix|duration|seconds|minutes|length|weight|gewicht|dauer|width|height",
     "beside": "index|sids?$|codes$|readme|licen|hist|past|previous",
 }
@@ -212,8 +215,9 @@ def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str
     return keys, keys.get("header", rows[0])
 
 
-def suggest(folder: str) -> str:
-    """The text of a mapping for the files of a folder; UserError where none of them can be a log."""
+def suggest(folder: str, kind: str | None = None) -> str:
+    """The text of a mapping for the files of a folder, by default of searches where there are queries with results
+    shown, else of behaviours; UserError where none of them can be a log."""
     log, looks = find_log(folder)
     asked = {"header": "the file has none: rename these, here and below", "encoding": "is it this one?"}
     names = {c.name for c in log.columns}
@@ -227,8 +231,10 @@ def suggest(folder: str) -> str:
     clock = next((c for c in left if c.most(r"^\d\d?:\d\d(:\d\d)?$")), None)
     listed: Any = next((c for c in log.columns if c.list), None)
     labels: dict[str, Any] = {}
+    asks: dict[str, Any] = {}
     features: dict[str, dict[str, str]] = {"numbers": {}, "categories": {}}
-    if listed and user.share > 0.9 and not log.times:
+    shows = shown and (kind == "search" or (kind is None and pick(left, "query")))
+    if listed and user.share > 0.9 and not log.times and not shows:
         lines.append(line("sequence", listed.list, listed.shown))
         lines += [line("item", item.name, f"after the list: {item.shown}")] if item else []
     else:
@@ -241,26 +247,54 @@ def suggest(folder: str) -> str:
                 lines.append(line(role, c.name, c.shown))
                 left.remove(c)
         for c in left:
-            sort_in(c, bool(shown), "header" in log.keys, labels, features)
-    lines += ["labels:  # what a user did, never an input of its own event"] if labels else []
+            sort_in(c, bool(shown), "header" in log.keys, labels, asks, features)
+    head = "labels:  # what a user did, never an input of its own event"
+    lines += [head if labels else f"# {head}"] if labels or asks else []
     lines += [line(f"  {name}", value) for name, value in labels.items()]
-    lines += [line(kind, made, "known before? else labels") for kind, made in features.items() if made]
+    lines += [
+        line(f"  # {name}", value, "did the user do this? then take away the '#'") for name, value in asks.items()
+    ]
+    ask = "known before the event? then take away the '#'; what came of it is a label"
+    lines += [line(f"# {key}", made, ask) for key, made in features.items() if made]
     lines += describe("user", user, looks)
     listed = item or shown or listed
     lines += describe("item", listed, looks)
-    lines += tried(folder, lines)
-    return "\n".join([*lines, "prepare:", *settings([line.split(":")[0] for line in lines], labels, log)]) + "\n"
+    made = ["prepare:", *settings(kind, [line.split(":")[0] for line in lines], labels, log)]
+    return "\n".join([*lines, *tried(folder, lines, made), *made]) + "\n"
 
 
-def settings(keys: list[str], labels: dict[str, Any], log: Look) -> list[str]:
+def settings(kind: str | None, keys: list[str], labels: dict[str, Any], log: Look) -> list[str]:
     """Lines of settings of jobs.prepare. keys: those that the mapping has"""
     acts = [name for name, value in labels.items() if isinstance(value, str)]
     wanted = ("click", "purchas|buy|bought|order", "like")
     behaviour = next((name for word in wanted for name in acts if re.search(word, name)), None)
-    search = behaviour and "query" in keys and ("explode" in keys or "position" in keys)
-    lines = ["  kind: search", "  core: 0"] if search else ["  core: 5"]
-    lines += [line("  behaviour", behaviour)] if behaviour else []
-    return [*lines, line("  split", {"kind": "temporal" if log.times else "leave_last_out"})]
+    if kind is None and behaviour and "query" in keys and ("explode" in keys or "position" in keys):
+        kind = "search"
+    feed = "each event shown, with what was done? then --suggest --kind actions" if len(acts) > 1 and log.times else ""
+    lines = [line("  kind", kind or "retrieval", "" if kind else feed)] if kind or feed else []
+    lines += ["  core: 0"] if kind in ("search", "actions") else ["  core: 5"]
+    behaviour = behaviour or (acts[0] if acts and kind == "search" else None)
+    lines += [line("  behaviour", behaviour)] if behaviour and kind != "actions" else []
+    lines.append(line("  split", {"kind": "temporal" if log.times else "leave_last_out"}))
+    return [*lines, *graded(labels, log)] if kind == "actions" else lines
+
+
+def graded(labels: dict[str, Any], log: Look) -> list[str]:
+    """The section that makes tasks and inputs of a feed's labels that are numbers."""
+    tasks, inputs = list[str](), list[str]()
+    for name, value in labels.items():
+        if isinstance(value, str):
+            continue
+        column = next(c for c in log.columns if c.value == value["column"])
+        numbers = column.ids.str.replace(",", ".").cast(pl.Float64, strict=False).drop_nulls()
+        low, middle, high = (float(f"{numbers.quantile(share):g}") for share in (0, 0.5, 0.99))
+        limit = {"at_least": middle} if middle > low else {"above": low}
+        tasks.append(line(f"      high_{name}", {"label": name, **limit}, "from where on is it one? or no task"))
+        if high > low:
+            inputs.append(line(f"      {name}", {"label": name, "range": [low, high]}))
+    lines = ["    tasks:", *tasks] if tasks else []
+    lines += ["    inputs:", *inputs] if inputs else []
+    return ["  actions:", *lines] if lines else []
 
 
 def find_log(folder: str) -> tuple[Look, list[Look]]:
@@ -295,8 +329,12 @@ def time_line(log: Look, clock: Any) -> str:
     return line("time", {"unit": "order"}, "no column looks like times: the order of the rows, or of which column?")
 
 
-def sort_in(c: Column, exploded: bool, bare: bool, labels: dict[str, Any], features: dict[str, dict[str, str]]) -> None:
-    """Puts a column among the labels or the features, or leaves it out. bare: names say nothing."""
+def sort_in(
+    c: Column, exploded: bool, bare: bool, labels: dict[str, Any], asks: dict[str, Any],
+    features: dict[str, dict[str, str]],
+) -> None:  # fmt: skip
+    """Puts a column among the labels, what may be a label or what may be a feature, or leaves it out. bare: names say
+    nothing."""
     code = c.few and not tell(c.name, "amount")
     actions = c.ids.unique(maintain_order=True).to_list() if not c.number and c.distinct < 12 else []
     if exploded and c.list and tell(c.name, "outcome"):
@@ -304,7 +342,7 @@ def sort_in(c: Column, exploded: bool, bare: bool, labels: dict[str, Any], featu
     elif exploded and tell(c.name, "outcome") and not c.number:  # one item, or none
         labels[c.feature] = f"coalesce(array_contains(string_to_array({c.sql}, ' '), shown), false)"
     elif c.flag and not tell(c.name, "time"):
-        labels[c.feature] = c.name
+        (labels if tell(c.name, "outcome") else asks)[c.feature] = c.name
     elif c.number and (tell(c.name, "outcome") or (bare and c.distinct < 12)):
         labels[c.feature] = {"column": c.value, "type": "float32"}
     elif actions and all(tell(each, "outcome") for each in actions):
@@ -331,6 +369,7 @@ def describe(role: str, ids: Column, looks: list[Look]) -> list[str]:
         return []
     look, key = max(found)[2:]
     told = [c for c in look.columns if c is not key and not c.time and not c.shown.startswith("http")]
+    came, told = [c for c in told if tell(c.name, "outcome")], [c for c in told if not tell(c.name, "outcome")]
     few = [c for c in told if c.few and not (tell(c.name, "amount") and role == "item")]
     texts = [c for c in told if not c.number and not c.flag and (c.distinct > 1 or c.list)]
     numbers = [c for c in told if c.number and c not in few and c.distinct > 1 and not re.search("(?i)id$", c.name)]
@@ -340,13 +379,19 @@ def describe(role: str, ids: Column, looks: list[Look]) -> list[str]:
     for kind, columns in kinds.items():
         made = {c.feature: c.value for c in columns}
         lines += [line(f"  {kind}", made)] if made else []
+    lines += [line("  # left out", [c.name for c in came], "known before every event of the log?")] if came else []
     return lines if any(kinds.values()) else []
 
 
-def tried(folder: str, lines: list[str]) -> list[str]:
-    """What the code that reads all of the log says of the mapping."""
+def tried(folder: str, lines: list[str], settings: list[str]) -> list[str]:
+    """What the code that reads all of the log says of the mapping, and of the lines of settings."""
     try:
-        found = preview(log_of(yaml.safe_load("\n".join(lines))), folder, 0.01)
+        log, config = (
+            log_of(yaml.safe_load("\n".join(lines))),
+            read_config(yaml.safe_load("\n".join(settings))["prepare"]),
+        )
+        KINDS[config.kind].check(log, config)
+        found = preview(log, folder, 0.01)
     except (UserError, ValueError) as error:
         return [f"# Not right yet: {' '.join(str(error).split())}"]
     seen = [(each.kind, each.rejected) for each in found]

@@ -1,8 +1,8 @@
-"""Top K items for all users, written as a table by Ray Data actors that each hold the model.
+"""What a model makes of all users, as a table: top K items after all that each of them did, as `recommendations`; of a
+model that ranks candidates the scores of every candidate of a split's requests, as `scores`.
 
-A user's history is all that they did. The table `recommendations` has one row per user: `user_id`, the
-ranked `item_id`s and their scores. A unit of work is a run of the users of one file of `sequences`; beside the model
-and the catalogue an actor holds that file alone.
+A unit of work is a run of the users of one file of `sequences`. Units are ranked one after the other in this process,
+or by Ray Data actors that each hold the model; beside that and the catalogue one file is held.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from models import checkpoint, registry
+from models.examples import Sharded
 from models.fit import to_device
 from models.inputs import Inputs
-from models.retrieval.data import Examples
 from models.retrieval.recommend import history_to_give
+from models.scores import check_finite
 from models.setup import Loaded, hashes_of, of_training
 from models.shares import Shard, Share
 from models.tables import (
@@ -50,87 +53,168 @@ from pipelines.evaluation.ranking import device_of, recommend_options, takes_gpu
 from pipelines.training.record import find_checkpoint
 from pipelines.training.worker import threads_per_worker
 
+
+def listed(value: pa.DataType) -> pa.DataType:
+    """A list of these values."""
+    return pa.list_(pa.field("item", value))
+
+
 RECOMMENDATIONS = pa.schema(
     [
         pa.field("user_id", pa.string(), nullable=False),
-        pa.field("item_id", pa.list_(pa.field("item", pa.string())), nullable=False),  # best first, at most K
-        pa.field("score", pa.list_(pa.field("item", pa.float32())), nullable=False),  # the model's own scale
+        pa.field("item_id", listed(pa.string()), nullable=False),  # best first, at most K
+        pa.field("score", listed(pa.float32()), nullable=False),  # the model's own scale
     ]
 )
+
+
+def scores_schema(labels: Sequence[str], queries: bool) -> pa.Schema:
+    """scores: one row per request, that is per search, or per user and time of a feed, in the order of the sequences.
+    `queries`: whether requests have one."""
+    return pa.schema(
+        [
+            pa.field("user_id", pa.string(), nullable=False),
+            pa.field("timestamp_ms", pa.int64(), nullable=False),  # of the request
+            *([pa.field("query", pa.string())] if queries else []),  # null where it had none
+            pa.field("item_id", listed(pa.string()), nullable=False),  # candidates, best first by the first label
+            *(pa.field(f"score_{name}", listed(pa.float32()), nullable=False) for name in labels),  # chances, 0 to 1
+        ]
+    )
+
 
 USERS_PER_PART = 50_000
 """Users per file of the table at most."""
 
 
-class Recommender:
-    """An actor with the model, that ranks for users of one file and writes a part."""
+class Kernel:
+    """Holds the model and one file of users, ranks for some of these and writes a part; an actor of Ray Data too."""
+
+    table: ClassVar[str]
+    """Kind of the table that it writes."""
+    examples: Sharded
+    """What is ranked for of the file that is held."""
 
     def __init__(
-        self, uri: str, inputs: Inputs, output: str, k: int, batch_size: int,
+        self, uri: str, inputs: Inputs, output: str, schema: pa.Schema, ask: dict[str, Any], batch_size: int,
         options: dict[str, Any], device: str, threads: int,
     ) -> None:  # fmt: skip
-        torch.set_num_threads(threads)
-        self.device, self.output, self.k = device_of(device), output, k
-        self.batch_size, self.options = batch_size, options
-        loaded = Loaded.of(uri, inputs, self.device)
-        self.model = loaded.model
-        self.family: type[Examples] = loaded.entry.family.examples  # type: ignore[assignment]
-        self.max_history = history_to_give(loaded.config.max_history, options)
-        self.sequences = inputs.sequences
+        """`ask` has what is asked for: `k` items, or the requests of a `split`; `threads` 0 leaves them."""
+        if threads:
+            torch.set_num_threads(threads)
+        self.device, self.output, self.schema, self.ask = device_of(device), output, schema, ask
+        self.batch_size, self.options, self.inputs = batch_size, options, inputs
+        self.loaded = Loaded.of(uri, inputs, self.device)
+        self.model = self.loaded.model
         self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
         self.file = -1  # the one that is held
 
-    def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        runs = zip(*(block[name].tolist() for name in ("file", "first", "last")), strict=True)
-        made = [self.part(*run) for run in runs]
+    def __call__(self, block: dict[str, NDArray]) -> dict[str, NDArray]:
+        units = zip(*(block[name].tolist() for name in ("file", "first", "last")), strict=True)
+        made = [self.part(*unit) for unit in units]
         parts = np.array([json.dumps(vars(part)) for part, _ in made], dtype=object)
-        return {**block, "part": parts, "short": np.array([short for _, short in made])}
+        return {**block, "part": parts, "count": np.array([count for _, count in made])}
+
+    def part(self, file: int, first: int, last: int) -> tuple[Part, int]:
+        """Ranks for users `first` to `last` - 1 of a file, in batches of like length, and writes them in its order; and
+        what `ranked` counts."""
+        if file != self.file:
+            self.hold(file)
+        rows = np.arange(len(self.examples))
+        place = self.examples.user_rows(rows) - self.first_user
+        rows = rows[(first <= place) & (place < last)]
+        found = []
+        for chosen in self.examples.bounded(self.examples.ordered(rows), self.batch_size):
+            batch = to_device(self.examples.collate(chosen), self.device)
+            with torch.no_grad():
+                found.append([value.cpu().numpy() for value in self.rank(batch)])
+        if not found:  # none of them has a request
+            return write_part(self.output, self.schema.empty_table()), 0
+        columns, count = self.columns(*map(np.concatenate, zip(*found, strict=True)))
+        return write_part(self.output, pa.table(columns, schema=self.schema)), count
 
     def hold(self, file: int) -> None:
         """Reads a file of `sequences` in place of the one before."""
-        if file == self.file:
-            return
-        manifest = read_manifest(self.sequences, "sequences")
+        sequences = self.inputs.sequences
+        manifest = read_manifest(sequences, "sequences")
         share = Share(1, (Shard(0, range(file, file + 1), 0, 1),), 0, 1)
-        self.examples = self.family.load_share(self.sequences, {"next": "request"}, self.max_history, share)["next"]
-        uri, sha256 = part_uris(self.sequences, manifest)[file], manifest.files[file].sha256
+        self.examples = self.read(share)
+        uri, sha256 = part_uris(sequences, manifest)[file], manifest.files[file].sha256
         self.users = read_parquet(uri, ["user_id"], sha256)["user_id"].combine_chunks()
         self.first_user = sum(part.rows for part in manifest.files[:file])
         self.file = file
 
-    def part(self, file: int, first: int, last: int) -> tuple[Part, int]:
-        """Ranks for users `first` to `last` - 1 of a file, in batches of like length, and writes them in its order; and
-        how many of them have fewer than K items."""
-        self.hold(file)
-        rows = np.arange(len(self.examples))
-        place = self.examples.user_rows(rows) - self.first_user
-        rows = rows[(first <= place) & (place < last)]
-        rows = rows[np.argsort(self.examples.lengths[rows], kind="stable")]
-        users, items, scores = [], [], []
-        for start in range(0, len(rows), self.batch_size):
-            batch = to_device(self.examples.collate(rows[start : start + self.batch_size]), self.device)
-            with torch.no_grad():
-                ranked, score = self.model.recommend(batch, self.k, **self.options)
-            users.append(batch["user_row"].cpu().numpy() - self.first_user)
-            items.append(ranked.cpu().numpy())
-            scores.append(score.float().cpu().numpy())
-        if not users:  # none of them has a history
-            return write_part(self.output, RECOMMENDATIONS.empty_table()), 0
-        user, item, score = np.concatenate(users), np.concatenate(items), np.concatenate(scores)
+    def read(self, share: Share) -> Sharded:
+        """The examples of a share."""
+        raise NotImplementedError
+
+    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        """What is found for a batch, its users' rows in the table first."""
+        raise NotImplementedError
+
+    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
+        """The table's columns of what was found for all batches, and a count that is summed over parts."""
+        raise NotImplementedError
+
+
+class Recommender(Kernel):
+    """The top K of the catalogue for users; counts those who have fewer."""
+
+    table = "recommendations"
+
+    def read(self, share: Share) -> Sharded:
+        longest = history_to_give(self.loaded.config.max_history, self.options)
+        family = self.loaded.entry.family.examples
+        return family.load_share(self.inputs.sequences, {"next": "request"}, longest, share)["next"]
+
+    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        items, scores = self.model.recommend(batch, self.ask["k"], **self.options)
+        return batch["user_row"], items, scores.float()
+
+    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
         order = np.argsort(user, kind="stable")
-        user, item, score = user[order], item[order], score[order]
+        user, (item, score) = user[order] - self.first_user, (values[order] for values in found)
         real = item >= 0  # where fewer than K items could be ranked, the tail is empty
         offsets = pa.array(np.concatenate([[0], np.cumsum(real.sum(1))]), pa.int32())
         names = pc.take(self.items, pa.array(item[real]))
-        table = pa.table(
-            [
-                pc.take(self.users, pa.array(user)),
-                pa.ListArray.from_arrays(offsets, names),
-                pa.ListArray.from_arrays(offsets, pa.array(score[real], pa.float32())),
-            ],
-            schema=RECOMMENDATIONS,
-        )
-        return write_part(self.output, table), int((real.sum(1) < self.k).sum())
+        columns = [
+            pc.take(self.users, pa.array(user)),
+            pa.ListArray.from_arrays(offsets, names),
+            pa.ListArray.from_arrays(offsets, pa.array(score[real], pa.float32())),
+        ]
+        return columns, int((real.sum(1) < self.ask["k"]).sum())
+
+
+class Scorer(Kernel):
+    """The chances of every label for all candidates of a split's requests; counts the candidates."""
+
+    table = "scores"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if "query" in self.schema.names:
+            self.queries = read_table(join(self.inputs.tables, "queries"), "queries")["query"].combine_chunks()
+
+    def read(self, share: Share) -> Sharded:
+        family, split = self.loaded.entry.family, self.ask["split"]
+        of_model, longest = family.examples.of_model(self.loaded.config), self.loaded.config.max_history
+        return of_model.load_share(self.inputs.sequences, {split: family.eval_unit}, longest, share)[split]
+
+    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        asked = self.examples.asked(batch)
+        chances = torch.sigmoid(check_finite(self.model.score(batch).float()))
+        return *(asked[name] for name in ("user_row", "request", "time", "query", "item")), chances
+
+    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
+        order = np.lexsort((-found[-1][:, 0], found[0], user))
+        user, (request, time, query, item, chances) = user[order], (values[order] for values in found)
+        first = np.flatnonzero(np.append(True, (user[1:] != user[:-1]) | (request[1:] != request[:-1])))
+        offsets = pa.array(np.append(first, len(user)), pa.int32())
+        columns = [pc.take(self.users, pa.array(user[first] - self.first_user)), pa.array(time[first])]
+        if "query" in self.schema.names:
+            columns.append(pc.take(self.queries, pa.array(query[first], mask=query[first] < 0)))
+        columns.append(pa.ListArray.from_arrays(offsets, pc.take(self.items, pa.array(item))))
+        columns += [pa.ListArray.from_arrays(offsets, pa.array(of, pa.float32())) for of in chances.T]
+        return columns, len(user)
 
 
 @contextmanager
@@ -150,12 +234,13 @@ def python_alone_on_stderr() -> Iterator[None]:
             os.close(terminal)
 
 
-def recommend_all(
+def infer_all(
     uri: str,
     inputs: Inputs,
     output: str,
     *,
     k: int = 20,
+    split: str = "test",
     batch_size: int = 256,
     actors: int = 1,
     device: str = "auto",
@@ -163,43 +248,70 @@ def recommend_all(
     overwrite: bool = False,
     users_per_part: int = USERS_PER_PART,
     start: Callable[[], None] = lambda: None,
+    remote: bool = False,
 ) -> tuple[Manifest, bool]:
-    """Writes the table `recommendations` to `output`; (its manifest, whether it was there already). `start` starts Ray
-    where there is something to do."""
+    """Writes to `output` the table `recommendations` of the top `k` of all users or, of a model that ranks candidates,
+    `scores` of a `split`; (its manifest, whether it was there already). It works in this process, or with `remote` or
+    more than one of the `actors` by Ray Data; `start` starts Ray where that has something to do."""
     uri, output = find_checkpoint(uri), absolute(output)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
-    if entry.recommends is None:
+    if not entry.ranks:
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
     given = hashes_of(about.name, inputs)
     checkpoint.check(about, uri, dict(of_training(given, about)))
     sequences = read_manifest(inputs.sequences, "sequences")
-    config = {"k": k, "users_per_part": users_per_part, "model": about.model, **chosen}
+    kernel: type[Kernel] = Recommender if entry.family.ranks == "catalogue" else Scorer
+    ask: dict[str, Any] = {"k": k} if kernel is Recommender else {"split": split}
+    schema, counts = RECOMMENDATIONS, "users_below_k"
+    if kernel is Scorer:
+        labels = entry.family.requests.about(sequences.info, about.model)["labels"]
+        schema, counts = scores_schema(labels, "queries" in entry.family.tables["tables"]), "candidates"
+    config = {**ask, "users_per_part": users_per_part, "model": about.model, **chosen}
     read = {
         **{name: given[name] for name, value in about.hashes.items() if value},
         "checkpoint": checkpoint.weights_hash(uri),
     }
-    if check_place(output, "recommendations") and not overwrite:
+    if check_place(output, kernel.table) and not overwrite:
         if up_to_date(output, fingerprint(config, read)):
-            return read_manifest(output, "recommendations"), True
-        raise UserError(f"{output} holds other recommendations; choose another folder or replace it with --overwrite")
-    start()
-    gpu = takes_gpu(device, actors)
-    arguments = (
-        uri, inputs, output, k, batch_size, chosen, device, threads_per_worker(0, actors),
-    )  # fmt: skip
-    quiet_ray_data()
-    runs = [
+            return read_manifest(output, kernel.table), True
+        raise UserError(f"{output} holds other {kernel.table}; choose another folder or replace it with --overwrite")
+    units = [
         {"file": number, "first": first, "last": min(first + users_per_part, file.rows)}
         for number, file in enumerate(sequences.files)
         for first in range(0, file.rows, users_per_part)
     ]
-    with writing(output), python_alone_on_stderr():
-        parts = (
-            ray.data.from_items(runs, override_num_blocks=len(runs))
+    remote = remote or actors > 1
+    if remote:
+        start()
+    threads = threads_per_worker(0, actors) if remote else 0
+    arguments = (uri, inputs, output, schema, ask, batch_size, chosen, device, threads)
+    with writing(output):
+        made = by_ray(kernel, arguments, units, actors, device) if remote else here(kernel(*arguments), units)
+        info = {"users": sequences.rows, **ask, counts: sum(count for _, count in made)}
+        info |= {"model": about.name, "checkpoint": uri}
+        parts = [part for part, _ in made]
+        manifest = commit(output, kernel.table, schema, parts, config=config, inputs=read, info=info)
+    return manifest, False
+
+
+def here(kernel: Kernel, units: list[dict[str, int]]) -> list[tuple[Part, int]]:
+    """The part and the count of each unit, made one after the other."""
+    return [kernel.part(**unit) for unit in units]
+
+
+def by_ray(
+    kernel: type[Kernel], arguments: tuple[Any, ...], units: list[dict[str, int]], actors: int, device: str
+) -> list[tuple[Part, int]]:
+    """The same by actors of Ray Data."""
+    gpu = takes_gpu(device, actors)
+    quiet_ray_data()
+    with python_alone_on_stderr():
+        made = (
+            ray.data.from_items(units, override_num_blocks=len(units))
             .map_batches(
-                Recommender,
+                kernel,
                 fn_constructor_args=arguments,
                 batch_size=1,
                 compute=ray.data.ActorPoolStrategy(min_size=1, max_size=actors, initial_size=actors),
@@ -208,8 +320,5 @@ def recommend_all(
             )
             .take_all()
         )
-        made = [Part(**json.loads(row["part"])) for row in sorted(parts, key=itemgetter("file", "first"))]
-        short = sum(int(row["short"]) for row in parts)
-        info = {"users": sequences.rows, "k": k, "users_below_k": short, "model": about.name, "checkpoint": uri}
-        manifest = commit(output, "recommendations", RECOMMENDATIONS, made, config=config, inputs=read, info=info)
-    return manifest, False
+    made = sorted(made, key=itemgetter("file", "first"))
+    return [(Part(**json.loads(row["part"])), int(row["count"])) for row in made]

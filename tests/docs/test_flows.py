@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import pytest
 from pages import ROOT, Command, blocks, commands, jobs_of, section
 
 from jobs import cli, train
+from models.tables import read_table
 
 SMALLER = {
     "jobs.tokenize": "--encoder tfidf --pca 0 --rqkmeans.codebook_size 8",
@@ -196,3 +198,54 @@ def test_an_own_log_with_its_own_features(
     exec(code, names)
     answer = eval("mlflow.pyfunc" + call.splitlines()[0], names)
     assert set(answer["item_id"][0]) == {"a2", "a14", "a26", "a3"}
+
+
+def test_impressions_and_clicks_in_separate_events(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fifth user clicks the second result, a minute later, and all of them search again half a minute later."""
+    (here / "ubi").mkdir()
+    events, queries, begin = [], [], datetime(2026, 1, 1, tzinfo=UTC)
+    for search in range(400):
+        user, query = f"c{search // 2 % 50}", f"q{search}"
+        at = begin + timedelta(hours=search // 2, seconds=30 * (search % 2))
+        queries.append({"query_id": query, "client_id": user, "user_query": f"word {search % 7}"})
+
+        def event(action: str, place: int, at: datetime, user: str = user, query: str = query) -> dict[str, Any]:
+            of = {"object": {"object_id": f"sku{place}"}, "position": {"ordinal": place}}
+            return {"action_name": action, "client_id": user, "query_id": query, "timestamp": at.isoformat(),
+                    "event_attributes": of}  # fmt: skip
+
+        events += [event("impression", place, at) for place in (1, 2, 3)]
+        events += [event("click", 2, at + timedelta(minutes=1))] * (search // 2 % 5 == 0)
+    for name, rows in (("events", events), ("queries", queries)):
+        (here / f"ubi/ubi_{name}.ndjson").write_text("\n".join(map(json.dumps, rows)))
+    text = section((ROOT / "docs/own_log.md").read_text(), "Impressions and clicks in separate events")
+    code = {kind: content for kind, content in blocks(text) if kind}
+    exec(code["python"], {})
+    (here / "ubi.yaml").write_text(code["yaml"])
+    follow(typed_of("own_log.md", "Impressions and clicks in separate events"), monkeypatch)
+    found = read_table("runs/ubi/tables/sequences", "sequences").to_pylist()
+    searches = [(row, request) for row in found for request in row["requests"]]
+    assert len(searches) == 400
+    for row, request in searches:
+        clicks = int(row["user_id"][1:]) % 5 == 0
+        assert request["positions"] == [0, 1, 2]
+        assert request["label_click"] == [False, clicks, False]
+        second = request["timestamp_ms"] % 60_000 == 30_000  # its user's first click of the hour is not known yet
+        earlier = sum(other["timestamp_ms"] < request["timestamp_ms"] for other in row["requests"]) - second
+        assert request["history_end"] == earlier * clicks
+
+
+def test_a_date_in_three_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "sales").mkdir()
+    days = [(u, n, datetime(2025, 11, 28, tzinfo=UTC) + timedelta(days=3 * n)) for n in range(30) for u in range(20)]
+    rows = [f"c{user},p{(user + n) % 9},{day.year},{day.month},{day.day}" for user, n, day in days]
+    (here / "sales/sales.csv").write_text("\n".join(["customer,product,year,month,day", *rows]))
+    ((_, source),) = (
+        block
+        for block in blocks(section((ROOT / "docs/own_log.md").read_text(), "A date in three columns"))
+        if block[0]
+    )
+    (here / "days.yaml").write_text(source)
+    follow(typed_of("own_log.md", "A date in three columns"), monkeypatch)
+    times = read_table("runs/days/tables/sequences", "sequences")["timestamp_ms"].to_pylist()
+    assert times == [[int(day.timestamp()) * 1000 for user, _, day in days if user == 0]] * 20

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from pages import PAGES, ROOT, anchors, commands, jobs_of, links
 
 from jobs import cli
+from pipelines.data.settings import read_config
 from tests import source_keys
 
 EACH = [
@@ -61,3 +63,11 @@ def test_the_readme_is_short() -> None:
 def test_the_keys_of_mapping_files_are_those_of_the_code() -> None:
     text = (ROOT / "docs/own_log.md").read_text()
     assert source_keys.page(text) == text
+
+
+def test_the_examples_of_keys_are_read() -> None:
+    assert list(source_keys.EXAMPLES) == [key for key, *_ in source_keys.rows(source_keys.KINDS)]
+    for key, example in source_keys.EXAMPLES.items():
+        kind, name = key.split(".")[0], key.split(".")[-1]
+        assert f"{name}: " in example
+        read_config({"kind": kind, kind: yaml.safe_load(example)})

@@ -38,6 +38,7 @@ from models.text_encoder import WORDS, TextEncoder, loading, locate_encoder, tex
 from models.words import number_of
 from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
+from pipelines.data.sids.own_embeddings import OwnEmbeddings
 
 Say = Callable[[str], None]
 
@@ -270,9 +271,12 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:
 
 
 def embed_origin(
-    items_uri: str, encoder: str, pca_width: int, config: EmbedConfig
+    items_uri: str, encoder: str, pca_width: int, config: EmbedConfig, own: OwnEmbeddings | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings and the inputs that the embeddings depend on: their fingerprint is of these two."""
+    if own:
+        inputs = {"items": read_manifest(items_uri, "items").hash, "own": own.sha256}
+        return {"pca": pca_width, "whiten": config.whiten}, inputs
     used = asdict(config)
     for name in ("batch_size", "workers"):  # how, not what
         del used[name]
@@ -302,22 +306,27 @@ def embed_items(
     overwrite: bool = False,
     say: Say = print,
     start: Callable[[], None] = lambda: None,
+    own: OwnEmbeddings | None = None,
 ) -> Manifest:
-    """Makes the `embeddings` table of the `items` table; a finished one of the same input stays as it is. `start`
-    starts Ray, where it is needed.
+    """Makes the `embeddings` table of the `items` table, by the encoder or of `own` ones; a finished one of the same
+    input stays as it is. `start` starts Ray, where it is needed.
 
     `pca_width` 0 leaves the encoder's output as it is. Raises UserError for texts, encoders and widths
     that do not work, before anything is written.
     """
     config = config or EmbedConfig()
-    used, inputs = embed_origin(items_uri, encoder, pca_width, config)
+    used, inputs = embed_origin(items_uri, encoder, pca_width, config, own)
     if not overwrite and (done := finished(output_uri, "embeddings", used, inputs)):
         say(f"{output_uri}: up to date")
         return done
-    start()
     started = time.monotonic()
-    texts = item_texts(read_table(items_uri, "items"), config, say)
-    blocks = _embeddings(texts, encoder, config, say)
+    items = read_table(items_uri, "items")
+    if own:
+        blocks, counts = iter([own.of(items["item_id"].to_pylist(), say)]), {}
+    else:
+        start()
+        texts = item_texts(items, config, say)
+        blocks, counts = _embeddings(texts, encoder, config, say), {"distinct_texts": len(set(texts))}
     if pca_width:
         vectors = np.concatenate(list(blocks))
         raw_width, blocks = vectors.shape[1], iter([pca(vectors, pca_width, config.whiten)])
@@ -327,7 +336,6 @@ def embed_items(
         width = block.shape[1]
         parts += write_vectors(output_uri, block, first=first)
         first += len(block)
-    distinct = len(set(texts))
     return commit(
         output_uri,
         "embeddings",
@@ -338,8 +346,8 @@ def embed_items(
         info={
             "width": width,
             "encoder_width": raw_width if pca_width else width,
-            "items": len(texts),
-            "distinct_texts": distinct,
+            "items": len(items),
+            **counts,
         },
         timings={"embed_s": round(time.monotonic() - started, 2)},
     )

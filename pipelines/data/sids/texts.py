@@ -158,6 +158,7 @@ class _Encoding:
     config: TextConfig
     overwrite: bool
     say: Say
+    start: Callable[[], None]
 
     def origin(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
         """Settings and inputs that a table depends on."""
@@ -190,6 +191,7 @@ class _Encoding:
         elif fitted is not None:
             vectors = fitted.encode(whole)
         else:
+            self.start()
             vectors = encode_texts(whole, self.encoder, self.config, self.say)
         for name in missing:
             mine, vectors = np.split(vectors, [len(texts[name])])
@@ -250,6 +252,7 @@ class _Encoding:
         inputs = self.inputs("pairs")
         if finished := self.finished("pairs", inputs):
             return finished
+        self.start()
         begin, uri = time.monotonic(), join(self.output, "pairs")
         sequences = join(self.tables, "sequences")
         keys = distinct_pairs(part_uris(sequences, read_manifest(sequences, "sequences")))
@@ -287,16 +290,18 @@ def encode_log(
     config: TextConfig | None = None,
     overwrite: bool = False,
     say: Say = print,
+    start: Callable[[], None] = lambda: None,
 ) -> dict[str, Manifest]:
     """Makes the tables of embeddings that the log's kind of request has (`items`; of searches `queries` and `pairs`
-    too) and, but for TF-IDF, the `tokens` of a search log's documents; finished ones of the same input stay.
+    too) and, but for TF-IDF, the `tokens` of a search log's documents; finished ones of the same input stay. `start`
+    starts Ray, where it is needed.
 
     Raises UserError for tables of a kind that has none, for texts and encoders that do not work, and for an output
     that another job writes.
     """
     config = config or TextConfig()
     tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)  # tasks may work in other folders
-    run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say)
+    run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say, start)
     wanted = check_texts(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
         say(WARNING)

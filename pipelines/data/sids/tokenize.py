@@ -43,6 +43,7 @@ from models.tables import (
 )
 from pipelines.data.schemas import SIDS, TRIE
 from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, finished, item_texts, read_embeddings
+from pipelines.data.sids.own_embeddings import OwnEmbeddings
 
 SHARE_CODE = 4
 """Items per code of the first level, in the mean, below which codes are too many."""
@@ -266,8 +267,8 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
 
 
 def _embed_first(
-    origin: tuple[str, str, int, EmbedConfig], output: str, shared: str, overwrite: bool, say: Say,
-    start: Callable[[], None],
+    origin: tuple[str, str, int, EmbedConfig, OwnEmbeddings | None], output: str, shared: str, overwrite: bool,
+    say: Say, start: Callable[[], None],
 ) -> str:  # fmt: skip
     """Makes the embeddings and returns their hash; refuses first if SIDs of other embeddings stand there.
 
@@ -277,16 +278,17 @@ def _embed_first(
     if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
         raise UserError(f"{join(output, 'sids')} was made from other embeddings; use --overwrite, or another --output")
     whole = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
-    items_uri, encoder, width, embed = origin
+    items_uri, encoder, width, embed, own = origin
     with writing(shared) if shared not in ("", output) and not whole else nullcontext():
-        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not whole, say, start).hash
+        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not whole, say, start, own).hash
 
 
-def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig) -> None:
-    """UserError for a catalogue that this tokenizer and these texts do not fit."""
+def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig | None) -> None:
+    """UserError for a catalogue that this tokenizer and these texts, where there are some, do not fit."""
     if few := config.too_few_items(items_uri):
         raise UserError(few)
-    item_texts(read_table(items_uri, "items"), embed)
+    if embed:
+        item_texts(read_table(items_uri, "items"), embed)
 
 
 def check_folders(output: str, embeddings: str = "") -> None:
@@ -309,10 +311,12 @@ def tokenize(
     embeddings: str = "",
     sequences_uri: str = "",
     start: Callable[[], None] = lambda: None,
+    own: OwnEmbeddings | None = None,
 ) -> tuple[Manifest, Manifest, bool]:
     """Makes `embeddings` (unless SIDs are published), `sids` and `trie` under `output`.
 
-    Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them. Of
+    Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them; they are
+    those of `own` where that is given, in place of the encoder's. Of
     `sequences_uri` come the training requests where codebooks are fitted on their items alone. `start` starts Ray, once
     something is to be made.
     Returns the manifests of sids and trie, and whether anything was made. Raises UserError for input that
@@ -321,14 +325,14 @@ def tokenize(
     started = time.monotonic()
     items = read_manifest(items_uri, "items")
     check_folders(output, embeddings)
-    own, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
+    mine, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
     published: dict[str, list[int]] = {}
     inputs = {"items": items.hash}
     with writing(output):
         if config.tokenizer == "published":
             published, inputs["published"] = read_published(config.published)
         else:
-            origin = (items_uri, encoder, pca_width, embed or EmbedConfig())
+            origin = (items_uri, encoder, pca_width, embed or EmbedConfig(), own)
             inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say, start)
         chosen = None
         if config.on_train_items:
@@ -341,7 +345,7 @@ def tokenize(
                 made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
             else:
                 start()
-                made = _trained_codes(embeddings or own, config, say, chosen)
+                made = _trained_codes(embeddings or mine, config, say, chosen)
             info = {
                 "codebook_sizes": made.sizes,
                 "tokenizer": config.tokenizer,
@@ -354,6 +358,6 @@ def tokenize(
         sids = read_manifest(sids_uri, "sids")
         complete = current is not None and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
         trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
-        if config.tokenizer == "published" and has_manifest(own):
-            clear(own)  # of SIDs that are no more
+        if config.tokenizer == "published" and has_manifest(mine):
+            clear(mine)  # of SIDs that are no more
         return sids, trie, not complete

@@ -25,7 +25,7 @@ from models.retrieval.data import PAD, Catalogue
 from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig, SidMlpPpEncoder, SidMlpPpEncoderConfig
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
-from pipelines.evaluation.inference import recommend_all
+from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from tests.models.retrieval.conftest import World
 
@@ -245,7 +245,7 @@ def test_stage_1_is_evaluated_by_its_error_while_its_teacher_is_there_and_recomm
     finally:
         moved.rename(trained.teacher)
     with pytest.raises(UserError, match="'sid_mlp_pp_encoder' ranks no catalogue"):
-        recommend_all(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), str(trained.root / "top"))
+        infer_all(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), str(trained.root / "top"))
 
 
 def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):

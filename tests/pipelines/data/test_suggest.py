@@ -38,11 +38,11 @@ def table(names: str, *columns: Callable[[int], object], by: str = ",") -> str:
     return "\n".join([names, *rows]) + "\n"
 
 
-def checked(folder: Path, files: dict[str, str | bytes]) -> tuple[str, Any]:
+def checked(folder: Path, files: dict[str, str | bytes], kind: str | None = None) -> tuple[str, Any]:
     """The mapping of a folder of these files, as text and as it is read; it reads the first of them without rejects."""
     for name, content in files.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    text = suggest(str(folder))
+    text = suggest(str(folder), kind)
     assert "Not right yet" not in text
     (folder / "made.yaml").write_text(text)
     log, _ = load_source(str(folder / "made.yaml"))
@@ -88,7 +88,7 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
      {"delimiter": ";", "time": {"column": "day || ' ' || clock", "format": "%d.%m.%Y %H:%M"}}, ""),
     ({"log.csv": table("no,y,on", ms)}, {"user": "no", "item": "y", "time": {"column": "on", "unit": "ms"}}, ""),
     ({"log.csv": table("user id,item (nr),t,price (€)", ms, lambda n: n + 0.5)},
-     {"user": "user id", "item": '"item (nr)"', "numbers": {"price": '"price (€)"'}}, ""),
+     {"user": "user id", "item": '"item (nr)"', "numbers": None}, """# numbers: {price: '"price (€)"'}"""),
     ({"log.csv": table("session_id,item_id,t,user_id", ms, lambda n: "NA")}, {"user": "session_id"}, ""),
     ({"log.csv": table("user_id,item_id,t,customer", ms, lambda n: f"c{n % 5}")}, {"user": "user_id"},
      "or user: customer?"),
@@ -96,10 +96,11 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
      {"labels": {"is_click": "is_click", "watch_time": {"column": "watch_time", "type": "float32"},
                  "quantity": {"column": "quantity", "type": "float32"}, "view": "event_type = 'view'",
                  "purchase": "event_type = 'purchase'"},
-      "numbers": ["price"], "categories": ["device"],
-      "prepare": {"core": 5, "behaviour": "is_click", "split": {"kind": "temporal"}}}, "known before?"),
+      "numbers": None, "categories": None,
+      "prepare": {"kind": "retrieval", "core": 5, "behaviour": "is_click", "split": {"kind": "temporal"}}},
+     "# numbers: [price]"),
     ({"log.csv": table("Kunde;Artikel;Zeit;Preis", ms, lambda n: f"{n},50", by=";")},
-     {"user": "Kunde", "numbers": {"Preis": "cast(replace(Preis, ',', '.') as double)"}}, ""),
+     {"user": "Kunde"}, "# numbers: {Preis: 'cast(replace(Preis, '','', ''.'') as double)'}"),
     ({"log.csv": SEARCHES},
      {"explode": {"shown": "string_to_array(shown_ids, ' ')"}, "item": "shown", "query": "query",
       "labels": {"clicked_ids": "coalesce(array_contains(string_to_array(clicked_ids, ' '), shown), false)"},
@@ -124,6 +125,55 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+OUTCOME = (
+    "bought",
+    "is_clicked",
+    "clicks",
+    "rating",
+    "dwell_ms",
+    "revenue",
+    "purchase_amount",
+    "conversions",
+    "skipped",
+)
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "search", "actions"])
+@pytest.mark.parametrize("name", OUTCOME)
+def test_no_outcome_is_a_feature_and_what_may_be_one_is_asked(tmp_path: Path, name: str, kind: str) -> None:
+    columns = [
+        ms,
+        lambda n: n % 2,
+        lambda n: n % 7 * 1.5,
+        lambda n: n * 0.3,
+        lambda n: n % 2,
+        lambda n: "ab"[n % 2],
+    ]
+    log = table(f"user_id,item_id,time,is_liked,{name},bm25,is_mobile,city", *columns)
+    goods = "item_id,average_rating,size\n" + "".join(f"i{n},{n / 3},{n * 2.5}\n" for n in range(14))
+    text, made = checked(tmp_path, {"log.csv": log, "items.csv": goods}, kind)
+    assert set(made["labels"]) == {"is_liked", name}
+    assert not {"numbers", "categories"} & set(made)
+    for asked in (
+        "  # is_mobile: is_mobile ",
+        "# numbers: [bm25] ",
+        "# categories: [city] ",
+        "  # left out: [average_rating]",
+    ):
+        assert f"\n{asked}" in text
+    assert made["items"]["numbers"] == ["size"]
+    assert made["prepare"]["kind"] == kind
+
+
+def test_a_kind_that_the_log_cannot_have_is_said(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(table("user_id,item_id,bought", lambda n: n % 2))
+    assert "# Not right yet: the log has only an order of events, but a log of actions" in suggest(
+        str(tmp_path), "actions"
+    )
+    (tmp_path / "log.csv").write_text(table("user_id,item_id,time", ms))
+    assert "# Not right yet: kind is search, which needs the bool label" in suggest(str(tmp_path), "search")
+
+
 @pytest.mark.parametrize(("files", "expected", "said"), CASES)
 def test_small_folders(tmp_path: Path, files: dict[str, str | bytes], expected: dict[str, Any], said: str) -> None:
     text, made = checked(tmp_path, files)
@@ -139,10 +189,10 @@ def test_no_time_is_a_feature(tmp_path: Path) -> None:
     assert not {"labels", "numbers", "categories"} & set(made)
 
 
-@pytest.mark.parametrize("name", ["hm", "movielens_1m"])
-def test_what_is_guessed_of_a_real_layout_makes_tables(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("hm", None), ("movielens_1m", None), ("movielens_1m", "actions")])
+def test_what_is_guessed_of_a_real_layout_makes_tables(tmp_path: Path, name: str, kind: str | None) -> None:
     raw, source, tables = MAKERS[name](tmp_path / "raw"), str(tmp_path / "guessed.yaml"), str(tmp_path / "tables")
-    prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), output=source))
+    prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), kind=kind, output=source))
     statistics: Any = prepare.run(
         cli.options_for(prepare, ["--source", source, "--input", str(raw), "--output", tables])
     )

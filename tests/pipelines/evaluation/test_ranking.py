@@ -26,7 +26,7 @@ from pipelines import tracking
 from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables as tables_of
-from pipelines.evaluation.inference import recommend_all
+from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate, record, trained
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
@@ -113,9 +113,7 @@ def test_gpus_that_the_cluster_has_not_are_refused(world: World, ray_local: None
     with pytest.raises(UserError, match=r"1 worker needs 1 GPUs, .* the cluster has 0 GPUs"):
         evaluate(world.place("sasrec-1"), Inputs(world.tables), split="val", shards=2, device="cuda")
     with pytest.raises(UserError, match=r"2 workers need 2 GPUs, .* lower --shards"):
-        recommend_all(
-            world.place("sasrec-1"), Inputs(world.tables), str(world.folder / "none"), actors=2, device="cuda"
-        )
+        infer_all(world.place("sasrec-1"), Inputs(world.tables), str(world.folder / "none"), actors=2, device="cuda")
 
 
 def test_results_reach_the_training_run_and_the_comparison(world: World, capsys: pytest.CaptureFixture) -> None:
@@ -195,7 +193,7 @@ def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
 def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "out")
     arguments = (world.place("tiger"), world.inputs, output)
-    manifest, already = recommend_all(*arguments, k=5, batch_size=7, actors=2, users_per_part=25)
+    manifest, already = infer_all(*arguments, k=5, batch_size=7, actors=2, users_per_part=25)
     assert "core_worker" not in capfd.readouterr().err
     assert not already
     assert manifest.rows == 60
@@ -210,14 +208,14 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, cap
         items, scores = model.recommend(examples.collate(torch.tensor([user]).numpy()), 5)
         assert table["item_id"][user] == [names[item] for item in items[0].tolist()]
         assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
-    many, _ = recommend_all(*arguments[:2], str(tmp_path / "many"), k=1000)
+    many, _ = infer_all(*arguments[:2], str(tmp_path / "many"), k=1000)
     found = read_table(str(tmp_path / "many"), "recommendations").to_pydict()["item_id"]
     assert many.info["users_below_k"] == sum(len(items) < 1000 for items in found) == 60
-    assert recommend_all(*arguments, k=5, actors=1, users_per_part=25) == (read_manifest(output), True)
+    assert infer_all(*arguments, k=5, actors=1, users_per_part=25) == (read_manifest(output), True)
     with pytest.raises(UserError, match=r"holds other recommendations; .*--overwrite"):
-        recommend_all(*arguments, k=4, users_per_part=25)
+        infer_all(*arguments, k=4, users_per_part=25)
     with writing(output), pytest.raises(UserError, match="is being written by another process"):
-        recommend_all(*arguments, k=4, users_per_part=25, overwrite=True)
+        infer_all(*arguments, k=4, users_per_part=25, overwrite=True)
 
 
 def test_all_known_items_are_left_out_however_little_the_model_reads(
@@ -241,7 +239,7 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
     assert repeats > 0
     assert f"note: {repeats} requests of 60 ask for an item of the history, which --unseen" in capsys.readouterr().out
     options = {"unseen": True}
-    recommend_all(*arguments, str(tmp_path / "out"), k=24, options=options)
+    infer_all(*arguments, str(tmp_path / "out"), k=24, options=options)
     found = read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"]
     names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
     after = Examples.load(f"{world.tables}/sequences", "next", max_history=1000)

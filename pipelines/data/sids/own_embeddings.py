@@ -1,0 +1,142 @@
+"""Embeddings of items that were made elsewhere, read from a file by item id.
+
+read_own("vectors.parquet", "item_id")   # a column of lists, or one column per number
+read_own("vectors.npy", "ids.txt")       # the id of each row on a line of its own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from models.item_ids import clean_id
+from models.tables import UserError, open_uri
+from models.words import number_of
+
+SUFFIXES = (".parquet", ".npy")
+
+
+@dataclass(frozen=True)
+class OwnEmbeddings:
+    """What a file says."""
+
+    uri: str
+    """The file."""
+    ids: dict[str, int]
+    """Row of each item."""
+    vectors: np.ndarray
+    """(rows, width) float32."""
+    sha256: str
+    """Of the bytes that were read, the ids' among them."""
+
+    def of(self, items: list[str], say: Callable[[str], None]) -> np.ndarray:
+        """(items, width): zeros for an item without a row. UserError where none has one."""
+        rows = np.array([self.ids.get(item, -1) for item in items])
+        found = int((rows >= 0).sum())
+        if not found:
+            raise UserError(
+                f"{self.uri} has no row of any item, such as {items[0]!r}; its ids begin with {next(iter(self.ids))!r}"
+            )
+        if found < len(items):
+            say(f"note: {len(items) - found:,} of {number_of(len(items), 'item')} have no row in {self.uri}: zeros")
+        if found < len(self.ids):
+            say(f"note: {len(self.ids) - found:,} of {number_of(len(self.ids), 'id')} of {self.uri} are no items")
+        return np.where(rows[:, None] >= 0, self.vectors[rows], np.float32(0))
+
+
+def read_own(uri: str, id: str) -> OwnEmbeddings:
+    """The embeddings of a Parquet file whose ids are the column `id`, or of an .npy file whose ids are the lines of the
+    file `id`. UserError for what is no matrix of finite numbers with one id per row."""
+    content = read_bytes(uri)
+    digest, ids = hashlib.sha256(content), list[object]()
+    if uri.lower().endswith(".npy"):
+        lines = read_bytes(id)
+        digest.update(lines)
+        ids, vectors = list(lines.decode("utf-8-sig").splitlines()), read_npy(uri, content)
+    else:
+        ids, vectors = read_columns(uri, content, id)
+    if len(ids) != len(vectors):
+        raise UserError(
+            f"{id} has {number_of(len(ids), 'line')} and {uri} {number_of(len(vectors), 'row')}; give one each"
+        )
+    if not vectors.size:
+        raise UserError(f"{uri} holds no embeddings, but {' x '.join(map(str, vectors.shape))} numbers")
+    if not (finite := np.isfinite(vectors).all(1)).all():
+        row = int(np.argmin(finite))
+        raise UserError(
+            f"{uri} has numbers that are not finite, first in row {row} (of {ids[row]!r}); leave such rows out"
+        )
+    rows: dict[str, int] = {}
+    for row, text in enumerate(ids):
+        if not (item := clean_id(str(text))):
+            raise UserError(f"{uri} has no id in row {row}, but {text!r}; leave such rows out")
+        if rows.setdefault(item, row) != row:
+            raise UserError(f"{uri} has the item {item!r} twice, in rows {rows[item]} and {row}; give each item once")
+    return OwnEmbeddings(uri, rows, vectors, digest.hexdigest())
+
+
+def read_bytes(uri: str) -> bytes:
+    """A file whole; UserError where there is none."""
+    filesystem, path = open_uri(uri)
+    try:
+        with filesystem.open_input_file(path) as file:
+            return bytes(file.read())
+    except OSError as error:
+        raise UserError(
+            f"{uri} cannot be read ({str(error).splitlines()[0]}); give --embeddings and --id files"
+        ) from error
+
+
+def read_npy(uri: str, content: bytes) -> np.ndarray:
+    """(rows, width) float32."""
+    try:
+        vectors = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{uri} is no array of NumPy ({error})") from error
+    if vectors.ndim != 2 or vectors.dtype.kind not in "fiu":
+        raise UserError(f"{uri} holds {vectors.dtype} of shape {vectors.shape}; give numbers of shape (items, width)")
+    return vectors.astype(np.float32)
+
+
+def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.ndarray]:
+    """(ids, (rows, width) float32) of a Parquet file: its column of lists, or else all columns but the ids."""
+    try:
+        table = pq.read_table(pa.BufferReader(content))
+    except pa.ArrowException as error:
+        raise UserError(f"{uri} is no Parquet file ({str(error).splitlines()[0]})") from error
+    if id not in table.column_names:
+        raise UserError(f"{uri} has no column '{id}'; --id is one of {', '.join(table.column_names)}")
+    columns = {name: table[name].combine_chunks() for name in table.column_names if name != id}
+    lists = [name for name, column in columns.items() if is_list(column.type)]
+    flat = {name: column.flatten() if name in lists else column for name, column in columns.items()}
+    if len(lists) > 1:
+        raise UserError(f"{uri} has several columns of lists, {', '.join(lists)}; leave one beside '{id}'")
+    read = lists or list(columns)
+    others = [name for name in read if not is_number(flat[name].type)]
+    if others or not read:
+        raise UserError(f"{uri} has columns without numbers, {', '.join(others) or 'or none'}; leave them out")
+    if not lists:
+        numbers = [np.asarray(column.to_numpy(zero_copy_only=False), np.float32) for column in columns.values()]
+        return table[id].to_pylist(), np.stack(numbers, 1)
+    widths = pc.fill_null(pc.list_value_length(columns[lists[0]]), 0).to_numpy()
+    if len(widths) and widths.min() != widths.max():
+        raise UserError(f"{uri} has embeddings of {widths.min()} to {widths.max()} numbers; give all the same width")
+    vectors = flat[lists[0]].to_numpy(zero_copy_only=False).astype(np.float32)
+    return table[id].to_pylist(), vectors.reshape(len(table), -1) if len(table) else vectors[:, None]
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values are lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether values are numbers."""
+    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
