@@ -25,7 +25,7 @@ from models import checkpoint, registry
 from models.fit import to_device
 from models.inputs import Inputs
 from models.retrieval.data import Examples
-from models.retrieval.recommend import history_to_give
+from models.retrieval.recommend import allow, history_to_give
 from models.setup import Loaded, hashes_of, of_training
 from models.shares import Shard, Share
 from models.tables import (
@@ -46,6 +46,7 @@ from models.tables import (
 )
 from models.uri import absolute
 from pipelines.data.engine import quiet_ray_data
+from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.ranking import device_of, recommend_options, takes_gpu
 from pipelines.training.record import find_checkpoint
 from pipelines.training.worker import threads_per_worker
@@ -74,6 +75,8 @@ class Recommender:
         self.batch_size, self.options = batch_size, options
         loaded = Loaded.of(uri, inputs, self.device)
         self.model = loaded.model
+        if "allowed" in options:
+            self.options = {**options, "allowed": allow(self.model, options["allowed"].to(self.device))}
         self.family: type[Examples] = loaded.entry.family.examples  # type: ignore[assignment]
         self.max_history = history_to_give(loaded.config.max_history, options)
         self.sequences = inputs.sequences
@@ -160,12 +163,13 @@ def recommend_all(
     actors: int = 1,
     device: str = "auto",
     options: dict[str, Any] | None = None,
+    allowed: str | None = None,
     overwrite: bool = False,
     users_per_part: int = USERS_PER_PART,
     start: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, bool]:
     """Writes the table `recommendations` to `output`; (its manifest, whether it was there already). `start` starts Ray
-    where there is something to do."""
+    where there is something to do; `allowed` is a file of the only items that are ranked."""
     uri, output = find_checkpoint(uri), absolute(output)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
@@ -180,6 +184,8 @@ def recommend_all(
         **{name: given[name] for name, value in about.hashes.items() if value},
         "checkpoint": checkpoint.weights_hash(uri),
     }
+    if allowed:
+        chosen["allowed"], read["allowed"] = read_allowed(allowed, inputs.tables)
     if check_place(output, "recommendations") and not overwrite:
         if up_to_date(output, fingerprint(config, read)):
             return read_manifest(output, "recommendations"), True
