@@ -47,7 +47,7 @@ class Ranker(PythonModel):
         catalogue = load_catalogue(name, bundled(folder))
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         requests = registry.find(name).family.requests
-        self.requests = requests(folder, self.model, catalogue, {})
+        self.requests: Any = requests(folder, self.model, catalogue, {})
         self.device = torch.device({**requests.settings, **(context.model_config or {})}["device"])
         self.model.to(self.device)
         self.warned = False

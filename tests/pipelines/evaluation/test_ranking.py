@@ -214,30 +214,24 @@ def test_allowed_items_alone_to_a_table(
     world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     items = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
-    (tmp_path / "stock.txt").write_text("\n".join(items[::5]))
-    options = {"tables": world.tables, "k": 24, "unseen": True}
-    found = []
-    for name, file in (("tiger", "stock.txt"), ("sasrec-1", "stock.txt"), ("tiger", None), ("sasrec-1", None)):
-        output, allowed = str(tmp_path / f"{name}-{file}"), file and str(tmp_path / file)
-        sids = world.sids if name == "tiger" else None
-        run(Config(checkpoint=world.place(name), sids=sids, batch_inference=output, allowed=allowed, **options))
-        found.append(read_table(output, "recommendations").to_pydict()["item_id"])
-    assert "as the allowed set or the search within its beams has no more" in capsys.readouterr().out
-    for some, every in ((found[0], found[2]), (found[1], found[3])):
-        assert some == [[item for item in ranked if item in items[::5]] for ranked in every]
-        assert any(some)
-    again = {
-        "checkpoint": world.place("tiger"),
-        "sids": world.sids,
-        "batch_inference": str(tmp_path / "tiger-stock.txt"),
-    }
-    run(Config(**again, allowed=str(tmp_path / "stock.txt"), **options))
-    assert "is there already" in capsys.readouterr().out
-    (tmp_path / "stock.txt").write_text("\n".join(items[::6]))
-    with pytest.raises(UserError, match="holds other recommendations"):
-        run(Config(**again, allowed=str(tmp_path / "stock.txt"), **options))
+    stock = tmp_path / "stock.txt"
+    stock.write_text("\n".join(items[::5]))
+    options = {"checkpoint": world.place("tiger"), "tables": world.tables, "sids": world.sids, "allowed": str(stock)}
     with pytest.raises(ValueError, match="allowed is given without batch_inference"):
-        Config(checkpoint=world.place("tiger"), sids=world.sids, allowed="stock.txt", **options)
+        Config(**options)
+    options |= {"batch_inference": str(tmp_path / "out"), "k": 24, "unseen": True}
+    run(Config(**options))
+    assert "as the allowed set or the search within its beams has no more" in capsys.readouterr().out
+    model, _ = registry.load(world.place("tiger"), Catalogue.load(world.tables, world.sids))
+    examples = Examples.load(f"{world.tables}/sequences", "next", max_history=1000)
+    every, _ = model.recommend(examples.collate(torch.arange(60).numpy()), 24, unseen=True)
+    wanted = [[items[item] for item in row if item >= 0 and item % 5 == 0] for row in every.tolist()]
+    assert read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"] == wanted
+    run(Config(**options))
+    assert "is there already" in capsys.readouterr().out
+    stock.write_text("\n".join(items[::6]))
+    with pytest.raises(UserError, match="holds other recommendations"):
+        run(Config(**options))
 
 
 def test_all_known_items_are_left_out_however_little_the_model_reads(
