@@ -46,6 +46,6 @@ class Popularity(nn.Module):
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k): the same for all; with `unseen` without what each knows."""
-        items, scores = best_allowed(self.counts[None], k, batch)
+        items, scores = best_allowed(self.counts[None].clone(), k, batch)
         rows = len(batch["history"])
         return items.expand(rows, k), scores.expand(rows, k)

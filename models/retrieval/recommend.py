@@ -150,17 +150,19 @@ def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
 
 def allow(model: Any, items: Tensor) -> Tensor:
     """What the model's `recommend` takes as `allowed`, for a set of `items` (N,) bool: the edges (E,) of its trie that
-    lead to them, or where it has none the items. It is worked out once for as many calls as want it."""
-    trie = getattr(model, "trie", None)
-    return items if trie is None else trie.edges_to(items)
+    lead to them, or where it has none what is added to scores, (N,) of 0 and -inf. It is worked out once for as many
+    calls as want it."""
+    if (trie := getattr(model, "trie", None)) is not None:
+        return trie.edges_to(items)
+    return torch.zeros(items.shape, device=items.device).masked_fill(~items, -torch.inf)
 
 
 def best_allowed(scores: Tensor, k: int, batch: dict[str, Tensor]) -> Ranked:
     """The k highest `scores` (B, N) of a whole catalogue, or of the items that the batch allows; the tail is -1 and
-    -inf."""
+    -inf. The scores are changed."""
     if (allowed := batch.get("allowed")) is None:
         return top_k(scores, k)
-    items, scores = top_k(scores.masked_fill(~allowed, -torch.inf), k)
+    items, scores = top_k(scores.add_(allowed), k)
     return items.masked_fill(scores == -torch.inf, -1), scores
 
 
