@@ -5,8 +5,9 @@
 Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER verifying AtSpeed's drafts,
 of which random weights accept hardly any, their slowest case; TIGER by our decoder; Mamba2; Gated DeltaNet; one decoder
 layer; EARN; NEZHA within the trie and with the published hash set after the search; SID-MLP and SID-MLP++ with every
-history padded to the maximum, as published; and both by the fast path. TRIELINE_KERNELS chooses the kernels of all.
-LC-Rec, NEZHA and SID-MLP on it have a small language model of their own, so they compare with each other.
+history padded to the maximum, as published; and both by the fast path; `allowed` are TIGER and SID-MLP among half of
+the items. TRIELINE_KERNELS chooses the kernels of all. LC-Rec, NEZHA and SID-MLP on it have a small language model of
+their own, so they compare with each other.
 
 Weights are random, as what most searches do depends on the shape of the catalogue and not on what was learned; or
 `checkpoints` gives trained models, which are timed on the histories and codes of their own tables, with the variants
@@ -33,6 +34,7 @@ from models import checkpoint, registry
 from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.recommend import allow
 from models.retrieval.teacher import locate
 from models.retrieval.tiger import TigerConfig
 from models.tables import UserError, join
@@ -40,13 +42,13 @@ from models.tables import UserError, join
 Batch = dict[str, Tensor]
 
 VARIANTS = (
-    "hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv", "mamba2", "gdn", "one_layer", "earn", "nezha",
-    "nezha_hash", "sid_mlp_plain", "sid_mlp_fast", "sid_mlp_pp_plain", "sid_mlp_pp_fast", "lc_rec", "lc_rec_nezha",
-    "lc_rec_sid_mlp",
+    "hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv", "tiger_allowed", "mamba2", "gdn", "one_layer",
+    "earn", "nezha", "nezha_hash", "sid_mlp_plain", "sid_mlp_fast", "sid_mlp_allowed", "sid_mlp_pp_plain",
+    "sid_mlp_pp_fast", "lc_rec", "lc_rec_nezha", "lc_rec_sid_mlp",
 )  # fmt: skip
 """All variants, slowest first, those of LC-Rec by themselves."""
 
-SLOW = ("hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv")
+SLOW = ("hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv", "tiger_allowed")
 """Timed at one size only."""
 
 BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
@@ -178,11 +180,14 @@ def caller(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
     """What is timed: recommending to a batch."""
     options: dict[str, Any] = {"beam": beam}
     if variant in SLOW and not variant.startswith("atspeed"):  # which has one way to search
-        options["decoder"] = "shared_kv" if variant == "tiger_shared_kv" else variant
+        options["decoder"] = "shared_kv" if variant.startswith("tiger") else variant
     elif variant.startswith("nezha"):
         options["constrained"] = variant != "nezha_hash"
     elif variant.startswith("sid_mlp"):
         options["path"] = "plain" if variant.endswith("plain") else "fast"
+    if variant.endswith("allowed"):
+        some = torch.rand(model.trie.num_items, generator=torch.Generator().manual_seed(0)) < 0.5
+        options["allowed"] = allow(model, some.to(device()))
 
     def call(batch: Batch) -> Any:
         set_padding(variant, model)

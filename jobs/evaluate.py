@@ -5,8 +5,8 @@
 Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
 candidates; writes them beside the checkpoint and into the MLflow run of the training. --importance true adds what a
 model that ranks candidates makes of each of its inputs. With --batch_inference FOLDER it writes the top K items of all
-users to a table instead, or the scores of all candidates of the split's requests; with --export FILE.pt2 a student as
-one program.
+users to a table instead (of the items in --allowed FILE alone), or the scores of all candidates of the split; with
+--export FILE.pt2 a student as one program.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class Options:
     batch_inference: str | None = None
     """Write to this folder the top K of all users, after all they did, as the table `recommendations`; of a model that
     ranks candidates the chances of all candidates of the split as the table `scores`."""
+    allowed: str | None = None
+    """File of the only items that --batch_inference ranks: text with an id per line, or CSV or Parquet with a column
+    item_id."""
     export: str | None = None
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
     k: int = 20
@@ -88,6 +91,10 @@ class Options:
         if self.importance and (self.batch_inference or self.export):
             raise ValueError(
                 "importance is true, but batch_inference and export measure nothing; run jobs.evaluate twice"
+            )
+        if self.allowed and not self.batch_inference:
+            raise ValueError(
+                "allowed is given without batch_inference, and what is measured is of the whole catalogue; leave it out"
             )
         given = [*self.recommending(), *(["batch_inference"] if self.batch_inference else [])]
         if self.export and given:
@@ -174,8 +181,8 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
     check_writable(folder)
     manifest, already = infer_all(
         config.checkpoint, inputs, folder, k=config.k, split=config.split, batch_size=config.batch_size,
-        actors=config.shards, device=config.device, options=config.recommending(), overwrite=config.overwrite,
-        start=cli.start_ray, remote=bool(os.environ.get("RAY_ADDRESS")),
+        actors=config.shards, device=config.device, options=config.recommending(), allowed=config.allowed,
+        overwrite=config.overwrite, start=cli.start_ray, remote=bool(os.environ.get("RAY_ADDRESS")),
     )  # fmt: skip
     what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
     if manifest.table == "scores":
@@ -189,10 +196,8 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
     if short := manifest.info.get("users_below_k", 0):
         beams = "beam" in registry.recommend_options(name)
         why = f" or the search within its beams has no more; --beam {config.k} searches further"
-        print(
-            f"note: {short:,} of them have fewer than {config.k} items, as the catalogue"
-            f"{why if beams else ' has no more'}"
-        )
+        whole = "the allowed set" if config.allowed else "the catalogue"
+        print(f"note: {short:,} of them have fewer than {config.k} items, as {whole}{why if beams else ' has no more'}")
     print(f"  table       {folder}: user_id, item_id (best first), score")
 
 

@@ -123,7 +123,9 @@ class FastSearch:
         z = readout.norm1(query + functional.linear(mixed.flatten(1), self.value_output))
         return readout.norm2(z + cast(nn.Sequential, readout.ffn)(z))
 
-    def beam_search(self, z: Tensor, k: int, beam: int, children: bool) -> tuple[Tensor, Tensor]:
+    def beam_search(
+        self, z: Tensor, k: int, beam: int, children: bool, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The search from z (B, D) on."""
         if k < 1 or beam < 1:
             raise ValueError(f"k {k} and beam {beam} need to be at least 1")
@@ -139,7 +141,8 @@ class FastSearch:
         if kernels.ready(joined, self.z_weight):
             edges = [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)]
             check_finite(joined)  # the kernel compares what it meets, and NaN is less than nothing
-            node, score = kernels.beam_search(joined, self.levels, edges, sizes, self.epsilon, beam, k, children)
+            kept = () if allowed is None else allowed.split(trie.edges)
+            node, score = kernels.beam_search(joined, self.levels, edges, sizes, self.epsilon, beam, k, children, kept)
             return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
         hidden = joined.chunk(trie.levels, 1)  # per level (B, N)
         node, parent = torch.zeros((2, z.shape[0], 1), dtype=torch.long, device=z.device).unbind(0)  # (B, W)
@@ -154,7 +157,9 @@ class FastSearch:
             renormalised = children and level > 0
             x, row = self._hidden(level, hidden[level], rows, node, score, renormalised)
             keep, head = k if last else min(beam, trie.edges[level]), self.outputs[level]
-            node, parent, score = _best_children(trie, level, x, head, row, node, score, renormalised, keep, last)
+            node, parent, score = _best_children(
+                trie, level, x, head, row, node, score, renormalised, keep, last, allowed
+            )
         return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
 
     def _hidden(
@@ -182,17 +187,19 @@ class FastSearch:
 
 def _best_children(
     trie: Trie, level: int, x: Tensor, head: nn.Linear, row: Tensor | None, node: Tensor, score: Tensor,
-    children: bool, keep: int, by_score: bool,
+    children: bool, keep: int, by_score: bool, allowed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(edges, their parents among the beams, scores), each (B, keep): the best continuations of the beams at the
     nodes `node` (B, W) of a level with scores `score` (B, W). `row` (B, W) is a beam's in `x` (R, N), the hidden
     layer of `head`, or -1 where its only child has probability 1; None where every beam has a row. With `children`
     scores are normalised over them, else over all codes. Of equal scores the first are taken; `by_score` orders them
     by score, else they come in order of beam and edge. Where fewer than `keep` are found that many may be given.
+    `allowed` as in `beam_search`.
     """
     logits = head(x).float()
     edge, valid = trie.children_of(level, node)  # (B, W, M), rising along the flattened beams
-    scores = torch.where(valid, score.unsqueeze(-1), -torch.inf)
+    there = valid if allowed is None else valid & allowed.split(trie.edges)[level][edge]
+    scores = torch.where(there, score.unsqueeze(-1), -torch.inf)
     edges, real = edge.flatten(0, 1), valid.flatten(0, 1)  # (B * W, M)
     if row is not None:
         scored = (row.flatten() >= 0).nonzero().squeeze(1)  # (R,)

@@ -146,6 +146,7 @@ Lanes gelu(Lanes x) {
 struct Level {
     const float *table, *scale, *shift, *weight, *bias;
     const int64_t *offsets, *tokens;
+    const bool* allowed;  // edges that beams may take; null: all
 };
 
 // x = GELU(norm(base + the rows)), `width` numbers, then zeros to whole lanes.
@@ -331,7 +332,8 @@ void beam_search(const float* hidden, const Level* levels, const int64_t* sizes,
                     const float all = log_sum_exp(scores.data(), scores.size());
                     for (int64_t e = begin; e < end; e++) {
                         const float value = beams[b].score + (scores[all_codes ? level.tokens[e] : e - begin] - all);
-                        if (value > NONE) found.push_back({value, e, b});  // no NaN either
+                        const bool free = !level.allowed || level.allowed[e];
+                        if (free && value > NONE) found.push_back({value, e, b});  // no NaN either
                     }
                 }
                 const int64_t kept = std::min(last ? keep : beam, int64_t(found.size()));

@@ -200,7 +200,7 @@ def log_softmax_part(logits: Tensor, first: int, size: int) -> Tensor:
 
 def beam_search(
     hidden: Tensor, heads: Sequence[tuple[Tensor, ...]], trie: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int],
-    epsilon: float, beam: int, keep: int, children: bool,
+    epsilon: float, beam: int, keep: int, children: bool, allowed: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(nodes, scores), each (B, keep): the leaves that a student's beam search finds, best first; 0 and -inf past them.
 
@@ -208,7 +208,8 @@ def beam_search(
     levels before, end to end; scale and shift (M,) of the norm, whose `epsilon` it is; weight (C, M) and bias (C,) of
     the outputs. `trie` has offsets and tokens, `sizes` are the C. `hidden` (B, L * M) is z's part of the hidden layers.
     With `children` scores are normalised over the valid children past the first level, and only these are computed;
-    else over all codes. Of equal scores the first are taken.
+    else over all codes. Of equal scores the first are taken. `allowed` has by level which edges beams may take,
+    (E_l,) bool; empty: all.
     """
     if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
         raise ValueError(f"sizes {list(sizes)}, beam {beam} and keep {keep} need to be there and at least 1")
@@ -223,12 +224,13 @@ def beam_search(
             _checked("weight", weight, size, width), _checked("bias", bias, size),
             _checked("offsets", offsets, nodes + 1, dtype=torch.long),
             _checked("tokens", tokens, len(tokens), dtype=torch.long),
+            _checked("allowed", allowed[level], len(tokens), dtype=torch.bool) if allowed else None,
         ]  # fmt: skip
         nodes = len(tokens)
     node = torch.empty((len(hidden), keep), dtype=torch.long)
     score = torch.empty((len(hidden), keep))
     _call(
-        "beam_search", hidden, (c_void_p * len(levels))(*(x.data_ptr() for x in levels)),
+        "beam_search", hidden, (c_void_p * len(levels))(*(x if x is None else x.data_ptr() for x in levels)),
         (c_int64 * len(sizes))(*sizes),
         len(sizes), len(hidden), width, epsilon, beam, keep, children, node, score,
     )  # fmt: skip

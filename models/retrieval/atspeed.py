@@ -29,7 +29,7 @@ from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.parts import History, Scorer, real_positions
-from models.retrieval.recommend import RecommendOptions, latest, recommender
+from models.retrieval.recommend import RecommendOptions, latest, leave_out, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import Found, Rule, Speculation, mixed, speculative_search
 from models.retrieval.student import Scores, Student, StudentConfig
@@ -190,6 +190,7 @@ class AtSpeed(Student):
             draft_beam=config.draft_beam if draft_beam is None else draft_beam,
             steps=config.draft_steps if draft_steps is None else draft_steps,
             children=self.among_children(scores),
+            allowed=batch.get("allowed"),
         )
         keys = None
         if isinstance(config, AtSpeedRConfig):
@@ -221,13 +222,16 @@ class AtSpeed(Student):
 
 
 def measure(
-    model: AtSpeed, batch: dict[str, Tensor], by_user: int = 0, shown: Tensor | None = None, **options: Any
-) -> dict[str, Any]:
+    model: AtSpeed, batch: dict[str, Tensor], by_user: int = 0, shown: Tensor | None = None,
+    unseen: bool | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The family's sums, and those of passes and steps."""
-    found = model.speculate(batch, max(metrics.CUTOFFS), **options)
+    k, more = max(metrics.CUTOFFS), batch["history"].shape[1] if unseen else 0
+    found = model.speculate(batch, k + more, **options)
+    items = leave_out(found.items, found.scores, batch, k)[0] if unseen else found.items
     if shown is not None:
-        metrics.count_shown(shown, found.items)
-    sums = metrics.ranking_sums(found.items, batch, by_user)
+        metrics.count_shown(shown, items)
+    sums = metrics.ranking_sums(items, batch, by_user)
     steps = {"drafted": found.drafted, "accepted": found.accepted, "target_passes": found.passes}
     return sums | {name: float(count.sum()) for name, count in steps.items()}
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.retrieval.data import Catalogue
-from models.retrieval.recommend import recommender
-from models.retrieval.search.topk import top_k
+from models.retrieval.recommend import best_allowed, recommender
 
 
 @dataclass
@@ -47,6 +46,6 @@ class Popularity(nn.Module):
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k): the same for all; with `unseen` without what each knows."""
-        items, scores = top_k(self.counts[None], k)
+        items, scores = best_allowed(self.counts[None].clone(), k, batch)
         rows = len(batch["history"])
         return items.expand(rows, k), scores.expand(rows, k)

@@ -4,9 +4,12 @@
     def recommend(self, batch, k, beam=None): ...
 
 An empty batch gets an empty answer, of a history longer than `max_history` the latest items are read, known items are
-left out where that is asked for, and a model whose scores are not finite is refused.
+left out and items kept to a set where that is asked for, and a model whose scores are not finite is refused.
 
-Shapes: `B` requests, `T` items of the longest history.
+    allowed = allow(model, in_stock)  # once per set: (N,) bool, by item_index
+    items, scores = model.recommend(batch, k, allowed=allowed)
+
+Shapes: `B` requests, `T` items of the longest history, `N` items, `E` edges of the trie.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from models.cpu.derived import derived
 from models.cpu.matmul import products
 from models.gpu.graphs import Graphs, compiled, rung
 from models.retrieval.data import PAD
+from models.retrieval.search.topk import top_k
 from models.scores import check_finite
 
 Ranked = tuple[Tensor, Tensor]
@@ -62,18 +66,20 @@ class BeamOptions(RecommendOptions):
 
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
-    """The method `search(self, batch, k, ...)` as a model's `recommend`; it takes the same arguments, and `unseen`."""
+    """The method `search(self, batch, k, ...)` as a model's `recommend`; it takes the same arguments, those of
+    `RecommendOptions`, and `allowed`, which `allow` makes of a set of items: the search is within the set, for all
+    requests of the batch. A search finds it in its batch."""
 
     @functools.wraps(search)
     def recommend(
-        self: Any, batch: dict[str, Tensor], k: int, *args: Any, unseen: bool | None = None,
-        precision: str | None = None, compile: bool | None = None, **options: Any,
+        self: Any, batch: dict[str, Tensor], k: int, *args: Any, allowed: Tensor | None = None,
+        unseen: bool | None = None, precision: str | None = None, compile: bool | None = None, **options: Any,
     ) -> Ranked:  # fmt: skip
         if not len(batch["history"]):
             return nothing(k, batch["history"].device)
         more = batch["history"].shape[1] if unseen else 0  # as many as can be left out
         more = rung(more) if more and batch["history"].device.type == "cuda" else more  # for few graphs
-        read = latest(batch, self.config.max_history)
+        read = latest(batch, self.config.max_history) | ({} if allowed is None else {"allowed": allowed})
 
         def found(given: dict[str, Tensor]) -> Ranked:
             return search(self, given, k + more, *args, **options)
@@ -92,7 +98,7 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 ONE = threading.Lock()
 """Held from the copy of a batch to that of its answer: requests that are served by several threads share the graphs."""
 
-READ = ("history", "history_length", "user")
+READ = ("history", "history_length", "user", "allowed")
 """What a search reads of a batch."""
 
 
@@ -126,8 +132,9 @@ def filled(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
     rows, length = batch["history"].shape
     wide, more = min(rung(length), max(length, longest)) - length, rung(rows) - rows
     history = functional.pad(batch["history"], (0, wide), value=PAD)
-    wider = {name: functional.pad(batch[name], (0, more), value=1) for name in batch.keys() - {"history"}}
-    return {"history": functional.pad(history, (0, 0, 0, more)), **wider}
+    of_rows = batch.keys() - {"history", "allowed"}
+    wider = {name: functional.pad(batch[name], (0, more), value=1) for name in of_rows}
+    return {**batch, "history": functional.pad(history, (0, 0, 0, more)), **wider}
 
 
 def nothing(k: int, device: torch.device) -> Ranked:
@@ -141,12 +148,31 @@ def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
     return WHOLE if options.get("unseen") else longest
 
 
+def allow(model: Any, items: Tensor) -> Tensor:
+    """What the model's `recommend` takes as `allowed`, for a set of `items` (N,) bool: the edges (E,) of its trie that
+    lead to them, or where it has none what is added to scores, (N,) of 0 and -inf. It is worked out once for as many
+    calls as want it."""
+    if (trie := getattr(model, "trie", None)) is not None:
+        return trie.edges_to(items)
+    return torch.zeros(items.shape, device=items.device).masked_fill(~items, -torch.inf)
+
+
+def best_allowed(scores: Tensor, k: int, batch: dict[str, Tensor]) -> Ranked:
+    """The k highest `scores` (B, N) of a whole catalogue, or of the items that the batch allows; the tail is -1 and
+    -inf. The scores are changed."""
+    if (allowed := batch.get("allowed")) is None:
+        return top_k(scores, k)
+    items, scores = top_k(scores.add_(allowed), k)
+    return items.masked_fill(scores == -torch.inf, -1), scores
+
+
 def leave_out(items: Tensor, scores: Tensor, batch: dict[str, Tensor], k: int) -> Ranked:
     """The first k of the ranked items (B, K) that are not in the histories (B, T); the tail is -1 and -inf."""
     history = batch["history"]
     places = torch.arange(history.shape[1], device=history.device)
-    known = history.masked_fill(places >= batch["history_length"][:, None], -1)
-    seen = ((items[:, :, None] == known[:, None, :]) & (items >= 0)[:, :, None]).any(2)
+    known = history.masked_fill(places >= batch["history_length"][:, None], -1).sort(1).values
+    place = torch.searchsorted(known, items.contiguous()).clamp(max=known.shape[1] - 1)
+    seen = (known.gather(1, place) == items) & (items >= 0)
     order = seen.int().sort(dim=1, stable=True).indices[:, :k]
     gone = seen.gather(1, order)
     return items.gather(1, order).masked_fill(gone, -1), scores.gather(1, order).masked_fill(gone, -torch.inf)

@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
+import torch
 from torch import Tensor
 
-from models.item_ids import clean_id
+from models.item_ids import clean_id, item_ids
 from models.requests import Columns, Requests, Row
 from models.retrieval.data import batch_of, hash_strings
+from models.tables import UserError
+
+EVERY = [""]
+"""The default of a call's `allowed`: all items. It is no set, as no item has the empty id; [] is the empty set."""
 
 
 class History(NamedTuple):
-    """What a row says: the latest behaviours that the model reads, as `item_index`; the id of the user, or nothing; how
-    many entries are not in the catalogue."""
+    """What a row says: behaviours as `item_index`; the id of the user, or nothing; how many entries are not in the
+    catalogue."""
 
     items: list[int]
     user: str
@@ -31,17 +36,22 @@ class RetrievalRequests(Requests):
     gives: ClassVar[Columns] = {**Requests.gives, "unknown_items": "long"}
     settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
-    def __init__(self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]) -> None:
-        super().__init__(folder, model, catalogue, settings)
-        self.length = model.config.max_history
-
     def read(self, row: Row) -> History:
         sent = row.ids("history")
         items = [self.index[item] for item in sent if item in self.index]
         user = clean_id(str(row.given("user_id") or "")) or ""
-        return History(items[-self.length :], user, len(sent) - len(items))
+        return History(items, user, len(sent) - len(items))
 
     def batch(self, requests: Sequence[History]) -> dict[str, Tensor]:
         """Of requests with a history."""
         users = hash_strings(pa.array([request.user for request in requests], pa.string()))
         return batch_of([request.items for request in requests], users)
+
+    def allowed(self, ids: Sequence[Any]) -> Tensor:
+        """(N,) bool, by item_index, of a set of items; ids that the catalogue does not have are skipped."""
+        places = [self.index[item] for item in item_ids("allowed", ids) if item in self.index]
+        if not places:
+            raise UserError(
+                f"allowed has {len(ids)} ids, and none of an item of the catalogue; leave it out to rank all items"
+            )
+        return torch.zeros(len(self.items), dtype=torch.bool).index_fill(0, torch.tensor(places), True)

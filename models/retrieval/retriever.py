@@ -59,10 +59,16 @@ class Retriever(nn.Module):
         alone, as in the papers that this is compared with. Where fewer than k items are found the tail is item -1 with
         score -inf.
         """
-        return self.find(self.backbone.infer(batch), k, beam, constrained)
+        return self.find(self.backbone.infer(batch), k, beam, constrained, allowed=batch.get("allowed"))
 
     def find(
-        self, history: History, k: int, beam: int | None, constrained: bool | None, children: bool = False
+        self,
+        history: History,
+        k: int,
+        beam: int | None,
+        constrained: bool | None,
+        children: bool = False,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k): the search of `beam_search` within the trie or, with `constrained` False,
         looking at it only in the end; None is what the config has. Requests whose beams carry more than `CARRIED` bytes
@@ -72,10 +78,10 @@ class Retriever(nn.Module):
         at_once = max(1, CARRIED // max(1, max(1, beam) * self.decoder.beam_bytes))
         if at_once < len(history.lengths):
             pieces = [history.rows(i, i + at_once) for i in range(0, len(history.lengths), at_once)]
-            found = [self.find(piece, k, beam, constrained, children) for piece in pieces]
+            found = [self.find(piece, k, beam, constrained, children, allowed) for piece in pieces]
             items, scores = zip(*found, strict=True)
             return torch.cat(items), torch.cat(scores)
         scorer = self.decoder.scorer(history)
         if constrained:
-            return beam_search(scorer, self.trie, k, beam, children=children)
-        return unconstrained_beam_search(scorer, self.trie, k, beam)
+            return beam_search(scorer, self.trie, k, beam, children, allowed)
+        return unconstrained_beam_search(scorer, self.trie, k, beam, allowed)

@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from models.config import check_dropout, check_positive
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.recommend import recommender
-from models.retrieval.search.topk import top_k
+from models.retrieval.recommend import best_allowed, recommender
 from models.whole_batch import whole_mean
 
 
@@ -115,4 +114,4 @@ class SASRec(nn.Module):
         rows = torch.arange(len(batch["history"]), device=batch["history"].device)
         length = batch["history_length"]
         last = self.states(batch["history"])[rows, length - 1].masked_fill(length[:, None] == 0, 0.0)  # (B, D)
-        return top_k(last @ self.item.weight.T, k)
+        return best_allowed(last @ self.item.weight.T, k, batch)

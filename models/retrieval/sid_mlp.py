@@ -60,8 +60,8 @@ class SidMlp(Student):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `Student.recommend`; `path` is that of the config where left out."""
         if (path or self.config.path) == "plain" or constrained is False or not self.fast_supported():
-            return self.search(self.encode(batch), k, beam, scores, constrained)
+            return self.search(self.encode(batch), k, beam, scores, constrained, batch.get("allowed"))
         search, outputs = fast_search(self), self.teacher_outputs("encoder", batch)
         z = search.read(outputs) if outputs else search.context(batch)
         beam = self.config.beam if beam is None else beam
-        return search.beam_search(z, k, beam, children=self.among_children(scores))
+        return search.beam_search(z, k, beam, self.among_children(scores), batch.get("allowed"))

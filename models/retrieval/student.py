@@ -293,13 +293,19 @@ class Student(Retriever):
         and scores are the codebooks'. Where fewer than k items are found the tail is item -1 with score -inf.
         """
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
-        return self.search(history, k, beam, scores, constrained)
+        return self.search(history, k, beam, scores, constrained, batch.get("allowed"))
 
     def search(
-        self, history: History, k: int, beam: int | None, scores: Scores | None, constrained: bool | None
+        self,
+        history: History,
+        k: int,
+        beam: int | None,
+        scores: Scores | None,
+        constrained: bool | None,
+        allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """As `recommend`, by the decoder's scorer."""
-        return self.find(history, k, beam, constrained is not False, self.among_children(scores))
+        return self.find(history, k, beam, constrained is not False, self.among_children(scores), allowed)
 
     def among_children(self, scores: Scores | None) -> bool:
         """Whether log-probabilities are normalised over the valid children of a prefix; None is the config's."""

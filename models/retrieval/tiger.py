@@ -113,11 +113,11 @@ class Tiger(Retriever):
         """As `Retriever.recommend`; `decoder` is that of the config where left out."""
         decoder = decoder or self.config.decoder
         if decoder == "shared_kv":
-            return self.find(self.backbone.infer(batch), k, beam, constrained)
+            return self.find(self.backbone.infer(batch), k, beam, constrained, allowed=batch.get("allowed"))
         return generate(
             self.by_transformers(), *self.with_mask(batch), self.trie, self.tokens.first, k,
             self.config.beam if beam is None else beam, use_cache=decoder == "hf",
-            constrained=self.config.constrained if constrained is None else constrained,
+            constrained=self.config.constrained if constrained is None else constrained, allowed=batch.get("allowed"),
         )  # fmt: skip
 
     def by_transformers(self) -> Any:

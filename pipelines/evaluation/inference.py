@@ -27,7 +27,7 @@ from models import checkpoint, registry
 from models.examples import Sharded
 from models.fit import to_device
 from models.inputs import Inputs
-from models.retrieval.recommend import history_to_give
+from models.retrieval.recommend import allow, history_to_give
 from models.scores import check_finite
 from models.setup import Loaded, hashes_of, of_training
 from models.shares import Shard, Share
@@ -49,6 +49,7 @@ from models.tables import (
 )
 from models.uri import absolute
 from pipelines.data.engine import quiet_ray_data
+from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.ranking import device_of, recommend_options, takes_gpu
 from pipelines.training.record import find_checkpoint
 from pipelines.training.worker import threads_per_worker
@@ -105,6 +106,8 @@ class Kernel:
         self.batch_size, self.options, self.inputs = batch_size, options, inputs
         self.loaded = Loaded.of(uri, inputs, self.device)
         self.model = self.loaded.model
+        if "allowed" in options:
+            self.options = {**options, "allowed": allow(self.model, options["allowed"].to(self.device))}
         self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
         self.file = -1  # the one that is held
 
@@ -245,6 +248,7 @@ def infer_all(
     actors: int = 1,
     device: str = "auto",
     options: dict[str, Any] | None = None,
+    allowed: str | None = None,
     overwrite: bool = False,
     users_per_part: int = USERS_PER_PART,
     start: Callable[[], None] = lambda: None,
@@ -252,7 +256,8 @@ def infer_all(
 ) -> tuple[Manifest, bool]:
     """Writes to `output` the table `recommendations` of the top `k` of all users or, of a model that ranks candidates,
     `scores` of a `split`; (its manifest, whether it was there already). It works in this process, or with `remote` or
-    more than one of the `actors` by Ray Data; `start` starts Ray where that has something to do."""
+    more than one of the `actors` by Ray Data; `start` starts Ray where that has something to do. `allowed` is a file of
+    the only items that are ranked."""
     uri, output = find_checkpoint(uri), absolute(output)
     about = checkpoint.read(uri)
     entry = registry.find(about.name)
@@ -273,6 +278,10 @@ def infer_all(
         **{name: given[name] for name, value in about.hashes.items() if value},
         "checkpoint": checkpoint.weights_hash(uri),
     }
+    if allowed:
+        if kernel is Scorer:
+            raise UserError(f"--allowed is {allowed}, but the model '{about.name}' scores what is given; leave it out")
+        chosen["allowed"], read["allowed"] = read_allowed(allowed, inputs.tables)
     if check_place(output, kernel.table) and not overwrite:
         if up_to_date(output, fingerprint(config, read)):
             return read_manifest(output, kernel.table), True

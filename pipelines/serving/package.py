@@ -29,6 +29,7 @@ from models import checkpoint, registry
 from models.families import Family
 from models.inputs import Inputs
 from models.requests import Columns
+from models.retrieval.requests import EVERY
 from models.setup import inputs_of
 from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
 from pipelines.tracking import RunRef, connect
@@ -43,8 +44,15 @@ TYPES: dict[str, Any] = {
 """Of columns of requests and answers."""
 
 SERVED = {
-    "catalogue": ("served_model.py", ParamSpec("k", DataType.long, 10)),
-    "candidates": ("served_ranker.py", ParamSpec("label", DataType.string, "")),  # "": the model's first one
+    "catalogue": (
+        "served_model.py",
+        [
+            ParamSpec("k", DataType.long, 10),
+            ParamSpec("unseen", DataType.boolean, False),
+            ParamSpec("allowed", DataType.string, EVERY, (-1,)),
+        ],
+    ),
+    "candidates": ("served_ranker.py", [ParamSpec("label", DataType.string, "")]),  # "": the model's first one
 }
 """The file in this folder that MLflow runs, by what a family's models rank, and what a call may set."""
 
@@ -65,7 +73,7 @@ def schema(columns: Columns, needed: Columns) -> Schema:
 def signature(family: Family, takes: Columns) -> ModelSignature:
     """What the family's models take, beside what each request needs, and give."""
     needs, gives = family.requests.needs, family.requests.gives
-    params = ParamSchema([SERVED[family.ranks][1]])
+    params = ParamSchema(SERVED[family.ranks][1])
     return ModelSignature(schema({**needs, **takes}, needs), schema(gives, gives), params)
 
 

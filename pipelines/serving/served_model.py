@@ -6,9 +6,11 @@ pickle. It needs PyTorch and MLflow alone. The model is on `model_config={"devic
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import mlflow
@@ -22,9 +24,15 @@ if (code := Path(__file__).with_name("code") / "models.zip").is_file():  # where
 
 from models import checkpoint, registry
 from models.fit import to_device
+from models.latest import Latest
 from models.requests import Row, bundled
+from models.retrieval.recommend import allow
+from models.retrieval.requests import EVERY
 from models.setup import load_catalogue
 from models.tables import UserError
+
+SETS = 64
+"""Sets of allowed items that are kept, those asked for last."""
 
 MOST = 10_000
 """Items of an answer at most: what is ranked for more takes the memory of all who ask."""
@@ -39,18 +47,22 @@ class Ranker(PythonModel):
         catalogue = load_catalogue(name, bundled(folder))
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         requests = registry.find(name).family.requests
-        self.requests = requests(folder, self.model, catalogue, {})
+        self.requests: Any = requests(folder, self.model, catalogue, {})
         self.device = torch.device({**requests.settings, **(context.model_config or {})}["device"])
         self.model.to(self.device)
         self.warned = False
+        self.sets: Latest[torch.Tensor] = Latest(SETS)
+        self.lock = Lock()  # of these sets
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """`history` (item ids, oldest first) to `item_id` and `score`, best first, and `unknown_items`: how many
         entries of a history are not in the catalogue. They are skipped.
 
-        A history with no other entries gets an empty ranking, of which the model warns once.
+        A history with no other entries gets an empty ranking, of which the model warns once. With `unseen` in `params`
+        the items of the history are left out, and with `allowed`, a list of item ids, all but these.
         """
-        k = (params or {}).get("k", 10)
+        options: dict[str, Any] = {"k": 10, "unseen": False, "allowed": EVERY, **(params or {})}
+        k, allowed = options["k"], self.allowed(options["allowed"])
         if not isinstance(k, int | np.integer) or not 1 <= k <= MOST:
             raise UserError(f"k is {k}; give the number of items to recommend, from 1 to {MOST:,}")
         requests = [self.requests.read(Row(row)) for row in model_input.to_dict("records")]
@@ -66,12 +78,24 @@ class Ranker(PythonModel):
         known = [place for place, request in enumerate(requests) if request.items]
         if known:
             batch = to_device(self.requests.batch([requests[place] for place in known]), self.device)
-            ranked, scores = self.model.recommend(batch, min(int(k), len(self.requests.items)))
+            most = min(int(k), len(self.requests.items))
+            ranked, scores = self.model.recommend(batch, most, unseen=options["unseen"], allowed=allowed)
             for place, items, values in zip(known, ranked, scores, strict=True):
                 real = items >= 0
                 found[place]["item_id"] = [self.requests.items[item] for item in items[real].tolist()]
                 found[place]["score"] = values[real].tolist()
         return pd.DataFrame(found, columns=["item_id", "score", "unknown_items"])
+
+    def allowed(self, ids: list[str]) -> torch.Tensor | None:
+        """What `recommend` takes for a set of items, kept for the next requests with it; None for all items."""
+        if ids == EVERY:
+            return None
+        key = hashlib.sha256("\n".join(map(str, ids)).encode()).digest()
+        with self.lock:
+            (found,) = self.sets.of(
+                [key], lambda _: {key: allow(self.model, self.requests.allowed(ids).to(self.device))}
+            )
+        return found
 
 
 mlflow.models.set_model(Ranker())

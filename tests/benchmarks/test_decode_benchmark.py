@@ -67,7 +67,7 @@ def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
         saved.append(str(tmp_path / model["name"]))
     given = {"runs": 1, "threads": 1, "batches": (2,), "beams": (3,), "slow": (2, 3), "sids": sids}
     rows = list(decode.decode(**given, histories=tables, checkpoints=saved))
-    assert [row["variant"] for row in rows] == ["hf_nocache", "hf", "tiger_shared_kv", "gdn"]
+    assert [row["variant"] for row in rows] == ["hf_nocache", "hf", "tiger_shared_kv", "tiger_allowed", "gdn"]
     assert rows[0]["params"]["checkpoints"] == dict(zip(("tiger", "gdn"), saved, strict=True))
     with pytest.raises(UserError, match="give --histories TABLES and --sids SIDS"):
         list(decode.decode(**given, checkpoints=saved))

@@ -24,7 +24,7 @@ from models.fit import FitConfig, Meter, fit
 from models.gpu.graphs import Graphs, rung
 from models.optimizers import CapturableAdagrad
 from models.retrieval.data import Examples
-from models.retrieval.recommend import _replayed, filled
+from models.retrieval.recommend import _replayed, allow, filled
 from models.retrieval.student import TaughtConfig
 from models.search.data import SearchCatalogue, SearchExamples
 from models.tables import join
@@ -146,10 +146,12 @@ def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
     with torch.no_grad():
         for how in [{}] + [{"constrained": False}] * ("constrained" in registry.recommend_options(name)):
             search(bare, empty, 3, **how)
+            search(bare, {**empty, "allowed": allow(bare, torch.zeros(30, dtype=torch.bool, device="meta"))}, 3, **how)
     model.eval()
-    items, scores = model.recommend(batch, 3)  # which makes what is kept of the weights
+    allowed = allow(model, torch.arange(30) % 3 > 0)
+    items, scores = model.recommend(batch, 3, allowed=allowed)  # which makes what is kept of the weights
     with torch.no_grad():
-        found = traced(lambda: search(model, batch, 3))
+        found = traced(lambda: search(model, {**batch, "allowed": allowed}, 3))
     assert torch.equal(found[0], items)
     assert torch.allclose(found[1], scores, atol=1e-5)
 
@@ -268,11 +270,13 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
     """As on a GPU, but for the graph; a model that only counts has no weights to look at."""
     model, _ = retrieval_model(name)
     batch = small_retrieval.requests(5, longest=5)
-    items, scores = model.eval().recommend(batch, 4)
-    search = type(model).recommend.__wrapped__.__wrapped__
-    for _ in range(3):
+    search = type(model.eval()).recommend.__wrapped__.__wrapped__
+    sets = [allow(model, torch.arange(30) % step == 0) for step in (2, 3, 30)]  # of one graph
+    for allowed in [None, None, None, *sets]:
+        items, scores = model.recommend(batch, 4, allowed=allowed)
+        given = batch if allowed is None else {**batch, "allowed": allowed}
         with torch.no_grad():
-            found = _replayed(model, "a test", batch, lambda given: search(model, given, 4), "highest", False)
+            found = _replayed(model, "a test", given, lambda given: search(model, given, 4), "highest", False)
         assert torch.equal(found[0], items)
         assert torch.allclose(found[1], scores, atol=1e-5)
 

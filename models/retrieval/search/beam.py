@@ -17,7 +17,9 @@ from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
 
 
-def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = False) -> tuple[Tensor, Tensor]:
+def beam_search(
+    scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = False, allowed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(items, scores), each (B, k): the items of the highest sums of log-probabilities found.
 
     Only codes that continue a prefix of the catalogue are scored, so each item returned exists and
@@ -31,6 +33,9 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = 
     then those of a distribution that knows the catalogue from the second code on, an only child costs
     nothing, and the scorer's values after the first need be right up to a constant per beam only (and
     finite).
+
+    With `allowed`, the edges (E,) that lead to a set of items (`Trie.edges_to`), beams take no others: the search is
+    within the set, and its items have the scores that they have without it.
     """
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
@@ -38,7 +43,7 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = 
     node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)  # (B, W): where each beam stands in the trie
     score = log_probs.new_zeros(log_probs.shape[:2])
     for level in range(trie.levels):
-        scores, edge, token = pairs_of(trie, level, node, score, log_probs, children)
+        scores, edge, token = pairs_of(trie, level, node, score, log_probs, children, allowed)
         if level == trie.levels - 1:
             position, score = top_k(scores, k)
             item = trie.leaves[edge.gather(1, position.clamp(min=0))]
@@ -52,11 +57,11 @@ def beam_search(scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = 
 
 
 def pairs_of(
-    trie: Trie, level: int, node: Tensor, score: Tensor, log_probs: Tensor, children: bool
+    trie: Trie, level: int, node: Tensor, score: Tensor, log_probs: Tensor, children: bool, allowed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(scores, edges, codes), each (B, W * M): of all pairs of a beam at `node` (B, W) with `score` (B, W) and a child,
-    rising along the beams; scores are -inf where there is no child. `log_probs` (B, W, C_level) and `children` as in
-    `beam_search`."""
+    rising along the beams; scores are -inf where there is no child. `log_probs` (B, W, C_level), `children` and
+    `allowed` as in `beam_search`."""
     if log_probs.shape[-1] != trie.codebook_sizes[level]:
         raise ValueError(
             f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie has "
@@ -67,11 +72,16 @@ def pairs_of(
     of_children = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)
     if children and level > 0:
         of_children = of_children.log_softmax(-1)
+    if allowed is not None:
+        of_children = of_children.masked_fill(~allowed.split(trie.edges)[level][edge], -torch.inf)
     return (score.unsqueeze(-1) + of_children).flatten(1), edge.flatten(1), token.flatten(1)
 
 
-def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> tuple[Tensor, Tensor]:
-    """As `beam_search`, with the trie looked at only in the end: code tuples of no item are dropped.
+def unconstrained_beam_search(
+    scorer: Scorer, trie: Trie, k: int, beam: int, allowed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `beam_search`, with the trie looked at only in the end: code tuples of no item, or of one that is not allowed,
+    are dropped.
 
     What a decoder without a trie does, for comparison: fewer than k items may be left. At each level only
     codes of that level are scored.
@@ -91,7 +101,7 @@ def unconstrained_beam_search(scorer: Scorer, trie: Trie, k: int, beam: int) -> 
         codes = torch.cat([kept, token.unsqueeze(-1)], -1)
         if level < trie.levels - 1:
             log_probs = scorer.step(parents, token)
-    item = trie.lookup(codes)
+    item = trie.lookup(codes, allowed)
     position, score = top_k(score.masked_fill((item < 0) & ~score.isnan(), -torch.inf), k)  # NaN is for all to see
     item = item.gather(1, position.clamp(min=0))
     return torch.where(score == -torch.inf, -1, item), score

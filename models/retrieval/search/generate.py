@@ -22,8 +22,8 @@ DEAD = -1e8
 class TrieProcessor:
     """Sets the scores of tokens that do not continue a prefix of the catalogue to -inf."""
 
-    def __init__(self, trie: Trie, first_token: list[int]) -> None:
-        self.trie, self.first_token = trie, first_token
+    def __init__(self, trie: Trie, first_token: list[int], allowed: Tensor | None) -> None:
+        self.trie, self.first_token, self.allowed = trie, first_token, allowed
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """`input_ids` (B * W, 1 + level): the start token and the codes so far; `scores` (B * W, V)."""
@@ -33,6 +33,8 @@ class TrieProcessor:
             node = trie.descend(depth, node, input_ids[:, 1 + depth] - self.first_token[depth])
         edge, valid = trie.children_of(level, node.clamp(min=0))
         valid &= (node >= 0)[:, None]
+        if self.allowed is not None:
+            valid &= self.allowed.split(trie.edges)[level][edge]
         token = torch.where(valid, trie.tokens(level)[edge] + self.first_token[level], scores.shape[1])
         allowed = scores.new_zeros((len(scores), scores.shape[1] + 1), dtype=torch.bool).scatter_(1, token, True)
         return scores.masked_fill(~allowed[:, :-1], -torch.inf)
@@ -61,12 +63,13 @@ def as_transformers(backbone: T5Backbone, decoder: T5Decoder) -> Any:
 
 def generate(
     model: Any, tokens: Tensor, attention_mask: Tensor, trie: Trie, first_token: list[int], k: int, beam: int, *,
-    use_cache: bool, constrained: bool,
+    use_cache: bool, constrained: bool, allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(items, scores), each (B, k), from a `transformers` encoder-decoder and its input (B, S).
 
     Unconstrained, any token of the vocabulary may come at any level, also one of another level; tuples of
-    no item are dropped in the end. Items beyond the beam are -1, and a beam of 1 is searched as one of 2.
+    no item, or of one that is not `allowed`, are dropped in the end. Items beyond the beam are -1, and a beam of 1 is
+    searched as one of 2.
     """
     from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessorList
 
@@ -77,12 +80,12 @@ def generate(
         input_ids=tokens, attention_mask=attention_mask, num_beams=kept, num_return_sequences=kept,
         max_new_tokens=trie.levels, do_sample=False, use_cache=use_cache, **cache, length_penalty=0.0,
         return_dict_in_generate=True, output_scores=True,
-        logits_processor=LogitsProcessorList([TrieProcessor(trie, first_token)] if constrained else []),
+        logits_processor=LogitsProcessorList([TrieProcessor(trie, first_token, allowed)] if constrained else []),
     )  # fmt: skip
     first = torch.tensor(first_token, device=tokens.device)
     codes = out.sequences[:, 1:] - first  # without the start token
     in_level = (codes >= 0) & (codes < torch.tensor(trie.codebook_sizes, device=tokens.device))
-    item = trie.lookup(torch.where(in_level, codes, -1)).view(len(tokens), kept)
+    item = trie.lookup(torch.where(in_level, codes, -1), allowed).view(len(tokens), kept)
     score = out.sequences_scores.view(len(tokens), kept)
     score = score.masked_fill(((item < 0) | (score < DEAD)) & ~score.isnan(), -torch.inf)
     position, score = top_k(score, k)

@@ -98,6 +98,8 @@ class Speculation:
     """Whether log-probabilities are normalised over the valid children, as in `beam_search`."""
     rule: Rule = "published"
     """Of the relaxed search."""
+    allowed: Tensor | None = None
+    """Edges of the trie that the search keeps to, as in `beam_search`; draft and target alike."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _one_pass(
     for step, of_tree in enumerate(verified):
         level, now = length + step, drafts[step]
         log_probs = _pick(of_tree[row], at)
-        scores, edge, token = pairs_of(trie, level, beams.node, beams.score, log_probs, how.children)
+        scores, edge, token = pairs_of(trie, level, beams.node, beams.score, log_probs, how.children, how.allowed)
         mine = None if noise is None else noise.of(row, level)
         if level == trie.levels - 1:
             _finish(trie, scores, edge, beams.rows, how, mine, found)
@@ -213,7 +215,7 @@ def _one_pass(
             position = select(scores + mine.gumbel(edge), width)
         else:
             score, log_probs = now.score[row].gather(1, at), _pick(now.log_probs[row], at)
-            of_draft, _, _ = pairs_of(trie, level, beams.node, score, log_probs, how.children)
+            of_draft, _, _ = pairs_of(trie, level, beams.node, score, log_probs, how.children, how.allowed)
             of_draft = functional.pad(of_draft, (0, missing)).masked_fill(scores == -torch.inf, -torch.inf)
             rule = published if how.rule == "published" else exact
             position = rule(_softmax(scores), _softmax(of_draft), place, width, mine, edge)
@@ -268,7 +270,7 @@ def _draft(draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Nois
             log_probs = scorer.step(tree.parents[-1], tree.codes[-1])
     for level in range(length, last):
         drafts.append(Drafts(node, parent, score, log_probs))
-        scores, edge, token = pairs_of(trie, level, node, score, log_probs, how.children)
+        scores, edge, token = pairs_of(trie, level, node, score, log_probs, how.children, how.allowed)
         count = min(max(how.draft_beam, how.beam), trie.edges[level], scores.shape[1])
         if noise is None:
             position = select(scores, count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models.tables import UserError
 
@@ -102,6 +103,14 @@ class Trie(nn.Module):
             columns["item_index"].append(self.leaves if level == self.levels - 1 else torch.full((count,), -1))
         return {name: torch.cat(parts) for name, parts in columns.items()}
 
+    def edges_to(self, items: Tensor) -> Tensor:
+        """(E,) bool of a set of items (N,) bool: the edges that lead to one of them, level after level."""
+        found = [items[self.leaves]]
+        for level in reversed(range(1, self.levels)):
+            before = functional.pad(found[0].cumsum(0), (1, 0))[self.offsets(level)]
+            found.insert(0, before[1:] > before[:-1])
+        return torch.cat(found)
+
     def children_of(self, level: int, node: Tensor) -> tuple[Tensor, Tensor]:
         """(edges, valid), each (..., M): the level's edges of each `node` (...), rising, M as many as the widest of
         them has (on a GPU, which would have to wait to know it, the widest of the level); an edge that is not valid
@@ -128,9 +137,11 @@ class Trie(nn.Module):
         found = (keys[edge] == wanted) & (node >= 0) & (token >= 0) & (token < size)
         return torch.where(found, edge, -1)
 
-    def lookup(self, codes: Tensor) -> Tensor:
-        """item_index of each tuple in (..., C) codes, -1 where no item has it."""
+    def lookup(self, codes: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """item_index of each tuple in (..., C) codes, -1 where no item has it, or one that `edges_to` leaves out."""
         node = torch.zeros_like(codes[..., 0])
         for level in range(self.levels):
             node = self.descend(level, node, codes[..., level])
-        return torch.where(node >= 0, self.leaves[node.clamp(min=0)], -1)
+        leaf = node.clamp(min=0)
+        there = node >= 0 if allowed is None else (node >= 0) & allowed.split(self.edges)[-1][leaf]
+        return torch.where(there, self.leaves[leaf], -1)

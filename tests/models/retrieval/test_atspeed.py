@@ -212,6 +212,14 @@ def test_the_numbers_of_steps_are_means_over_requests() -> None:
     assert (undrafted["acceptance"], undrafted["target_passes"]) == (0.0, 4.0)
 
 
+def test_what_is_measured_without_known_items_is_what_is_recommended_without_them() -> None:
+    model, batch = student(), requests(6)
+    sums = atspeed.measure(model, {**batch, "target": batch["history"][:, 0]}, unseen=True)
+    assert sums["recall@20"] == 0
+    items, _ = model.recommend(batch, 20, unseen=True)
+    assert atspeed.measure(model, {**batch, "target": items[:, 2]}, unseen=True)["ndcg@10"] == 6 / 2
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="AtSpeed-S draws nothing, leave it out"):
         student().recommend(requests(2), 3, seed=1)

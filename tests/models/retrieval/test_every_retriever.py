@@ -19,6 +19,7 @@ from models import checkpoint, registry
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.parts import History
+from models.retrieval.recommend import allow
 from models.retrieval.student import TakesOver
 from models.tables import UserError
 
@@ -93,6 +94,17 @@ def digits(decoder: Any, history: History, codes: Tensor) -> list[Tensor]:
     return found
 
 
+def among_children(own: list[Tensor], codes: Tensor) -> list[Tensor]:
+    """Log-probabilities (N, C_l) of each level, after the first one anew over what the catalogue has after the codes of
+    item N."""
+    found = own[:1]
+    for level, digit in enumerate(own[1:], start=1):
+        same = (codes[:, None, :level] == codes[None, :, :level]).all(-1)  # items of the same prefix
+        valid = torch.zeros(ITEMS, SIZES[level]).index_add_(1, codes[:, level], same.float()) > 0
+        found.append(digit.masked_fill(~valid, -torch.inf).log_softmax(-1))
+    return found
+
+
 def row_of(batch: dict[str, Tensor], row: int, count: int = 1) -> dict[str, Tensor]:
     """One request, so many times."""
     return {name: value[row : row + 1].expand(count, *value.shape[1:]) for name, value in batch.items()}
@@ -114,11 +126,7 @@ def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
         assert found[:, ITEMS:].isneginf().all()
         for row in range(3):
             total = torch.zeros(ITEMS)
-            for level, digit in enumerate(own[row]):
-                if scores == "children" and level > 0:
-                    same = (codes[:, None, :level] == codes[None, :, :level]).all(-1)  # items of the same prefix
-                    valid = torch.zeros(ITEMS, SIZES[level]).index_add_(1, codes[:, level], same.float()) > 0
-                    digit = digit.masked_fill(~valid, -torch.inf).log_softmax(-1)
+            for level, digit in enumerate(own[row] if scores == "codebook" else among_children(own[row], codes)):
                 total += digit.gather(1, codes[:, level, None])[:, 0]
             assert sorted(items[row, :ITEMS].tolist()) == list(range(ITEMS))
             torch.testing.assert_close(found[row, :ITEMS], total[items[row, :ITEMS]], rtol=1e-4, atol=1e-4)
@@ -131,6 +139,47 @@ def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
             free, values = model.recommend(batch, ITEMS + 2, beam=180, constrained=False)
             assert free.tolist() == items.tolist()
             torch.testing.assert_close(values, found, rtol=1e-4, atol=1e-5)
+
+
+def narrow_search(own: list[Tensor], codes: Tensor, some: list[int], beam: int) -> list[int]:
+    """Items that a search within the items `some` ends at, best first: of each level the best `beam` prefixes stay, by
+    log-probabilities (N, C_l) of each level after the codes of item N."""
+    kept, score = [()], torch.zeros(len(codes))
+    for level, digit in enumerate(own):
+        score = score + digit.gather(1, codes[:, level, None])[:, 0]
+        found = {tuple(codes[item, : level + 1].tolist()): float(score[item]) for item in some}
+        found = {prefix: value for prefix, value in found.items() if prefix[:-1] in kept}
+        kept = sorted(found, key=found.__getitem__, reverse=True)
+        kept = kept if level == len(own) - 1 else kept[:beam]
+    return [codes.tolist().index(list(code)) for code in kept]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_a_narrow_search_within_allowed_items_follows_its_definition(case: str) -> None:
+    """Whatever the beam keeps is allowed, and scores know of no set."""
+    model, batch, codes = model_of(case), requests(3), catalogue().sids
+    beam = 1000 if case == "atspeed_r" else 3  # which draws its beams, unless all are kept
+    options = registry.recommend_options(CASES[case][0])
+    decoder = model.target if "atspeed" in case else model.decoder
+    own = [digits(decoder, model.encode(row_of(batch, row, ITEMS)), codes) for row in range(3)]
+    for some in ([4], [0, 3, 11, 17, 18, 22, 29], list(range(0, ITEMS, 2)), list(range(ITEMS))):
+        allowed = allow(model, torch.zeros(ITEMS, dtype=torch.bool).index_fill(0, torch.tensor(some), True))
+        for scores in ("codebook", "children") if "scores" in options else ("codebook",):
+            given = {"scores": scores} if "scores" in options else {}
+            of_search = own if scores == "codebook" else [among_children(row, codes) for row in own]
+            for how in [given, {**given, "path": "plain"}] if "path" in options else [given]:
+                items, values = model.recommend(batch, ITEMS, beam=beam, allowed=allowed, **how)
+                new, _ = model.recommend(batch, ITEMS, beam=beam, allowed=allowed, unseen=True, **how)
+                for row in range(3):
+                    expected = narrow_search(of_search[row], codes, some, beam)
+                    assert items[row].tolist() == expected + [-1] * (ITEMS - len(expected))
+                    expected = [item for item in expected if item not in batch["history"][row]]
+                    assert new[row].tolist() == expected + [-1] * (ITEMS - len(expected))
+                if len(some) == ITEMS:
+                    whole = model.recommend(batch, ITEMS, beam=beam, **how)
+                    assert torch.equal(items, whole[0])
+                    assert torch.equal(values, whole[1])
 
 
 @torch.no_grad()

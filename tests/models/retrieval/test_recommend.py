@@ -1,4 +1,5 @@
-"""What holds for every model that recommends: empty batches, long histories, and scores that are not finite."""
+"""What holds for every model that recommends: empty batches, long histories, items that are left out or alone allowed,
+and scores that are not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from models.cpu import kernels
 from models.cpu.fast import fast_search
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.metrics import measure
-from models.retrieval.recommend import latest
+from models.retrieval.recommend import allow, latest
 from models.tables import UserError
 
 LONGEST = 6
@@ -152,3 +153,25 @@ def test_known_items_are_left_out_where_that_is_asked_for(case: tuple[Any, dict[
             left += [(-1, -math.inf)] * (k - len(left))
             assert items[row].tolist() == [item for item, _ in left]
             assert scores[row].tolist() == [score for _, score in left]
+
+
+@pytest.mark.parametrize("some", [[7], [1, 2, 9, 15, 19], list(range(20))], ids=str)
+def test_allowed_items_are_ranked_as_among_all(case: tuple[Any, dict[str, Any]], some: list[int]) -> None:
+    """Of a search that is as wide as the catalogue: the same items without the others; one set serves several calls."""
+    (built, options), batch = case, requests([1, 3, LONGEST, 15])
+    wide = {**options, "beam": 400} if "beam" in registry.recommend_options(registry.name_of(built.config)) else options
+    every, all_scores = built.recommend(batch, 20, **wide)
+    allowed = allow(built, torch.zeros(20, dtype=torch.bool).index_fill(0, torch.tensor(some), True))
+    for k, unseen in ((1, False), (6, True), (20, False), (20, True)):
+        items, scores = built.recommend(batch, k, allowed=allowed, unseen=unseen, **wide)
+        for row, length in enumerate(batch["history_length"].tolist()):
+            known = batch["history"][row, :length].tolist() if unseen else []
+            left = [
+                (item, score)
+                for item, score in zip(every[row].tolist(), all_scores[row].tolist(), strict=True)
+                if item in some and item not in known
+            ][:k]
+            left += [(-1, -math.inf)] * (k - len(left))
+            assert items[row].tolist() == [item for item, _ in left]
+            assert scores[row].tolist() == pytest.approx([score for _, score in left], abs=1e-5)
+    assert torch.equal(built.recommend(batch, 20, **wide)[0], every)

@@ -218,6 +218,30 @@ def test_all_users_to_a_table(world: World, ray_local: None, tmp_path: Path, cap
         infer_all(*arguments, k=4, users_per_part=25, overwrite=True)
 
 
+def test_allowed_items_alone_to_a_table(
+    world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    items = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
+    stock = tmp_path / "stock.txt"
+    stock.write_text("\n".join(items[::5]))
+    options = {"checkpoint": world.place("tiger"), "tables": world.tables, "sids": world.sids, "allowed": str(stock)}
+    with pytest.raises(ValueError, match="allowed is given without batch_inference"):
+        Config(**options)
+    options |= {"batch_inference": str(tmp_path / "out"), "k": 24, "unseen": True}
+    run(Config(**options))
+    assert "as the allowed set or the search within its beams has no more" in capsys.readouterr().out
+    model, _ = registry.load(world.place("tiger"), Catalogue.load(world.tables, world.sids))
+    examples = Examples.load(f"{world.tables}/sequences", "next", max_history=1000)
+    every, _ = model.recommend(examples.collate(torch.arange(60).numpy()), 24, unseen=True)
+    wanted = [[items[item] for item in row if item >= 0 and item % 5 == 0] for row in every.tolist()]
+    assert read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"] == wanted
+    run(Config(**options))
+    assert "is there already" in capsys.readouterr().out
+    stock.write_text("\n".join(items[::6]))
+    with pytest.raises(UserError, match="holds other recommendations"):
+        run(Config(**options))
+
+
 def test_all_known_items_are_left_out_however_little_the_model_reads(
     world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -112,6 +112,10 @@ def test_a_batch_answers_as_single_requests_and_none_fails_by_its_neighbours(
         *good, bad = at_once([*HISTORIES[:-1], {"history": ["item-001", 1.5]}], [3] * BATCH)
         assert good == [(200, want) for want in alone[:-1]]
         assert bad == (400, "history has 1.5; an item id is a string, as in the log, or an integer")
+        sets = [["item-001"], ["item-002", "item-003"], ["item-001"], ["item-004"], ["item-005"]]
+        asked = clients.map(lambda row, some: tiger.ask([row], allowed=some, unseen=True), HISTORIES, sets)
+        wanted = [sorted(set(some) - set(row["history"])) for row, some in zip(HISTORIES, sets, strict=True)]
+        assert [(status, sorted(answer[0]["item_id"])) for status, answer in asked] == [(200, want) for want in wanted]
         counts = [len(answer[0]["item_id"]) for _, answer in at_once(HISTORIES, range(1, BATCH + 1))]
         assert counts == [*range(1, BATCH + 1)]
 

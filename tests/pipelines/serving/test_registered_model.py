@@ -149,6 +149,35 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
         ask(["item-001"], None)
 
 
+def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -> None:
+    """Against the whole ranking; a set is worked out once."""
+    uri = f"sqlite:///{folder}/mlflow.db"
+    (found,) = tracking.connect(uri).search_runs(["1"], "attributes.run_name = 'tiger-1'")
+    register(tracking.RunRef(uri, "retrieval/small", found.info.run_id), "allowed")
+    with package.at(uri):
+        model = mlflow.pyfunc.load_model("models:/allowed/1")
+    histories = [[f"item-{i:03d}" for i in row] for row in ([3], [1, 2, 3] * 9, [5])]
+    frame = pd.DataFrame({"history": histories})
+
+    def ask(**params: Any) -> list[list[str]]:
+        return model.predict(frame, params={"k": 24, **params})["item_id"].tolist()
+
+    every = ask()
+    inner = model.unwrap_python_model()
+    for some in (["item-003"], ["item-001", "item-005", "item-009", "no such item"], every[0]):
+        for unseen in (False, True):
+            expected = [
+                [item for item in ranked if item in some and not (unseen and item in history)]
+                for ranked, history in zip(every, histories, strict=True)
+            ]
+            assert ask(allowed=some, unseen=unseen) == expected
+    assert ask() == every
+    assert len(inner.sets) == 3
+    for wrong, words in ([], "allowed has 0 ids"), (["new"], "allowed has 1 ids, and none of an item of the catalogue"):
+        with pytest.raises(UserError, match=words):
+            ask(allowed=wrong)
+
+
 def test_what_cannot_be_registered_is_refused(folder: Path) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
     opened = tracking.open_run(

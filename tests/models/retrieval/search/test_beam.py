@@ -58,12 +58,14 @@ def problems(draw):
     return TableScorer(tables), Trie(torch.tensor(codes), sizes), codes
 
 
-def expected_beam(scorer, codes, user, k, beam):
-    """Beam search in plain Python: the best prefixes of each level, ties to the lexicographically first."""
+def expected_beam(scorer, codes, user, k, beam, among=None):
+    """Beam search in plain Python: the best prefixes of each level, ties to the lexicographically first; of the codes
+    `among` alone where they are given."""
+    among = codes if among is None else among
     kept = [()]
     levels = len(codes[0])
     for level in range(levels):
-        prefixes = sorted({c[: level + 1] for c in codes if c[:level] in kept})
+        prefixes = sorted({c[: level + 1] for c in among if c[:level] in kept})
         scored = [(-scorer.prefix_scores(user, p), p) for p in prefixes]
         scored = sorted(s for s in scored if s[0] != math.inf)
         kept = [p for _, p in scored[: k if level == levels - 1 else beam]]
@@ -72,10 +74,16 @@ def expected_beam(scorer, codes, user, k, beam):
     return items + [-1] * (k - len(items)), scores + [-math.inf] * (k - len(items))
 
 
-def check(found, scorer, codes, k, beam):
+def subset(codes, seed):
+    """(N,) bool of some of the items, and their codes."""
+    items = torch.rand(len(codes), generator=torch.Generator().manual_seed(seed)) < 0.5
+    return items, [code for code, there in zip(codes, items.tolist(), strict=True) if there]
+
+
+def check(found, scorer, codes, k, beam, among=None):
     items, scores = found
     for user in range(len(items)):
-        assert (items[user].tolist(), scores[user].tolist()) == expected_beam(scorer, codes, user, k, beam)
+        assert (items[user].tolist(), scores[user].tolist()) == expected_beam(scorer, codes, user, k, beam, among)
 
 
 @settings(max_examples=150)
@@ -96,6 +104,16 @@ def test_as_wide_as_the_catalogue_it_is_brute_force(problem, k):
 def test_any_beam_keeps_the_best_prefixes_and_breaks_ties_by_code(problem, k, beam):
     scorer, trie, codes = problem
     check(beam_search(scorer, trie, k, beam), scorer, codes, k, beam)
+
+
+@settings(max_examples=150)
+@given(problems(), st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**20))
+def test_a_search_among_some_items_is_that_of_a_trie_of_these(problem, k, beam, seed):
+    scorer, trie, codes = problem
+    items, some = subset(codes, seed)
+    check(beam_search(scorer, trie, k, beam, allowed=trie.edges_to(items)), scorer, codes, k, beam, some)
+    width = math.prod(table.shape[2] for table in scorer.tables)
+    check(unconstrained_beam_search(scorer, trie, k, width, trie.edges_to(items)), scorer, codes, k, width, some)
 
 
 @settings(max_examples=60)

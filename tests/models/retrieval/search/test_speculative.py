@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_beam import TableScorer, problems
+from test_beam import TableScorer, problems, subset
 from torch import Tensor
 
 from models.retrieval.search.beam import beam_search
@@ -58,20 +58,22 @@ def random_tables(like: TableScorer, generator: torch.Generator, closeness: floa
 @given(
     problem=problems(), k=st.integers(1, 6), beam=st.integers(1, 5), draft_beam=st.integers(1, 8),
     steps=st.integers(0, 4), children=st.booleans(), closeness=st.sampled_from([0.0, 0.9, 1.0]),
+    some=st.none() | st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=100)
 @pytest.mark.long
 def test_strict_is_beam_search_with_any_draft(
-    problem: Any, k: int, beam: int, draft_beam: int, steps: int, children: bool, closeness: float
+    problem: Any, k: int, beam: int, draft_beam: int, steps: int, children: bool, closeness: float, some: int | None
 ) -> None:
-    """Items, scores and ties, of targets with many equal scores and some that are -inf."""
-    scorer, trie, _ = problem
+    """Items, scores and ties, of targets with many equal scores and some that are -inf; of all items and of some."""
+    scorer, trie, codes = problem
+    allowed = None if some is None else trie.edges_to(subset(codes, some)[0])
     if children and any(table.isinf().any() for table in scorer.tables):
         children = False  # a node whose children are all -inf has no distribution
     draft = random_tables(scorer, torch.Generator().manual_seed(0), closeness)
-    how = Speculation(beam, draft_beam, steps, children)
+    how = Speculation(beam, draft_beam, steps, children, allowed=allowed)
     found, verifier = search(scorer, draft, trie, k, how)
-    items, scores = beam_search(scorer, trie, k, beam, children=children)
+    items, scores = beam_search(scorer, trie, k, beam, children, allowed)
     assert found.items.tolist() == items.tolist()
     assert found.scores.tolist() == scores.tolist()
     assert found.passes.sum() == sum(len(rows) for rows, _, _ in verifier.passes)
@@ -83,6 +85,8 @@ def test_strict_is_beam_search_with_any_draft(
 CODES = [(a, b, c) for a in range(3) for b in range(3) for c in range(2) if (a + b + c) % 4]
 TINY = Trie(torch.tensor(CODES), (3, 3, 2))
 SAMPLES = 40_000
+SOME = [True, False, True] * (len(CODES) // 3) + [True] * (len(CODES) % 3)
+AMONG = TINY.edges_to(torch.tensor(SOME))
 
 
 def tables(seed: int, spread: float = 1.0) -> list[Tensor]:
@@ -92,15 +96,15 @@ def tables(seed: int, spread: float = 1.0) -> list[Tensor]:
     return [(spread * torch.randn(1, *shape, generator=generator)).log_softmax(-1) for shape in shapes]
 
 
-def law(of: list[Tensor], beam: int) -> dict[frozenset[tuple[int, ...]], float]:
+def law(of: list[Tensor], beam: int, codes: list[tuple[int, int, int]]) -> dict[frozenset[tuple[int, ...]], float]:
     """By enumeration: the chance of each set of items, where every step draws `beam` pairs without replacement from
-    the softmax over all pairs of a beam and a code."""
+    the softmax over all pairs of a beam and a code that `codes` have."""
     scorer = TableScorer(of)
     states = {frozenset({()}): 1.0}
     for level in range(3):
         after: Counter[frozenset[tuple[int, ...]]] = Counter()
         for beams, chance in states.items():
-            pairs = sorted({code[: level + 1] for code in CODES if code[:level] in beams})
+            pairs = sorted({code[: level + 1] for code in codes if code[:level] in beams})
             weights = {pair: math.exp(scorer.prefix_scores(0, pair)) for pair in pairs}
             for order in permutations(pairs, min(beam, len(pairs))):
                 left, total = chance, sum(weights.values())
@@ -118,7 +122,9 @@ def deviation(target: list[Tensor], draft: list[Tensor], how: Speculation, seed:
     found, _ = search(many[0], many[1], TINY, how.beam, how, keys)
     assert bool((found.passes + found.accepted == 3).all())
     seen = Counter(frozenset(CODES[item] for item in row if item >= 0) for row in found.items.tolist())
-    expected = law(target, how.beam)
+    expected = law(
+        target, how.beam, [code for code, there in zip(CODES, SOME, strict=True) if there or how.allowed is None]
+    )
     assert set(seen) <= set(expected)
     cells = [(seen[items], chance * SAMPLES) for items, chance in expected.items() if chance * SAMPLES > 5]
     chi = sum((count - mean) ** 2 / mean for count, mean in cells)
@@ -137,8 +143,14 @@ def deviation(target: list[Tensor], draft: list[Tensor], how: Speculation, seed:
         (Speculation(1, 1, 4, rule="published"), tables(2)),
         (Speculation(1, 1, 2, rule="published"), tables(3, spread=3)),
         (Speculation(2, 4, 0, rule="published"), tables(2)),
+        (Speculation(2, 4, 4, rule="exact", allowed=AMONG), tables(2)),
+        (Speculation(1, 1, 4, rule="published", allowed=AMONG), tables(2)),
     ],
-    ids=lambda value: "" if isinstance(value, list) else f"{value.rule}-{value.beam}-{value.draft_beam}-{value.steps}",
+    ids=lambda value: (
+        ""
+        if isinstance(value, list)
+        else f"{value.rule}-{value.beam}-{value.draft_beam}-{value.steps}{'-some' * (value.allowed is not None)}"
+    ),
 )
 def test_relaxed_follows_the_law_of_the_target(how: Speculation, draft: list[Tensor]) -> None:
     """Of any draft, under the exact rule; of one draft for one beam, and with none, under the published one."""

@@ -44,6 +44,23 @@ def test_it_is_the_trie_of_the_codes_and_finds_each_item(catalogue):
     assert found == [codes.index(code) if code in codes else -1 for code in every]
 
 
+@settings(max_examples=60)
+@given(catalogues(), st.integers(0, 2**20))
+def test_the_edges_to_some_items_are_their_prefixes(catalogue, seed):
+    sizes, codes = catalogue
+    trie = Trie(torch.tensor(codes), sizes)
+    items = torch.rand(len(codes), generator=torch.Generator().manual_seed(seed)) < 0.4
+    some = [code for code, there in zip(codes, items.tolist(), strict=True) if there]
+    expected = [
+        prefix in {code[: level + 1] for code in some}
+        for level in range(len(sizes)) for prefix in sorted({code[: level + 1] for code in codes})
+    ]  # fmt: skip
+    edges = trie.edges_to(items)
+    assert edges.tolist() == expected
+    found = trie.lookup(torch.tensor(codes), edges)
+    assert found.tolist() == [item if there else -1 for item, there in enumerate(items.tolist())]
+
+
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
