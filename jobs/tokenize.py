@@ -1,6 +1,7 @@
 """Items to semantic ids: embeds item texts, makes unique codes and lays them out as a trie.
 
 python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --output SIDS
+python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS
 python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE --output SIDS
 """
 
@@ -20,6 +21,7 @@ from models.text_encoder import check_encoder
 from models.uri import check_writable
 from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
+from pipelines.data.sids.extend import Embedder, drift_lines, extend
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
 
 SMALL = 1000
@@ -49,6 +51,9 @@ class Config:
     """File with published SIDs, for --tokenizer published: CSV or LC-Rec index.json, gzipped or not."""
     embeddings: str = ""
     """Folder of the embeddings, made where there are none; OUTPUT/embeddings if not given. Tokenizers share it."""
+    extend: str = ""
+    """SIDS of the items that TABLES extend, such as OUTPUT itself: their codes and codebooks stay, new items get free
+    codes. All other options must be the same as then."""
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
@@ -103,27 +108,42 @@ def run(config: Config) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
     items = join(config.tables, "items")
-    reach(tables=config.tables, embeddings=config.embeddings)  # what does not answer is said before Ray starts
-    cli.preflight(tables=config.tables, embeddings=config.embeddings, output=config.output)
+    reach(
+        tables=config.tables, embeddings=config.embeddings, extend=config.extend
+    )  # what does not answer is said before Ray starts
+    cli.preflight(tables=config.tables, embeddings=config.embeddings, extend=config.extend, output=config.output)
     check_writable(config.output)
     check_folders(config.output, config.embeddings)
     if config.tokenizer != "published":
         check_items(items, config.sids_config(), config.embed)  # what is wrong with the input, before Ray starts
         embed_origin(items, config.encoder, config.pca, config.embed)
-    sids, trie, made = tokenize(
-        items,
-        config.output,
-        config.sids_config(),
-        config.encoder,
-        config.pca,
-        config.embed,
-        config.overwrite,
-        say,
-        config.embeddings,
-        join(config.tables, "sequences"),
-        cli.start_ray,
-    )
-    for line in summary(sids, trie):
+    if config.extend:
+        sids, trie, made = extend(
+            items,
+            config.output,
+            config.extend,
+            config.sids_config(),
+            Embedder(config.encoder, config.pca, config.embed),
+            config.overwrite,
+            say,
+            config.embeddings,
+            cli.start_ray,
+        )
+    else:
+        sids, trie, made = tokenize(
+            items,
+            config.output,
+            config.sids_config(),
+            config.encoder,
+            config.pca,
+            config.embed,
+            config.overwrite,
+            say,
+            config.embeddings,
+            join(config.tables, "sequences"),
+            cli.start_ray,
+        )
+    for line in [*summary(sids, trie), *(drift_lines(sids.info["drift"]) if "drift" in sids.info else [])]:
         print(line)
     if many := config.sids_config().crowded_by_codes(sids.rows, sids.info["levels"][0]["used"]):
         print(f"note: {many} --overwrite")

@@ -43,6 +43,9 @@ from pipelines.data.survey import Surveyor
 SMALL = 64
 """Partitions of a small log, at most: 2 GiB of text."""
 
+FEW = 4
+"""Partitions that this process appends to alone, at most: a second of each is less than Ray takes to start."""
+
 DONE_WITH = {"drop": "dropped", "keep": "kept"}
 """What is said of duplicates."""
 
@@ -60,8 +63,8 @@ def prepare(
     """Makes the tables of a raw log under `output_uri` and returns their statistics. append: from the tables that are
     there, if any, and the files of events that these do not have.
 
-    A log of one partition, where `config` names no number of them, is made by this process alone; another one needs a
-    running Ray, which `start` may start.
+    A log of one partition, where `config` names no number of them, is made by this process alone, and one of FEW is
+    appended to; another one needs a running Ray, which `start` may start.
 
     Raises UserError for input, settings or output that cannot be used; the table in the making is then
     removed and finished ones stay as they were.
@@ -75,7 +78,8 @@ def prepare(
     count = config.partitions or partitions_for([join(str(input_uri), file) for file in files])
     if append and not config.partitions:
         count = read_manifest(join(str(output_uri), "events"), "events").config["partitions"]
-    engine = Engine(config.ray_data, here=not config.partitions and count == 1, small=count <= SMALL, start=start)
+    here = not config.partitions and count <= (FEW if append else 1)
+    engine = Engine(config.ray_data, here=here, small=count <= SMALL, start=start)
     run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine, append)
     with writing(run.output), run.writing(*TABLES) if append else nullcontext():
         before = run.before("events")

@@ -206,6 +206,14 @@ SIDS = pa.schema(
     ]
 )
 
+QUANTIZER = pa.schema(
+    [
+        pa.field("name", pa.string(), nullable=False),  # codebooks, or a weight of the RQ-VAE's encoder
+        pa.field("shape", pa.list_(pa.field("item", pa.int32())), nullable=False),
+        pa.field("values", pa.list_(pa.field("item", pa.float32())), nullable=False),  # row after row
+    ]
+)
+
 TRIE = pa.schema(
     [
         pa.field("level", pa.int16(), nullable=False),  # 0 for the edges that leave the root

@@ -7,9 +7,9 @@ made from the same input and settings. Training runs in one Ray task, on a GPU w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from models.tables import (
     write_part,
     writing,
 )
-from pipelines.data.schemas import SIDS, TRIE
+from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
 from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, finished, item_texts, read_embeddings
 
 SHARE_CODE = 4
@@ -148,6 +148,7 @@ def _train_task(
         "sizes": [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0],
         "reconstruction_error": quantized.reconstruction_error,
         "quantization_error": quantization_error(quantized, codes),
+        "arrays": {"codebooks": quantized.codebooks.numpy(), **{k: v.numpy() for k, v in quantized.encoder.items()}},
     }
     if config.tokenizer == "psid":
         greedy = quantized.codes.numpy()
@@ -196,6 +197,7 @@ class _Codes:
     sizes: list[int]  # per level
     conflict_level: bool
     measures: dict[str, Any]
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)  # what new items are encoded with
 
 
 def _finish(codes: np.ndarray, sizes: list[int], conflict: bool, measures: dict[str, Any], say: Say) -> _Codes:
@@ -226,13 +228,29 @@ def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chose
     unique = config.tokenizer == "psid"
     if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread
         unique = not collisions(codes)["duplicates"]
-    return _finish(codes, sizes, not unique, measures, say)
+    arrays = measures.pop("arrays")
+    return replace(_finish(codes, sizes, not unique, measures, say), arrays=arrays)
 
 
-def _write_sids(uri: str, made: _Codes, **manifest: Any) -> Manifest:
-    items, depth = made.codes.shape
+def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
+    """Makes the `quantizer` table: codebooks and any encoder, by which new items get their codes."""
+    rows = [{"name": name, "shape": values.shape, "values": values.ravel()} for name, values in sorted(arrays.items())]
+    table = pa.Table.from_pylist(rows, schema=QUANTIZER)
+    commit(uri, "quantizer", QUANTIZER, [write_part(uri, table, use_dictionary=False)], **manifest)
+
+
+def read_quantizer(uri: str) -> dict[str, np.ndarray]:
+    """What `write_quantizer` was given."""
+    table = read_table(uri, "quantizer")
+    columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
+    return {name: values.values.to_numpy().reshape(shape).copy() for name, shape, values in zip(*columns, strict=True)}
+
+
+def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
+    """Makes the `sids` table of codes (N, C)."""
+    items, depth = codes.shape
     offsets = pa.array(np.arange(0, items * depth + 1, depth), pa.int32())
-    lists = pa.ListArray.from_arrays(offsets, pa.array(made.codes.reshape(-1), pa.uint16()))
+    lists = pa.ListArray.from_arrays(offsets, pa.array(codes.reshape(-1), pa.uint16()))
     table = pa.Table.from_arrays([pa.array(np.arange(items), pa.int32()), lists], schema=SIDS)
     return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
 
@@ -245,7 +263,7 @@ def read_codes(uri: str) -> np.ndarray:
     return matrix[np.argsort(table["item_index"].to_numpy())]
 
 
-def write_trie(uri: str, sids_uri: str) -> Manifest:
+def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest:
     """Makes the `trie` table of the `sids` table. A trie of other SIDs is replaced: it is of no use."""
     sids = read_manifest(sids_uri, "sids")
     codes = read_codes(sids_uri)
@@ -262,7 +280,7 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
         "items": trie.num_items,
         "branching": trie.branching(),
     }
-    return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info)
+    return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info, extends=extends)
 
 
 def _embed_first(
@@ -292,7 +310,7 @@ def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig) -> 
 def check_folders(output: str, embeddings: str = "") -> None:
     """UserError where the output, or the folder of shared embeddings, holds other things."""
     if embeddings != output:
-        check_output(output, {"sids": "sids", "trie": "trie", "embeddings": "embeddings"})
+        check_output(output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")})
     if embeddings:
         check_place(embeddings, "embeddings")
 
@@ -350,10 +368,13 @@ def tokenize(
                 **made.measures,
             }
             timings = {"tokenize_s": round(time.monotonic() - started, 2)}
-            _write_sids(sids_uri, made, config=used, inputs=inputs, info=info, timings=timings)
+            if made.arrays:
+                write_quantizer(join(output, "quantizer"), made.arrays, config=used, inputs=inputs)
+            write_sids(sids_uri, made.codes, config=used, inputs=inputs, info=info, timings=timings)
         sids = read_manifest(sids_uri, "sids")
         complete = current is not None and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
         trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
-        if config.tokenizer == "published" and has_manifest(own):
-            clear(own)  # of SIDs that are no more
+        for unused in (own, join(output, "quantizer")) if config.tokenizer == "published" else ():
+            if has_manifest(unused):
+                clear(unused)  # of SIDs that are no more
         return sids, trie, not complete
