@@ -69,7 +69,8 @@ def content(tables: Path) -> Row:
     names = [
         name for name in ("events", "rejects", "items", "queries", "sequences") if has_manifest(str(tables / name))
     ]
-    rows = {name: read_table(str(tables / name)).to_pylist() for name in names}
+    manifests = {name: read_manifest(str(tables / name)) for name in names}
+    rows = {name: read_table(str(tables / name)).to_pylist() if made.rows else [] for name, made in manifests.items()}
     ids = [row["item_id"] for row in rows["items"]]
     assert [row["item_index"] for row in rows["items"]] == [*range(len(ids))]
     for row in rows["sequences"]:
@@ -78,7 +79,7 @@ def content(tables: Path) -> Row:
             request["candidates"] = [ids[item] for item in request["candidates"]]
     rows["items"] = sorted(({**row, "item_index": 0} for row in rows["items"]), key=lambda row: row["item_id"])
     rows["rejects"].sort(key=str)
-    infos = {name: read_manifest(str(tables / name)).info for name in names}
+    infos = {name: made.info for name, made in manifests.items()}
     for info in infos.values():
         info.pop("split_made_from", None)
         info.pop("items_hash", None)
