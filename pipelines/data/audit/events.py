@@ -85,7 +85,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     rule.rows = items.height
     place, above = pl.int_range(pl.len(), dtype=pl.Int32), pl.col("item_id").shift(1)
     wrong = pl.col("item_index").ne_missing(place)
-    if tables.manifests["items"].extends:  # new items follow the old ones
+    if tables.manifests["items"].extends or said.get("catalogue_of"):  # new items may follow the old ones
         wrong |= ~pl.col("item_id").is_first_distinct()
     else:
         wrong |= (pl.col("item_id") <= above).fill_null(False)

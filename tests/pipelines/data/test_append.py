@@ -204,6 +204,17 @@ def test_a_file_that_was_appended_is_not_appended_again(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "grown").rglob("*.parquet")} == before
 
 
+def test_a_fresh_log_takes_items_that_were_appended(tmp_path: Path) -> None:
+    source = source_of(False, False)
+    for number, rows in enumerate(days(2)):
+        write(tmp_path, number, rows)
+        make(source, tmp_path, "grown", SMALL, append=True)
+    make(source, tmp_path, "fresh", {"core": 0, "catalogue": str(tmp_path / "grown")}, append=False)
+    ids = read_table(str(tmp_path / "fresh/items"))["item_id"].to_pylist()
+    assert ids != sorted(ids)
+    assert broken(str(tmp_path / "fresh")) == {}
+
+
 KILLED = """
 import os, sys
 from pathlib import Path
