@@ -67,8 +67,11 @@ class Embedder:
     """How texts become embeddings."""
 
     encoder: str
+    """Name of the encoder, or `tfidf`."""
     pca_width: int
+    """Width of their PCA, 0 for none."""
     config: EmbedConfig
+    """The other settings."""
 
 
 def extend_embeddings(
