@@ -7,7 +7,8 @@
 The second line looks at the files and writes a first source file, with its guesses as comments, on the screen or to
 `--output`. `--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the
 log and has a `prepare` section with the settings below; options on the command line win over it. Run again, it makes
-only what is missing or says that all is up to date. `--counts_as_of TIME` also makes the table `counts`, with which a
+only what is missing or says that all is up to date. With `--append` new files join the tables (docs/days.md).
+`--counts_as_of TIME` also makes the table `counts`, with which a
 served search model ranks.
 """
 
@@ -50,6 +51,8 @@ class Config:
     """What is made of the log: the options below, else what the source file's `prepare` says."""
     overwrite: bool = False
     """Make all tables again, whatever is there."""
+    append: bool = False
+    """Join the files of events that are new to the tables that are there, if any; items keep their numbers."""
     dry_run: bool = False
     """Read the first rows of the log, print what becomes of them, and end."""
 
@@ -62,6 +65,11 @@ def run(given: Given) -> dict[str, object]:
     source, defaults = load_source(options["source"])
     settings = read_config(defaults, asked, named=lambda key: given.named(key.removeprefix("prepare.")))
     config = Config(**options, settings=settings)
+    if config.append and (config.overwrite or settings.catalogue):
+        other = "--overwrite" if config.overwrite else "--catalogue"
+        raise UserError(
+            f"--append and {other} are both given; --append keeps the tables and their items: leave one out"
+        )
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
     check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
@@ -73,7 +81,9 @@ def run(given: Given) -> dict[str, object]:
         print("next: the same command without --dry-run makes the tables")
         return {}
 
-    statistics = prepare(source, config.input, config.output, settings, config.overwrite, start=cli.start_ray)
+    statistics = prepare(
+        source, config.input, config.output, settings, config.overwrite, start=cli.start_ray, append=config.append
+    )
     unit = "requests" if "requests" in statistics else "events"
     per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())
     sparsity = f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""

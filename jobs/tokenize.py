@@ -2,6 +2,7 @@
 
 python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --output SIDS
 python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --embeddings FILE.parquet --id item_id --output SIDS
+python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS
 python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE --output SIDS
 """
 
@@ -21,6 +22,7 @@ from models.text_encoder import check_encoder
 from models.uri import check_writable
 from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
+from pipelines.data.sids.extend import Embedder, drift_lines, extend
 from pipelines.data.sids.own_embeddings import SUFFIXES, read_own
 from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
 
@@ -55,6 +57,9 @@ class Config:
     id: str = ""
     """Of your own embeddings: the column of ids of a .parquet file, or a text file with the id of each row of a .npy
     file."""
+    extend: str = ""
+    """SIDS of the items that TABLES extend, such as OUTPUT itself: their codes and codebooks stay, new items get free
+    codes. All other options must be the same as then."""
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
@@ -72,6 +77,10 @@ class Config:
             raise ValueError(
                 f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet or .npy file and its --id go "
                 f"together"
+            )
+        if self.own and self.extend:
+            raise ValueError(
+                f"embeddings is {self.embeddings!r}, a file of your own, which extend does not take; make the IDs anew"
             )
         self.sids_config()
 
@@ -119,29 +128,43 @@ def run(config: Config) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
     items, shared = join(config.tables, "items"), "" if config.own else config.embeddings
-    reach(tables=config.tables, embeddings=shared)  # what does not answer is said before Ray starts
-    cli.preflight(tables=config.tables, embeddings=shared, output=config.output)
+    # what does not answer is said before Ray starts
+    reach(tables=config.tables, embeddings=shared, extend=config.extend)
+    cli.preflight(tables=config.tables, embeddings=shared, extend=config.extend, output=config.output)
     check_writable(config.output)
     check_folders(config.output, shared)
     own = read_own(config.embeddings, config.id) if config.own else None
     if config.tokenizer != "published":  # what is wrong with the input, before Ray starts
         check_items(items, config.sids_config(), None if own else config.embed)
         embed_origin(items, config.encoder, config.pca, config.embed, own)
-    sids, trie, made = tokenize(
-        items,
-        config.output,
-        config.sids_config(),
-        config.encoder,
-        config.pca,
-        config.embed,
-        config.overwrite,
-        say,
-        shared,
-        join(config.tables, "sequences"),
-        cli.start_ray,
-        own,
-    )
-    for line in summary(sids, trie):
+    if config.extend:
+        sids, trie, made = extend(
+            items,
+            config.output,
+            config.extend,
+            config.sids_config(),
+            Embedder(config.encoder, config.pca, config.embed),
+            config.overwrite,
+            say,
+            shared,
+            cli.start_ray,
+        )
+    else:
+        sids, trie, made = tokenize(
+            items,
+            config.output,
+            config.sids_config(),
+            config.encoder,
+            config.pca,
+            config.embed,
+            config.overwrite,
+            say,
+            shared,
+            join(config.tables, "sequences"),
+            cli.start_ray,
+            own,
+        )
+    for line in [*summary(sids, trie), *(drift_lines(sids.info["drift"]) if "drift" in sids.info else [])]:
         print(line)
     if many := config.sids_config().crowded_by_codes(sids.rows, sids.info["levels"][0]["used"]):
         print(f"note: {many} --overwrite")

@@ -52,7 +52,7 @@ CHECKPOINT = FolderKind("the folder of a run of jobs.train, or its checkpoint", 
 RAW = FolderKind("the folder of a raw log")
 
 PLACES = {
-    "tables": TABLES, "catalogue": TABLES, "sids": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
+    "tables": TABLES, "catalogue": TABLES, "sids": SIDS, "extend": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
     "input": RAW, "suggest": RAW, "data": RAW,
 }  # fmt: skip
 """By option."""

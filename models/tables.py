@@ -20,7 +20,7 @@ import re
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -94,6 +94,8 @@ class Manifest:
     """UTC time of the commit, ISO 8601."""
     timings: dict[str, float]
     """Seconds per phase."""
+    extends: list[str] = field(default_factory=list)
+    """Hashes of the versions that it extends, the latest last: what they number has the same number here."""
 
 
 def sealed(content: dict[str, Any]) -> str:
@@ -207,16 +209,21 @@ def read_parquet(
         raise UserError(f"{uri} is not a readable Parquet file ({first}); make it again with --overwrite") from error
 
 
-def iter_parts(uri: str, table: str | None = None, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """The table's files one after the other, in manifest order."""
-    manifest = read_manifest(uri, table)
+def iter_parts(
+    uri: str, table: str | None = None, columns: list[str] | None = None, manifest: Manifest | None = None
+) -> Iterator[pa.Table]:
+    """The table's files one after the other, in the order of the manifest: that which is there, unless another is
+    given."""
+    manifest = manifest or read_manifest(uri, table)
     for part, place in zip(manifest.files, part_uris(uri, manifest), strict=True):
         yield read_parquet(place, columns, part.sha256)
 
 
-def read_table(uri: str, table: str | None = None, columns: list[str] | None = None) -> pa.Table:
-    """The whole table, in manifest order."""
-    parts = list(iter_parts(uri, table, columns))
+def read_table(
+    uri: str, table: str | None = None, columns: list[str] | None = None, manifest: Manifest | None = None
+) -> pa.Table:
+    """The whole table, as `iter_parts` reads it."""
+    parts = list(iter_parts(uri, table, columns, manifest))
     if not parts:
         raise UserError(f"the table {uri} has no rows; check the input and the filters of the job that made it")
     return pa.concat_tables(parts)
@@ -298,13 +305,12 @@ def git(*words: str) -> str | None:
     return said.stdout.strip() if said.returncode == 0 else None
 
 
-def commit(
-    uri: str, table: str, schema: pa.Schema, parts: list[Part], *, config: dict[str, Any], inputs: dict[str, str],
-    info: dict[str, Any] | None = None, timings: dict[str, Any] | None = None,
+def describe(
+    table: str, schema: pa.Schema, parts: list[Part], *, config: dict[str, Any], inputs: dict[str, str],
+    info: dict[str, Any] | None = None, timings: dict[str, Any] | None = None, extends: Iterable[str] = (),
 ) -> Manifest:  # fmt: skip
-    """Makes the parts the table: writes the manifest, then removes every part that it does not list. UserError where a
-    part is gone: another job that wrote to `uri` too has removed it."""
-    manifest = Manifest(
+    """The manifest of a table of these parts, which `switch` makes the table."""
+    return Manifest(
         table=table,
         schema_version=SCHEMA_VERSION,
         schema=[{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in schema],
@@ -318,17 +324,33 @@ def commit(
         code_version=code_version(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings or {},
+        extends=list(extends),
     )
-    filesystem, root = open_uri(uri)
-    filesystem.create_dir(root, recursive=True)
-    there = filesystem.get_file_info(fs.FileSelector(root))
-    if gone := {part.path for part in parts} - {entry.base_name for entry in there}:
-        raise UserError(
-            f"{join(uri, min(gone))} is gone before its table was complete: another job writes to {uri} too; wait "
-            f"for it, then run this one again or choose another output folder"
-        )
-    write_file(join(uri, MANIFEST), sealed(asdict(manifest)).encode())
-    clear(uri, {part.path for part in parts} | {MANIFEST})
+
+
+def switch(tables: Mapping[str, Manifest]) -> None:
+    """Makes the parts of each manifest the table at its URI: writes the manifests, one right after the other, then
+    removes every part that they do not list. UserError where a part is gone: another job that wrote there too has
+    removed it."""
+    for uri, manifest in tables.items():
+        filesystem, root = open_uri(uri)
+        filesystem.create_dir(root, recursive=True)
+        there = filesystem.get_file_info(fs.FileSelector(root))
+        if gone := {part.path for part in manifest.files} - {entry.base_name for entry in there}:
+            raise UserError(
+                f"{join(uri, min(gone))} is gone before its table was complete: another job writes to {uri} too; wait "
+                f"for it, then run this one again or choose another output folder"
+            )
+    for uri, manifest in tables.items():
+        write_file(join(uri, MANIFEST), sealed(asdict(manifest)).encode())
+    for uri, manifest in tables.items():
+        clear(uri, {part.path for part in manifest.files} | {MANIFEST})
+
+
+def commit(uri: str, table: str, schema: pa.Schema, parts: list[Part], **described: Any) -> Manifest:
+    """Makes the parts the table at `uri`; `described` is what `describe` takes."""
+    manifest = describe(table, schema, parts, **described)
+    switch({uri: manifest})
     return manifest
 
 

@@ -16,6 +16,7 @@ from models.tables import UserError
 ROOT = Path(__file__).parents[1]
 PROBES = {
     "pipelines/ray_inside.py": "what is private to Ray, and may not be there",
+    "models/retrieval/recommend.py": "models without a trie",
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
     "pipelines/data/sids/embed.py": "configs of Hugging Face",
     "models/text_encoder.py": "configs and modules of Hugging Face",

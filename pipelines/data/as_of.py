@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from models.tables import Manifest, Part, UserError, read_table, write_part
+from models.tables import Manifest, Part, UserError, write_part
 from pipelines.data.engine import Shared
 from pipelines.data.log import Section
 from pipelines.data.rows import Rejected, check_missing, common
@@ -121,17 +121,14 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
     """The items table with these columns, as one that holds since the beginning of time; none without columns."""
     if not columns:
         return []
-    items = read_table(run.table("items"), "items", ["item_id", *columns])
+    items = run.read("items", ["item_id", *columns]).sort_by("item_id")
     items = items.append_column("timestamp_ms", pa.repeat(pa.scalar(FIRST, pa.int64()), len(items)))
     return [run.engine.put(AsOfTable.of("items", items, "item_id"))]
 
 
 def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:
     """The tables where all tasks can read them."""
-    return [
-        run.engine.put(AsOfTable.of(name, read_table(run.table(name), name), manifest.info["key"]))
-        for name, manifest in made.items()
-    ]
+    return [run.engine.put(AsOfTable.of(name, run.read(name), manifest.info["key"])) for name, manifest in made.items()]
 
 
 def describe_as_of(made: dict[str, Manifest]) -> dict[str, Any]:

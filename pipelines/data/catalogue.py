@@ -101,6 +101,16 @@ def with_described(core: pa.Array, described: pa.Array) -> pa.Array:
     return ids.take(pc.sort_indices(ids))
 
 
+def extended(old: pa.Array, catalogue: pa.Array) -> pa.Array:
+    """The catalogue with the items of `old` first, as they were numbered. UserError where one of them has left it."""
+    if len(gone := old.filter(pc.invert(pc.is_in(old, catalogue)))):
+        raise UserError(
+            f"{len(gone):,} items, such as '{gone[0]}', are no longer in the catalogue, as a file of items lacks them "
+            f"or the training window ends earlier; --append keeps them all: use --overwrite"
+        )
+    return pa.concat_arrays([old, catalogue.filter(pc.invert(pc.is_in(catalogue, old)))])
+
+
 def core_items(
     survey: Survey, core: int, before_ms: int | None, engine: Engine, described: pa.Array | None = None
 ) -> tuple[pa.Array, int]:
@@ -237,7 +247,7 @@ class _WriteRange:
         found = pl.from_arrow(rows)
         assert isinstance(found, pl.DataFrame)
         low = int(found.filter(pl.col(FILE) < 0)["item_index"][0])
-        ids = catalogue.ids.slice(low, ITEMS_PER_PART)
+        ids = catalogue.at(np.arange(low, min(low + ITEMS_PER_PART, len(catalogue))))
         frame = pl.DataFrame(
             {"item_index": np.arange(low, low + len(ids), dtype=np.int32), "item_id": pl.from_arrow(ids)}
         )

@@ -19,7 +19,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Part, join, open_uri, write_part
+from models.tables import Manifest, Part, join, open_uri, read_parquet, write_part
 from models.uri import read_json, write_file
 from pipelines.data.engine import KEY, Engine, Shared, fetch
 from pipelines.data.log import UNSET, Log
@@ -43,6 +43,8 @@ class Ingested:
     rejected: Rejected = field(default_factory=Rejected)
     hashes: dict[str, str] = field(default_factory=dict)
     """Of the bytes that were parsed, by file."""
+    of_parts: list[dict[str, Any]] = field(default_factory=list)
+    """Of each part what the manifest says of it, by which it is appended to: OF_PARTITION."""
     duplicates: int = 0
     """Found, whether dropped or kept."""
     matched: Match = field(default_factory=Match)
@@ -133,7 +135,8 @@ class _Read:
         columns = {name: events[name] for name in self.transit.names if name in events.column_names}
         columns[KEY] = pa.array((user_keys(events["user_id"]) % self.partitions).astype(np.int32))
         if "log_place" in self.transit.names:
-            columns["log_place"] = pc.add(events["log_row"], pa.scalar(number << 40, pa.int64()))
+            # from 1 on, after the positions of events that are there
+            columns["log_place"] = pc.add(events["log_row"], pa.scalar((number + 1) << 40, pa.int64()))
         return pa.table({name: columns[name] for name in self.transit.names}).cast(self.transit)
 
 
@@ -239,22 +242,31 @@ def _order_ties(
     return frame["row"].to_numpy(), flags, None
 
 
-OF_PART = ["path", "bytes", "rows", "sha256", "key", "first", "duplicates", "users", "matched"]
-"""Columns of what is known of a partition, beside those of `PartSurvey`."""
+OF_PARTITION = ["key", "first", "duplicates", "users", "matched"]
+"""Columns of what is known of a partition, beside those of its part and of `PartSurvey`."""
+
+OF_PART = ["path", "bytes", "rows", "sha256", *OF_PARTITION]
 
 
 @dataclass(frozen=True)
 class _Write:
-    """Orders the events of one partition and writes their part; gives a row of what is known of it."""
+    """Orders the events of one partition, those that are there and new ones, and writes their part; gives a row of what
+    is known of it."""
 
     events_uri: str
     schema: pa.Schema
     behaviour: str | None
     keep_duplicates: bool
     partitions: int
+    there: dict[int, dict[str, Any]]
+    """By key what is known of the partitions that are there."""
 
     def __call__(self, described: pa.Table | None, key: int, rows: pa.Table) -> pa.Table:
+        there = self.there.get(key)
+        if there:
+            rows = pa.concat_tables([self.read(there["path"], rows.schema), rows])
         events, duplicates = order_events(rows, self.schema, self.keep_duplicates)
+        duplicates += there["duplicates"] if there and not self.keep_duplicates else 0
         user = coded(events, "user_id")
         if strays := int((user_keys(user.dictionary) % self.partitions != key).sum()):
             raise RuntimeError(f"the shuffle put {strays} users into the wrong partition; nothing was committed")
@@ -269,6 +281,13 @@ class _Write:
         }
         seen = seen_in(events, self.behaviour)
         return pa.table({name: pa.array([value]) for name, value in row.items()} | seen.as_row())
+
+    def read(self, path: str, transit: pa.Schema) -> pa.Table:
+        """A part that is there, as rows that come from the log; its positions are places in the log, if these count."""
+        names = [name if name != "log_place" else "position" for name in transit.names]
+        return (
+            read_parquet(join(self.events_uri, path), names).select(names).rename_columns(transit.names).cast(transit)
+        )
 
 
 def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
@@ -292,15 +311,21 @@ def ingest(
     surveyor: Surveyor,
     users: pa.Table | None = None,
     keep_duplicates: bool = False,
+    before: Manifest | None = None,
 ) -> Ingested:
     """Reads the raw files and writes the parts of events and rejects, uncommitted. `surveyor` gets what is seen of the
-    parts; `users` are the rows of `Log.read_users`. UserError for a file that cannot be read, and for a column that no
-    file has; RuntimeError unless each event that was read, and so each user, is in exactly one part."""
+    parts; `users` are the rows of `Log.read_users`. `before` are the events that the files are joined to: partitions
+    without a new row keep their parts. UserError for a file that cannot be read, and for a column that no file has;
+    RuntimeError unless each event that was read, and so each user, is in exactly one part."""
     size = engine.settings.read_mb << 20
     every = [(file, piece) for file in files for piece in pieces(join(input_uri, file), source, size)]
     transit = transit_schema(source, log_order)
     read = _Read(every, source, input_uri, events_uri, rejects_uri, transit, partitions, engine.put(users))
-    write = _Write(events_uri, source.schema, surveyor.behaviour, keep_duplicates, partitions)
+    there = {
+        row["key"]: {**asdict(part), **row}
+        for part, row in (zip(before.files, before.info["parts"], strict=True) if before else ())
+    }
+    write = _Write(events_uri, source.schema, surveyor.behaviour, keep_duplicates, partitions, there)
     written: dict[int, dict[str, Any]] = {}
     for found in engine.exchange(read, len(every), partitions, write, (engine.put(users),)):
         for at, row in enumerate(found.select(OF_PART).to_pylist()):
@@ -308,7 +333,10 @@ def ingest(
                 raise RuntimeError(f"the shuffle gave partition {row['key']} twice; nothing was committed")
             surveyor.add(join(events_uri, row["path"]), PartSurvey.from_row(found.slice(at, 1)), row["users"])
             written[row["key"]] = row
-    result, events, missing = Ingested(), 0, []
+    kept = {key: row for key, row in there.items() if key not in written}
+    surveyor.read([join(events_uri, row["path"]) for row in kept.values()], engine)
+    events = sum(row["rows"] + (0 if keep_duplicates else row["duplicates"]) for row in there.values())
+    result, missing = Ingested(), []
     digests: dict[str, list[str]] = {file: [] for file in files}
     for (file, _), (rejected, said) in zip(every, read_tallies(events_uri, len(every)), strict=True):
         result.rejected.add(rejected)
@@ -318,7 +346,8 @@ def ingest(
         digests[file].append(said["digest"])
     check_missing(common(missing), "event", input_uri)
     result.hashes = {file: combined(of_file) for file, of_file in digests.items()}
-    for row in sorted(written.values(), key=lambda row: row["first"]):
+    for row in sorted((written | kept).values(), key=lambda row: row["first"]):
+        result.of_parts.append({name: row[name] for name in OF_PARTITION})
         result.parts.append(Part(row["path"], row["bytes"], row["rows"], row["sha256"]))
         result.users += row["users"]
         result.duplicates += row["duplicates"]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
-from models.tables import Manifest, UserError, commit, has_manifest, join, open_uri, read_manifest, writing
+from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest, read_table, writing
 from models.uri import write_file
 from models.words import number_of
-from pipelines.data.catalogue import core_items, described_items, match_items, with_described, write_items
+from pipelines.data.catalogue import core_items, described_items, extended, match_items, with_described, write_items
 from pipelines.data.engine import Engine
 from pipelines.data.events import ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
@@ -29,17 +31,20 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.log import Log
 from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
-from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.prepare_config import PrepareConfig, refuse
 from pipelines.data.rows import Rejected, check_missing
 from pipelines.data.run import Run, Say
 from pipelines.data.schemas import REJECTS
-from pipelines.data.settings import STATISTICS, check
+from pipelines.data.settings import STATISTICS, TABLES, check
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Surveyor
 
 SMALL = 64
 """Partitions of a small log, at most: 2 GiB of text."""
+
+FEW = 4
+"""Partitions that this process appends to alone, at most: a second of each is less than Ray takes to start."""
 
 DONE_WITH = {"drop": "dropped", "keep": "kept"}
 """What is said of duplicates."""
@@ -53,11 +58,13 @@ def prepare(
     overwrite: bool = False,
     say: Say = print,
     start: Callable[[], None] = lambda: None,
+    append: bool = False,
 ) -> dict[str, Any]:
-    """Makes the tables of a raw log under `output_uri` and returns their statistics.
+    """Makes the tables of a raw log under `output_uri` and returns their statistics. append: from the tables that are
+    there, if any, and the files of events that these do not have.
 
-    A log of one partition, where `config` names no number of them, is made by this process alone; another one needs a
-    running Ray, which `start` may start.
+    A log of one partition, where `config` names no number of them, is made by this process alone, and one of FEW is
+    appended to; another one needs a running Ray, which `start` may start.
 
     Raises UserError for input, settings or output that cannot be used; the table in the making is then
     removed and finished ones stay as they were.
@@ -67,11 +74,16 @@ def prepare(
     counted = None if kind.all_shown else config.behaviour
     files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
     files += source.item_files(str(input_uri)) if config.catalogue is None else []
+    append = append and has_manifest(join(str(output_uri), "events"))
     count = config.partitions or partitions_for([join(str(input_uri), file) for file in files])
-    engine = Engine(config.ray_data, here=not config.partitions and count == 1, small=count <= SMALL, start=start)
-    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine)
-    with writing(run.output):
-        events = _make_events(run)
+    if append and not config.partitions:
+        count = read_manifest(join(str(output_uri), "events"), "events").config["partitions"]
+    here = not config.partitions and count <= (FEW if append else 1)
+    engine = Engine(config.ray_data, here=here, small=count <= SMALL, start=start)
+    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine, append)
+    with writing(run.output), run.writing(*TABLES) if append else nullcontext():
+        before = run.before("events")
+        events = _append_events(run, before) if before else _make_events(run, count)
         split = _split_rule(run, events)
         items = (
             _make_items(run, events, split)
@@ -79,11 +91,13 @@ def prepare(
             else take_items(run, events, config.catalogue, split)
         )
         sequences = kind.sequences(run, events, items, split)
+        run.switch()
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(run.output, STATISTICS), content.encode())
         if config.counts_as_of is not None:
             kind.counts(run, events, items, config.counts_as_of)
+            run.switch()
     for line in notices(events, items, sequences):
         say(line)
     return statistics
@@ -101,18 +115,60 @@ def is_whole(output: str) -> bool:
     )
 
 
-def _make_events(run: Run) -> Manifest:
-    source, config = run.source, run.config
+def _events_settings(run: Run, partitions: int) -> dict[str, Any]:
+    config = run.config
+    settings = {"source": run.source.events_config, "ties": config.ties, "partitions": partitions}
+    return _plain(settings | {"duplicates": config.duplicates})
+
+
+def _make_events(run: Run, partitions: int) -> Manifest:
+    source, settings = run.source, _events_settings(run, partitions)
     files, user_files = source.event_files(run.input), source.user_files(run.input)
-    partitions = config.partitions or partitions_for([join(run.input, file) for file in files])
-    keep = config.duplicates == "keep"
-    settings = _plain({"source": source.events_config, "ties": config.ties, "partitions": partitions})
-    settings["duplicates"] = config.duplicates
     stamps = run.stamps([*files, *user_files])
     finished, finished_rejects = (run.finished(name, settings, {}, stamps) for name in ("events", "rejects"))
     if finished and finished_rejects:
         return finished
+    return _ingest_events(run, files, settings, stamps)
+
+
+def _append_events(run: Run, before: Manifest) -> Manifest:
+    """The events of before and of the files that they are not made of. UserError where that would not be what all files
+    at once become."""
+    source, config, said = run.source, run.config, before.info
+    settings = _events_settings(run, config.partitions or before.config["partitions"])
+    user_files = source.user_files(run.input)
+    stamps = run.stamps([*source.event_files(run.input), *user_files])
+    new = sorted(stamps.keys() - said["stamps"].keys() - {*user_files})
+    other = [name for name, value in settings.items() if before.config.get(name) != value]
+    changed = [file for file, stamp in stamps.items() if said["stamps"].get(file, stamp) != stamp]
+    changed += sorted({*user_files} ^ {*said["user_files"]})
+    last = max(said["stamps"].keys() - {*said["user_files"]})
+    order, late = config.ties == "log_order", [file for file in new if file < last]
+    here = f"--append to {run.table('events')}"
+    refuse(
+        (other, f"{here}: they were made with another {', '.join(other)}; use the same, or --overwrite"),
+        (changed, f"{here}: {', '.join(changed[:1])} is not what it was when they were made; give new events in files "
+         "of new names, or use --overwrite"),
+        (source.of_time.column is None and not source.sequence, f"{here}: times are the order of rows, which new files "
+         "have of their own; use --overwrite"),
+        (order and "position" not in source.absent, f"{here}: ties is log_order and the log has positions, which are "
+         "lost where ties were ordered; use --overwrite"),
+        (order and late, f"{here}: ties is log_order, and {', '.join(late[:1])} comes before files that they have in "
+         "the order of names; use --overwrite"),
+    )  # fmt: skip
+    if not new:
+        run.say(f"events: up to date, {number_of(before.rows, 'row')}; all files were there before")
+        return before
+    return _ingest_events(run, new, settings, {**said["stamps"], **stamps}, before)
+
+
+def _ingest_events(
+    run: Run, files: list[str], settings: dict[str, Any], stamps: dict[str, list[int]], before: Manifest | None = None
+) -> Manifest:
+    source, config, partitions = run.source, run.config, settings["partitions"]
+    user_files, keep = source.user_files(run.input), config.duplicates == "keep"
     events_uri, rejects_uri = run.table("events"), run.table("rejects")
+    said: dict[str, Any] = before.info if before else {}
     run.say(f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}")
     begin = time.perf_counter()
     with run.writing("events", "rejects"):
@@ -134,10 +190,11 @@ def _make_events(run: Run) -> Manifest:
             surveyor,
             users.rows if users else None,
             keep,
+            before,
         )
-        inputs = {**result.hashes, **{file: digest.hexdigest() for file, digest in digests.items()}}
+        inputs = {**(before.inputs if before else {}), **result.hashes}
+        inputs |= {file: digest.hexdigest() for file, digest in digests.items()}
         rejected = result.rejected
-        rejects = rejected.rejects
         if not rejected.rows_read:
             raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
         run.reject(rejected)
@@ -147,13 +204,17 @@ def _make_events(run: Run) -> Manifest:
         read = time.perf_counter()
         run.surveyed = surveyor.survey()
         survey_s = time.perf_counter() - read
+        reasons = Counter(said.get("reject_reasons", {})) + rejected.reasons
+        rejects = reasons.total()
         info = {
             **source.info,
             "stamps": stamps,
+            "user_files": user_files,
+            "parts": result.of_parts,
             "ties": config.ties,
-            "rows_read": rejected.rows_read,
+            "rows_read": said.get("rows_read", 0) + rejected.rows_read,
             "rejects": rejects,
-            "reject_reasons": dict(sorted(rejected.reasons.items())),
+            "reject_reasons": dict(sorted(reasons.items())),
             "user_rows": of_users.rows_read,
             "user_rejects": of_users.rejects,
             "user_reject_reasons": dict(sorted(of_users.reasons.items())),
@@ -166,11 +227,13 @@ def _make_events(run: Run) -> Manifest:
             "grain_ms": run.surveyed.grain_ms,
         }
         told = {"rows": rejects, "stamps": stamps}
-        commit(rejects_uri, "rejects", REJECTS, result.rejects, config=settings, inputs=inputs, info=told)
         events = run.commit(
             "events", source.schema, result.parts, settings, inputs, info,
             read_shuffle_sort_write_s=read - begin, survey_s=survey_s,
         )  # fmt: skip
+        rejects_there = run.before("rejects")
+        parts = [*(rejects_there.files if rejects_there else []), *result.rejects]
+        run.commit("rejects", REJECTS, parts, settings, inputs, told)
     run.say(
         f"events: {number_of(events.rows, 'row')} of {number_of(run.surveyed.users, 'user')}, each in one part "
         f"({number_of(result.duplicates, 'duplicate')} {DONE_WITH[config.duplicates]}, {number_of(rejects, 'reject')}) "
@@ -223,12 +286,18 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
+    before = run.before("items")
+    if before and (gone := sorted(before.info["stamps"].keys() - {*files})):
+        raise UserError(f"{run.input} lacks {gone[0]}: item files are read whole at each --append; keep them there")
     with run.writing("items"):
         described, others = (
             described_items(source, run.input, files, run.engine) if source.keeps_all_items else (None, {})
         )
         used, rounds = core_items(found, config.core, run.before_ms(split), run.engine, described)
         catalogue = used if described is None else with_described(used, described)
+        if before:
+            old = read_table(run.table("items"), "items", ["item_id"])["item_id"].combine_chunks()
+            catalogue = extended(old.cast(catalogue.type), catalogue)
         counted = time.perf_counter()
         uri = run.table("items")
         parts, counts, rejected, missing, hashes = write_items(source, run.input, files, catalogue, uri, run.engine)
@@ -239,7 +308,7 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
         matched = Match()
         if files:
             of_items = found.counts[pc.is_in(found.items, used).to_numpy(zero_copy_only=False)]  # both are sorted
-            if described is not None:  # what the events name is to have a row in the item files
+            if described is not None or before:  # what the events name is to have a row in the item files
                 bare = catalogue.take(pa.array(missing)).cast(used.type)
                 missing = pc.index_in(bare, used).to_numpy().astype(np.int64)
             matched = match_items(used, missing, of_items, counts.pop("first"))

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from models.tables import (
     Part,
     UserError,
     clear,
-    commit,
+    describe,
     file_info,
     fingerprint,
     has_manifest,
@@ -27,6 +27,7 @@ from models.tables import (
     part_uris,
     read_manifest,
     read_table,
+    switch,
     up_to_date,
 )
 from models.words import number_of
@@ -37,6 +38,9 @@ from pipelines.data.rows import Rejected
 from pipelines.data.survey import Survey, Vocabulary, survey
 
 Say = Callable[[str], None]
+
+STABLE = ("events", "items", "sequences")
+"""Tables that say what they extend: users and items keep their rows and numbers."""
 
 
 @dataclass
@@ -61,8 +65,12 @@ class Run:
     """Whether a run has finished there before: only then is a table of other inputs or settings not replaced."""
     engine: Engine
     """Ray Data, with its settings."""
+    append: bool = False
+    """Whether new files are joined to tables that are there; the new tables are switched to together, at the end."""
     surveyed: Survey | None = None
     """What is known of the events parts, once they are there."""
+    made: dict[str, Manifest] = field(default_factory=dict)
+    """By table what has been made and not switched to."""
 
     def table(self, name: str) -> str:
         """Folder of a table."""
@@ -81,6 +89,8 @@ class Run:
             same = made.info.get("stamps", {}).get(file) == now
             inputs = {**inputs, file: made.inputs.get(file, "") if same else "changed"}
         if not up_to_date(uri, fingerprint(config, inputs)):
+            if self.append:
+                return None
             if self.whole:
                 raise UserError(
                     f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
@@ -92,6 +102,14 @@ class Run:
         part_uris(uri, manifest)  # a part that is gone or cut short is an error that names it
         self.say(f"{name}: up to date, {number_of(manifest.rows, 'row')}")
         return manifest
+
+    def before(self, name: str) -> Manifest | None:
+        """The version of a table that is appended to; None where there is none."""
+        return read_manifest(self.table(name), name) if self.append and has_manifest(self.table(name)) else None
+
+    def read(self, name: str, columns: list[str] | None = None) -> pa.Table:
+        """A table of this run, also one that has not been switched to."""
+        return read_table(self.table(name), name, columns, self.made.get(name))
 
     def stamps(self, files: Iterable[str]) -> dict[str, list[int]]:
         """Sizes and times of change of raw files, by which a run that starts again knows them."""
@@ -138,14 +156,14 @@ class Run:
 
     def catalogue(self) -> Shared:
         """The ids of the catalogue, whose places are item_index, as a `Vocabulary` that all tasks can read."""
-        ids = read_table(self.table("items"), "items", ["item_id"])["item_id"]
+        ids = self.read("items", ["item_id"])["item_id"]
         return self.engine.put(Vocabulary.of(ids.cast("large_string").combine_chunks()))
 
     def queries(self) -> Shared:
         """Likewise the queries of a search log, whose places are query_index."""
-        if not read_manifest(self.table("queries"), "queries").files:
+        if not (self.made.get("queries") or read_manifest(self.table("queries"), "queries")).files:
             return self.engine.put(Vocabulary.of(pa.array([], pa.large_string())))
-        texts = read_table(self.table("queries"), "queries")["query"]
+        texts = self.read("queries")["query"]
         return self.engine.put(Vocabulary.of(texts.cast("large_string").combine_chunks()))
 
     def sequences_info(
@@ -181,9 +199,20 @@ class Run:
         self, name: str, schema: pa.Schema, parts: list[Part], settings: dict[str, Any], inputs: dict[str, str],
         info: dict[str, Any] | None = None, **timings: Any,
     ) -> Manifest:  # fmt: skip
-        """Commits a table, with what was timed and what Ray Data says."""
+        """Commits a table, with what was timed and what Ray Data says; while files are appended, at the end."""
         timings["ray_data"] = self.engine.take_stats()
-        return commit(self.table(name), name, schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+        made = describe(name, schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+        if (before := self.before(name)) and name in STABLE:
+            made.extends.extend([*before.extends, *([before.hash] if before.hash != made.hash else [])])
+        self.made[name] = made
+        if not self.append:
+            self.switch()
+        return made
+
+    def switch(self) -> None:
+        """Makes what has been made the tables."""
+        switch({self.table(name): made for name, made in self.made.items()})
+        self.made = {}
 
     @contextmanager
     def writing(self, *tables: str) -> Iterator[None]:

@@ -52,7 +52,7 @@ def items_schema(texts: Iterable[str] = (), attributes: Iterable[str] = (), numb
     """items: one row per item of the catalogue, sorted by `item_index`."""
     return pa.schema(
         [
-            pa.field("item_index", pa.int32(), nullable=False),  # dense, from 0, in the order of item_id
+            pa.field("item_index", pa.int32(), nullable=False),  # dense, from 0, by item_id; appended ones follow
             pa.field("item_id", pa.string(), nullable=False),
             *(pa.field(f"text_{name}", pa.string()) for name in texts),
             *(pa.field(f"cat_{name}", pa.string()) for name in attributes),
@@ -203,6 +203,14 @@ SIDS = pa.schema(
     [
         pa.field("item_index", pa.int32(), nullable=False),  # sorted, dense
         pa.field("codes", pa.list_(pa.field("item", pa.uint16())), nullable=False),  # one code per level
+    ]
+)
+
+QUANTIZER = pa.schema(
+    [
+        pa.field("name", pa.string(), nullable=False),  # codebooks, or a weight of the RQ-VAE's encoder
+        pa.field("shape", pa.list_(pa.field("item", pa.int32())), nullable=False),
+        pa.field("values", pa.list_(pa.field("item", pa.float32())), nullable=False),  # row after row
     ]
 )
 

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from models.config import check_choices
+from models.config import check_choices, check_least
 from models.tables import UserError
+from pipelines.data.durations import DAY_MS
 from pipelines.data.engine import Engine
 from pipelines.data.survey import HOUR, Survey, behaviour_column, read_coded
 
@@ -32,6 +33,10 @@ class SplitConfig:
     """Start of the validation window, as ISO 8601 (UTC) or epoch ms; with `test_start`, it replaces the fractions."""
     test_start: Any = None
     """Start of the test window."""
+    val_days: float | None = None
+    """Days of the validation window; with `test_days` it replaces the fractions, and the cuts move with the log."""
+    test_days: float | None = None
+    """Days of the test window, which ends with the last behaviour."""
 
     def __post_init__(self) -> None:
         check_choices(self, "split.")
@@ -42,11 +47,15 @@ class SplitConfig:
         if self.val_fraction + self.test_fraction >= 1:
             total = self.val_fraction + self.test_fraction
             raise ValueError(f"split.val_fraction + split.test_fraction is {total}, which leaves nothing to train on")
-        if (self.val_start is None) != (self.test_start is None):
-            raise ValueError("split has one of val_start and test_start; give both, or neither to cut by fractions")
+        for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
+            if (getattr(self, val) is None) != (getattr(self, test) is None):
+                raise ValueError(f"split has one of {val} and {test}; give both, or neither to cut by fractions")
+            if getattr(self, val) is not None and self.kind not in ("auto", "temporal"):
+                raise ValueError(f"split.{val} cuts in time, but split.kind is {self.kind}; use temporal")
+        check_least(self, ["val_days", "test_days"], 0, "split.")
+        if self.val_start is not None and self.val_days is not None:
+            raise ValueError("split has both val_start and val_days; give the one that says where to cut")
         if self.val_start is not None:
-            if self.kind not in ("auto", "temporal"):
-                raise ValueError(f"split.val_start is a cut time, but split.kind is {self.kind}; use temporal")
             starts = epoch_ms(self.val_start, "split.val_start"), epoch_ms(self.test_start, "split.test_start")
             if not starts[0] < starts[1]:
                 raise ValueError(
@@ -114,12 +123,16 @@ def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
 def cut_times(survey: Survey, config: SplitConfig, engine: Engine) -> dict[str, Any]:
     """The temporal split as its manifest records it: `val_start_ms` and `test_start_ms`, the first
     timestamps of the two windows. UserError if the clock is too coarse to cut."""
-    if config.val_start is not None:
+    if config.val_start is not None or config.val_days is not None:
         starts = [config.val_start, config.test_start]
+        if config.val_days is not None and config.test_days is not None:
+            test = survey.last_ms + 1 - round(config.test_days * DAY_MS)
+            starts = [test - round(config.val_days * DAY_MS), test]
         if not survey.first_ms < starts[0] < starts[1] <= survey.last_ms:
             raise UserError(
                 f"the cuts at {starts[0]} and {starts[1]} ms leave a side without events: the log runs from "
-                f"{survey.first_ms} to {survey.last_ms} ms; choose split.val_start and split.test_start within it"
+                f"{survey.first_ms} to {survey.last_ms} ms; choose split.val_start and split.test_start "
+                f"within it, or fewer days"
             )
         return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
     ranks = [min(int(survey.behaviours * share), survey.behaviours - 1) for share in config.shares]

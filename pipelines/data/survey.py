@@ -23,15 +23,21 @@ GRAINS = (DAY, 1000)  # of times, in ms, coarsest first
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Sorted ids whose places are their integers. In Ray's object store one copy serves all tasks of a node."""
+    """Ids and their integers. In Ray's object store one copy serves all tasks of a node."""
 
     ids: pa.Array
     """(V,) large strings, sorted, each once."""
+    index: np.ndarray | None = None
+    """(V,) int32 the integer of each; None where it is its place."""
 
     @classmethod
     def of(cls, ids: pa.Array) -> Vocabulary:
-        """Of sorted ids, each once."""
-        return cls(ids.cast(pa.large_string()))
+        """Of ids, each once, whose places are their integers."""
+        ids = ids.cast(pa.large_string())
+        if pl.Series(pl.from_arrow(ids)).is_sorted():
+            return cls(ids)
+        order = pc.sort_indices(ids)
+        return cls(ids.take(order), order.to_numpy().astype(np.int32))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -43,7 +49,15 @@ class Vocabulary:
         known, ids = (pl.Series(pl.from_arrow(each.cast(pa.large_string()))) for each in (self.ids, ids))
         at = np.minimum(known.search_sorted(ids).to_numpy(), len(known) - 1)
         same = (known.gather(at) == ids).fill_null(False).to_numpy()
-        return np.where(same, at, -1).astype(np.int32)
+        return np.where(same, at if self.index is None else self.index[at], -1).astype(np.int32)
+
+    def at(self, integers: np.ndarray) -> pa.Array:
+        """(n,) the ids of integers."""
+        if self.index is not None:
+            place = np.empty(len(self), dtype=np.int64)
+            place[self.index] = np.arange(len(self))
+            integers = place[integers]
+        return self.ids.take(pa.array(integers))
 
 
 @dataclass(frozen=True)
@@ -211,8 +225,7 @@ def survey(parts: list[str], behaviour: str | None, engine: Engine, late: bool =
     """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
     behaviour at all."""
     whole = Surveyor(behaviour, late)
-    for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (behaviour,)):
-        whole.add(parts[number], seen, users)
+    whole.read(parts, engine)
     return whole.survey()
 
 
@@ -238,6 +251,11 @@ class Surveyor:
             self.items.add(seen.items, seen.counts)
             for rests, of_part in zip(self.rests, seen.rests.reshape(-1, 2).tolist(), strict=True):
                 rests.update(of_part)
+
+    def read(self, parts: list[str], engine: Engine) -> None:
+        """Adds parts that are there."""
+        for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (self.behaviour,)):
+            self.add(parts[number], seen, users)
 
     def survey(self) -> Survey:
         """Of all parts. UserError if there is no behaviour at all."""

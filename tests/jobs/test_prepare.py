@@ -157,6 +157,18 @@ def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> No
     assert not list((tmp_path / "out").rglob("*.*"))
 
 
+def test_append_joins_a_new_file_and_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = write_log(tmp_path / "raw", events=400)
+    run(parse(arguments(raw, tmp_path / "out", "--append")))
+    rows = read_manifest(str(tmp_path / "out/events")).rows
+    (raw / "log_2.csv").write_text("user,item,ms\nu1,i1,1600000000001\n")
+    run(parse(arguments(raw, tmp_path / "out", "--append")))
+    assert read_manifest(str(tmp_path / "out/events")).rows == rows + 1
+    assert "events: reading 1 file" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--append and --overwrite are both given"):
+        run(parse(arguments(raw, tmp_path / "out", "--append", "--overwrite")))
+
+
 def test_a_missing_column_is_said_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = write_log(tmp_path / "raw", events=500)
     monkeypatch.setattr("jobs.cli.start_ray", lambda: pytest.fail("Ray was started"))

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from jobs import tokenize as job
-from models.tables import UserError, commit, read_manifest, write_part
+from models.tables import UserError, commit, read_manifest, read_table, write_part
 from pipelines.data.schemas import items_schema
 
 
@@ -56,6 +56,13 @@ def test_run_says_what_was_made_where_and_what_is_next(
     assert not any(line.startswith("note: only") for line in lines)  # 5 items to a code
     job.run(config)
     assert f"nothing to do: {output} is up to date" in capsys.readouterr().out
+    items = read_manifest(str(tables / "items"))
+    table = read_table(str(tables / "items"))
+    more = pa.table([[*range(40, 42)], ["new 1", "new 2"], ["thing 1", "thing 2"]], schema=table.schema)
+    parts = [write_part(str(tables / "items"), pa.concat_tables([table, more]))]
+    commit(str(tables / "items"), "items", table.schema, parts, config={}, inputs={}, extends=[items.hash])
+    job.run(parse(*words, "--rqkmeans.codebook_size", "8", "--rqkmeans.levels", "2", "--extend", output))
+    assert "2 items since the codebooks were trained" in capsys.readouterr().out
 
     output = str(tmp_path / "many")
     job.run(parse(*words, "--output", output, "--rqkmeans.codebook_size", "16", "--rqkmeans.levels", "2"))

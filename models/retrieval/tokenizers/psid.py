@@ -10,6 +10,8 @@ Shapes: N items, D width, C levels, K codes per level, P partial codes.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,16 +79,47 @@ def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     keeps[order[np.unique(groups[order], return_index=True)[1]]] = True
     taken = set(map(tuple, codes[keeps].tolist()))
     for item in np.flatnonzero(~keeps):
-        width, found = min(config.width, size), None
-        while found is None:
-            if width**depth > config.max_candidates:
-                raise UserError(
-                    f"item {item} has no free SID nearby, and {width**depth} combinations are more than "
-                    f"psid.max_candidates {config.max_candidates}; use a larger codebook"
-                )
-            candidates = map(tuple, exhaustive_candidates(vectors[item], codebooks, width).tolist())
-            found = next((candidate for candidate in candidates if candidate not in taken), None)
-            width = min(width * 2, size)
+        found = first_free(vectors[item], codebooks, config, lambda codes: codes not in taken, int(item))
         codes[item] = found
         taken.add(found)
+    return codes
+
+
+def first_free(
+    vector: np.ndarray, codebooks: np.ndarray, config: PsidConfig, is_free: Callable[[tuple[int, ...]], bool], item: int
+) -> tuple[int, ...]:
+    """The best codes for `vector` (D,) that are free. UserError, which names the item, if more than `max_candidates`
+    would have to be ranked."""
+    depth, size = codebooks.shape[:2]
+    width = min(config.width, size)
+    while True:
+        if width**depth > config.max_candidates:
+            raise UserError(
+                f"item {item} has no free SID nearby, and {width**depth} combinations are more than "
+                f"psid.max_candidates {config.max_candidates}; use a larger codebook"
+            )
+        for candidate in map(tuple, exhaustive_candidates(vector, codebooks, width).tolist()):
+            if is_free(candidate):
+                return candidate
+        width = min(width * 2, size)
+
+
+def extend(
+    vectors: np.ndarray, nearest: np.ndarray, taken: np.ndarray, codebooks: np.ndarray, conflicts: list[int],
+    config: PsidConfig,
+) -> np.ndarray:  # fmt: skip
+    """Codes (M, C + conflict levels) of new items (M, D) beside those that are `taken` (N, C + conflict levels): the
+    `nearest` ones (M, C) with the next conflict code, or where there is none left the best that have one. `conflicts`
+    are the sizes of the conflict levels, which stay as they are: a model's vocabulary is that of its codebooks.
+
+    New items choose in their order. UserError as of `first_free`."""
+    depth, most = codebooks.shape[0], int(np.prod(conflicts))
+    used = Counter(map(tuple, taken[:, :depth].tolist()))
+    codes = np.empty((len(vectors), depth + len(conflicts)), dtype=np.int64)
+    for item, vector in enumerate(vectors):
+        found: tuple[int, ...] = tuple(nearest[item].tolist())
+        if used[found] >= most:
+            found = first_free(vector, codebooks, config, lambda codes: used[codes] < most, len(taken) + item)
+        codes[item] = [*found, *(np.unravel_index(used[found], conflicts) if conflicts else ())]
+        used[found] += 1
     return codes

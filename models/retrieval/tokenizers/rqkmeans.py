@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import numpy as np
@@ -42,6 +42,7 @@ class Quantized:
     codebooks: Tensor  # (C, K, D)
     codes: Tensor  # (N, C) int64, the nearest centroid of the residual at each level
     reconstruction_error: float  # share of the embeddings' variance that the codes do not explain
+    encoder: dict[str, Tensor] = field(default_factory=dict)  # weights of the RQ-VAE's encoder, by name
 
 
 @dataclass(frozen=True)

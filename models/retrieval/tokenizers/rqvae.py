@@ -209,7 +209,8 @@ def fit(embeddings: Tensor, config: RqvaeConfig, report_every: int = 50) -> Trai
             quantized = codebooks[torch.arange(config.levels, device=codes.device), codes].sum(1)
         decoded = torch.cat([model.decoder(rows) for rows in quantized.split(ROWS)])
         error = unexplained_variance(embeddings, decoded)
-    return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error)
+    encoder = {name: weight.cpu() for name, weight in model.encoder.state_dict().items()}
+    return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error, encoder)
 
 
 def transport(points: Tensor, centres: Tensor, epsilon: float) -> Tensor:

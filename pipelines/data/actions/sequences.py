@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, Part, UserError, part_uris, read_table, write_part
+from models.tables import Manifest, Part, UserError, part_uris, write_part
 from models.words import number_of
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
@@ -347,7 +347,7 @@ def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
     """(I,) int32 per attribute of items: a code for each value, -1 where the item has none."""
     if not names:
         return {}
-    items = read_table(run.table("items"), "items", [f"cat_{name}" for name in names])
+    items = run.read("items", [f"cat_{name}" for name in names])
     return {
         name: pc.fill_null(items[f"cat_{name}"].combine_chunks().dictionary_encode().indices, -1).to_numpy()
         for name in names

@@ -84,7 +84,11 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     items, said = tables.catalogue, tables.manifests["items"].info
     rule.rows = items.height
     place, above = pl.int_range(pl.len(), dtype=pl.Int32), pl.col("item_id").shift(1)
-    wrong = pl.col("item_index").ne_missing(place) | (pl.col("item_id") <= above).fill_null(False)
+    wrong = pl.col("item_index").ne_missing(place)
+    if tables.manifests["items"].extends or said.get("catalogue_of"):  # new items may follow the old ones
+        wrong |= ~pl.col("item_id").is_first_distinct()
+    else:
+        wrong |= (pl.col("item_id") <= above).fill_null(False)
     placed = items.with_columns(place=place, above=above).filter(wrong | pl.col("item_id").is_null())
     rule.broken_rows(placed, "item {item_id}: index {item_index} in row {place}, after {above}")
     core, split = said["core"], tables.info["split"]

@@ -63,7 +63,7 @@ def rows_of(counts: Columns, of: str, rows: Columns, ids: dict[str, Vocabulary],
     columns = {name: mine[name] for name in names_of(config)[of]}
     for key, column in (("item", "item_id"), ("query", "query")):
         if key in keys:
-            columns[column] = ids[key].ids.take(pa.array(rows[key][first])).cast(pa.string())
+            columns[column] = ids[key].at(rows[key][first]).cast(pa.string())
     schema = counts_schema(names_of(config).values())
     return pa.table({f.name: columns.get(f.name, pa.nulls(len(first), f.type)) for f in schema}, schema=schema)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -216,25 +217,31 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
     return vectorizer, svd, svd.fit_transform(counts)
 
 
-def tfidf_embeddings(texts: list[str], width: int) -> Iterator[np.ndarray]:
-    """TF-IDF and truncated SVD, fitted on at most `FIT_TEXTS` of the texts: (texts, at most width) float32 of each
-    range of them, rows of length 1 unless empty."""
+def tfidf_embeddings(texts: list[str], width: int, fitted: int = 0) -> Iterator[np.ndarray]:
+    """TF-IDF and truncated SVD, fitted on at most `FIT_TEXTS` of the texts, or of the first `fitted` of them: (texts,
+    at most width) float32 of each range of them, rows of length 1 unless empty."""
     from sklearn.preprocessing import normalize
 
-    if len(texts) <= FIT_TEXTS:
+    fitted = fitted or len(texts)
+    if len(texts) == fitted <= FIT_TEXTS:
         yield normalize(fit_tfidf(texts, width)[2]).astype(np.float32)
         return
-    drawn = np.random.default_rng(0).choice(len(texts), FIT_TEXTS, replace=False)
-    vectorizer, svd, _ = fit_tfidf([texts[text] for text in drawn.tolist()], width)
+    known = texts[:fitted]
+    if fitted > FIT_TEXTS:
+        drawn = np.random.default_rng(0).choice(fitted, FIT_TEXTS, replace=False)
+        known = [texts[text] for text in drawn.tolist()]
+    vectorizer, svd, _ = fit_tfidf(known, width)
     for start in range(0, len(texts), RANGE):
         counts = vectorizer.transform(texts[start : start + RANGE])
         yield normalize(svd.transform(counts)).astype(np.float32)
 
 
-def _embeddings(texts: list[str], encoder: str, config: EmbedConfig, say: Say) -> Iterator[np.ndarray]:
-    """Embeddings (texts, width) of each range of the texts."""
+def embeddings_of(
+    texts: list[str], encoder: str, config: EmbedConfig, say: Say, fitted: int = 0
+) -> Iterator[np.ndarray]:
+    """Embeddings (texts, width) of each range of the texts; fitted: as of `tfidf_embeddings`."""
     if encoder == "tfidf":
-        yield from tfidf_embeddings(texts, config.svd)
+        yield from tfidf_embeddings(texts, config.svd, fitted)
         return
     for start in range(0, len(texts), RANGE):
         if len(texts) > RANGE:
@@ -242,8 +249,38 @@ def _embeddings(texts: list[str], encoder: str, config: EmbedConfig, say: Say) -
         yield encode_texts(texts[start : start + RANGE], encoder, config, say)
 
 
-def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:
-    """Principal components (N, width) of `vectors` (N, E), each of variance 1 if `whiten`.
+@dataclass(frozen=True)
+class Projection:
+    """Principal components that were fitted, by which later vectors are projected too."""
+
+    mean: np.ndarray
+    """(E,) float64."""
+    components: np.ndarray
+    """(E, width) float64."""
+    scale: np.ndarray
+    """(width,) float64."""
+
+    def of(self, vectors: np.ndarray) -> np.ndarray:
+        """(N, width) float32 of `vectors` (N, E), in float64 a range at a time."""
+        projected = np.empty((len(vectors), len(self.scale)), dtype=np.float32)
+        for start in range(0, len(vectors), RANGE):
+            rows = slice(start, start + RANGE)
+            projected[rows] = (vectors[rows].astype(np.float64) - self.mean) @ self.components / self.scale
+        return projected
+
+    def record(self) -> dict[str, str]:
+        """As the manifest of embeddings holds it."""
+        return {name: b64encode(values.tobytes()).decode() for name, values in vars(self).items()}
+
+    @classmethod
+    def read(cls, record: dict[str, str]) -> Projection:
+        """Of `record`."""
+        mean, components, scale = (np.frombuffer(b64decode(record[field.name])) for field in fields(cls))
+        return cls(mean, components.reshape(len(mean), -1), scale)
+
+
+def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
+    """The first `width` principal components of `vectors` (N, E), each of variance 1 if `whiten`.
 
     By the eigenvectors of the covariance in float64, their signs fixed, so equal input gives equal output.
     Raises UserError if the vectors span fewer dimensions than `width`.
@@ -263,11 +300,8 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> np.ndarray:
         )
     components = components[:, :width]
     signs = np.sign(components[np.abs(components).argmax(0), np.arange(width)])
-    scale = np.sqrt(variances[:width]) if whiten else 1.0
-    projected = np.empty((len(vectors), width), dtype=np.float32)
-    for rows in ranges:
-        projected[rows] = (vectors[rows].astype(np.float64) - mean) @ (components * signs) / scale
-    return projected
+    scale = np.sqrt(variances[:width]) if whiten else np.ones(width)
+    return Projection(mean, np.ascontiguousarray(components * signs), scale)
 
 
 def embed_origin(
@@ -324,12 +358,14 @@ def embed_items(
     if own:
         blocks, counts = iter([own.of(items["item_id"].to_pylist(), say)]), {}
     else:
-        start()
+        if encoder != "tfidf":
+            start()
         texts = item_texts(items, config, say)
-        blocks, counts = _embeddings(texts, encoder, config, say), {"distinct_texts": len(set(texts))}
+        blocks, counts = embeddings_of(texts, encoder, config, say), {"distinct_texts": len(set(texts))}
     if pca_width:
         vectors = np.concatenate(list(blocks))
-        raw_width, blocks = vectors.shape[1], iter([pca(vectors, pca_width, config.whiten)])
+        projection = pca(vectors, pca_width, config.whiten)
+        raw_width, blocks = vectors.shape[1], iter([projection.of(vectors)])
     parts: list[Part] = []
     width = first = 0
     for block in blocks:
@@ -348,6 +384,7 @@ def embed_items(
             "encoder_width": raw_width if pca_width else width,
             "items": len(items),
             **counts,
+            **({"pca": projection.record()} if pca_width else {}),
         },
         timings={"embed_s": round(time.monotonic() - started, 2)},
     )

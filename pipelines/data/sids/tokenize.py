@@ -1,15 +1,17 @@
 """Items to SIDs and their trie: embeddings, a tokenizer, unique codes, measures.
 
 `tokenize` makes the tables `embeddings`, `sids` and `trie` under one folder, each left as it is if it was
-made from the same input and settings. Training runs in one Ray task, on a GPU where the cluster has one.
+made from the same input and settings. Training runs in this process, or on a cluster in one Ray task, on a GPU where
+there is one.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,7 @@ from models.tables import (
     write_part,
     writing,
 )
-from pipelines.data.schemas import SIDS, TRIE
+from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
 from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, finished, item_texts, read_embeddings
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
 
@@ -149,6 +151,7 @@ def _train_task(
         "sizes": [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0],
         "reconstruction_error": quantized.reconstruction_error,
         "quantization_error": quantization_error(quantized, codes),
+        "arrays": {"codebooks": quantized.codebooks.numpy(), **{k: v.numpy() for k, v in quantized.encoder.items()}},
     }
     if config.tokenizer == "psid":
         greedy = quantized.codes.numpy()
@@ -157,10 +160,9 @@ def _train_task(
     yield measures, codes
 
 
-def _received(references: Iterator[Any]) -> Training[tuple[dict[str, Any], np.ndarray]]:
+def _received(stream: Iterator[Any]) -> Training[tuple[dict[str, Any], np.ndarray]]:
     """The stream of `_train_task` as it comes; its result in the end."""
-    for reference in references:
-        found: Progress | tuple[dict[str, Any], np.ndarray] = ray.get(reference)
+    for found in stream:
         if isinstance(found, tuple):
             return found
         yield found
@@ -174,13 +176,19 @@ TRIES = 3
 def train_codes(
     embeddings: np.ndarray, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """What `_train_task` gives, by Ray, on a GPU where there is one."""
-    gpu = ray.cluster_resources().get("GPU", 0) >= 1
-    cpus = min(4, max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
-    task: Any = ray.remote(
-        num_cpus=cpus, num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=TRIES - 1
-    )(_train_task)  # fmt: skip
-    told = paced(_received(task.remote(embeddings, config, chosen, max(1, int(cpus)))))
+    """What `_train_task` gives, on a GPU where there is one: in this process, or as a task of the cluster."""
+    if os.environ.get("RAY_ADDRESS"):
+        gpu = ray.cluster_resources().get("GPU", 0) >= 1
+        cpus = min(4, max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
+        task: Any = ray.remote(
+            num_cpus=cpus, num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=TRIES - 1
+        )(_train_task)  # fmt: skip
+        stream: Iterator[Any] = (
+            ray.get(reference) for reference in task.remote(embeddings, config, chosen, max(1, int(cpus)))
+        )
+    else:
+        stream = _train_task(embeddings, config, chosen, min(4, len(os.sched_getaffinity(0))))
+    told = paced(_received(stream))
     while True:
         try:
             progress = next(told)
@@ -197,6 +205,7 @@ class _Codes:
     sizes: list[int]  # per level
     conflict_level: bool
     measures: dict[str, Any]
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)  # what new items are encoded with
 
 
 def _finish(codes: np.ndarray, sizes: list[int], conflict: bool, measures: dict[str, Any], say: Say) -> _Codes:
@@ -227,13 +236,29 @@ def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chose
     unique = config.tokenizer == "psid"
     if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread
         unique = not collisions(codes)["duplicates"]
-    return _finish(codes, sizes, not unique, measures, say)
+    arrays = measures.pop("arrays")
+    return replace(_finish(codes, sizes, not unique, measures, say), arrays=arrays)
 
 
-def _write_sids(uri: str, made: _Codes, **manifest: Any) -> Manifest:
-    items, depth = made.codes.shape
+def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
+    """Makes the `quantizer` table: codebooks and any encoder, by which new items get their codes."""
+    rows = [{"name": name, "shape": values.shape, "values": values.ravel()} for name, values in sorted(arrays.items())]
+    table = pa.Table.from_pylist(rows, schema=QUANTIZER)
+    commit(uri, "quantizer", QUANTIZER, [write_part(uri, table, use_dictionary=False)], **manifest)
+
+
+def read_quantizer(uri: str) -> dict[str, np.ndarray]:
+    """What `write_quantizer` was given."""
+    table = read_table(uri, "quantizer")
+    columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
+    return {name: values.values.to_numpy().reshape(shape).copy() for name, shape, values in zip(*columns, strict=True)}
+
+
+def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
+    """Makes the `sids` table of codes (N, C)."""
+    items, depth = codes.shape
     offsets = pa.array(np.arange(0, items * depth + 1, depth), pa.int32())
-    lists = pa.ListArray.from_arrays(offsets, pa.array(made.codes.reshape(-1), pa.uint16()))
+    lists = pa.ListArray.from_arrays(offsets, pa.array(codes.reshape(-1), pa.uint16()))
     table = pa.Table.from_arrays([pa.array(np.arange(items), pa.int32()), lists], schema=SIDS)
     return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
 
@@ -246,7 +271,7 @@ def read_codes(uri: str) -> np.ndarray:
     return matrix[np.argsort(table["item_index"].to_numpy())]
 
 
-def write_trie(uri: str, sids_uri: str) -> Manifest:
+def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest:
     """Makes the `trie` table of the `sids` table. A trie of other SIDs is replaced: it is of no use."""
     sids = read_manifest(sids_uri, "sids")
     codes = read_codes(sids_uri)
@@ -263,7 +288,7 @@ def write_trie(uri: str, sids_uri: str) -> Manifest:
         "items": trie.num_items,
         "branching": trie.branching(),
     }
-    return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info)
+    return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info, extends=extends)
 
 
 def _embed_first(
@@ -294,7 +319,7 @@ def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig | No
 def check_folders(output: str, embeddings: str = "") -> None:
     """UserError where the output, or the folder of shared embeddings, holds other things."""
     if embeddings != output:
-        check_output(output, {"sids": "sids", "trie": "trie", "embeddings": "embeddings"})
+        check_output(output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")})
     if embeddings:
         check_place(embeddings, "embeddings")
 
@@ -344,7 +369,8 @@ def tokenize(
             if config.tokenizer == "published":
                 made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
             else:
-                start()
+                if os.environ.get("RAY_ADDRESS"):
+                    start()
                 made = _trained_codes(embeddings or mine, config, say, chosen)
             info = {
                 "codebook_sizes": made.sizes,
@@ -354,10 +380,13 @@ def tokenize(
                 **made.measures,
             }
             timings = {"tokenize_s": round(time.monotonic() - started, 2)}
-            _write_sids(sids_uri, made, config=used, inputs=inputs, info=info, timings=timings)
+            if made.arrays:
+                write_quantizer(join(output, "quantizer"), made.arrays, config=used, inputs=inputs)
+            write_sids(sids_uri, made.codes, config=used, inputs=inputs, info=info, timings=timings)
         sids = read_manifest(sids_uri, "sids")
         complete = current is not None and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
         trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
-        if config.tokenizer == "published" and has_manifest(mine):
-            clear(mine)  # of SIDs that are no more
+        for unused in (mine, join(output, "quantizer")) if config.tokenizer == "published" else ():
+            if has_manifest(unused):
+                clear(unused)  # of SIDs that are no more
         return sids, trie, not complete

@@ -196,13 +196,13 @@ def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_given_by_ranges(monkeypat
 def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
     generator = np.random.default_rng(0)
     vectors = (generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10)) + 3).astype(np.float32)
-    ours = pca(vectors, 4, whiten)
+    ours = pca(vectors, 4, whiten).of(vectors)
     theirs = PCA(4, whiten=whiten, svd_solver="full").fit_transform(vectors.astype(np.float64))
     signs = np.sign((ours * theirs).sum(0))
     np.testing.assert_allclose(ours, theirs * signs, atol=1e-3)
     if whiten:
         np.testing.assert_allclose(np.cov(ours.T), np.eye(4), atol=1e-3)
-    np.testing.assert_array_equal(ours, pca(vectors.copy(), 4, whiten))
+    np.testing.assert_array_equal(ours, pca(vectors.copy(), 4, whiten).of(vectors))
 
 
 def test_pca_wider_than_the_vectors_span_is_an_error() -> None:

@@ -59,9 +59,10 @@ def test_what_the_worker_did_before_does_not_matter() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_lost_training_of_codes_starts_anew(ray_local: None) -> None:
+def test_a_lost_training_of_codes_starts_anew(ray_local: None, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, again = list[str](), list[str]()
     _, expected = train_codes(EMBEDDINGS, RQVAE, lines.append)
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # as on a cluster, where it is a task of Ray
     with killing(1) as killed:
         _, codes = train_codes(EMBEDDINGS, RQVAE, again.append)
     assert len(killed) == 1

@@ -157,7 +157,7 @@ def test_other_settings_need_overwrite_and_replace_all(ray_local: None, items_ur
     assert trie.inputs == {"sids": sids.hash}
     listed = {
         part.path
-        for name in ("embeddings", "sids", "trie")
+        for name in ("embeddings", "quantizer", "sids", "trie")
         for part in read_manifest(str(tmp_path / "sids" / name)).files
     }
     assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed

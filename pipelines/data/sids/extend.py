@@ -1,0 +1,222 @@
+"""New items beside those that have SIDs: codebooks and codes stay, so that a model can go on with them.
+
+    python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS
+
+New texts are embedded and projected as the old ones were, and get the nearest codes that are free. TF-IDF is fitted
+once more on the old texts, which gives what it was, or is refused. How far the new items are from what the codebooks
+were trained on is measured beside the old ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.retrieval.tokenizers import psid
+from models.retrieval.tokenizers.codes import branching, collision_groups, collisions, level_measures
+from models.retrieval.tokenizers.rqkmeans import encode
+from models.retrieval.tokenizers.rqvae import Rqvae
+from models.tables import (
+    Manifest,
+    UserError,
+    commit,
+    fingerprint,
+    has_manifest,
+    join,
+    read_manifest,
+    read_table,
+    up_to_date,
+    writing,
+)
+from models.words import number_of
+from pipelines.data.schemas import embeddings_schema
+from pipelines.data.sids.embed import (
+    EmbedConfig,
+    Projection,
+    Say,
+    embed_origin,
+    embeddings_of,
+    item_texts,
+    read_embeddings,
+    write_vectors,
+)
+from pipelines.data.sids.tokenize import (
+    TokenizerConfig,
+    read_codes,
+    read_quantizer,
+    write_quantizer,
+    write_sids,
+    write_trie,
+)
+
+DRIFT = 1.5
+"""Times the old items' quantisation error, or collision rate, above which codebooks should be trained anew."""
+FEW_COLLISIONS = 0.05
+"""Collision rate below which nothing is said of it."""
+SAME = 1e-3
+"""Least difference of embeddings that are not the same: those of equal texts differ by rounding."""
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """How texts become embeddings."""
+
+    encoder: str
+    """Name of the encoder, or `tfidf`."""
+    pca_width: int
+    """Width of their PCA, 0 for none."""
+    config: EmbedConfig
+    """The other settings."""
+
+
+def extend_embeddings(
+    items_uri: str, uri: str, before_uri: str, by: Embedder, say: Say, start: Callable[[], None]
+) -> Manifest:
+    """The embeddings of before and those of the items that follow. UserError where they would not be of one space."""
+    old = read_manifest(before_uri, "embeddings")
+    used, inputs = embed_origin(items_uri, by.encoder, by.pca_width, by.config)
+    if up_to_date(uri, fingerprint(used, inputs)):
+        return read_manifest(uri, "embeddings")
+    if old.config != used or old.inputs["encoder"] != inputs["encoder"]:
+        raise UserError(f"{before_uri} was made with another encoder, --pca or --embed; give the same with --extend")
+    begin, vectors = time.monotonic(), read_embeddings(before_uri)
+    known, fitted = len(vectors), old.info.get("fitted_items", old.rows)
+    texts = item_texts(read_table(items_uri, "items"), by.config)
+    say(f"{number_of(len(texts) - known, 'new item')} beside {known:,}")
+    projection = Projection.read(old.info["pca"]) if by.pca_width else None
+    whole = by.encoder == "tfidf"  # which is fitted again
+    if not whole:
+        start()
+    rest = texts if whole else texts[known:]
+    blocks = list(embeddings_of(rest, by.encoder, by.config, say, fitted)) if len(texts) > known else []
+    fits = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
+    if projection and fits:
+        blocks = [projection.of(block) for block in blocks]
+    new = np.concatenate(blocks) if blocks else vectors[:0]
+    if whole and blocks:
+        if not fits or np.abs(new[:known] - vectors).max() > SAME:
+            raise UserError(
+                f"the texts of items of {before_uri} have changed, so that TF-IDF, which is fitted on them, gives "
+                f"other embeddings; make the SIDs anew, or take an encoder such as minilm"
+            )
+        new = new[known:]
+    parts = write_vectors(uri, np.concatenate([vectors, new]))
+    info = {**old.info, "items": len(texts), "distinct_texts": len(set(texts)), "fitted_items": fitted}
+    timings = {"embed_s": round(time.monotonic() - begin, 2)}
+    return commit(
+        uri, "embeddings", embeddings_schema(vectors.shape[1]), parts, config=used, inputs=inputs, info=info,
+        timings=timings, extends=[*old.extends, old.hash],
+    )  # fmt: skip
+
+
+def drift(
+    latents: np.ndarray, codes: np.ndarray, nearest: np.ndarray, codebooks: np.ndarray, old: int
+) -> dict[str, Any]:
+    """How well the codes (N, C) explain the items that codebooks were trained on, the first `old`, and the others, in
+    shares of the variance of the old ones; and how many of each share their `nearest` codes."""
+    away = latents - codebooks[np.arange(codebooks.shape[0]), codes].sum(1)
+    error = np.square(away, dtype=np.float64).sum(1)
+    spread = np.square(latents[:old] - latents[:old].mean(0), dtype=np.float64).sum(1).mean() or 1.0
+    groups = collision_groups(nearest)
+    shared = np.bincount(groups)[groups] > 1
+    return {
+        "new_items": len(latents) - old,
+        "error_old": float(error[:old].mean() / spread),
+        "error_new": float(error[old:].mean() / spread) if len(latents) > old else 0.0,
+        "collision_rate_old": collisions(nearest[:old])["collision_rate"],
+        "collision_rate_new": float(shared[old:].mean()) if len(latents) > old else 0.0,
+        "relaxed_new": int((codes != nearest)[old:].any(1).sum()),
+    }
+
+
+def drift_lines(measured: dict[str, Any]) -> list[str]:
+    """What is said of drift, with the advice to train codebooks anew where it is large."""
+    lines = [
+        f"{number_of(measured['new_items'], 'item')} since the codebooks were trained: variance not explained "
+        f"{measured['error_new']:.4f} (old items {measured['error_old']:.4f}), collision rate "
+        f"{measured['collision_rate_new']:.4f} ({measured['collision_rate_old']:.4f}), "
+        f"{measured['relaxed_new']:,} without their nearest codes"
+    ]
+    far = measured["error_new"] > DRIFT * measured["error_old"]
+    crowded = measured["collision_rate_new"] > DRIFT * max(measured["collision_rate_old"], FEW_COLLISIONS)
+    if far or crowded:
+        why = "are explained worse" if far else "collide more often"
+        lines.append(
+            f"note: new items {why} than {DRIFT:g} times the old ones; train codebooks anew, without --extend, when "
+            f"models are next trained from the start"
+        )
+    return lines
+
+
+def extend(
+    items_uri: str, output: str, before: str, config: TokenizerConfig, by: Embedder, overwrite: bool = False,
+    say: Say = print, embeddings: str = "", start: Callable[[], None] = lambda: None,
+) -> tuple[Manifest, Manifest, bool]:  # fmt: skip
+    """Makes under `output` the SIDs of `before` and of the items that came since, and their trie; `before` may be the
+    output. Embeddings are in the folder `embeddings` where that is given. `start` starts Ray, for encoders. Returns the
+    manifests of sids and trie, and whether anything was made. UserError where codes would not stay what they are."""
+    items, old = read_manifest(items_uri, "items"), read_manifest(join(before, "sids"), "sids")
+    if config.tokenizer == "published":
+        raise UserError("--extend is of trained codebooks; give a --published file that has the new items too")
+    if old.config != config.used():
+        raise UserError(f"{before} was made with other settings of the tokenizer; give the same with --extend")
+    if old.info["items_hash"] not in (*items.extends, items.hash):
+        raise UserError(f"{items_uri} does not extend the items of {before}; see jobs.prepare --append")
+    sids_uri, trie_uri = join(output, "sids"), join(output, "trie")
+    with writing(output):
+        there = read_manifest(sids_uri, "sids") if has_manifest(sids_uri) else None
+        current = there and there.info["items_hash"] == items.hash and old.hash in (there.hash, *there.extends)
+        if there and not current and output != before and not overwrite:
+            raise UserError(f"{output} holds other SIDs; use --overwrite, or another --output")
+        trie = read_manifest(join(before, "trie"), "trie")
+        if not current:
+            begin = time.monotonic()
+            own = [embeddings or join(folder, "embeddings") for folder in (output, before)]
+            embedded = extend_embeddings(items_uri, own[0], own[1], by, say, start)
+            arrays = read_quantizer(join(before, "quantizer"))
+            inputs = {"items": items.hash, "embeddings": embedded.hash}
+            if output != before:
+                write_quantizer(join(output, "quantizer"), arrays, config=old.config, inputs=old.inputs)
+            codes, measures = _extended_codes(
+                read_embeddings(own[0]), read_codes(join(before, "sids")), arrays, old, config
+            )
+            info = {**old.info, **measures, "items_hash": items.hash}
+            write_sids(
+                sids_uri, codes, config=old.config, inputs=inputs, info=info,
+                timings={"tokenize_s": round(time.monotonic() - begin, 2)}, extends=[*old.extends, old.hash],
+            )  # fmt: skip
+        sids = read_manifest(sids_uri, "sids")
+        if current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash})):
+            return sids, read_manifest(trie_uri, "trie"), False
+        return sids, write_trie(trie_uri, sids_uri, [*trie.extends, trie.hash]), True
+
+
+def _extended_codes(
+    embeddings: np.ndarray, taken: np.ndarray, arrays: dict[str, np.ndarray], old: Manifest, config: TokenizerConfig
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """The codes of all items, and what the manifest says of them."""
+    codebooks, sizes = arrays.pop("codebooks"), old.info["codebook_sizes"]
+    depth, known = len(codebooks), len(taken)
+    latents = torch.from_numpy(embeddings)
+    if arrays:
+        model = Rqvae(embeddings.shape[1], config.rqvae)
+        model.encoder.load_state_dict({name: torch.from_numpy(weight) for name, weight in arrays.items()})
+        latents = model.latents(latents)
+    nearest = encode(latents, torch.from_numpy(codebooks))[0].numpy()
+    vectors = latents.numpy()
+    doubles = vectors[known:].astype(np.float64), codebooks.astype(np.float64)
+    new = psid.extend(doubles[0], nearest[known:], taken, doubles[1], sizes[depth:], config.psid)
+    codes = np.concatenate([taken, new])
+    fitted = old.info.get("fitted_items", known)
+    return codes, {
+        **collisions(codes[:, :depth]),
+        "levels": level_measures(codes[:, :depth], sizes[:depth]),
+        "branching": branching(codes),
+        "fitted_items": fitted,
+        "drift": drift(vectors, codes[:, :depth], nearest, codebooks, fitted),
+    }

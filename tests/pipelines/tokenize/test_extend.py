@@ -1,0 +1,148 @@
+"""SIDs of items that came later: old codes and codebooks stay, new items get the nearest codes that are free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.retrieval.tokenizers.psid import PsidConfig
+from models.retrieval.tokenizers.psid import extend as free_codes
+from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.rqvae import RqvaeConfig
+from models.tables import UserError, commit, read_manifest, read_table, write_part
+from pipelines.data.schemas import items_schema
+from pipelines.data.sids.embed import EmbedConfig, read_embeddings
+from pipelines.data.sids.extend import DRIFT, Embedder, drift_lines, extend
+from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize
+
+COUNT, KINDS, COLOURS = 60, ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
+KMEANS = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=4))
+TOKENIZERS = {
+    "rqkmeans": KMEANS,
+    "psid": TokenizerConfig("psid", rqkmeans=RqkmeansConfig(levels=2, codebook_size=16)),
+    "rqvae": TokenizerConfig("rqvae", rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5)),
+}
+BY = Embedder("tfidf", 6, EmbedConfig())
+
+
+def text(i: int) -> str:
+    return f"{COLOURS[i % 5]} {KINDS[i % 3]} with {i % 7} parts, model {i % 11}"
+
+
+def write_items(uri: Path, texts: list[str], before: Any = None) -> str:
+    schema, index = items_schema(["title"]), range(len(texts))
+    columns = [pa.array(index, pa.int32()), pa.array([f"i{i}" for i in index]), pa.array(texts)]
+    part = write_part(str(uri), pa.Table.from_arrays(columns, schema=schema))
+    extends = [*before.extends, before.hash] if before else []
+    commit(str(uri), "items", schema, [part], config={}, inputs={}, extends=extends)
+    return str(uri)
+
+
+def grow(uri: str, texts: list[str]) -> None:
+    write_items(Path(uri), texts, read_manifest(uri))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_old_codes_stay_and_new_items_get_free_ones(ray_local: None, tmp_path: Path, name: str) -> None:
+    config, sids = TOKENIZERS[name], str(tmp_path / "sids")
+    items = write_items(tmp_path / "items", [text(i) for i in range(COUNT)])
+    tokenize(items, sids, config, "tfidf", 6)
+    old, codes, vectors = (
+        read_manifest(f"{sids}/sids"),
+        read_codes(f"{sids}/sids"),
+        read_embeddings(f"{sids}/embeddings"),
+    )
+    trie, more = read_manifest(f"{sids}/trie"), [text(i) for i in range(COUNT + 20)]
+    grow(items, more)
+    elsewhere, *_ = extend(items, str(tmp_path / "other"), sids, config, BY)
+    made, new_trie, changed = extend(items, sids, sids, config, BY)
+    assert changed
+    assert made.hash == elsewhere.hash
+    grown = read_codes(f"{sids}/sids")
+    np.testing.assert_array_equal(grown[:COUNT], codes)
+    assert len(np.unique(grown, axis=0)) == len(grown) == COUNT + 20
+    assert made.info["codebook_sizes"] == old.info["codebook_sizes"]
+    assert (grown < np.array(made.info["codebook_sizes"])).all()
+    after = read_embeddings(f"{sids}/embeddings")
+    np.testing.assert_array_equal(after[:COUNT], vectors)
+    assert made.extends == [old.hash]
+    assert new_trie.extends == [trie.hash]
+    assert new_trie.info["items"] == COUNT + 20
+    assert extend(items, sids, sids, config, BY)[2] is False
+    assert tokenize(items, sids, config, "tfidf", 6)[2] is False
+
+    # a text that is there already is encoded as it was
+    grow(items, [*more, text(0)])
+    made, *_ = extend(items, sids, sids, config, BY)
+    np.testing.assert_allclose(read_embeddings(f"{sids}/embeddings")[-1], vectors[0], atol=1e-4)
+    assert len(made.extends) == 2
+    drift = made.info["drift"]
+    assert drift["new_items"] == 21
+    assert drift["error_old"] == pytest.approx(
+        old.info["quantization_error"] if name != "rqvae" else drift["error_old"], abs=1e-4
+    )
+
+
+def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
+    sids, texts = str(tmp_path / "sids"), [text(i) for i in range(COUNT)]
+    items = write_items(tmp_path / "items", texts)
+    tokenize(items, sids, KMEANS, "tfidf", 6)
+    grow(items, texts + [text(i) for i in range(5)])
+    same, *_ = extend(items, str(tmp_path / "same"), sids, KMEANS, BY)
+    measured = {**same.info["drift"], "collision_rate_new": 0}
+    measured["error_new"] = measured["error_old"]
+    assert len(drift_lines(measured)) == 1
+    assert len(drift_lines({**measured, "error_new": 1.01 * DRIFT * measured["error_old"]})) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"config": replace(KMEANS, rqkmeans=RqkmeansConfig(levels=3, codebook_size=4))},
+            "other settings of the token",
+        ),
+        ({"by": Embedder("tfidf", 5, EmbedConfig())}, "with another encoder, --pca or --embed"),
+        ({"texts": ["another", *(text(i) for i in range(1, COUNT))]}, "the texts of items of .* have changed"),
+        ({"extends": False}, "does not extend the items"),
+        ({"config": TokenizerConfig("published", "FILE")}, "give a --published file that has the new items"),
+    ],
+)
+def test_refused_in_one_line(ray_local: None, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    sids, texts = str(tmp_path / "sids"), [text(i) for i in range(COUNT)]
+    items = write_items(tmp_path / "items", texts)
+    tokenize(items, sids, KMEANS, "tfidf", 6)
+    write_items(
+        tmp_path / "items",
+        [*change.get("texts", texts), "new"],
+        read_manifest(items) if change.get("extends", 1) else None,
+    )
+    before = read_table(f"{sids}/sids")
+    with pytest.raises(UserError, match=said):
+        extend(items, sids, sids, change.get("config", KMEANS), change.get("by", BY))
+    assert read_table(f"{sids}/sids") == before
+
+
+@given(st.integers(0, 99), st.sampled_from([[], [3], [2, 4]]))
+def test_free_codes_are_distinct_and_nearest_where_there_is_room(seed: int, conflicts: list[int]) -> None:
+    draw = np.random.default_rng(seed)
+    codebooks, vectors = draw.standard_normal((2, 4, 3)), draw.standard_normal((14, 3)).round(1)
+    nearest = np.stack([draw.integers(0, 4, 14), draw.integers(0, 2, 14)], 1)
+    none = np.empty((0, 2 + len(conflicts)), dtype=np.int64)
+    first = free_codes(vectors[:7], nearest[:7], none, codebooks, conflicts, PsidConfig(width=2))
+    then = free_codes(vectors[7:], nearest[7:], first, codebooks, conflicts, PsidConfig(width=2))
+    codes = np.concatenate([first, then])
+    np.testing.assert_array_equal(codes, free_codes(vectors, nearest, none, codebooks, conflicts, PsidConfig(width=2)))
+    assert len(np.unique(codes, axis=0)) == len(codes)
+    assert (codes < np.array([4, 4, *conflicts])).all()
+    most = int(np.prod(conflicts))
+    for item in range(14):
+        if (codes[:item, :2] == nearest[item]).all(1).sum() < most:
+            np.testing.assert_array_equal(codes[item, :2], nearest[item])
