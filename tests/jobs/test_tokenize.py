@@ -56,13 +56,6 @@ def test_run_says_what_was_made_where_and_what_is_next(
     assert not any(line.startswith("note: only") for line in lines)  # 5 items to a code
     job.run(config)
     assert f"nothing to do: {output} is up to date" in capsys.readouterr().out
-    items = read_manifest(str(tables / "items"))
-    table = read_table(str(tables / "items"))
-    more = pa.table([[*range(40, 42)], ["new 1", "new 2"], ["thing 1", "thing 2"]], schema=table.schema)
-    parts = [write_part(str(tables / "items"), pa.concat_tables([table, more]))]
-    commit(str(tables / "items"), "items", table.schema, parts, config={}, inputs={}, extends=[items.hash])
-    job.run(parse(*words, "--rqkmeans.codebook_size", "8", "--rqkmeans.levels", "2", "--extend", output))
-    assert "2 items since the codebooks were trained" in capsys.readouterr().out
 
     output = str(tmp_path / "many")
     job.run(parse(*words, "--output", output, "--rqkmeans.codebook_size", "16", "--rqkmeans.levels", "2"))
@@ -70,6 +63,15 @@ def test_run_says_what_was_made_where_and_what_is_next(
     used = read_manifest(f"{output}/sids", "sids").info["levels"][0]["used"]
     assert said.startswith(f"note: only {40 / used:.1f} items share a first code; below 4 a model learns little")
     assert said.endswith("try --rqkmeans.codebook_size 8 --overwrite")
+
+    items = read_manifest(str(tables / "items"))
+    table = read_table(str(tables / "items"))
+    more = pa.table([[*range(40, 42)], ["new 1", "new 2"], ["thing 1", "thing 2"]], schema=table.schema)
+    parts = [write_part(str(tables / "items"), pa.concat_tables([table, more]))]
+    commit(str(tables / "items"), "items", table.schema, parts, config={}, inputs={}, extends=[items.hash])
+    of_many = ["--output", output, "--rqkmeans.codebook_size", "16", "--rqkmeans.levels", "2"]
+    job.run(parse(*words, *of_many, "--extend", output))
+    assert "2 items since the codebooks were trained" in capsys.readouterr().out
 
 
 def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) -> None:
