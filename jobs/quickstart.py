@@ -85,7 +85,7 @@ FLOWS = {
             Trained("popularity", ("popularity",)),
             Trained("sasrec", ("sasrec",)),
             Trained("tiger", ("tiger_small",), epochs=35, rows=420_000),
-            Trained("sid_mlp", ("sid_mlp_small",), teacher="tiger", epochs=10, rows=200_000),
+            Trained("sid_mlp", ("sid_mlp_small",), teacher="tiger", rows=400_000),
         ),
         extra="sids",
     ),
