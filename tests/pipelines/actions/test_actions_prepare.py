@@ -215,7 +215,6 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
         ({"split": {"val_start": "soon", "test_start": "2022-05-06"}}, "give a moment"),
         ({"split": {"val_days": 1}}, "one of val_days and test_days"),
         ({"split": {"val_days": 1, "test_days": 1, "val_start": 1, "test_start": 2}}, "both val_start and val_days"),
-        ({"split": {"val_days": 1, "test_days": 1, "kind": "leave_last_out"}}, "val_days cuts in time"),
     ],
 )
 def test_settings_that_do_not_fit_are_errors(tmp_path: Path, layer: dict, words: str) -> None:
