@@ -73,7 +73,7 @@ class Flow:
     """Options of jobs.simulate beside its size."""
 
 
-SMALL = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.002", "--fit.patience", "0")
+SMALL = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.0005", "--fit.patience", "0")
 NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
 # Base in the steps of search/history.yaml, so that what it lacks beside QGS is the history
 STEPS = ("--model.batch_of", "requests", "--fit.batch_size", "512", "--fit.optimizer", "adamw", "--fit.lr", "0.002",
@@ -100,10 +100,10 @@ FLOWS = {
     ),
     "actions": Flow(
         (
-            Trained("interleaved", ("attn_mvp", "actions/interleaved"), SMALL),
-            Trained("attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL),
-            Trained("attn_mvp", ("attn_mvp",), SMALL),
-            Trained("attn_mvp", ("attn_mvp", "actions/attn_mvp_no_lfa"), NO_ACTIONS, name="without_actions"),
+            Trained("interleaved", ("attn_mvp", "actions/interleaved"), SMALL, epochs=12),
+            Trained("attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL, epochs=12),
+            Trained("attn_mvp", ("attn_mvp",), SMALL, epochs=12),
+            Trained("attn_mvp", ("attn_mvp", "actions/attn_mvp_no_lfa"), NO_ACTIONS, name="without_actions", epochs=12),
         ),
         events=2,
     ),
