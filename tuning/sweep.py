@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -128,7 +129,8 @@ class Ledger(Callback):
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
         one = self.plan.trials[name_of(trial)]
         if one.name not in self.errors:
-            stop(one, self.plan)
+            with suppress(UserError, OSError):  # its workers go on, and replace their checkpoints: else at the end
+                stop(one, self.plan)
         self.count(one)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
@@ -194,6 +196,9 @@ def sweep(
                 f"{grid.metric}")  # fmt: skip
             if pending:
                 results = run_pending(plan, pending, options.concurrency, workers, ledger)
+                for trial in pending:
+                    if trial.name not in ledger.errors:
+                        stop(trial, plan)
             found = [outcome(trial, plan, ledger.errors) for trial in trials]
             best = close(grid, run, found)
         except KeyboardInterrupt:

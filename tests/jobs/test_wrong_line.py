@@ -60,7 +60,7 @@ LINES = [
      "'qgs' is of search, and {tables} holds tables of retrieval; models of retrieval are .*sasrec, .*: give a config "
      "of one .*, or tables that jobs.prepare made with --kind search"),
     (f"{TRAIN}/tiger_small.yaml --tables {{search}}",
-     "'tiger' is of retrieval, .* models of search are base, hstu, hllm, qgs: "),
+     "'tiger' is of retrieval, .* models of search are boosted, base, hstu, hllm, qgs: "),
     (f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}}",
      "model.teacher is not set; .* which is STORAGE/NAME of"),
     (f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}} --model.teacher teacher",

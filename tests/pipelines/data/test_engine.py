@@ -120,7 +120,7 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     users = pa.array([f"u{i}" for i in range(50)])
     count = len(users)
     rows = pa.table({"user_id": users, "timestamp_ms": np.arange(count), "item_id": ["a"] * count})
-    write = events._Write(str(tmp_path), events_schema(), None, False, 4)
+    write = events._Write(str(tmp_path), events_schema(), None, False, 4, {})
     mine = events.user_keys(users) % 4 == 1
     [written] = write(None, 1, rows.filter(pa.array(mine))).to_pylist()
     assert written["users"] == written["rows"] == mine.sum()
