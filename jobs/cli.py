@@ -8,6 +8,7 @@ A job is a dataclass of options and a function of it:
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -257,6 +258,7 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | No
         sys.stdout.flush()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(0))  # all is done but for what Python and Ray tidy up
+        gc.freeze()  # else the last collection goes through all of PyTorch's and MLflow's objects, for seconds
     except BaseException as error:
         if _signals:  # whatever has become of KeyboardInterrupt on its way
             leave(_signals[0])  # what Ray has started ends with the process
