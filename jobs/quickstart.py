@@ -226,7 +226,8 @@ def locate(config: Config) -> Folders:
 
 def mapping_of(config: Config, name: str, home: Path) -> str:
     """The mapping file of a log that is named after its folder, else the guess at it, made where there is none yet."""
-    known = [CONFIGS / "sources" / f"{stem}.yaml" for stem in (f"{name}_{config.family}", name)]
+    stems = [f"{name}_{config.family}", name] if config.family else [name]
+    known = [CONFIGS / "sources" / f"{stem}.yaml" for stem in stems]
     if found := next((file for file in known if file.is_file()), None):
         return str(found)
     guess = home / "source.yaml"
@@ -287,7 +288,7 @@ def run(config: Config) -> None:
     if flow.extra and not make_extra(config, folders, steps):
         models = tuple(model for model in models if flow.extra not in registry.find(model.model).reads)
         steps.count -= 1 + 2 * (len(flow.models) - len(models))
-        print(f"note: {folders.source} names no texts of items, of which semantic IDs are made, so models without them")
+        print(f"note: {folders.source} names no texts of items to make semantic IDs of; models of these are left out")
     for trained in models:
         measure(config, folders, steps, trained)
     uri = resolve_uri(None, folders.runs)  # where the trainings logged
