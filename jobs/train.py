@@ -64,6 +64,9 @@ class Config:
     """MLflow experiment; by default family/dataset."""
     log_model: bool = True
     """Store the best model in MLflow, with the tables that it needs to be served."""
+    init: str | None = None
+    """A run, or its checkpoint, whose weights it begins with, of tables that these may extend: it goes on with another
+    day. `fit.replay` then says how much of the days before is trained on again."""
     overwrite: bool = False
     """Throw away what the run of this name has made, and train anew."""
 
@@ -110,7 +113,7 @@ def popularity_of(config: Config, about: Checkpoint) -> float:
     unseen = config.fit.eval_options.get("unseen")
     fit = replace(config.fit, batch_size=8192, train_examples=0, eval_options={"unseen": unseen})
     model = {"name": "popularity", "max_history": about.model["max_history"] if unseen else 1}
-    setup = set_up(model, fit, Inputs(config.tables), shards=about.shards)
+    setup = set_up(model, fit, Inputs(config.tables), goes_on=about)
     setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
     return setup.means(setup.validate(setup.model)[0]).get(fit.metric, math.nan)
 
@@ -139,7 +142,7 @@ def run(config: Config) -> Any:
     checked = check(
         model=config.model, fit=config.fit, ray_options=config.ray,
         inputs=Inputs(config.tables, config.sids, config.text), storage=config.storage, name=config.name,
-        tracking_uri=config.tracking_uri, overwrite=config.overwrite,
+        tracking_uri=config.tracking_uri, overwrite=config.overwrite, init=config.init,
     )  # fmt: skip
     cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)
     cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)

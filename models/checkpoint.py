@@ -14,7 +14,7 @@ written over, so whenever the process is killed `last` finds a whole one. `publi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -64,6 +64,8 @@ class Checkpoint:
     """Seconds and examples per second so far."""
     shards: list[int] = field(default_factory=list)
     """Shards of the training table and buffers of each, which the order of examples depends on."""
+    learned: dict[str, Any] = field(default_factory=dict)
+    """What it knows of its tables beside weights (`models/carry.py`)."""
     files: dict[str, int] = field(default_factory=dict)
     """The other files and their sizes in bytes."""
     sha256: dict[str, str] = field(default_factory=dict)
@@ -296,15 +298,26 @@ def _remedy(table: str) -> str:
     return f"{what}, or train again"
 
 
-def check(about: Checkpoint, uri: str | Path, hashes: dict[str, str | None], name: str | None = None) -> None:
-    """Raises UserError where the checkpoint is of another model than `name` or of other tables than `hashes`."""
+def extended(about: Checkpoint, table: str, hashes: Mapping[str, str | None]) -> bool:
+    """Whether the table of these hashes extends that of the training; queries and their texts, which models know by
+    their words alone, go with what they belong to."""
+    table = {"queries": "sequences", "text_queries": "text_items", "text_pairs": "text_items"}.get(table, table)
+    return about.hashes.get(table) in getattr(hashes.get(table), "extends", ())
+
+
+def check(
+    about: Checkpoint, uri: str | Path, hashes: Mapping[str, str | None], name: str | None = None,
+    extending: bool = False,
+) -> None:  # fmt: skip
+    """Raises UserError where the checkpoint is of another model than `name` or of other tables than `hashes`; where
+    `extending` it takes tables that extend its own."""
     if name is not None and about.name != name:
         raise UserError(f"{uri} is a checkpoint of the model '{about.name}', not of '{name}'; give one of '{name}'")
     for table, trained in about.hashes.items():
         given = hashes.get(table)
         if trained and not given:
             raise UserError(f"{uri} was trained with a table '{table}' that is not given; {_remedy(table)}")
-        if trained and given != trained:
+        if trained and given != trained and not (extending and extended(about, table, hashes)):
             raise UserError(
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {str(given)[:12]} is given; "
                 f"{_remedy(table)}"
@@ -318,15 +331,20 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
     with local(uri) as folder:
         try:
             safetensors.torch.load_model(model, str(whole(folder, WEIGHTS, uri)))
-            for name, weight in model.named_parameters():
-                if not bool(weight.isfinite().all()):
-                    raise UserError(
-                        f"the weights of {uri} are not all finite ({name}): its training diverged; train with a lower "
-                        f"fit.lr, or use another checkpoint"
-                    )
+            check_finite(model, uri)
         except (RuntimeError, FileNotFoundError) as error:
             first = " ".join(str(error).split())[:300]
             raise UserError(f"{uri} does not fit the model: {first}; give a checkpoint of this model") from error
+
+
+def check_finite(model: nn.Module, uri: str | Path) -> None:
+    """UserError where a weight is no number."""
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise UserError(
+                f"the weights of {uri} are not all finite ({name}): its training diverged; train with a lower fit.lr, "
+                f"or use another checkpoint"
+            )
 
 
 def load_state(uri: str | Path) -> dict[str, Any]:

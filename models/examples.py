@@ -85,6 +85,10 @@ class Sharded:
     """Of each row, what batches are sorted by."""
     counted: ClassVar[str] = "requests"
     """What `requests` counts, in words."""
+    since: ClassVar[int] = 0
+    """Of training: time in ms before which a share of `replay` is left, drawn by `seed`."""
+    replay: ClassVar[float] = 1.0
+    seed: ClassVar[int] = 0
     skipped = 0
     """Requests of the split, of this worker's evaluation, that are left out."""
     requests = 0
@@ -101,6 +105,11 @@ class Sharded:
         self._rows_held = np.zeros(len(share.held), np.int64)
         self.rows_per_buffer, self.examples_per_buffer = np.zeros((2, share.shards, 1), np.int64)
         self._kept: list[NDArray[np.int64]] | None = None  # of each shard held, the rows that `limit_to` left
+
+    def left(self, time: NDArray[np.int64], first: int) -> NDArray[np.bool_]:
+        """(n,) which of the part's training requests or rows of these times are trained on; `first` tells parts
+        apart."""
+        return (time >= self.since) | (np.random.default_rng([self.seed, first]).random(len(time)) < self.replay)
 
     # What a family gives.
 

@@ -69,8 +69,9 @@ class Family:
     logged = False
     """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
-    def catalogue(self, inputs: Inputs, scale: bool = True) -> Any:
-        """What models are built on; without `scale`, which a checkpoint brings, of the manifest of the sequences."""
+    def catalogue(self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None) -> Any:
+        """What models are built on; without `scale`, which a checkpoint brings, of the manifest of the sequences.
+        `scales` are a checkpoint's (`models/carry.py`)."""
         raise NotImplementedError
 
     def hashes(self, inputs: Inputs) -> dict[str, str]:
@@ -102,7 +103,9 @@ class Retrieval(Family):
     ranks = "catalogue"
     logged = True
 
-    def catalogue(self, inputs: Inputs, scale: bool = True) -> Catalogue:
+    def catalogue(
+        self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None
+    ) -> Catalogue:  # fmt: skip
         return Catalogue.load(inputs.tables, inputs.sids)
 
     def unread(self, info: Mapping[str, Any]) -> list[str]:
@@ -120,8 +123,10 @@ class Search(Family):
     ranks = "candidates"
     reads: ClassVar[Mapping[str, bool]] = {"text": True}
 
-    def catalogue(self, inputs: Inputs, scale: bool = True) -> SearchCatalogue:
-        return SearchCatalogue.load(inputs.tables, inputs.text, scale)
+    def catalogue(
+        self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None
+    ) -> SearchCatalogue:  # fmt: skip
+        return SearchCatalogue.load(inputs.tables, inputs.text, scale, scales)
 
     def trim_catalogue(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
         return catalogue.leave_pairs_to(examples, config)
@@ -139,8 +144,10 @@ class Actions(Family):
     eval_unit = "user"
     reads: ClassVar[Mapping[str, bool]] = {"text": False}
 
-    def catalogue(self, inputs: Inputs, scale: bool = True) -> ActionsCatalogue:
-        return ActionsCatalogue.load(inputs.tables, inputs.text)
+    def catalogue(
+        self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None
+    ) -> ActionsCatalogue:  # fmt: skip
+        return ActionsCatalogue.load(inputs.tables, inputs.text, scales)
 
     def parts(self, model: ActionsModel) -> dict[str, int]:
         return model.parameter_counts()

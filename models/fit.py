@@ -83,6 +83,9 @@ class FitConfig:
     """Steps between validations within an epoch, for long epochs; 0: at the ends of epochs alone."""
     train_examples: int = 0
     """Train on this many of the examples, drawn once and the same in every epoch; 0 takes all."""
+    replay: float = 1.0
+    """Share of what the model of --init was trained on that is trained on again, beside all that is newer; drawn once,
+    the same in every epoch."""
     eval_examples: int = 0
     """Validate on at most this many requests, the same ones each time; 0 takes all."""
     eval_options: dict[str, Any] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class FitConfig:
         for name, usual in {"lr": 0.001, "shard_mb": 32}.items():
             if not getattr(self, name) > 0:
                 raise ValueError(f"fit.{name} is {getattr(self, name)}, it must be above 0; try {usual}")
-        check_shares(self, ["warmup_share"], "fit.")
+        check_shares(self, ["warmup_share", "replay"], "fit.")
         check_choices(self, "fit.")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from models.tables import UserError, join, read_manifest
+from models.tables import UserError, Version, join, read_manifest
 from models.uri import absolute
 
 MADE = {"sids": ("semantic IDs", "jobs.tokenize"), "text": ("text embeddings", "jobs.encode")}
@@ -53,7 +53,7 @@ class Inputs:
                             f"{join(folder, table)} was made from other {name} ({made_from[:12]}, these are "
                             f"{given[:12]}); point at tables that belong together or run {job} again"
                         )
-                found[f"text_{table}" if option == "text" else table] = manifest.hash
+                found[f"text_{table}" if option == "text" else table] = Version.of(manifest)
         return found
 
     def of(self, model: str, reads: Mapping[str, bool]) -> Inputs:

@@ -81,10 +81,10 @@ class OwnFeatures:
     categories: tuple[Category, ...] = ()
 
     @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Self:
-        """As the manifest of sequences says; none where it says nothing."""
+    def of(cls, info: Mapping[str, Any], scales: Mapping[str, Any] | None = None) -> Self:
+        """As the manifest of sequences says; none where it says nothing. `scales` are those of a checkpoint."""
         said = info.get("own") or {"numbers": [], "categories": []}
-        numbers = (Number(**number) for number in said["numbers"])
+        numbers = (Number(**number) for number in (scales or {}).get("own", said["numbers"]))
         return cls(tuple(numbers), tuple(Category(**{**c, "values": tuple(c["values"])}) for c in said["categories"]))
 
     @property
@@ -137,6 +137,7 @@ class OwnInputs(Standardised):
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(torch.randn(c.rows, width) * width**-0.5, freeze=False) for c in own.categories
         )
+        self.names = [None if c.buckets else c.values for c in own.categories]
         self.columns = [
             *(number.name for number in own.numbers),
             *(own.numbers[place].name for place in at_times),

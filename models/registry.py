@@ -15,6 +15,7 @@ from torch import nn
 
 from models import checkpoint, language_model
 from models.actions import fusions
+from models.carry import carry
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
 from models.cpu.matmul import use_exact_onednn
@@ -77,6 +78,8 @@ class Entry:
     recommends: type | None = None
     """Dataclass of the options of the module's `recommend(batch, k, **options)`, each None where left out; None: it
     ranks no catalogue."""
+    carries: bool = True
+    """Whether its weights fit tables that extend those of its training."""
     own_measured: Measured | None = None
     """What is measured of it, where that is not what the family measures."""
 
@@ -186,7 +189,7 @@ MODELS: dict[str, Entry] = {
     "atspeed_r": Entry(AtSpeedRConfig, AtSpeed, RETRIEVAL, **ATSPEED),
     "sid_mlp_pp_encoder": Entry(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, **STAGE_1),
     "sid_mlp_pp": Entry(sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, **STAGE_2, recommends=SidMlpOptions),
-    "boosted": Entry(BoostedConfig, Boosted, SEARCH, unit="request", gradient=False, tables_alone=True),
+    "boosted": Entry(BoostedConfig, Boosted, SEARCH, unit="request", gradient=False, tables_alone=True, carries=False),
     "base": Entry(RankerConfig, Ranker, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, QGS, SEARCH, **GENERATIVE),
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),
@@ -258,14 +261,24 @@ def config_from_dict(content: dict[str, Any]) -> Any:
         raise UserError(f"model '{name}': {error}") from error
 
 
+def check_carries(name: str, uri: str | Path) -> None:
+    """UserError for a model whose weights fit the tables of its training alone."""
+    if not find(name).carries:
+        raise UserError(f"{uri} is of the model '{name}', which takes no tables that extend its own; train it anew")
+
+
 def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.Module, Checkpoint]:
     """The model of a checkpoint in evaluation mode, and the checkpoint's config.
 
-    `catalogue` must be of the tables that it was trained on (see `checkpoint.check`); `name`, where given, is the
-    model that is expected.
+    `catalogue` must be of the tables that it was trained on, or of such as extend them (see `checkpoint.check`), with
+    the checkpoint's scales; `name`, where given, is the model that is expected.
     """
     about = checkpoint.read(uri)
-    checkpoint.check(about, uri, catalogue.hashes, name)
+    checkpoint.check(about, uri, catalogue.hashes, name, extending=True)
     model = build(config_from_dict(about.model), catalogue)
-    checkpoint.load_weights(model, uri)
+    if any(value and value != catalogue.hashes[table] for table, value in about.hashes.items()):
+        check_carries(about.name, uri)
+        carry(model, uri, about)
+    else:
+        checkpoint.load_weights(model, uri)
     return model.eval(), about

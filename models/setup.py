@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from models import checkpoint, registry
 from models.by_user import ByUser
+from models.carry import carry, names_of
 from models.checkpoint import Checkpoint, check, load_state, load_weights, local, step_name
 from models.config import hint
 from models.examples import Sharded, plan
@@ -69,6 +71,8 @@ class Setup:
     """Where the model is."""
     world: int
     """Number of workers."""
+    until: int | None = None
+    """Time in ms up to which requests are trained on, where the split is by time."""
     notes: list[str] = field(default_factory=list)
     """What was worked out once before training, in a line each."""
 
@@ -94,8 +98,14 @@ class Setup:
         examples = self.train.examples
         return Checkpoint(
             model=registry.config_to_dict(self.config), fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes),
-            shards=[examples.share.shards, examples.buffers], **fields,
+            shards=[examples.share.shards, examples.buffers], learned=self.learned, **fields,
         )  # fmt: skip
+
+    @cached_property
+    def learned(self) -> dict[str, Any]:
+        """What a checkpoint knows beside weights."""
+        scales, names = self.catalogue.scales(), names_of(self.model)
+        return {"scales": scales, "names": names, "until": self.until, "since": self.train.examples.since}
 
     def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
         """Loads the checkpoint `about` of the run in `folder`; the state that `fit` goes on from, where there is one.
@@ -125,9 +135,10 @@ def inputs_of(name: str, inputs: Inputs) -> Inputs:
     return inputs.of(name, entry.reads)
 
 
-def load_catalogue(name: str, inputs: Inputs) -> Any:
-    """The catalogue of a model; UserError as of `inputs_of`."""
-    return registry.find(name).family.catalogue(inputs_of(name, inputs))
+def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -> Any:
+    """The catalogue of a model, with the scales of a checkpoint where one is given; UserError as of `inputs_of`."""
+    scales = about.learned.get("scales") if about else None
+    return registry.find(name).family.catalogue(inputs_of(name, inputs), scales=scales)
 
 
 def hashes_of(name: str, inputs: Inputs) -> dict[str, str]:
@@ -152,9 +163,10 @@ class Loaded:
 
     @classmethod
     def of(cls, uri: str, inputs: Inputs, device: torch.device | str = "cpu") -> Self:
-        """Of the checkpoint at `uri`; a model that ranks a catalogue takes another log of the same items too."""
+        """Of the checkpoint at `uri`, and tables that may extend its own; a model that ranks a catalogue takes another
+        log of the same items too."""
         about = checkpoint.read(uri)
-        catalogue = load_catalogue(about.name, inputs)
+        catalogue = load_catalogue(about.name, inputs, about)
         trained = replace(catalogue, hashes=of_training(catalogue.hashes, about))
         config, model = registry.config_from_dict(about.model), registry.load(uri, trained)[0].to(device)
         return cls(about, registry.find(about.name), config, model, catalogue)
@@ -182,19 +194,23 @@ def set_up(
     device: torch.device | str = "cpu",
     rank: int = 0,
     world: int = 1,
-    shards: Sequence[int] | None = None,
+    goes_on: Checkpoint | None = None,
+    init: str | None = None,
 ) -> Setup:
-    """Reads the tables and builds the model that `model` (its `name` and fields) names. `shards` is how the run that
-    goes on was begun (`Checkpoint.shards`)."""
+    """Reads the tables and builds the model that `model` (its `name` and fields) names. `goes_on` is what the run that
+    goes on has said last; another one begins with the weights of the checkpoint `init`, where one is given."""
     entry = registry.find(model["name"])
-    catalogue = load_catalogue(model["name"], inputs)
+    first = None if goes_on or not init else checkpoint.read(init)
+    before = goes_on or first
+    catalogue = load_catalogue(model["name"], inputs, before)
     check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
     sequences = inputs.sequences
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
-    train, val = read_share(entry, sequences, fit, config, rank, world, shards)
+    since = goes_on.learned.get("since", 0) if goes_on else since_of(first, fit)
+    train, val = read_share(entry, sequences, fit, config, rank, world, goes_on.shards if goes_on else None, since)
     examples: dict[str, Any] = {"train": train, "val": val}
     if world > 1 and train.share.shards > 1:
         for part in (train, val):
@@ -204,22 +220,53 @@ def set_up(
     catalogue = entry.family.trim_catalogue(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
+    notes = []
+    if first and init:
+        check_init(first, init, catalogue.hashes, model["name"])
+        notes = [f"weights of {init}", *carry(module, init, first)]
     entry.teach(module, config, catalogue)
-    notes = entry.precompute(module, config, catalogue, examples)
+    notes += entry.precompute(module, config, catalogue, examples)
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
         train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))
     notes += train.notes()
-    return Setup(entry, config, catalogue, module, batches, val, fit, device, world, notes)
+    until = read_manifest(sequences, "sequences").info.get("split", {}).get("val_start_ms")
+    return Setup(entry, config, catalogue, module, batches, val, fit, device, world, until, notes)
+
+
+def check_init(first: Checkpoint, init: str, hashes: dict[str, str], name: str) -> None:
+    """UserError where a model `name` on tables of these hashes cannot begin with the checkpoint `init`."""
+    if not registry.find(name).gradient:
+        raise UserError(f"'{name}' is not trained by steps, so it goes on from nothing; leave out --init")
+    checkpoint.check(first, init, hashes, name, extending=True)
+
+
+def since_of(first: Checkpoint | None, fit: FitConfig) -> int:
+    """Time in ms up to which the model of `first` was trained on requests, of which `fit.replay` leaves a share; 0: all
+    are trained on."""
+    if fit.replay == 1:
+        return 0
+    if first is None:
+        raise UserError(
+            f"fit.replay is {fit.replay:g}, but no model is given to go on from; add --init, or leave it out"
+        )
+    if not (until := first.learned.get("until")):
+        raise UserError(
+            f"fit.replay is {fit.replay:g}, but the model of --init was not trained up to a time; leave it out, or "
+            f"prepare its tables with a split by time"
+        )
+    return int(until)
 
 
 def read_share(
     entry: registry.Entry, sequences: str, fit: FitConfig, config: Any, rank: int, world: int,
-    shards: Sequence[int] | None = None,
+    shards: Sequence[int] | None = None, since: int = 0,
 ) -> tuple[Sharded, Sharded]:  # fmt: skip
     """This rank's examples of training and of validation. The order of training depends on the number of shards and of
     buffers, so a run that goes on keeps it (`shards`); of a new one it is found by the table and the memory budget."""
     family, manifest = entry.family.examples.of_model(config), read_manifest(sequences, "sequences")
+    if since:
+        family = type(family.__name__, (family,), {"since": since, "replay": fit.replay, "seed": fit.seed})
     number, buffers = shards or check_budget(entry, fit, sequences, config, world)
     # buffers are of about equally many parts
     sizes = np.array([part.bytes if buffers == 1 else 1 for part in manifest.files])

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -96,6 +96,18 @@ class Manifest:
     """Seconds per phase."""
     extends: list[str] = field(default_factory=list)
     """Hashes of the versions that it extends, the latest last: what they number has the same number here."""
+
+
+class Version(str):
+    """A table's hash, with those of the versions that it extends."""
+
+    extends: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        found = cls(manifest.hash)
+        found.extends = tuple(manifest.extends)
+        return found
 
 
 def sealed(content: dict[str, Any]) -> str:

@@ -10,6 +10,11 @@ from torch import Tensor
 from models.tables import UserError
 
 
+def size_of(vectors: Tensor) -> float:
+    """Root mean square of the numbers; 0 of none."""
+    return float(vectors.square().mean().sqrt()) if vectors.numel() else 0.0
+
+
 def vectors_of(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
     """(rows, W) float32 of a fixed-size list column; a table of one key must be in the key's dense order."""
     if len(table) != rows:

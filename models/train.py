@@ -23,6 +23,7 @@ from models.config import build, instead, read_configs, typed
 from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
 from models.inputs import Inputs
 from models.places import reach
+from models.retrieval import teacher
 from models.setup import check_fit, set_up
 from models.tables import UserError, join
 
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
     parser.add_argument("--text", help="folder that jobs.encode made, for models of search, and if given of actions")
     parser.add_argument("--output", required=True, help="folder for the checkpoints; run again, it resumes from them")
+    parser.add_argument("--init", help="checkpoint whose weights it begins with, of tables that these may extend")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -73,8 +75,9 @@ def main(argv: list[str] | None = None) -> None:
         except (TypeError, ValueError) as error:
             raise UserError(f"{error}; correct the config") from error
         output = options.output
+        init = teacher.locate(options.init, "checkpoint") if options.init else None
         about = checkpoint.last(output)
-        setup = set_up(chosen, config, inputs, device=device, shards=about.shards if about else None)
+        setup = set_up(chosen, config, inputs, device=device, goes_on=about, init=init)
         check_fit(config, name, setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)

@@ -91,6 +91,7 @@ class ItemNetwork(nn.Module):
     numbers: Tensor
     categories: Tensor
     text: Tensor
+    of_catalogue = ("numbers", "categories")
 
     def __init__(self, catalogue: ActionsCatalogue, config: ActionsConfig) -> None:
         super().__init__()
@@ -107,12 +108,15 @@ class ItemNetwork(nn.Module):
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(torch.randn(size, width) * width**-0.5, freeze=False) for size in sizes
         )
+        of_items = list(catalogue.attributes.categories.values()) or [None] * self.categories.shape[1]
+        of_items = [None if values is None else values.to_pylist() for values in of_items]
+        self.names = [*[None] * self.has_ids, *of_items, *catalogue.viewers.values()]
         for place in range(self.categories.shape[1]):
             nn.init.zeros_(cast(nn.Embedding, self.tables[self.has_ids + place]).weight[0])
         if self.has_ids and self.id_dropout:
             nn.init.zeros_(cast(nn.Embedding, self.tables[0]).weight)
-        size = float(self.text.square().mean().sqrt()) if self.text.numel() else 0.0
-        self.gain = 1 / size if size > 0 else 1.0  # normalised vectors of W numbers are small beside features
+        # normalised vectors of W numbers are small beside features
+        self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
         self.of_text = nn.Linear(self.text.shape[1], width) if self.text.numel() else None
         self.own = OwnInputs(catalogue.own, width, config.category_dropout) if catalogue.own.names else None
         wide = len(sizes) * width + self.numbers.shape[1] + (len(self.own.columns) if self.own else 0)

@@ -36,8 +36,9 @@ Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -49,7 +50,7 @@ from torch import Tensor
 from models.inputs import Inputs
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.tables import UserError, join, read_table, sequences_manifest
-from models.text_tables import vectors_of
+from models.text_tables import size_of, vectors_of
 
 Batch = dict[str, Tensor]
 
@@ -67,9 +68,10 @@ class Attributes:
     """Values by column, numbered from 1 in their order; 0 is for none and for another value."""
 
     @classmethod
-    def of(cls, items: pa.Table) -> Self:
-        """Those of the columns `num_*` and `cat_*`."""
+    def of(cls, items: pa.Table, scales: Mapping[str, Any] | None = None) -> Self:
+        """Those of the columns `num_*` and `cat_*`, of numbers those that a checkpoint's `scales` have."""
         numbers = {name: spread(values(items[name])) for name in items.column_names if name.startswith(NUMBER)}
+        numbers |= {name: tuple(scale) for name, scale in (scales or {}).get("numbers", {}).items() if name in numbers}
         categories = {name: known(items[name]) for name in items.column_names if name.startswith(CATEGORY)}
         return cls(numbers, categories)
 
@@ -126,6 +128,8 @@ class ActionsCatalogue:
     """What numbers and categories say of an item, for items that are not among the I."""
     text: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(I, W) float32: the text of each item by a frozen encoder, where models read it; or empty."""
+    text_size: float = 0.0
+    """Root mean square of `text`, or that of a checkpoint."""
     viewers: dict[str, list[str]] = field(default_factory=dict)
     """The V viewer-side categories of events, such as device or place in the app (Sec. 1 of AttnMVP), and the values
     that training has seen of each."""
@@ -136,10 +140,19 @@ class ActionsCatalogue:
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables it comes from."""
 
+    def __post_init__(self) -> None:
+        if not self.text_size:
+            object.__setattr__(self, "text_size", size_of(self.text))
+
+    def scales(self) -> dict[str, Any]:
+        """What a checkpoint keeps of how items' and events' numbers and texts are read."""
+        own = [asdict(number) for number in self.own.numbers]
+        return {"numbers": self.attributes.numbers, "own": own, "text_size": self.text_size}
+
     @classmethod
-    def load(cls, tables: str, text: str | None = None) -> Self:
+    def load(cls, tables: str, text: str | None = None, scales: Mapping[str, Any] | None = None) -> Self:
         """Reads what jobs.prepare made at `tables` from a source of kind `actions`, and with `text` the items' text
-        that jobs.encode made there.
+        that jobs.encode made there; `scales` are those of a checkpoint.
 
         Raises UserError where the tables do not belong together.
         """
@@ -150,7 +163,8 @@ class ActionsCatalogue:
             raise UserError(
                 f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
             )
-        attributes, vectors = Attributes.of(items), torch.zeros(0)
+        scales = scales or {}
+        attributes, vectors = Attributes.of(items, scales), torch.zeros(0)
         numbers, categories = attributes.read(items)
         if text is not None:
             vectors = vectors_of(read_table(join(text, "items")), "embedding", len(items), join(text, "items"))
@@ -165,8 +179,9 @@ class ActionsCatalogue:
             categories=categories,
             attributes=attributes,
             text=vectors,
+            text_size=scales.get("text_size", 0.0),
             viewers=info.get("viewers", {}),
-            own=OwnFeatures.of(info),
+            own=OwnFeatures.of(info, scales),
             train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
             hashes=hashes,
         )

@@ -107,6 +107,14 @@ class ActionsExamples(Sharded):
     def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
         lengths, ends = part["lengths"], part["ends"]
         begin, context, candidates, shared, owner = self._windows(ends)
+        if self.split == "train" and self.since:  # of a row learn the new events, unless all are to be
+            time, at = part["events"]["time"], starts(lengths)[owner] + begin
+            old = np.append(0, np.cumsum(time < self.since))
+            known = np.maximum(shared, old[at + context] - old[at])
+            again = self.left(np.full(len(owner), self.since - 1), first_user)
+            shared = np.where(again, shared, known)
+            some = np.flatnonzero(shared < context)
+            begin, context, candidates, shared, owner = (x[some] for x in (begin, context, candidates, shared, owner))
         users, local, low, count = spans(owner, begin, begin + context + candidates)
         kept = runs(starts(lengths)[users] + low, count)
         self._events.append({name: value[kept] for name, value in part["events"].items()})

@@ -57,6 +57,10 @@ class Catalogue:
     tables: str = ""
     """Where the tables are, for models that read the items' texts; empty without tables."""
 
+    def scales(self) -> dict[str, Any]:
+        """Nothing: items are numbers."""
+        return {}
+
     @classmethod
     def load(cls, tables_uri: str, sids_uri: str | None = None) -> Self:
         """Reads the manifests under `tables_uri` and, if given, the semantic IDs under `sids_uri`.
@@ -184,7 +188,11 @@ class Examples(Sharded):
     @classmethod
     def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
         manifest = sequences_manifest(uri, "retrieval")
-        return manifest, ["user_id", "item_index", *of_requests("history_end", "candidates", "split")]
+        return manifest, [
+            "user_id",
+            "item_index",
+            *of_requests(*["timestamp_ms"] * bool(cls.since), "history_end", "candidates", "split"),
+        ]
 
     @classmethod
     def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
@@ -196,6 +204,8 @@ class Examples(Sharded):
             owner, target, place = np.arange(len(end)), np.full(len(end), PAD), np.zeros(len(end), np.int64)
         else:
             chosen = pc.equal(part["split"], self.split).to_numpy(zero_copy_only=False).nonzero()[0]
+            if self.split == "train" and self.since:
+                chosen = chosen[self.left(part["time"][chosen], first_user)]
             owner, end, target, place = (part[name][chosen] for name in ("owner", "end", "target", "place"))
         usable = (end > 0) | (self.unit == "behaviour")
         self.skipped += int((~usable & shard.counts(first_user + owner)).sum())
@@ -366,8 +376,8 @@ def of_requests(*names: str) -> list[str]:
 
 
 def _read_part(table: pa.Table, name: str) -> dict[str, Any]:
-    """Of one part: items end to end; by user lengths, user_start, user_hash; by request owner, place, end, target
-    and (as an Arrow array) split."""
+    """Of one part: items end to end; by user lengths, user_start, user_hash; by request owner, place, end, target,
+    (as an Arrow array) split and, where it was read, time."""
     lists = table["item_index"].combine_chunks()
     lengths = pc.list_value_length(lists).to_numpy().astype(np.int64)
     requests = table["requests"].combine_chunks()
@@ -386,4 +396,4 @@ def _read_part(table: pa.Table, name: str) -> dict[str, Any]:
         "end": pc.struct_field(asked, "history_end").to_numpy().astype(np.int64),
         "target": candidates.flatten().to_numpy().astype(np.int64),
         "split": pc.struct_field(asked, "split"),
-    }
+    } | ({"time": pc.struct_field(asked, "timestamp_ms").to_numpy()} if "timestamp_ms" in asked.type.names else {})

@@ -13,8 +13,8 @@ Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `F` features, `K`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -41,7 +41,7 @@ from models.tables import (
     read_table,
     sequences_manifest,
 )
-from models.text_tables import vectors_of
+from models.text_tables import size_of, vectors_of
 
 MOST_REQUESTS = 64
 """Requests that share a row at most, so that many searches without a click are no row that a batch cannot hold."""
@@ -92,6 +92,8 @@ class SearchCatalogue:
     """(P,) int64, ascending: `pair_key` of each of them."""
     joint: Tensor | None = None
     """(P, W) float32: the encoder's [SEP] output over query and document, which has seen the document; or None."""
+    text_size: float = 0.0
+    """Root mean square of the documents' numbers, or that of a checkpoint."""
     feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(F - own ones,) mean over train candidates."""
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -109,17 +111,27 @@ class SearchCatalogue:
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
     """Features that a candidate has once it was shown; `models/search/position.py` keeps them from the ranking."""
 
+    def __post_init__(self) -> None:
+        if not self.text_size:
+            object.__setattr__(self, "text_size", size_of(self.items))
+
+    def scales(self) -> dict[str, Any]:
+        """What a checkpoint keeps of how texts and the log's own numbers are read."""
+        return {"own": [asdict(number) for number in self.own.numbers], "text_size": self.text_size}
+
     @classmethod
-    def load(cls, tables: str, text: str | None, scale: bool = True) -> Self:
+    def load(
+        cls, tables: str, text: str | None, scale: bool = True, scales: Mapping[str, Any] | None = None
+    ) -> Self:  # fmt: skip
         """Reads what jobs.prepare made at `tables` and jobs.encode at `text`; without it, text is 0 wide.
 
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
-        which a checkpoint brings with it. Raises UserError where they do not belong together.
+        which a checkpoint brings with it, as it does its `scales`. Raises UserError where they do not belong together.
         """
         hashes, uri = Inputs(tables, text=text).hashes(TABLES), join(tables, "sequences")
         sequences = sequences_manifest(uri, "search")
         items, queries = (read_manifest(join(tables, name), name) for name in ("items", "queries"))
-        info, own = sequences.info, OwnFeatures.of(sequences.info)
+        info, own = sequences.info, OwnFeatures.of(sequences.info, scales)
         features = len(info["features"])
         mean, std, behaviours = torch.zeros(features), torch.ones(features), behaviour_labels(sequences)
         if scale:
@@ -131,6 +143,7 @@ class SearchCatalogue:
             labels=tuple(info["labels"]),
             features=(*info["features"], *own.names),
             **(load_text(text, items, queries.rows) if text else no_text(items.rows, queries.rows)),
+            text_size=(scales or {}).get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,
             own=own,
@@ -308,6 +321,8 @@ class SearchExamples(Examples):
 
     def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
         chosen = np.flatnonzero(part["split"] == self.split)
+        if self.split == "train" and self.since:
+            chosen = chosen[self.left(part["request_time"][chosen], first_user)]
         owner, end = part["owner"][chosen], part["end"][chosen]
         begin = self._begin(end)
         first = np.ones(len(chosen), bool)

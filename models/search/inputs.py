@@ -31,8 +31,8 @@ class Text(nn.Module):
         tables["joint"] = torch.zeros(0) if catalogue.joint is None else catalogue.joint
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
-        size = float(catalogue.items.square().mean().sqrt())
-        self.gain = 1 / size if size > 0 else 1.0  # normalised vectors of W numbers are small beside features
+        # normalised vectors of W numbers are small beside features
+        self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
         self.document = nn.Linear(catalogue.items.shape[1], width)
         self.of_query = nn.Linear(catalogue.items.shape[1], width)
 

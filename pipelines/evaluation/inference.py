@@ -265,7 +265,7 @@ def infer_all(
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
     chosen = recommend_options(about.name, options or {})
     given = hashes_of(about.name, inputs)
-    checkpoint.check(about, uri, dict(of_training(given, about)))
+    checkpoint.check(about, uri, of_training(given, about), extending=True)
     sequences = read_manifest(inputs.sequences, "sequences")
     kernel: type[Kernel] = Recommender if entry.family.ranks == "catalogue" else Scorer
     ask: dict[str, Any] = {"k": k} if kernel is Recommender else {"split": split}

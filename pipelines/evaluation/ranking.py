@@ -83,7 +83,7 @@ def check(uri: str, inputs: Inputs, options: dict[str, Any]) -> Checkpoint:
     about = checkpoint.read(uri)
     recommend_options(about.name, options)
     given = hashes_of(about.name, inputs)
-    checkpoint.check(about, uri, dict(of_training(given, about)))
+    checkpoint.check(about, uri, of_training(given, about), extending=True)
     return about
 
 

@@ -43,8 +43,9 @@ class Ranker(PythonModel):
 
     def load_context(self, context: Any) -> None:
         folder = context.artifacts["data"]
-        name = checkpoint.read(f"{folder}/checkpoint").name
-        catalogue = load_catalogue(name, bundled(folder))
+        about = checkpoint.read(f"{folder}/checkpoint")
+        name = about.name
+        catalogue = load_catalogue(name, bundled(folder), about)
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         requests = registry.find(name).family.requests
         self.requests: Any = requests(folder, self.model, catalogue, {})

@@ -72,9 +72,10 @@ class RequestRanker(PythonModel):
 
     def load_context(self, context: Any) -> None:
         folder = context.artifacts["data"]
-        entry = registry.find(checkpoint.read(f"{folder}/checkpoint").name)
+        about = checkpoint.read(f"{folder}/checkpoint")
+        entry = registry.find(about.name)
         settings = {**entry.family.requests.settings, **(context.model_config or {})}
-        catalogue = entry.family.catalogue(bundled(folder), scale=False)
+        catalogue = entry.family.catalogue(bundled(folder), scale=False, scales=about.learned.get("scales"))
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.requests = entry.family.requests(folder, self.model, catalogue, settings)
         self.keeps_state = entry.keeps_state(self.model.config)

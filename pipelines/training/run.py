@@ -182,8 +182,9 @@ def run_training(
             record = {**record, "inputs": inputs.given()}  # tables may have moved
 
         task = Task(
-            config["model"], config["fit"], folder, inputs.given(), run.to_dict(), ray_options.threads, ray_options.fsdp
-        )
+            config["model"], config["fit"], folder, inputs.given(), run.to_dict(), ray_options.threads, checked.init,
+            ray_options.fsdp,
+        )  # fmt: skip
         try:
             if here:
                 device = torch.device("cuda" if use_gpu else "cpu")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from models import registry
+from models import checkpoint, registry
 from models.config import check_least, naming
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.places import CHECKPOINT
-from models.setup import check_budget, check_fit, load_catalogue
+from models.setup import check_budget, check_fit, check_init, load_catalogue, since_of
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import located
 from models.uri import absolute
 from pipelines.tracking import resolve_uri
-from pipelines.training.record import check_same, read_record
+from pipelines.training.record import check_same, find_checkpoint, read_record
 
 FEWER = "lower --ray.num_workers or --ray.cpus_per_worker"
 """What to do where there is no room for the workers."""
@@ -88,6 +88,8 @@ class Checked:
     """What the model reads."""
     hashes: dict[str, str]
     """Of the tables that it reads."""
+    init: str | None
+    """The checkpoint whose weights it begins with."""
     uri: str
     """MLflow's tracking URI."""
     overwrite: bool
@@ -110,7 +112,7 @@ class Checked:
 
 def check(
     *, model: dict[str, Any], fit: FitConfig, ray_options: RayOptions, inputs: Inputs, storage: str,
-    name: str, tracking_uri: str | None = None, overwrite: bool = False, remedy: str = "",
+    name: str, tracking_uri: str | None = None, overwrite: bool = False, remedy: str = "", init: str | None = None,
 ) -> Checked:  # fmt: skip
     """The training, or UserError for what the user can mend and is known without Ray. Nothing is written.
 
@@ -140,7 +142,14 @@ def check(
     workers = ray_options.num_workers if entry.gradient else 1
     for count in range(ray_options.least(workers), workers + 1):
         check_fit(fit, model["name"], catalogue, count)
-    config = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
+    config: dict[str, Any] = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
+    first = None
+    if init:
+        init = find_checkpoint(init)
+        first = checkpoint.read(init)
+        check_init(first, init, catalogue.hashes, model["name"])
+        config["init"] = first.sha256[checkpoint.WEIGHTS]
+    since_of(first, fit)
     notes = []
     if record is None:  # a run that has begun keeps its buffers
         check_budget(entry, fit, inputs.sequences, registry.config_from_dict(model), workers)
@@ -160,6 +169,7 @@ def check(
         ray_options,
         inputs,
         catalogue.hashes,
+        init,
         uri,
         overwrite,
         notes,

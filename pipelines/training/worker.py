@@ -111,6 +111,8 @@ class Task:
     """The MLflow run as `RunRef` fields."""
     threads: int
     """Threads per worker; 0 shares out the machine's cores among its workers."""
+    init: str | None = None
+    """The checkpoint whose weights it begins with."""
     fsdp: bool = False
     """Whether the model is cut over the workers."""
 
@@ -175,7 +177,7 @@ def perform(task: Task, place: WorkerContext) -> None:
     about = checkpoint.last(task.folder)
     setup = set_up(
         task.model, FitConfig(**task.fit), Inputs(**task.inputs), device=place.device, rank=place.rank,
-        world=place.world, shards=about.shards if about else None,
+        world=place.world, goes_on=about, init=task.init,
     )  # fmt: skip
     state = setup.resume(task.folder, about) if about else None
     if place.rank == 0:

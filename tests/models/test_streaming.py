@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.checkpoint import Checkpoint
 from models.examples import Sharded, plan
 from models.fit import FitConfig, fit
 from models.inputs import Inputs
@@ -154,7 +155,7 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     def run(config: FitConfig, last: Any = (None, None, None), upto: int = 10**6) -> tuple[Any, Any, Any]:
         """(state, weights, shards) of the last checkpoint of the first `upto` events."""
         state, weights, shards = last
-        setup = set_up(model, config, Inputs(tables), shards=shards)
+        setup = set_up(model, config, Inputs(tables), goes_on=Checkpoint(model, shards=shards) if shards else None)
         assert setup.train.examples.buffers > 1
         assert f"streaming: {setup.checkpoint().shards[1]} buffers" in setup.notes[-1]
         if weights:

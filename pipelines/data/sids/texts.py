@@ -208,6 +208,11 @@ class _Encoding:
         uri, key = join(self.output, name), "item_index" if name == "items" else "query_index"
         parts, schema = write_vectors(uri, vectors, key), embeddings_schema(vectors.shape[1], [key])
         config, hashes = self.origin(self.inputs(name))
+        extends = []  # the texts before, where old ones have the same vectors
+        if has_manifest(uri) and self.encoder != "tfidf":
+            before, items = read_manifest(uri), read_manifest(join(self.tables, "items"), "items")
+            if (before.config, before.inputs["encoder"]) == (config, hashes["encoder"]):
+                extends = [*before.extends, before.hash] if before.inputs["items"] in items.extends else []
         unknown = int((~vectors.any(axis=1)).sum())
         info = {
             "encoder": self.encoder,
@@ -218,7 +223,7 @@ class _Encoding:
         }
         manifest = commit(
             uri, "embeddings", schema, parts, config=config, inputs=hashes, info=info,
-            timings={"encode_s": round(time.monotonic() - begin, 2)},
+            extends=extends, timings={"encode_s": round(time.monotonic() - begin, 2)},
         )  # fmt: skip
         note = f", {unknown:,} of no known word (zeros)" if unknown else ""
         self.say(f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width {vectors.shape[1]}{note}")
