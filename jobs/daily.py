@@ -1,0 +1,209 @@
+"""A day of a growing log: its files join the tables, yesterday's model is measured on it, and a model goes on from there.
+
+    python -m jobs.daily --config shop_daily.yaml
+
+The file has the options of the jobs that run, as docs/days.md shows: append, audit, semantic IDs or texts of new items,
+the evaluation of the running model on the new day before anything is trained on it, training from its weights,
+evaluation, comparison, and registration where no metric falls by more than is set. The day's model is the running one
+from then on if it is accepted. A step that is done is not done again, so a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from jobs import cli
+from models import checkpoint, registry
+from models.config import check_shares
+from models.locks import locked
+from models.tables import UserError, has_manifest, join, read_manifest
+from models.uri import absolute, check_writable, read_json, write_file
+from pipelines import tracking
+from pipelines.serving.registered_model import register
+
+DAYS = "days.json"
+"""In the output folder: what was found on each day."""
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    output: str
+    """Folder for all: tables, sids or text, runs, and `days.json`."""
+    prepare: dict[str, Any]
+    """Options of jobs.prepare; the split has to be by time, such as `split: {val_days: 1, test_days: 1}`."""
+    train: dict[str, Any]
+    """Options of jobs.train, the first day's."""
+    go_on: dict[str, Any] = field(default_factory=dict)
+    """Those that win from the second day on, such as `fit: {replay: 0.2, max_epochs: 3}`."""
+    tokenize: dict[str, Any] = field(default_factory=dict)
+    """Options of jobs.tokenize, for models of semantic IDs."""
+    encode: dict[str, Any] = field(default_factory=dict)
+    """Options of jobs.encode, for models that read text."""
+    fall: dict[str, float] = field(default_factory=dict)
+    """By metric of which larger is better: the share by which it may be below that of the running model on the new day;
+    by default 0.05 of `fit.metric`."""
+    register: str | None = None
+    """Name of the model in MLflow's registry that accepted ones become versions of; by default none is registered."""
+
+    def __post_init__(self) -> None:
+        for metric, share in self.fall.items():
+            check_shares(Fall(share), ["share"], f"fall.{metric}: ")
+
+
+@dataclass
+class Fall:
+    """How much a metric may fall."""
+
+    share: float
+
+
+def words(options: dict[str, Any], prefix: str = "--") -> Iterator[str]:
+    """The options as a command line gives them."""
+    for name, value in options.items():
+        if isinstance(value, dict) and value:
+            yield from words(value, f"{prefix}{name}.")
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                yield from (f"{prefix}{name}", str(each).lower() if isinstance(each, bool) else str(each))
+
+
+def merged(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Nested options, of which later ones win."""
+    both = {
+        name: merged(options[name], value) for name, value in later.items()
+        if isinstance(value, dict) and isinstance(options.get(name), dict)
+    }  # fmt: skip
+    return options | later | both
+
+
+class Day:
+    """What is done with the log as it stands."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.output = config, absolute(config.output)
+        self.tables, self.runs = join(self.output, "tables"), join(self.output, "runs")
+        read = {"sids": config.tokenize, "text": config.encode}
+        self.read = {"tables": self.tables} | {name: join(self.output, name) for name, asked in read.items() if asked}
+        for job, options in (
+            ("prepare", self.preparing()), ("tokenize", self.making("sids")), ("encode", self.making("text")),
+            ("train", self.training("first", None)), ("train", self.training("next", {"checkpoint": self.runs})),
+        ):  # fmt: skip
+            if options:  # what is wrong with one is said before any work
+                cli.options_for(importlib.import_module(f"jobs.{job}"), [*words(options)])
+        try:
+            self.days: list[dict[str, Any]] = read_json(join(self.output, DAYS)) or []
+        except ValueError as error:
+            raise UserError(f"{join(self.output, DAYS)} is damaged ({error}); give it back, or remove it") from error
+
+    def preparing(self) -> dict[str, Any]:
+        return {**self.config.prepare, "output": self.tables, "append": True}
+
+    def making(self, what: str) -> dict[str, Any]:
+        """Options for semantic IDs or texts; none where the model reads none."""
+        if what not in self.read:
+            return {}
+        asked, place = self.config.tokenize if what == "sids" else self.config.encode, self.read[what]
+        there = what == "sids" and has_manifest(join(place, "sids"))
+        return {**asked, "tables": self.tables, "output": place} | ({"extend": place} if there else {})
+
+    def training(self, name: str, running: dict[str, Any] | None) -> dict[str, Any]:
+        options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
+        return merged(options, {**self.config.go_on, "init": running["checkpoint"]}) if running else options
+
+    def do(self, job: str, options: dict[str, Any]) -> Any:
+        """Runs a job in this process, printed as the line to repeat it."""
+        argv = [*words(options)]
+        print(f"\n$ python -m jobs.{job} {shlex.join(argv)}", flush=True)
+        module = importlib.import_module(f"jobs.{job}")
+        return module.run(cli.options_for(module, argv))
+
+    def note(self, day: dict[str, Any], **found: Any) -> None:
+        """Keeps what a step has found, so that it is not done again."""
+        day |= found
+        write_file(join(self.output, DAYS), json.dumps(self.days, indent=2).encode())
+
+    def begin(self) -> dict[str, Any]:
+        """The record of the day that the tables end with, named by its date and their version."""
+        sequences = read_manifest(join(self.tables, "sequences"), "sequences")
+        split = sequences.info["split"]
+        if "test_start_ms" not in split:
+            raise UserError(
+                f"prepare.split is of kind '{split['kind']}', by which no day can be told; give "
+                f"prepare: {{split: {{kind: temporal, val_days: 1, test_days: 1}}}}"
+            )
+        date = datetime.fromtimestamp(split["test_start_ms"] / 1000, UTC).date()
+        name = f"{date}-{sequences.hash[:8]}"
+        if not (found := [day for day in self.days if day["name"] == name]):
+            self.days.append(found := {"name": name})  # type: ignore[arg-type]
+            return found  # type: ignore[return-value]
+        return found[0]
+
+    def run(self) -> None:
+        """Does what is left to do of the day."""
+        self.do("prepare", self.preparing())
+        day = self.begin()
+        if "accepted" in day:
+            print(f"\n{day['name']} is done; nothing to do until there are new files")
+            return
+        if "audited" not in day:
+            self.do("audit", {"tables": self.tables})
+            self.note(day, audited=True)
+        for what, job in (("sids", "tokenize"), ("text", "encode")):
+            if options := self.making(what):
+                self.do(job, options)
+        running = next((other for other in reversed(self.days) if other.get("accepted")), None)
+        if running and "before" not in day:
+            self.note(day, running=running["name"], before=self.measured(running["checkpoint"]))
+        trained = self.do("train", self.training(day["name"], running))
+        if "after" not in day:
+            self.note(day, checkpoint=trained.checkpoint, after=self.measured(trained.checkpoint))
+        self.judge(day, trained.run)
+
+    def measured(self, where: str) -> dict[str, float]:
+        """Metrics of a checkpoint on the day, which is the test split."""
+        found = self.do("evaluate", {"checkpoint": where, **self.read, "split": "test"})
+        return {name: value for name, value in found.metrics.items() if value == value}  # NaN is no JSON
+
+    def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
+        """Compares with the running model, and registers the day's where it may take its place."""
+        before, after = day.get("before", {}), day["after"]
+        about = checkpoint.read(day["checkpoint"])
+        fall = self.config.fall or {about.fit["metric"]: 0.05}
+        if unknown := sorted(fall.keys() - after.keys()):
+            raise UserError(f"fall.{unknown[0]} is no metric of '{about.name}'; it has {', '.join(sorted(after))}")
+        low = [name for name, share in fall.items() if after[name] < before.get(name, after[name]) * (1 - share)]
+        logger = tracking.Logger(run)
+        logger.update({f"running/{name}": value for name, value in before.items()}, about.step)
+        logger.tag(accepted=str(not low).lower(), running=day.get("running", "none"))
+        print(f"\n{day['name']}, beside {day.get('running', 'no running model')} on the same day")
+        for name in dict.fromkeys([*fall, *registry.find(about.name).measured.SHOWN]):
+            if name in after:
+                was = f"{before[name]:.4f} to " if name in before else ""
+                print(f"  {name:<12}  {was}{after[name]:.4f}")
+        if low:
+            print(f"not accepted: {', '.join(low)} fell by more than fall allows; the running model stays")
+        elif self.config.register:
+            version = register(run, self.config.register, about.fit["metric"])
+            print(f"registered: version {version.version} of {self.config.register}")
+        self.note(day, accepted=not low)
+        print(f"next: {cli.line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}")
+
+
+def run(config: Config) -> None:
+    """The day, which no other process may do meanwhile."""
+    check_writable(config.output)
+    busy = f"{config.output} is being worked on by another jobs.daily; wait for it"
+    with locked(join(absolute(config.output), ".daily.lock"), busy):
+        Day(config).run()
+
+
+if __name__ == "__main__":
+    cli.main(run, Config)
