@@ -17,11 +17,12 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, Literal
 
 from jobs import cli
-from models import registry
+from models import checkpoint, registry
 from models.config import check_positive
 from models.inputs import Inputs
 from models.places import reach
 from models.retrieval.metrics import EXAMPLES, FIRST
+from models.setup import hashes_of
 from models.uri import check_writable, write_file
 from models.words import number_of
 from pipelines import tracking
@@ -215,7 +216,9 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     )  # fmt: skip
     more, pictures = importance_of(config, result) if config.importance else ([], {})
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-    if result.is_fresh(about):
+    if checkpoint.extended(about, "sequences", hashes_of(name, inputs)):
+        print(f"note: {config.tables} extends what was trained on; items that are new since are ranked as unknown ones")
+    elif result.is_fresh(about):
         print(f"note: {config.tables} is another log than that of the training; what of it was trained on is not known")
     if repeats := repeats_of(result):
         print(
