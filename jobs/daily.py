@@ -1,4 +1,4 @@
-"""A day of a growing log: its files join the tables, yesterday's model is measured on it, and a model goes on from there.
+"""A day of a growing log: its files join the tables, yesterday's model is measured on it, and training goes on.
 
     python -m jobs.daily --config shop_daily.yaml
 
@@ -141,10 +141,10 @@ class Day:
             )
         date = datetime.fromtimestamp(split["test_start_ms"] / 1000, UTC).date()
         name = f"{date}-{sequences.hash[:8]}"
-        if not (found := [day for day in self.days if day["name"] == name]):
-            self.days.append(found := {"name": name})  # type: ignore[arg-type]
-            return found  # type: ignore[return-value]
-        return found[0]
+        found = next((day for day in self.days if day["name"] == name), None)
+        if found is None:
+            self.days.append(found := {"name": name})
+        return found
 
     def run(self) -> None:
         """Does what is left to do of the day."""
