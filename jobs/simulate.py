@@ -42,6 +42,8 @@ class Config:
     """Events or searches, exactly."""
     seed: int = 42
     """Seed of everything that is drawn."""
+    files: int = 1
+    """Files of equally many events, in the order of time, such as 14 days; more of a large log."""
     query_driven: float = 1.0
     """Search: share of searches whose clicks follow the query; in the others they follow the history."""
     taste: Literal["user", "class", "query"] = "user"

@@ -56,6 +56,8 @@ class Settings:
     """Events or searches, exactly."""
     seed: int = 42
     """The same seed and sizes give the same log, byte for byte."""
+    files: int = 1
+    """Files of equally many events, in the order of time; more of a large log."""
 
     unit: ClassVar[str] = "events"
     """What `events` counts."""
@@ -67,6 +69,8 @@ class Settings:
             raise ValueError(f"items is {self.items}, the least is 8; a catalogue needs some clusters")
         if self.events < self.users:
             raise ValueError(f"events is {self.events} for {self.users} users; give at least one event per user")
+        if not 1 <= self.files <= self.events:
+            raise ValueError(f"files is {self.files}; give from 1 to as many as there are events, {self.events}")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; give 0 or more")
 
@@ -236,7 +240,8 @@ def write_log(
     time (E,) ms of what was drawn; `rows_of(which, first)` are the rows of some of it, the first-th in time and on;
     width: rows that each of it gives.
     """
-    order, per_file = np.argsort(time, kind="stable"), max(1, ROWS_PER_FILE // width)
+    order = np.argsort(time, kind="stable")
+    per_file = min(max(1, ROWS_PER_FILE // width), -(-len(order) // settings.files))
     for number, first in enumerate(range(0, len(order), per_file)):
         table = rows_of(order[first : first + per_file], first)
         write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)

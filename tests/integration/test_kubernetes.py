@@ -18,7 +18,7 @@ from ray.runtime_env import RuntimeEnv
 
 from tests.integration.test_cluster_files import ROOT, load, options
 
-FILES = sorted((ROOT / "deploy").glob("*.yaml"))
+FILES = sorted(path for path in (ROOT / "deploy").glob("*.yaml") if not path.stem.startswith("cronjob"))
 CRDS = os.environ.get("KUBERAY_CRDS")
 
 Schema = dict[str, Any]
@@ -69,6 +69,24 @@ JOB = fields(
     activeDeadlineSeconds=COUNT, backoffLimit=COUNT, shutdownAfterJobFinishes=FLAG, ttlSecondsAfterFinished=COUNT,
 )  # fmt: skip
 SERVICE = fields("serveConfigV2 rayClusterConfig", serveConfigV2=TEXT, rayClusterConfig=CLUSTER)
+ENV = several(fields("name", name=TEXT, value=TEXT, valueFrom=SECRET["properties"]["valueFrom"]))
+MOUNTS = several(fields("name mountPath", name=TEXT, mountPath=TEXT))
+SUBMITTING = fields(
+    "name image command resources",
+    name=TEXT, image=TEXT, command=several(TEXT), env=ENV, resources=RESOURCES, volumeMounts=MOUNTS,
+)  # fmt: skip
+ONCE = fields(
+    "template", activeDeadlineSeconds=COUNT, backoffLimit=COUNT,
+    template=fields("spec", spec=fields(
+        "restartPolicy containers",
+        restartPolicy={"enum": ["Never", "OnFailure"]}, serviceAccountName=TEXT, containers=several(SUBMITTING),
+        volumes=several(fields("name configMap", name=TEXT, configMap=fields("name", name=TEXT))),
+    )),
+)  # fmt: skip
+NIGHTLY = fields(
+    "schedule jobTemplate", schedule=TEXT, concurrencyPolicy={"enum": ["Allow", "Forbid", "Replace"]},
+    jobTemplate=fields("spec", spec=ONCE),
+)  # fmt: skip
 SPECS = {"RayJob": JOB, "RayCluster": CLUSTER, "RayService": SERVICE}
 
 
@@ -114,3 +132,17 @@ def test_kuberay_takes_it(path: Path) -> None:
         assert container["resources"]["requests"].items() >= container["resources"]["limits"].items()
     for group in cluster["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_the_nightly_job_goes_to_the_cluster() -> None:
+    content, cluster = load("deploy/cronjob-daily.yaml"), load("deploy/raycluster.yaml")["metadata"]["name"]
+    validate(content, fields("spec", apiVersion={"const": "batch/v1"}, kind=TEXT, metadata=METADATA, spec=NIGHTLY))
+    (container,) = content["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    submit, job = container["command"][: (at := container["command"].index("--"))], container["command"][at + 1 :]
+    assert f"--address=http://{cluster}-head-svc:8265" in submit
+    assert container["env"][1]["valueFrom"]["secretKeyRef"]["name"] == cluster
+    assert container["image"] == load("cluster.yaml")["docker"]["image"]
+    (text,) = (word.partition("=")[2] for word in submit if word.startswith("--runtime-env-json"))
+    RuntimeEnv(**yaml.safe_load(text))
+    assert job[:4] == ["python", "-m", "jobs.daily", "--config"]
+    assert content["spec"]["concurrencyPolicy"] == "Forbid"
