@@ -20,8 +20,10 @@ from typing import Any
 
 from jobs import cli
 from models import checkpoint, registry
-from models.config import check_shares
+from models.config import check_shares, hint
+from models.inputs import Inputs
 from models.locks import locked
+from models.setup import load_catalogue
 from models.tables import UserError, has_manifest, join, read_manifest
 from models.uri import absolute, check_writable, read_json, write_file
 from pipelines import tracking
@@ -159,6 +161,7 @@ class Day:
         for what, job in (("sids", "tokenize"), ("text", "encode")):
             if options := self.making(what):
                 self.do(job, options)
+        self.check_fall()
         running = next((other for other in reversed(self.days) if other.get("accepted")), None)
         if running and "before" not in day:
             self.note(day, running=running["name"], before=self.measured(running["checkpoint"]))
@@ -166,6 +169,16 @@ class Day:
         if "after" not in day:
             self.note(day, checkpoint=trained.checkpoint, after=self.measured(trained.checkpoint))
         self.judge(day, trained.run)
+
+    def check_fall(self) -> None:
+        """UserError for a metric of `fall` that the model does not have, before it is trained."""
+        train = importlib.import_module("jobs.train")
+        name = cli.options_for(train, [*words(self.training("first", None))]).model["name"]
+        catalogue = load_catalogue(name, Inputs(**self.read))
+        known = registry.find(name).measured.names(catalogue)
+        for metric in self.config.fall:
+            if metric not in known:
+                raise UserError(f"fall.{metric} is no metric of '{name}'; {hint(metric, known)}")
 
     def measured(self, where: str) -> dict[str, float]:
         """Metrics of a checkpoint on the day, which is the test split."""
@@ -177,9 +190,7 @@ class Day:
         before, after = day.get("before", {}), day["after"]
         about = checkpoint.read(day["checkpoint"])
         fall = self.config.fall or {about.fit["metric"]: 0.05}
-        if unknown := sorted(fall.keys() - after.keys()):
-            raise UserError(f"fall.{unknown[0]} is no metric of '{about.name}'; it has {', '.join(sorted(after))}")
-        low = [name for name, share in fall.items() if after[name] < before.get(name, after[name]) * (1 - share)]
+        low = [name for name, share in fall.items() if name in before and after[name] < before[name] * (1 - share)]
         logger = tracking.Logger(run)
         logger.update({f"running/{name}": value for name, value in before.items()}, about.step)
         logger.tag(accepted=str(not low).lower(), running=day.get("running", "none"))

@@ -1,6 +1,6 @@
 """A checkpoint's weights for a model on tables that extend those of its training: those of the next day.
 
-    notes = carry(model, "runs/monday/best", about)
+    notes = carry(model, "runs/monday/best", about, catalogue.num_items)
 
 Old items keep their rows, as they keep their numbers. Values of categories are found by name. A new value begins as the
 unknown one does, a new item as the unknown item where the model learns one (`id_dropout`), else as the mean of all
@@ -39,9 +39,9 @@ def names_of(model: nn.Module) -> dict[str, Names]:
     }  # fmt: skip
 
 
-def carry(model: nn.Module, uri: str | Path, about: Checkpoint) -> list[str]:
-    """Fills `model`, which is built on the new tables and the old scales, with the weights of the checkpoint at `uri`;
-    lines that say what is new. UserError where they do not fit otherwise."""
+def carry(model: nn.Module, uri: str | Path, about: Checkpoint, items: int) -> list[str]:
+    """Fills `model`, built on new tables of so many items and the old scales, with the weights of the checkpoint at
+    `uri`; lines that say what is new. UserError where they do not fit otherwise."""
     with local(uri) as folder:
         old = safetensors.torch.load_file(whole(folder, WEIGHTS, uri))
     there, kept = model.state_dict(), {name for name, _ in of_content(model)}
@@ -49,27 +49,25 @@ def carry(model: nn.Module, uri: str | Path, about: Checkpoint) -> list[str]:
     parameters = {name for name, _ in model.named_parameters()}
     filled = set()
     for name, weights in old.items():
-        if (target := there.get(name)) is None or target.shape[1:] != weights.shape[1:]:
-            shape = "none" if target is None else tuple(target.shape)
-            raise UserError(
-                f"{uri} does not fit the model: {name} is {tuple(weights.shape)} there and {shape} here; give the "
-                f"options of model.* that it was trained with"
-            )
-        filled.add(target.data_ptr())
-        if name in kept:
+        if (target := there.get(name)) is not None and name in kept:
+            filled.add(target.data_ptr())
             continue
-        if name in names:
+        if target is not None and name in names:
             before, now = names[name]
             weights = by_name(weights, before, now)
             if new := len(set(now) - set(before)):
                 notes.append(f"{number_of(new, 'new value')} in {name}")
-        elif target.ndim and len(target) > len(weights):
-            notes.append(f"{number_of(len(target) - len(weights), 'new item')} in {name}")
-            weights = longer(weights, len(target), zero=name not in parameters or knows_unknown(model, name))
-        try:
-            target.copy_(weights)
-        except RuntimeError as error:
-            raise UserError(f"{uri} does not fit the model: {name}: {error}; give another checkpoint") from error
+        elif target is not None and weights.ndim and len(weights) < len(target) == items:
+            notes.append(f"{number_of(items - len(weights), 'new item')} in {name}")
+            weights = longer(weights, items, zero=name not in parameters or knows_unknown(model, name))
+        if target is None or target.shape != weights.shape:
+            shape = "none" if target is None else f"of {tuple(target.shape)}"
+            raise UserError(
+                f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there and {shape} here; give the "
+                f"options of model.* that it was trained with"
+            )
+        filled.add(target.data_ptr())
+        target.copy_(weights)
     if left := [name for name, tensor in there.items() if tensor.data_ptr() not in filled and tensor.numel()]:
         raise UserError(f"{uri} does not fit the model: it has no {left[0]}; give a checkpoint of this model")
     check_finite(model, uri)

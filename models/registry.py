@@ -278,7 +278,7 @@ def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.M
     model = build(config_from_dict(about.model), catalogue)
     if any(value and value != catalogue.hashes[table] for table, value in about.hashes.items()):
         check_carries(about.name, uri)
-        carry(model, uri, about)
+        carry(model, uri, about, catalogue.num_items)
     else:
         checkpoint.load_weights(model, uri)
     return model.eval(), about

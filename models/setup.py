@@ -223,7 +223,7 @@ def set_up(
     notes = []
     if first and init:
         check_init(first, init, catalogue.hashes, model["name"])
-        notes = [f"weights of {init}", *carry(module, init, first)]
+        notes = [f"weights of {init}", *carry(module, init, first, catalogue.num_items)]
     entry.teach(module, config, catalogue)
     notes += entry.precompute(module, config, catalogue, examples)
     if fit.train_examples:  # after the teacher's outputs, which runs on other examples share

@@ -177,8 +177,10 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
         set_up(model, config_of("sasrec", replay=0.5), inputs)
     with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):
         set_up({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
-    with pytest.raises(UserError, match=r"does not fit the model: .* is \(\d+, 8\) there and \(\d+, 16\) here"):
+    with pytest.raises(UserError, match=r"does not fit the model: .* is of \(8,\) there and of \(16,\) here"):
         set_up({**model, "dim": 16}, config_of("sasrec"), inputs, init=uri)
+    with pytest.raises(UserError, match=r"position.weight is of \(50, 8\) there and of \(60, 8\) here"):
+        set_up({**model, "max_history": 60}, config_of("sasrec"), inputs, init=uri)
     for day in range(3):
         write_day(tmp_path / "other/raw", day, 20, PLACES)
     other = append(tmp_path / "other", "actions")
