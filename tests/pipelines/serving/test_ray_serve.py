@@ -22,8 +22,9 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
+from models import checkpoint
 from pipelines.serving import package
-from pipelines.serving.ray_serve import Options, Replica, build
+from pipelines.serving.ray_serve import Options, Replica, build, version_of
 from pipelines.serving.registered_model import register
 from tests.pipelines.serving.test_registered_model import train_nothing
 from tests.pipelines.serving.test_served_ranker import trained
@@ -158,14 +159,14 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
         def said(version: int) -> str:
             """What is said of the version that is the running one from now on."""
             client.set_registered_model_alias("qgs", "running", str(version))
-            for _ in range(600):
+            for _ in range(3000):
                 status, (answer,) = followed.ask([row])
                 assert (status, answer["score"]) in [(200, pytest.approx(one["score"], abs=1e-5)) for one in answers]
                 with urllib.request.urlopen(followed.url.replace("invocations", "ping"), timeout=100) as ping:
                     found = json.load(ping)
                 if f"qgs/{version} " in found["note"]:
                     return str(found["note"])
-                time.sleep(0.1)
+                time.sleep(0.02)
             raise TimeoutError(found)
 
         assert said(1) == "models:/qgs/1 answers"
@@ -200,6 +201,13 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
         status, (answer,) = followed.ask([cut(row, size - 1, size)])
         assert (status, answer["score"]) == (200, pytest.approx(want["score"], abs=1e-5))
         assert want["score"] != pytest.approx(answers[0]["score"], abs=1e-5)
+
+        trained(folder, "qgs", tables, text)
+        assert version_of("models:/qgs/latest") == "models:/qgs/5"
+        stored = Path(mlflow.artifacts.download_artifacts("models:/qgs/5"))
+        (stored / "artifacts/data/checkpoint" / checkpoint.WEIGHTS).write_bytes(b"")
+        assert said(5).startswith("models:/qgs/4 stays: models:/qgs/5 cannot be loaded: ")
+        assert followed.ask([row]) == (200, [{**want, "score": pytest.approx(want["score"], abs=1e-5)}])
     serve.delete("followed")
 
 
