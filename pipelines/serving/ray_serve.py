@@ -8,17 +8,27 @@ has one. POST /invocations takes JSON: `dataframe_records`, `dataframe_split`, `
 request that the model refuses is answered with 400 and one line, a fault of the server with 500; its log has more.
 
 Requests that wait together and have the same columns and params are one call of the model.
+
+Where `model` is an alias, or models:/NAME/latest, a replica asks the registry which version that is, loads another one
+beside its own, and then answers by it. GET /ping says which version answers, and what was last said of another one.
 """  # Serve and FastAPI read the annotations below, so they are no strings: no `from __future__ import annotations`
 
 import asyncio
 import json
+import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from io import StringIO
 from itertools import accumulate, pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any, Literal
+from zipfile import ZipFile
+from zlib import crc32
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
@@ -29,6 +39,7 @@ from fastapi import FastAPI, Request, Response
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.pyfunc.scoring_server import infer_and_parse_data, predictions_to_json
+from mlflow.store.artifact.utils.models import get_model_name_and_version
 from pydantic import BaseModel, Field
 from ray import serve
 
@@ -39,7 +50,9 @@ class Options(BaseModel, extra="forbid"):
     """What an application is built by."""
 
     model: str
-    """A registered version: models:/NAME/VERSION or models:/NAME@ALIAS."""
+    """A registered version: models:/NAME/VERSION, or to be followed models:/NAME@ALIAS or models:/NAME/latest."""
+    follow_s: float = Field(default=60, gt=0)
+    """Seconds until the registry is asked again which version that is."""
     num_replicas: int | Literal["auto"] = 1
     """Processes with the model; `auto` lets Serve add and end them (from 1 to 100)."""
     num_cpus: float = 1
@@ -75,7 +88,20 @@ def as_json(found: Any) -> str:
     return body.getvalue()
 
 
+def version_of(model: str) -> str:
+    """The version that an alias is of now."""
+    return "models:/" + "/".join(map(str, get_model_name_and_version(mlflow.MlflowClient(), model)))
+
+
+def code_of(folder: str) -> dict[str, int]:
+    """Checksums of the code that a version runs, by file."""
+    with ZipFile(Path(folder, "code", "models.zip")) as archive:
+        found = {file.filename: file.CRC for file in archive.infolist()}
+    return found | {file.name: crc32(file.read_bytes()) for file in Path(folder).glob("*.py")}
+
+
 app = FastAPI()
+log = logging.getLogger("ray.serve")
 
 
 @serve.deployment(name="model")
@@ -87,17 +113,49 @@ class Replica:
         mlflow.set_tracking_uri(tracking_uri)
         if ray.get_runtime_context().get_accelerator_ids()["GPU"]:
             settings = {"device": "cuda", **settings}
-        self.model = mlflow.pyfunc.load_model(options.model, model_config=settings)
+        self.settings, self.version = settings, version_of(options.model)
+        folder = mlflow.artifacts.download_artifacts(self.version)
+        self.model = mlflow.pyfunc.load_model(folder, model_config=settings)
+        self.seen, self.code, self.note = self.version, code_of(folder), f"{self.version} answers"
         from models.tables import UserError  # of the version's own code, which is loaded now
 
         self.refusals = (UserError, MlflowException)
         self.ask.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
         self.ask.set_batch_wait_timeout_s(options.batch_wait_timeout_s)  # type: ignore[attr-defined]
+        Thread(target=self.follow, args=[options], daemon=True).start()
+
+    def follow(self, options: Options) -> None:
+        """Changes to the version that `options.model` is, whenever that is another one."""
+        while True:
+            time.sleep(options.follow_s)
+            try:
+                if (version := version_of(options.model)) != self.seen:
+                    self.note = self.change_to(version)
+                    log.info(self.note)
+            except Exception as error:  # the registry is asked again
+                log.warning(f"{self.version} stays: {' '.join(str(error).split())}")
+
+    def change_to(self, version: str) -> str:
+        """Loads a version while the one before answers, and then answers by it; what there is to say."""
+        with TemporaryDirectory() as folder:
+            path = mlflow.artifacts.download_artifacts(version, dst_path=folder)
+            self.seen = version  # what fails from here on fails always
+            if code_of(path) != self.code:
+                return f"{self.version} stays: {version} has other code; start the application anew"
+            try:
+                model = mlflow.pyfunc.load_model(path, model_config=self.settings)
+            except Exception as error:
+                return f"{self.version} stays: {version} cannot be loaded: {' '.join(str(error).split())}"
+        now, before = (each.unwrap_python_model() for each in (model, self.model))
+        states = now.take_states(before) if hasattr(now, "take_states") else ""
+        self.model, self.version = model, version
+        return f"{version} answers{states}"
 
     @app.get("/ping")
     @app.get("/health")
-    async def ping(self) -> None:
+    async def ping(self) -> dict[str, str]:
         """Answers where the model is loaded."""
+        return {"version": self.version, "note": self.note}
 
     @app.post("/invocations")
     async def invocations(self, request: Request) -> Response:

@@ -44,6 +44,7 @@ from models.latest import Latest
 from models.requests import Row, bundled
 from models.scores import check_finite
 from models.tables import UserError
+from models.words import number_of
 
 ROWS = 256
 """Requests that are scored at once."""
@@ -79,6 +80,8 @@ class RequestRanker(PythonModel):
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.requests = entry.family.requests(folder, self.model, catalogue, settings)
         self.keeps_state = entry.keeps_state(self.model.config)
+        options = [about.model, about.learned.get("scales")]
+        self.of = {"weights": about.sha256[checkpoint.WEIGHTS], "tables": catalogue.hashes, "options": options}
         megabytes = settings["state_mb"]
         if not isinstance(megabytes, int | float) or not 0 < megabytes < math.inf:
             raise UserError(f"state_mb of model_config is {megabytes!r}; give a number of MB above 0, such as 1024")
@@ -151,6 +154,18 @@ class RequestRanker(PythonModel):
                     ) from error
             self.users.put(user, UserState(state, kept.end + size - done), size_of(state))
             return self.rank([request], batch, lambda batch: self.model.score_state(state, batch), label)[0]
+
+    def take_states(self, before: RequestRanker) -> str:
+        """Goes on from the states of the model that was served before, where this one would have made the same; the end
+        of a sentence that says so. Tables that extend others know items that a state was made without."""
+        with before.lock:
+            users = number_of(len(before.users), "user")
+            if not len(before.users):
+                return ""
+            if other := [name for name, value in self.of.items() if value != before.of[name]]:
+                return f" without the states of {users}, who have to send their histories: other {', '.join(other)}"
+            self.users, self.lock = before.users, before.lock
+        return f" and goes on from the states of {users}"
 
 
 def in_order(candidates: list[str], known: list[int], chances: torch.Tensor) -> Ranking:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +22,9 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
+from models import checkpoint
 from pipelines.serving import package
-from pipelines.serving.ray_serve import Options, Replica, build
+from pipelines.serving.ray_serve import Options, Replica, build, version_of
 from pipelines.serving.registered_model import register
 from tests.pipelines.serving.test_registered_model import train_nothing
 from tests.pipelines.serving.test_served_ranker import trained
@@ -39,7 +42,7 @@ class Served:
     """A registered model, loaded here and asked by HTTP."""
 
     def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = f"{url}/{model}/invocations", mlflow.pyfunc.load_model(f"models:/{model}/1")
+        self.url, self.model = f"{url}/invocations", mlflow.pyfunc.load_model(f"models:/{model}/1")
 
     def ask(self, rows: Sequence[dict[str, Any]], session: str = "", **params: Any) -> tuple[int, Any]:
         """(status, predictions or message)"""
@@ -56,11 +59,15 @@ class Served:
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ray_serve")
+
+
+@pytest.fixture(scope="module")
 def made(
-    ray_local: None, new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+    ray_local: None, new_store: Callable[[Path], str], folder: Path
 ) -> Iterator[tuple[Served, list[dict[str, Any]], Served]]:
     """QGS by two replicas, requests of it, and TIGER by one that waits until a batch is full."""
-    folder = tmp_path_factory.mktemp("ray_serve")
     uri = new_store(folder)
     tables, text = write_search(folder / "search")
     rows = [row for row, _ in searches(trained(folder, "qgs", tables, text), tables, text, 8)]
@@ -77,7 +84,7 @@ def made(
         ):
             name = options.model.split("/")[1]
             serve.run(build(options), name=name, route_prefix=f"/{name}")
-        qgs, tiger = (Served(f"http://127.0.0.1:{port}", name) for name in ("qgs", "tiger"))
+        qgs, tiger = (Served(f"http://127.0.0.1:{port}/{name}", name) for name in ("qgs", "tiger"))
     yield qgs, rows, tiger
     serve.shutdown()
 
@@ -131,6 +138,77 @@ def test_a_user_stays_with_the_replica_that_keeps_the_state(
         (want,) = qgs.here([row])
         assert (status, answer["item_id"]) == (200, want["item_id"])
         assert answer["score"] == pytest.approx(want["score"], abs=1e-5)
+
+
+def test_a_replica_follows_an_alias_and_answers_meanwhile(
+    made: tuple[Served, list[dict[str, Any]], Served], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qgs, rows, _ = made
+    tables, text = str(folder / "search/tables"), str(folder / "search/text")
+    row, size = max(rows, key=lambda row: len(row["history"])), max(len(row["history"]) for row in rows)
+    uri = f"sqlite:///{folder}/mlflow.db"
+    with package.at(uri):
+        client = mlflow.MlflowClient()
+        client.set_registered_model_alias("qgs", "running", "1")
+        options = Options(model="models:/qgs@running", num_cpus=0.1, follow_s=0.1)
+        serve.run(build(options), name="followed", route_prefix="/followed")
+        followed = Served(qgs.url.replace("/qgs/invocations", "/followed"), "qgs")
+        want = followed.here([row])[0]
+        answers = [want]
+
+        def said(version: int) -> str:
+            """What is said of the version that is the running one from now on."""
+            client.set_registered_model_alias("qgs", "running", str(version))
+            for _ in range(3000):
+                status, (answer,) = followed.ask([row])
+                assert (status, answer["score"]) in [(200, pytest.approx(one["score"], abs=1e-5)) for one in answers]
+                with urllib.request.urlopen(followed.url.replace("invocations", "ping"), timeout=100) as ping:
+                    found = json.load(ping)
+                if f"qgs/{version} " in found["note"]:
+                    return str(found["note"])
+                time.sleep(0.02)
+            raise TimeoutError(found)
+
+        assert said(1) == "models:/qgs/1 answers"
+        assert followed.ask([cut(row, 0, size - 1)])[0] == 200
+        trained(folder, "qgs", tables, text)  # the same weights
+        assert said(2) == "models:/qgs/2 answers and goes on from the states of 1 user"
+        status, (answer,) = followed.ask([cut(row, size - 1, size)])
+        assert (status, answer["score"]) == (200, pytest.approx(want["score"], abs=1e-5))
+
+        write_code = package.write_code
+
+        def other_code(place: Path) -> Path:
+            with zipfile.ZipFile(made := write_code(place), "a") as archive:
+                archive.writestr("models/more.py", "")
+            return made
+
+        with monkeypatch.context() as patched:
+            patched.setattr(package, "write_code", other_code)
+            trained(folder, "qgs", tables, text, seed=1)
+        assert said(3) == "models:/qgs/2 stays: models:/qgs/3 has other code; start the application anew"
+
+        trained(folder, "qgs", tables, text, seed=1)
+        now = mlflow.pyfunc.load_model("models:/qgs/4")
+        (want,) = now.predict(pd.DataFrame([row])).to_dict("records")
+        answers.append(want)
+        sent = "models:/qgs/4 answers without the states of 1 user, who have to send their histories: other weights"
+        assert said(4) == sent
+        status, message = followed.ask([cut(row, size - 1, size)])
+        assert status == 400
+        assert "is not kept" in message
+        assert followed.ask([cut(row, 0, size - 1)])[0] == 200
+        status, (answer,) = followed.ask([cut(row, size - 1, size)])
+        assert (status, answer["score"]) == (200, pytest.approx(want["score"], abs=1e-5))
+        assert want["score"] != pytest.approx(answers[0]["score"], abs=1e-5)
+
+        trained(folder, "qgs", tables, text)
+        assert version_of("models:/qgs/latest") == "models:/qgs/5"
+        stored = Path(mlflow.artifacts.download_artifacts("models:/qgs/5"))
+        (stored / "artifacts/data/checkpoint" / checkpoint.WEIGHTS).write_bytes(b"")
+        assert said(5).startswith("models:/qgs/4 stays: models:/qgs/5 cannot be loaded: ")
+        assert followed.ask([row]) == (200, [{**want, "score": pytest.approx(want["score"], abs=1e-5)}])
+    serve.delete("followed")
 
 
 def test_the_service_for_kubernetes_is_valid_to_serve() -> None:

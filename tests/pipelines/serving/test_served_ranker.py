@@ -49,9 +49,10 @@ def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
     new_store(tmp_path)
 
 
-def trained(folder: Path, name: str, tables: str, text: str | None, **options: Any) -> Setup:
+def trained(folder: Path, name: str, tables: str, text: str | None, seed: int = 0, **options: Any) -> Setup:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
-    setup = set_up({"name": name, **SIZES[name], **options}, FitConfig(batch_size=8), Inputs(tables, text=text))
+    fit = FitConfig(batch_size=8, seed=seed)
+    setup = set_up({"name": name, **SIZES[name], **options}, fit, Inputs(tables, text=text))
     config = {"model": registry.config_to_dict(setup.config), "tables": tables} | ({"text": text} if text else {})
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
     run = tracking.open_run(uri, f"{name}/small", name, str(folder), config=config, hashes=hashes)

@@ -52,12 +52,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str |
     }  # fmt: skip
 
 
-def serve(name: str, folder: Path, tables: str, text: str | None, longest: int) -> tuple[Setup, RequestRanker]:
+def serve(
+    name: str, folder: Path, tables: str, text: str | None, longest: int, seed: int = 0
+) -> tuple[Setup, RequestRanker]:
     """A model of MODELS, untrained if it is trained by gradient, and as it is served."""
     known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
     setup = set_up(
-        {**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8), Inputs(tables, text=text)
+        {**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8, seed=seed), Inputs(tables, text=text)
     )
     if not setup.entry.gradient:
         setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
@@ -237,3 +239,33 @@ def test_a_state_slides_past_what_the_model_reads(
     kept = served.users.get(row["user_id"])
     assert kept is not None
     assert (kept.end, int(kept.state.count)) == (size + 5, 4)
+
+
+@pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
+def test_a_model_goes_on_from_states_that_it_would_have_made_and_from_no_others(
+    name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
+) -> None:
+    family = registry.find(name).family.name
+    tables, text = made[family]
+    setup, before = serve(name, tmp_path / "before", tables, text, longest=12)
+    _, same = serve(name, tmp_path / "same", tables, text, longest=12)
+    _, other = serve(name, tmp_path / "other", tables, text, longest=12, seed=1)
+    _, shorter = serve(name, tmp_path / "shorter", tables, text, longest=11)
+    row, want = max(REQUESTS[family](setup, tables, text, 12), key=lambda asked: len(asked[0]["history"]))
+    size = len(row["history"])
+    assert size > 1
+    assert same.take_states(before) == ""
+    ranked(before, [cut(row, 0, size - 1)])
+    assert same.take_states(before) == " and goes on from the states of 1 user"
+    assert ranked(same, [cut(row, size - 1, size)])[0] == pytest.approx(want, abs=1e-5)
+    same.of["tables"] = {**same.of["tables"], "items": "of a day later"}
+    sent = "without the states of 1 user, who have to send their histories: other"
+    assert same.take_states(before) == f" {sent} tables"
+    for now, what in ((other, "weights"), (shorter, "options")):
+        said = now.take_states(before)
+        assert said.startswith(f" {sent} ")
+        assert said.endswith(what)
+        with pytest.raises(UserError, match=r"is not kept and the request goes on after .*; send all behaviours"):
+            ranked(now, [cut(row, size - 1, size)])
+        assert ranked(now, [cut(row, 0, size)])[0] == pytest.approx(ranked(now, [row])[0], abs=1e-5)
+    assert ranked(other, [row])[0] != pytest.approx(want, abs=1e-5)
