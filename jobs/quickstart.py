@@ -295,8 +295,8 @@ def run(config: Config) -> None:
     page = Path(folders.runs).parent / "compare.html"
     experiment = f"{folders.family}/{folders.dataset}"
     steps.run("Compare", "compare", "--experiment", experiment, "--html", str(page), "--tracking_uri", uri)
-    label = "" if config.data else "This is simulated data: the figures show that the flow works, nothing more."
-    print(f"\nDone in {time.monotonic() - steps.started:.0f} s. {label}")
+    label = "" if config.data else " This is simulated data: the figures show that the flow works, nothing more."
+    print(f"\nDone in {time.monotonic() - steps.started:.0f} s.{label}")
     print("Sizes and epochs are for minutes on two cores; the configs that the commands name say what is for figures.")
     print(f"  tables        {folders.tables}")
     if len(models) == len(flow.models) and flow.extra:

@@ -63,6 +63,8 @@ class Entry:
     """Whether it needs semantic IDs."""
     tables_alone: bool = False
     """Whether it reads no text, where its family does."""
+    first_label: bool = False
+    """Whether it learns and ranks by the first of the log's labels alone."""
     resolve: Callable[[Any, Any], Any] = lambda config, catalogue: config
     """`resolve(config, catalogue)`: the config with what it takes from checkpoints that it names, such as a
     teacher's sizes. Asked before training; resolving twice changes nothing."""
@@ -96,6 +98,11 @@ class Entry:
     def reads(self) -> Mapping[str, bool]:
         """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
         return {"sids": True} if self.sids else {} if self.tables_alone else self.family.reads
+
+    def about(self, info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """What whoever sends it requests has to know, by the `info` of the sequences and its options."""
+        found = self.family.requests.about(info, model)
+        return {**found, "labels": found["labels"][:1]} if self.first_label else found
 
     @property
     def measured(self) -> Measured:
@@ -189,7 +196,10 @@ MODELS: dict[str, Entry] = {
     "atspeed_r": Entry(AtSpeedRConfig, AtSpeed, RETRIEVAL, **ATSPEED),
     "sid_mlp_pp_encoder": Entry(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, **STAGE_1),
     "sid_mlp_pp": Entry(sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, **STAGE_2, recommends=SidMlpOptions),
-    "boosted": Entry(BoostedConfig, Boosted, SEARCH, unit="request", gradient=False, tables_alone=True, carries=False),
+    "boosted": Entry(
+        BoostedConfig, Boosted, SEARCH, unit="request", gradient=False, tables_alone=True, carries=False,
+        first_label=True,
+    ),
     "base": Entry(RankerConfig, Ranker, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, QGS, SEARCH, **GENERATIVE),
     "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),

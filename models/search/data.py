@@ -286,6 +286,7 @@ class SearchExamples(Examples):
     kind = "search"
     splits = ("train", "val", "test")
     unit = "user"
+    counted = "requests"
     max_history = 1000
     window_overlap: ClassVar[float] = 0.75
     """Share of `max_history` that a search of a longer history reads at least in training, as a model's config says."""

@@ -29,7 +29,7 @@ WORDS = {  # how the words of names begin, and with $ end
     "user": "user|uid$|u$|customer|member|visitor|account|review|client|buyer|viewer|kund|käufer|mitglied|usuario|yong",
     "item": "items?$|itemid|iid$|i$|article|artikel|product|produkt|movie|video|news$|asin|sku|track|song|book|meta$",
     "request": "request|impression|search|session|page|qid$",
-    "query": "query|keyword|searchterm|suchbegriff",
+    "query": "query|keyword|search(term|string|phrase|text)|suchbegriff",
     "position": "position|rank$|pos$",
     "time": "time|ts$|t$|dat(e|um|etime)?$|zeit|when|created|at$|day$|fecha|hour|clock|uhr|order$|index|step|seq",
     "late": "birth|deliver|ship|expir|valid|updat|modif|regist|return|releas|upload|geb|liefer|ablauf|nacim|naiss",
@@ -48,15 +48,16 @@ ZIPPED = re.compile(rf"\.({'|'.join(PACKED)})$", re.IGNORECASE)
 
 def tell(name: str, role: str) -> int:
     """How much a name says that it is of a role; 0 for nothing."""
-    words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower())
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower()
+    words = re.findall(r"[^\W\d_]+", re.sub(r"query[\W_]?id", "qid id", name))  # of a request, not its text
     ids = sum(word in ("id", "ids", "no", "nr", "key", "number", "nummer", "token") for word in words)
     hits = sum(bool(re.match(WORDS[role], word)) for word in words)
     return max(1, 9 + 2 * ids + hits - len(words)) if hits else 0
 
 
 def pick(columns: list[Column], role: str) -> Any:
-    """The column whose name tells most of a role."""
-    return max((c for c in columns if tell(c.name, role)), key=lambda c: tell(c.name, role), default=None)
+    """The column whose name tells most of a role, of those without gaps if there are any."""
+    return max((c for c in columns if tell(c.name, role)), key=lambda c: (c.full, tell(c.name, role)), default=None)
 
 
 def line(key: str, value: Any, why: str = "") -> str:
@@ -76,9 +77,11 @@ class Column:
         self.name = name if re.fullmatch(r"[^()'\"|]+", name) else self.sql
         plain = re.sub(r"\W+", "_", re.sub(r":\w+$", "", name), flags=re.ASCII).strip("_")
         self.feature = plain if re.match("[A-Za-z]", plain) else f"x_{plain or name.encode().hex()}"
-        self.values = values = values.drop_nulls()
+        rows, values = len(values), values.drop_nulls()
+        self.values = values
         flat = not values.dtype.is_nested() and not values.dtype.is_temporal()
         self.ids = ids = clean_ids(values).drop_nulls() if flat else pl.Series([], dtype=pl.String)
+        self.full = len(ids) >= 0.99 * rows  # a row without a user or an item is rejected
         self.distinct, self.share = ids.n_unique(), ids.n_unique() / max(len(ids), 1)
         self.comma = self.most(r"^-?\d+(,\d+)?$") and int(ids.str.contains(",").sum()) > len(ids) / 2
         self.number = self.comma or self.most(r"^[+-]?\d+(\.\d+)?([eE][+-]?\d+)?$")
@@ -118,7 +121,8 @@ class Column:
 
     def find_list(self) -> tuple[str, Any]:
         """The column or SQL of a list of ids, and the lists; None for what are none."""
-        if self.values.dtype in (pl.List(pl.Int64), pl.List(pl.String)):
+        inner = self.values.dtype.inner if isinstance(self.values.dtype, pl.List) else None
+        if inner and (inner.is_integer() or inner == pl.String):
             return self.name, self.values.cast(pl.List(pl.String))
         for by in " ,|;" if self.values.dtype == pl.String else "":
             lists = self.values.str.split(by)
@@ -134,14 +138,15 @@ class Look:
     def __init__(self, folder: str, files: list[str]) -> None:
         self.files, self.name = files, files[0].rpartition("/")[2]
         self.keys, frame = beginning(max((join(folder, file) for file in files), key=lambda uri: file_info(uri).size))
-        self.rows, self.columns = len(frame) * len(files), [Column(name, frame[name]) for name in frame.columns if name]
+        self.rows, self.columns = len(frame) * len(files), [Column(name, frame[name]) for name in frame.columns]
         self.times = [c for c in self.columns if c.time]
         self.times.sort(key=lambda c: (bool(tell(c.name, "late")), "%H" not in c.day, not tell(c.name, "time")))
         ids = [c for c in self.columns if c.distinct > 1 and not (c.time or c.comma or c.list)]
         ids = [c for c in ids if not (tell(c.name, "outcome") or tell(c.name, "amount") or c.most(r"^\d+[.:][\d:]+$"))]
         self.item, lists = pick(ids, "item"), [c for c in self.columns if c.list and not tell(c.name, "outcome")]
         lists.sort(key=lambda c: bool(tell(c.name, "beside")))
-        self.list = lists[0] if lists and not self.item else None
+        self.list = lists[0] if lists and not (self.item and self.item.full) else None
+        self.item = None if self.list else self.item
         ids = [c for c in ids if c is not self.item]
         self.user = pick(ids, "user") or pick(ids, "request")
         self.sure = bool(self.user) + bool(self.item or self.list)
@@ -176,7 +181,8 @@ def beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
     kind = "jsonl" if lines[0].startswith("{") else SUFFIXES.get(suffix)
     more, names = (json_dialect if kind == "jsonl" else csv_dialect)(lines, suffix)
     keys |= more
-    return keys, next(read_frames(uri, Files(**keys), names)).rows.select(*dict.fromkeys(names)).head(ROWS)
+    names = [name for name in dict.fromkeys(names) if name]  # pandas writes an index without a name
+    return keys, next(read_frames(uri, Files(**keys), names)).rows.select(names).head(ROWS)
 
 
 def json_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:

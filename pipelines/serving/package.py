@@ -94,7 +94,8 @@ def write_encoder(inputs: Inputs, folder: Path) -> None:
 def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI."""
     trained = checkpoint.read(uri)
-    family = registry.find(trained.name).family
+    entry = registry.find(trained.name)
+    family = entry.family
     requests, info = family.requests, read_manifest(inputs.sequences, "sequences").info
     client = connect(run.uri)
     found = client.get_run(run.run_id)
@@ -113,7 +114,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
                 signature=signature(family, requests.columns(info, trained.model, inputs)),
-                metadata=requests.about(info, trained.model),
+                metadata=entry.about(info, trained.model),
                 model_config=dict(requests.settings),
                 pip_requirements=REQUIREMENTS + ["scikit-learn"] * bool(inputs.text),
             )

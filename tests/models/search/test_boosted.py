@@ -18,8 +18,9 @@ from models.own_features import Category, Number, OwnFeatures
 from models.search.boosted import Boosted, BoostedConfig
 from models.search.data import SearchCatalogue, SearchExamples, no_text
 from models.setup import load_catalogue, set_up
-from models.tables import UserError, join
+from models.tables import UserError, join, read_table
 from pipelines.evaluation.importance import importance
+from pipelines.evaluation.inference import infer_all
 
 ITEMS, QUERIES, T, SHOWN = 9, 4, 6, 5
 COUNTED = ("pair_ctr_7d", "position", "hour_sin")
@@ -150,6 +151,8 @@ def test_it_trains_without_text_and_comes_back_as_it_was(search: tuple[str, str]
     found = importance(str(tmp_path / "best"), Inputs(tables), repeats=1)
     assert {"history", "features: cross"} <= set(found.losses)
     assert "text" not in found.losses
+    infer_all(str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores"))  # of the click, not of other labels
+    assert read_table(str(tmp_path / "scores"), "scores").column_names[-2:] == ["item_id", "score_click"]
 
 
 def test_what_cannot_be_learned_or_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

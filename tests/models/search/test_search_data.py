@@ -45,6 +45,7 @@ def seen(batch: dict[str, torch.Tensor]) -> dict[int, dict]:
 def test_batches_hold_what_the_table_says(search, split, unit, limit):
     uri = join(search[0], "sequences")
     examples = SearchExamples.load(uri, split, unit=unit, max_history=limit)
+    assert examples.counted == "requests"  # those without a history too
     found = {}
     for rows in examples.batches(7):
         batch = examples.collate(rows)

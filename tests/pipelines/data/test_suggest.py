@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import yaml
 from own_layouts import MAKERS
@@ -36,6 +38,11 @@ def table(names: str, *columns: Callable[[int], object], by: str = ",") -> str:
     """CSV of users, items and more columns, each a function of the row's number."""
     rows = [by.join(str(column(n)) for column in (user, item, *columns)) for n in range(N)]
     return "\n".join([names, *rows]) + "\n"
+
+
+def parquet(**columns: Any) -> bytes:
+    pl.DataFrame(columns).write_parquet(file := io.BytesIO())
+    return file.getvalue()
 
 
 def checked(folder: Path, files: dict[str, str | bytes], kind: str | None = None) -> tuple[str, Any]:
@@ -83,6 +90,12 @@ OUTCOMES = table(
     "user_id,item_id,t,is_click,watch_time,quantity,price,device,event_type", ms, lambda n: n % 2, lambda n: n * 3,
     lambda n: n % 4, lambda n: n / 8, lambda n: "ab"[n % 2], lambda n: ("view", "purchase")[n % 2],
 )  # fmt: skip
+INT32 = parquet(
+    user_id=[n % 9 for n in range(N)], impression_id=list(range(N)), t=[ms(n) for n in range(N)],
+    article_id=[None if n % 2 else n % 14 for n in range(N)],  # the page it was on, if any
+    article_ids_inview=pl.Series([[n % 14, (n + 1) % 14] for n in range(N)], dtype=pl.List(pl.Int32)),
+    article_ids_clicked=pl.Series([[n % 14] for n in range(N)], dtype=pl.List(pl.Int32)),
+)  # fmt: skip
 CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
     ({"log.csv": table("user;item;day;clock", lambda n: f"{n % 28 + 1}.10.2023", lambda n: "10:30", by=";")},
      {"delimiter": ";", "time": {"column": "day || ' ' || clock", "format": "%d.%m.%Y %H:%M"}}, ""),
@@ -108,6 +121,13 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
     ({"log.jsonl": "\n".join(map(json.dumps, LISTS))},
      {"user": "uid", "explode": ["shown"],
       "labels": {"clicked": "coalesce(array_contains(clicked, shown), false)"}}, ""),
+    ({"log.csv": ",user_id,item_id,t\n" + "".join(f"{n},{user(n)},{item(n)},{ms(n)}\n" for n in range(N))},
+     {"user": "user_id", "item": "item_id"}, ""),  # as pandas writes a frame
+    ({"log.parquet": INT32},
+     {"user": "user_id", "explode": {"shown": "article_ids_inview"}, "request": "impression_id",
+      "labels": {"article_ids_clicked": "coalesce(array_contains(article_ids_clicked, shown), false)"}}, ""),
+    ({"log.csv": table("user_id,item_id,t,queryId,searchstring", ms, lambda n: n // 4, lambda n: f"red {n % 5}")},
+     {"request": "queryId", "query": "searchstring"}, ""),
     ({"log.tsv": "user\titems\n" + "".join(f"u{n}\ti{n} i2\n" for n in range(40))},
      {"sequence": "string_to_array(items, ' ')"}, ""),
     ({"a.inter.json": json.dumps({f"u{n}": ["a1"] * (n % 4 + 1) for n in range(40)})},
