@@ -85,7 +85,7 @@ FLOWS = {
         (
             Trained("popularity", ("popularity",)),
             Trained("sasrec", ("sasrec",)),
-            Trained("tiger", ("tiger_small",), ONE, epochs=35, rows=1_400_000),
+            Trained("tiger", ("tiger_small",), ONE, epochs=35, rows=1_850_000),
             Trained("sid_mlp", ("sid_mlp_small",), ONE, teacher="tiger", rows=400_000),
         ),
         extra="sids",
@@ -260,8 +260,9 @@ def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
             steps.run("Texts to embeddings", "encode", *encode, *output)
         return bool(items.info["texts"])
     if items.info["texts"]:
-        # two levels and the code that tells duplicates apart: a quarter fewer tokens, and learned in fewer epochs
-        size = ["--rqkmeans.levels", "2", "--rqkmeans.codebook_size", str(codebook_size(items.rows))]
+        # for few items two levels and the code of duplicates: a quarter fewer tokens, learned in fewer epochs
+        size = ["--rqkmeans.levels", "2" if items.rows <= 16_384 else "3"]
+        size += ["--rqkmeans.codebook_size", str(codebook_size(items.rows))]
         steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
     elif config.data and (published := published_sids(folders.raw)):
         codes = ["--tokenizer", "published", "--published", str(published)]
