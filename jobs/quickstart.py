@@ -79,13 +79,14 @@ NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
 STEPS = ("--model.batch_of", "requests", "--fit.batch_size", "512", "--fit.optimizer", "adamw", "--fit.lr", "0.002",
          "--fit.weight_decay", "0.01", "--fit.schedule", "cosine", "--fit.warmup_steps", "10000",
          "--fit.warmup_share", "0.05", "--fit.patience", "0")  # fmt: skip
+ONE = ("--ray.threads", "1")  # small steps lose more to a second thread than it takes from them
 FLOWS = {
     "retrieval": Flow(
         (
             Trained("popularity", ("popularity",)),
             Trained("sasrec", ("sasrec",)),
-            Trained("tiger", ("tiger_small",), epochs=35, rows=420_000),
-            Trained("sid_mlp", ("sid_mlp_small",), teacher="tiger", rows=400_000),
+            Trained("tiger", ("tiger_small",), ONE, epochs=35, rows=1_850_000),
+            Trained("sid_mlp", ("sid_mlp_small",), ONE, teacher="tiger", rows=400_000),
         ),
         extra="sids",
     ),
@@ -198,9 +199,13 @@ def measure(config: Config, folders: Folders, steps: Steps, trained: Trained) ->
 
 def epochs_of(trained: Trained, tables: str) -> int:
     """The epochs that a log of this size is worth: fewer of a large one, so that all end within minutes."""
+    return min(trained.epochs, max(1, round(trained.rows / max(1, parts(tables)["train"]))))
+
+
+def parts(tables: str) -> dict[str, int]:
+    """How many requests, of a feed impressions, training, validation and test have."""
     info = read_manifest(join(tables, "sequences"), "sequences").info
-    rows = (info.get("requests") or info["events"])["train"]
-    return min(trained.epochs, max(1, round(trained.rows / rows)))
+    return dict(info.get("requests") or info["events"])
 
 
 def locate(config: Config) -> Folders:
@@ -249,12 +254,15 @@ def published_sids(folder: Path) -> Path | None:
 def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
     """Makes what models need beside the tables; whether there is anything to make it from."""
     encode, output = ["--tables", folders.tables, "--encoder", config.encoder], ["--output", folders.extra]
-    if FLOWS[folders.family].extra == "text":
-        steps.run("Texts to embeddings", "encode", *encode, *output)
-        return True
     items = read_manifest(join(folders.tables, "items"), "items")
+    if FLOWS[folders.family].extra == "text":
+        if items.info["texts"]:
+            steps.run("Texts to embeddings", "encode", *encode, *output)
+        return bool(items.info["texts"])
     if items.info["texts"]:
-        size = ["--rqkmeans.codebook_size", str(codebook_size(items.rows))]
+        # for few items two levels and the code of duplicates: a quarter fewer tokens, learned in fewer epochs
+        size = ["--rqkmeans.levels", "2" if items.rows <= 16_384 else "3"]
+        size += ["--rqkmeans.codebook_size", str(codebook_size(items.rows))]
         steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
     elif config.data and (published := published_sids(folders.raw)):
         codes = ["--tokenizer", "published", "--published", str(published)]
@@ -283,12 +291,15 @@ def run(config: Config) -> None:
         steps.run("Simulate a raw log", "simulate", *log)
     log = ["--source", folders.source, "--input", str(folders.raw), "--output", folders.tables]
     steps.run("Raw log to tables", "prepare", *log)
+    if empty := [name for name in ("val", "test") if not parts(folders.tables)[name]]:
+        raise UserError(f"{folders.source} leaves nothing for {' and '.join(empty)}; see the warnings above")
     steps.run("Prove the tables free of leakage", "audit", "--tables", folders.tables)
     models = flow.models
     if flow.extra and not make_extra(config, folders, steps):
         models = tuple(model for model in models if flow.extra not in registry.find(model.model).reads)
         steps.count -= 1 + 2 * (len(flow.models) - len(models))
-        print(f"note: {folders.source} names no texts of items to make semantic IDs of; models of these are left out")
+        made = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
+        print(f"note: {folders.source} names no texts of items to make {made} of; models of these are left out")
     for trained in models:
         measure(config, folders, steps, trained)
     uri = resolve_uri(None, folders.runs)  # where the trainings logged

@@ -77,6 +77,36 @@ def test_a_log_without_folder_or_mapping_is_refused(options: dict[str, str], mes
     assert "\n" not in str(refused.value)
 
 
+def searches(folder: Path, at: str, split: str) -> quickstart.Config:
+    """The quickstart of a log of searches without texts of items, at the times `at`."""
+    (folder / "visits").mkdir()
+    shown = [f"u{user},q,{user},i{item},{int(item == user % 5)}\n" for user in range(100) for item in range(5)]
+    (folder / "visits/visits.csv").write_text("user,query,n,item,clicked\n" + "".join(shown))
+    source = folder / "visits.yaml"
+    source.write_text(
+        f"files: visits.csv\nuser: user\nitem: item\nquery: query\ntime: {at}\nlabels: {{click: clicked = '1'}}\n"
+        f"prepare: {{kind: search, core: 0, behaviour: click, split: {{kind: {split}}}}}\n"
+    )
+    return quickstart.Config(data=str(folder / "visits"), source=str(source), output=str(folder))
+
+
+def test_a_log_that_leaves_nothing_to_test_on_stops_before_it_trains(tmp_path: Path) -> None:
+    config = searches(tmp_path, "{column: n, unit: order}", "leave_last_out")
+    with pytest.raises(UserError, match="leaves nothing for val and test; see the warnings above"):
+        quickstart.run(config)
+    assert not (tmp_path / "visits/runs").exists()
+
+
+def test_searches_without_texts_are_ranked_by_the_models_that_read_none(
+    ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quickstart.run(searches(tmp_path, "{column: cast(n as bigint) + 1600000000, unit: s}", "temporal"))
+    printed = capsys.readouterr().out
+    assert "names no texts of items to make embeddings of; models of these are left out" in printed
+    assert "[5/5] Compare" in printed
+    assert (tmp_path / "visits/compare.html").is_file()
+
+
 @pytest.mark.parametrize(
     ("given", "options"),
     [
@@ -101,8 +131,15 @@ def test_runs_are_compared_where_they_were_logged(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     lines: list[tuple[str, ...]] = []
-    monkeypatch.setattr(quickstart.Steps, "run", lambda self, title, *words: lines.append(words))
-    quickstart.run(quickstart.Config(family="search", output=str(tmp_path), epochs=1))
+    made = quickstart.Steps.run
+
+    def run(self: quickstart.Steps, title: str, *words: str) -> None:
+        lines.append(words)
+        if words[0] in ("simulate", "prepare"):
+            made(self, title, *words)
+
+    monkeypatch.setattr(quickstart.Steps, "run", run)
+    quickstart.run(quickstart.Config(family="search", output=str(tmp_path), users=60, items=60, events=500, epochs=1))
     assert "ssh -L 8000:localhost:8000 HOST" in capsys.readouterr().out
     assert lines[-1][0] == "compare"
     assert lines[-1][-2:] == ("--tracking_uri", "http://server:5000")
