@@ -86,6 +86,11 @@ def merged(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     return options | later | both
 
 
+def lowest(value: float, share: float) -> float:
+    """What a metric may fall to from a value, of either sign."""
+    return value - share * abs(value)
+
+
 class Day:
     """What is done with the log as it stands."""
 
@@ -94,14 +99,21 @@ class Day:
         self.tables, self.runs = join(self.output, "tables"), join(self.output, "runs")
         read = {"sids": config.tokenize, "text": config.encode}
         self.read = {"tables": self.tables} | {name: join(self.output, name) for name, asked in read.items() if asked}
+        self.days: list[dict[str, Any]] = []
+
+    def check(self) -> None:
+        """UserError for what is wrong with the options of a job, before any work."""
         for job, options in (
             ("prepare", self.preparing()), ("tokenize", self.making("sids")), ("encode", self.making("text")),
             ("train", self.training("first", None)), ("train", self.training("next", {"checkpoint": self.runs})),
         ):  # fmt: skip
-            if options:  # what is wrong with one is said before any work
+            if options:
                 cli.options_for(importlib.import_module(f"jobs.{job}"), [*words(options)])
+
+    def read_days(self) -> None:
+        """Reads what was found before."""
         try:
-            self.days: list[dict[str, Any]] = read_json(join(self.output, DAYS)) or []
+            self.days = read_json(join(self.output, DAYS)) or []
         except ValueError as error:
             raise UserError(f"{join(self.output, DAYS)} is damaged ({error}); give it back, or remove it") from error
 
@@ -150,6 +162,7 @@ class Day:
 
     def run(self) -> None:
         """Does what is left to do of the day."""
+        self.read_days()
         self.do("prepare", self.preparing())
         day = self.begin()
         if "accepted" in day:
@@ -190,7 +203,7 @@ class Day:
         before, after = day.get("before", {}), day["after"]
         about = checkpoint.read(day["checkpoint"])
         fall = self.config.fall or {about.fit["metric"]: 0.05}
-        low = [name for name, share in fall.items() if name in before and after[name] < before[name] * (1 - share)]
+        low = [name for name, share in fall.items() if name in before and after[name] < lowest(before[name], share)]
         logger = tracking.Logger(run)
         logger.update({f"running/{name}": value for name, value in before.items()}, about.step)
         logger.tag(accepted=str(not low).lower(), running=day.get("running", "none"))
@@ -210,10 +223,12 @@ class Day:
 
 def run(config: Config) -> None:
     """The day, which no other process may do meanwhile."""
+    day = Day(config)
+    day.check()
     check_writable(config.output)
     busy = f"{config.output} is being worked on by another jobs.daily; wait for it"
     with locked(join(absolute(config.output), ".daily.lock"), busy):
-        Day(config).run()
+        day.run()
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     more, pictures = importance_of(config, result) if config.importance else ([], {})
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if checkpoint.extended(about, "sequences", hashes_of(name, inputs)):
-        print(f"note: {config.tables} extends what was trained on; items that are new since are ranked as unknown ones")
+        print(f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned")
     elif result.is_fresh(about):
         print(f"note: {config.tables} is another log than that of the training; what of it was trained on is not known")
     if repeats := repeats_of(result):

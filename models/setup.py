@@ -215,6 +215,10 @@ def set_up(
     if world > 1 and train.share.shards > 1:
         for part in (train, val):
             part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
+    if since and not train.rows_per_buffer.any():
+        raise UserError(
+            f"nothing is newer than what {init or 'it'} was trained on; wait for more days, or raise fit.replay"
+        )
     if not train.rows_per_buffer.any():
         raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
     catalogue = entry.family.trim_catalogue(catalogue, examples.values(), config)

@@ -10,12 +10,13 @@ from models.config import check_least, naming
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.places import CHECKPOINT
+from models.retrieval import teacher
 from models.setup import check_budget, check_fit, check_init, load_catalogue, since_of
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import located
 from models.uri import absolute
 from pipelines.tracking import resolve_uri
-from pipelines.training.record import check_same, find_checkpoint, read_record
+from pipelines.training.record import check_same, read_record
 
 FEWER = "lower --ray.num_workers or --ray.cpus_per_worker"
 """What to do where there is no room for the workers."""
@@ -145,7 +146,7 @@ def check(
     config: dict[str, Any] = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
     first = None
     if init:
-        init = find_checkpoint(init)
+        init = teacher.locate(init, "checkpoint")
         first = checkpoint.read(init)
         check_init(first, init, catalogue.hashes, model["name"])
         config["init"] = first.sha256[checkpoint.WEIGHTS]

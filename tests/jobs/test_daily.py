@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from jobs import simulate
+from jobs.daily import lowest
 from models import checkpoint
 from models.tables import read_manifest
 from pipelines import tracking
@@ -140,6 +141,11 @@ def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(tmp_path:
     assert third["running"] == (second if second["accepted"] else first)["name"]
 
 
+def test_a_metric_of_either_sign_falls_by_a_share() -> None:
+    assert lowest(0.5, 0.1) == 0.45
+    assert lowest(-0.5, 0.1) == -0.55
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
@@ -155,4 +161,4 @@ def test_what_is_wrong_with_a_step_is_said_before_any_work(tmp_path: Path, more:
     assert process.returncode != 0
     assert why in said
     assert len(said.splitlines()) == 1, said
-    assert not (tmp_path / "out/tables").exists()
+    assert not (tmp_path / "out").exists()

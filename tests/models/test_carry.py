@@ -175,6 +175,8 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
     uri = trained(set_up(model, config_of("sasrec"), inputs), tmp_path / "one")
     with pytest.raises(UserError, match=r"fit.replay is 0.5, but no model is given to go on from; add --init"):
         set_up(model, config_of("sasrec", replay=0.5), inputs)
+    with pytest.raises(UserError, match=r"nothing is newer than what .* was trained on; .* raise fit.replay"):
+        set_up(model, config_of("sasrec", replay=0), inputs, init=uri)
     with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):
         set_up({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
     with pytest.raises(UserError, match=r"does not fit the model: .* is of \(8,\) there and of \(16,\) here"):
