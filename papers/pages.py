@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.tables import benchmark_tables, rows_of_lines
 from jobs import cli
-from papers import kept
+from papers import days, kept
 from papers.claims import verdicts, verdicts_table
 from papers.plots import beams, condition, tokenizers
 from papers.published import Papers, beside_the_papers, load, of_grid
@@ -55,6 +55,7 @@ def run(config: Config) -> None:
         origins = [(line["variant"], *(line.get(key, "") for key in ("hardware", "commit", "command"))) for line in own]
         write_page(f"benchmark/{name}", [*benchmark_tables(rows_of_lines(own)), origins_table(origins)], [], folder)
     write_page("Claims", [verdicts_table(found)], [], folder)
+    write_days(Path(config.results) / "days", folder)
     print(f"written to {folder}")
 
 
@@ -74,6 +75,20 @@ def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None
         write(plot.alone(), str(folder / f"{plot.name}.svg"))
         words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
     write_page(selection.title, shown, words, folder)
+
+
+def write_days(results: Path, folder: Path) -> None:
+    """The page of policies on logs that grow by days, where figures of them are kept."""
+    shown, words = [], []
+    for of_log, plot in days.pages(results):
+        shown += of_log
+        write(plot.alone(), str(folder / f"{plot.name}.svg"))
+        words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
+    if shown:
+        shown.append(
+            Table("Policies", ["policy", "model"], [[f"`{name}`", text] for name, text in days.POLICIES.items()])
+        )
+        write_page("Days", shown, words, folder)
 
 
 def write_page(title: str, shown: Sequence[Table], words: Sequence[str], folder: Path) -> None:

@@ -1,0 +1,397 @@
+"""Trained on every day, trained once, or trained anew: what models of a growing log find on each day before they train
+on it.
+
+    python -m papers.days --log kuairand --data ../shared/data --output runs/days --results papers/results/days
+
+A log is cut into days, which join its tables one by one. Test is the newest day, validation the one before, and
+training all that is older. Each of the `POLICIES` measures its model on that test split. Of the validations of a
+training the best one counts. Run again, it goes on. `python -m papers.pages` makes the page.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import json
+import math
+import operator
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from matplotlib import rc_context
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.harness import origin
+from jobs import cli
+from jobs.daily import words
+from models import checkpoint
+from models.config import build, read_configs
+from models.fit import FitConfig, fit
+from models.inputs import Inputs
+from models.retrieval.recommend import allow
+from models.setup import Loaded, score, set_up
+from models.tables import read_manifest
+from papers.kept import short
+from pipelines.comparison.plots import STYLE, Plot, svg
+from pipelines.comparison.table import Table
+from pipelines.figures import COLOURS, new_figure, say_axes
+
+CONFIGS = Path(__file__).parents[1] / "jobs/configs"
+BEGIN, DAY = 1_750_032_000_000, 86_400_000
+"""Midnight in ms of the first made-up day, and its length."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log, and the model that is trained on it."""
+
+    folder: str
+    """Folder of the raw log."""
+    source: str
+    """Its mapping, under `jobs/configs/sources`."""
+    changed: dict[str, Any]
+    """What the mapping of the days has in place of its own."""
+    first: int
+    """Number of the first day that is tested on, from 1."""
+    configs: tuple[str, ...]
+    """Of the model, under `jobs/configs`."""
+    model: dict[str, Any]
+    """Options of the model that win over the files."""
+    fit: dict[str, Any]
+    """Options of the training likewise; `max_epochs` of the first one."""
+    daily: dict[str, Any]
+    """Options of a day's training likewise, as of `go_on` in jobs.daily."""
+    last: int
+    """Number of the last day."""
+    full: int
+    """Number of the day until which the steps of policies `in full` are counted."""
+    requests: int = 0
+    """Requests of a day that are ranked, spread evenly over the lengths of their histories; 0: all."""
+    shown: tuple[str, ...] = ()
+    """Metrics of an evaluation that are kept, of models that rank no catalogue."""
+
+
+LOGS = {
+    "kuairand": Log(
+        "kuairand_pure", "kuairand_pure_actions", {}, 5, ("attn_mvp", "actions/attn_lfa"), {"num_layers": 2},
+        {"patience": 0, "max_epochs": 4}, {"replay": 0.2, "max_epochs": 1}, last=14, full=14,
+        shown=("mean/rig", "mean/auc", "eval_loss"),
+    ),
+    "beauty": Log(
+        "amazon14_beauty", "amazon14_beauty",
+        {"files": "day_*.csv", "time": {"column": "time_ms", "unit": "ms"}, "prepare": {"core": 0, "ties": "strict"}},
+        12, ("tiger_small",), {}, {"patience": 0, "max_epochs": 2, "eval_examples": 1000},
+        {"lr": 0.002, "replay": 0.1, "max_epochs": 1}, last=18, full=14, requests=2000,
+    ),
+}  # fmt: skip
+
+ONCE, ANEW, CODES, OLD = "once, in full", "anew, in full", "anew, in full, codes anew", "old catalogue"
+FAST = "daily, first rate"
+POLICIES = {
+    "daily": "goes on each day from its last model, with what is newer and a share of what is older (`fit.replay`)",
+    FAST: "likewise, where `daily` has a learning rate of its own, at that of the first training",
+    "once": "trained on the first tables",
+    ONCE: "likewise, with all the steps that `daily` has taken until the day of `anew, in full`",
+    "anew": "begins anew each day, with the steps that `daily` takes on that day",
+    ANEW: "begins anew on one day, with all the steps that `daily` has taken until then",
+    CODES: "likewise, and the semantic IDs are made anew of all items; else those of new items extend the first ones",
+    OLD: "`daily` as it was the day before, with the items of then alone",
+}
+"""What they do, in the order of tables."""
+METRICS = {"kuairand": ("mean/rig", "mean/auc"), "beauty": ("recall@10", "recall@10 new", "recall@10 old")}
+"""By log the metrics of its tables; the first is drawn."""
+WEIGHTS = {"recall@10 new": "share new"}
+"""Of a metric of some requests their share."""
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    log: Literal[tuple(LOGS)]  # type: ignore[valid-type]
+    """Which log."""
+    data: str
+    """Folder of the folders of raw logs."""
+    output: str
+    """Folder for tables, semantic IDs and checkpoints."""
+    results: str
+    """Folder for the figures, as LOG.jsonl."""
+    policy: Literal["", "once, in full", "anew, in full", "anew, in full, codes anew"] = ""
+    """The one `in full` to run, after what it needs of the others; by default all."""
+    seed: int = 42
+    """Seed of the trainings."""
+
+
+def kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
+    """The rows of each date, under their header."""
+    with gzip.open(next(raw.glob("log_standard*.gz")), "rt", newline="") as file:
+        header, *rows = csv.reader(file)
+    at = header.index("date")
+    for date in sorted({row[at] for row in rows}):
+        yield [header, *(row for row in rows if row[at] == date)]
+
+
+def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
+    """Twenty days of equally many rows, a user after the other, by the newest item that each has: Amazon's numbers of
+    items rise with time, and the log has no other clock."""
+    with gzip.open(raw / "interactions.csv.gz", "rt", newline="") as file:
+        rows = [(row["user_id"], row["item_id"], int(row["order"])) for row in csv.DictReader(file)]
+    newest: dict[str, str] = {}
+    for user, item, _ in rows:
+        newest[user] = max(newest.get(user, ""), item)
+    rows.sort(key=lambda row: (newest[row[0]], row[0], row[2]))
+    edges = [len(rows) * day // 20 for day in range(21)]
+    for day, (first, end) in enumerate(pairwise(edges)):
+        times = (BEGIN + day * DAY + DAY * place // (end - first) for place in range(end - first))
+        made = zip(rows[first:end], times, strict=True)
+        yield [["user_id", "item_id", "time_ms"], *([user, item, str(ms)] for (user, item, _), ms in made)]
+
+
+NOTES = {
+    "kuairand": "AttnLFA of two layers on `kuairand_pure`, cut into its fourteen dates; all impressions of a date are "
+    "test. First tables: days 1 to 5, so 952 steps of batch 64 on days 1 to 3. A day of `daily` is one epoch of what "
+    "is newer and a fifth of what is older.",
+    "beauty": "TIGER (`tiger_small`) on `amazon14_beauty` in twenty parts of 9,925 interactions. The log has no clock: "
+    "users come one after the other by the newest item that each has, as Amazon's numbers of items rise with time. "
+    "2,000 requests of each part are ranked, the same for all. New are items that no part before has. "
+    "Rqkmeans on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 2,676 steps of batch 64 on parts 1 to 10. A "
+    "day of `daily` is one epoch of what is newer and a tenth of what is older, at rate 0.002, chosen by the "
+    "validation of its first day: NDCG@10 0.0229, and 0.0183 at the first training's rate, 0.006. Not run for want of "
+    "time: parts 19 and 20, and the policies in full, among them that with codes made anew.",
+}
+"""What is under the tables of a log."""
+
+
+DAYS = {"kuairand": kuairand_days, "beauty": beauty_days}
+
+
+def do(job: str, **options: Any) -> None:
+    """Runs a job in this process."""
+    module = importlib.import_module(f"jobs.{job}")
+    module.run(cli.options_for(module, [*words(options)]))
+
+
+class Days:
+    """The run of a log."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.log = config, LOGS[config.log]
+        self.folder = Path(config.output) / config.log
+        self.results = Path(config.results) / f"{config.log}.jsonl"
+        lines = self.results.read_text().splitlines() if self.results.exists() else []
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        read = read_configs([str(CONFIGS / f"{name}.yaml") for name in self.log.configs], "papers.days")
+        self.model = {**read["model"], **self.log.model}
+        self.fit = {**read["fit"], **self.log.fit, "seed": config.seed}
+        self.sids = self.model["name"] == "tiger"
+
+    def inputs(self, day: int, codes: str = "sids") -> Inputs:
+        return Inputs(str(self.folder / f"{day}/tables"), str(self.folder / f"{day}/{codes}") if self.sids else None)
+
+    def items(self, day: int) -> int:
+        return read_manifest(self.inputs(day).tables + "/items").rows
+
+    def prepare(self) -> None:
+        """Tables and semantic IDs of each day, which extend those of the day before."""
+        raw, log = Path(self.config.data) / self.log.folder, self.log
+        mapping = yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text()) | log.changed
+        (self.folder / "raw").mkdir(parents=True, exist_ok=True)
+        (self.folder / "source.yaml").write_text(yaml.safe_dump(mapping))
+        for file in {*raw.glob("items*"), *raw.glob("video_features*")}:
+            shutil.copy2(file, self.folder / "raw")
+        name = log.changed.get("files", "log_standard_*.csv").replace("*", "{:02d}")
+        for day, rows in enumerate(DAYS[self.config.log](raw), 1):
+            if (done := self.folder / f"{day}/done").exists():
+                continue
+            with (self.folder / "raw" / name.format(day)).open("w", newline="") as file:
+                csv.writer(file).writerows(rows)
+            if day < log.first:
+                continue
+            if day > log.last:
+                break
+            here, before = self.folder / str(day), self.folder / str(day - 1)
+            shutil.rmtree(here, ignore_errors=True)
+            if day > log.first:
+                shutil.copytree(before / "tables", here / "tables")
+            do("prepare", source=self.folder / "source.yaml", input=self.folder / "raw", output=here / "tables",
+               append=True, split={"val_days": 1, "test_days": 1})  # fmt: skip
+            if self.sids:
+                self.tokenize(day, "sids", **({"extend": before / "sids"} if day > log.first else {}))
+            done.touch()
+
+    def tokenize(self, day: int, codes: str, **more: Any) -> None:
+        """Semantic IDs of the day's items."""
+        here = self.folder / str(day)
+        do(
+            "tokenize",
+            tables=here / "tables",
+            tokenizer="rqkmeans",
+            encoder="tfidf",
+            pca=128,
+            output=here / codes,
+            **more,
+        )
+
+    def train(self, policy: str, day: int, steps: int = 0, init: str = "", codes: str = "sids") -> tuple[str, int]:
+        """The checkpoint and the number of its steps, of which about `steps` are asked for, by default all epochs."""
+        place = self.folder / f"runs/{policy}-{day}-{self.config.seed}".replace(", ", "-").replace(" ", "-")
+        if (place / "steps").exists():
+            return str(place), int(json.loads((place / "steps").read_text()))
+        given = self.fit | (self.log.daily if init else {}) | ({"lr": self.fit["lr"]} if policy == FAST else {})
+        options: FitConfig = build(FitConfig, given, "fit.")
+        setup = set_up(dict(self.model), options, self.inputs(day, codes), init=init or None)
+        if steps:
+            epochs = -(-steps // setup.train.steps(0))
+            setup.train.examples.limit_to(round(steps / epochs * options.batch_size))
+            options = replace(options, max_epochs=epochs)
+        last = 0
+        for event in fit(setup.model, setup.train, setup.validate, options, means=setup.means,
+                         lr_multipliers=setup.lr_multipliers):  # fmt: skip
+            last = event.step
+            if event.metrics:
+                print(f"{policy}, day {day}: epoch {event.epoch}, step {last}, {event.metrics[options.metric]:.4f}, "
+                      f"{event.examples_per_s:.0f} examples/s", flush=True)  # fmt: skip
+            if event.is_best:
+                checkpoint.save(place, setup.model, setup.checkpoint(epoch=event.epoch, step=last))
+        (place / "steps").write_text(str(last))
+        return str(place), last
+
+    def measure(self, where: str, day: int, codes: str = "sids", known: int = 0) -> dict[str, float]:
+        """Metrics of a checkpoint on the day; `known`: items that are recommended, by default all."""
+        inputs = self.inputs(day, codes)
+        loaded = Loaded.of(where, inputs)
+        examples, new = loaded.examples(inputs, "test"), self.items(day - 1) if day > self.log.first else 0
+        common: dict[str, Any] = {"batch_size": 256, "device": torch.device("cpu")}
+        if not self.sids:
+            sums, _, _ = score(loaded.model, loaded.entry.measured.measure, examples, **common)
+            return {name: value for name, value in loaded.entry.measured.means(sums).items() if name in self.log.shown}
+        allowed = allow(loaded.model, torch.arange(self.items(day)) < known) if known else None
+
+        def hits(model: Any, batch: dict[str, Any]) -> dict[str, float]:
+            found = (model.recommend(batch, 10, allowed=allowed)[0] == batch["target"][:, None]).any(1)
+            of_new = batch["target"] >= new
+            return {"all": float(found.sum()), "new": float(found[of_new].sum()), "of new": float(of_new.sum())}
+
+        sums, count, _ = score(loaded.model, hits, examples, limit=self.log.requests, **common)
+        share = float(sums["of new"]) / count if new else float("nan")
+        return {"requests": count, "share new": share, "recall@10": float(sums["all"]) / count,
+                "recall@10 new": float(sums["new"] / sums["of new"]),
+                "recall@10 old": float((sums["all"] - sums["new"]) / (count - sums["of new"]))}  # fmt: skip
+
+    def note(self, policy: str, day: int, where: str, steps: int, codes: str = "sids", known: int = 0) -> None:
+        """Keeps what is measured, unless it is there."""
+        key = {"log": self.config.log, "policy": policy, "day": day, "seed": self.config.seed}
+        if any(key.items() <= line.items() for line in self.lines):
+            return
+        line = key | {"steps": steps, "metrics": self.measure(where, day, codes, known)} | origin()
+        line["command"] = short(f"python -m papers.days {shlex.join(sys.argv[1:])}")
+        self.lines.append(line)
+        self.results.parent.mkdir(parents=True, exist_ok=True)
+        with self.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+    def run(self) -> None:
+        """All policies; those that need the steps of `daily` after it."""
+        log, asked = self.log, self.config.policy
+        self.prepare()
+        first, begun = self.train("daily", log.first)
+        where, fast, taken = first, first, dict[int, int]()
+        for day in range(log.first + 1, (log.full if asked else log.last) + 1):
+            self.note("once", day, first, begun if day == log.first + 1 else 0)
+            if self.sids:
+                self.note(OLD, day, where, 0, known=self.items(day - 1))
+            where, taken[day] = self.train("daily", day, init=where)
+            self.note("daily", day, where, taken[day])
+            if "lr" in log.daily:
+                fast, steps = self.train(FAST, day, init=fast)
+                self.note(FAST, day, fast, steps)
+            self.note("anew", day, *self.train("anew", day, taken[day]))
+        total = begun + sum(steps for day, steps in taken.items() if day <= log.full)
+        if asked in ("", ONCE):
+            where, steps = self.train(ONCE, log.first, total)
+            for day in range(log.first + 1, log.full + 1):
+                self.note(ONCE, day, where, steps if day == log.full else 0)
+        if asked in ("", ANEW):
+            self.note(ANEW, log.full, *self.train(ANEW, log.full, total))
+        if asked in ("", CODES) and self.sids:
+            self.tokenize(log.full, "codes_anew")
+            self.note(CODES, log.full, *self.train(CODES, log.full, total, codes="codes_anew"), codes="codes_anew")
+
+
+def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
+    """The tables of a log, and its plot."""
+    days = sorted({line["day"] for line in lines})
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for line in lines:
+        found.setdefault((line["policy"], line["day"]), []).append(line["metrics"])
+    there = [policy for policy in POLICIES if any((policy, day) in found for day in days)]
+    common = [day for day in days if all((policy, day) in found for policy in there)]
+    steps = {policy: sum(line["steps"] for line in lines if line["policy"] == policy) for policy in there}
+    for policy in steps.keys() & {"daily", FAST}:  # they go on from it
+        steps[policy] += steps.get("once", 0)
+    seeds = sorted({line["seed"] for line in lines})
+
+    def mean(policy: str, some: list[int], name: str) -> float:
+        """Over days and seeds; of a metric of requests that are told apart, over these requests."""
+        every = [each for day in some for each in found.get((policy, day), ())]
+        weights = [each[WEIGHTS[name]] * each.get("requests", 1) if name in WEIGHTS else 1.0 for each in every]
+        whole = all((policy, day) in found for day in some)
+        values = [each[name] for each in every]
+        total = sum(weights)
+        return sum(map(operator.mul, values, weights), 0.0) / total if whole and total else math.nan
+
+    def cell(value: float) -> str:
+        return "-" if math.isnan(value) else f"{value:.4f}"
+
+    metric = METRICS[log][0]
+    spans = [days] if common in ([], days) else [days, common]
+    told = [f"{some[0]} to {some[-1]}" if len(some) > 1 else str(some[0]) for some in spans]
+    header = ["policy", "steps", *(f"{name}, {span}" for span in told for name in METRICS[log])]
+    summary = [
+        [policy, f"{steps[policy] // len(seeds):,}" if policy != OLD else "-",
+         *(cell(mean(policy, some, name)) for some in spans for name in METRICS[log])]
+        for policy in there
+    ]  # fmt: skip
+    by_day = [[policy, *(cell(mean(policy, [day], metric)) for day in days)] for policy in there]
+    if log == "beauty":
+        by_day.append(["share of requests for new items", *(cell(mean("daily", [day], "share new")) for day in days)])
+    notes = [f"{NOTES[log]} Seed {', '.join(map(str, seeds))}; {lines[0]['hardware']}; `{lines[0]['command']}`."]
+    tables = [
+        Table(f"{log}: all in all", header, summary, notes, words=1),
+        Table(f"{log}: {metric} by day", ["policy", *map(str, days)], by_day, words=1),
+    ]
+    with rc_context(STYLE):
+        figure, (axes,) = new_figure(1, width=6)
+        for number, policy in enumerate(there):
+            points = [(day, mean(policy, [day], metric)) for day in days if (policy, day) in found]
+            axes.plot(*zip(*points, strict=True), color=COLOURS[number], marker="o", ms=3, lw=1.2, label=policy)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        say_axes(axes, "day", metric, legend=True)
+        plot = Plot(f"days-{log}", f"{log}: {metric} by day", "Higher is better.", svg(figure, f"days-{log}"))
+    return tables, plot
+
+
+def pages(results: Path) -> Iterator[tuple[list[Table], Plot]]:
+    """What the page shows of each log, from its kept figures."""
+    for file in sorted(results.glob("*.jsonl")):
+        yield shown(file.stem, [json.loads(line) for line in file.read_text().splitlines()])
+
+
+def run(config: Config) -> None:
+    """Trains and measures what is not there yet."""
+    torch.set_num_threads(1)
+    Days(config).run()
+
+
+if __name__ == "__main__":
+    cli.main(run, Config)
