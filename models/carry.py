@@ -31,11 +31,22 @@ from models.words import number_of
 Names = Sequence[Sequence[str] | None]
 
 
+class Tables(nn.Module):
+    """A module with `tables` of vectors."""
+
+    names: Names = ()
+    """Of each, the values that rows from 1 on are of; None where they have no names."""
+    of_catalogue: tuple[str, ...] = ()
+    """Buffers that hold what the catalogue says of items, and not what was learned."""
+    id_dropout = 0.0
+    """Share of ids that count as unknown in training."""
+
+
 def names_of(model: nn.Module) -> dict[str, Names]:
     """By module, of each of its `tables` the values that rows from 1 on are of; None where they have no names."""
     return {
-        place: [None if values is None else list(values) for values in module.names]  # type: ignore[union-attr]
-        for place, module in model.named_modules() if isinstance(getattr(module, "names", None), list)
+        place: [None if values is None else list(values) for values in module.names]
+        for place, module in model.named_modules() if isinstance(module, Tables)
     }  # fmt: skip
 
 
@@ -77,7 +88,7 @@ def carry(model: nn.Module, uri: str | Path, about: Checkpoint, items: int) -> l
 def of_content(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that hold what the catalogue says of items, and not what was learned."""
     for place, module in model.named_modules():
-        for name in getattr(module, "of_catalogue", ()):
+        for name in module.of_catalogue if isinstance(module, Tables) else ():
             yield f"{place}.{name}", getattr(module, name)
 
 
@@ -105,4 +116,4 @@ def longer(weights: Tensor, rows: int, zero: bool) -> Tensor:
 def knows_unknown(model: nn.Module, name: str) -> bool:
     """Whether the module of the weights has learned what an unknown item is, which then is a vector of zeros."""
     module = model.get_submodule(name.split(".tables.")[0]) if ".tables." in name else model
-    return bool(getattr(module, "id_dropout", 0))
+    return isinstance(module, Tables) and module.id_dropout > 0

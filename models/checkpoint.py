@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pyarrow import fs
 from torch import nn
 
-from models.tables import UserError, check_inside, join, open_uri, sealed, unsealed
+from models.tables import UserError, Version, check_inside, join, open_uri, sealed, unsealed
 from models.uri import file_info, write_file
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
@@ -302,7 +302,8 @@ def extended(about: Checkpoint, table: str, hashes: Mapping[str, str | None]) ->
     """Whether the table of these hashes extends that of the training; queries and their texts, which models know by
     their words alone, go with what they belong to."""
     table = {"queries": "sequences", "text_queries": "text_items", "text_pairs": "text_items"}.get(table, table)
-    return about.hashes.get(table) in getattr(hashes.get(table), "extends", ())
+    given = hashes.get(table)
+    return isinstance(given, Version) and about.hashes.get(table) in given.extends
 
 
 def check(

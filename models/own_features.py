@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from models.carry import Tables
 from models.retrieval.data import hash_strings
 
 NUMBER, CATEGORY = "num_", "cat_"
@@ -123,7 +124,7 @@ class Standardised(nn.Module):
         return ((features - self.mean) / self.std).clamp(-MOST, MOST)
 
 
-class OwnInputs(Standardised):
+class OwnInputs(Standardised, Tables):
     """Own features as a layer reads them: numbers standardised, whether a number is there, embeddings of categories. In
     training a share of the categories' values counts as unknown, so that unknown ones have a meaning."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch, earlier
+from models.carry import Tables
 from models.config import check_choices, check_dropout, check_positive
 from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
@@ -81,7 +82,7 @@ def projection(inputs: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width))
 
 
-class ItemNetwork(nn.Module):
+class ItemNetwork(Tables):
     """Item features, concatenated and projected (Sec. 2): the id's own embedding or that of its hash, categories,
     numbers, the text's projection; and viewer-side categories and the log's own features of the event.
 

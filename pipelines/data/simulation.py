@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -56,7 +56,7 @@ class Settings:
     """Events or searches, exactly."""
     seed: int = 42
     """The same seed and sizes give the same log, byte for byte."""
-    files: int = 1
+    files: int = field(default=1, kw_only=True)
     """Files of equally many events, in the order of time; more of a large log."""
 
     unit: ClassVar[str] = "events"

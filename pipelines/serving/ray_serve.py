@@ -147,7 +147,7 @@ class Replica:
             except Exception as error:
                 return f"{self.version} stays: {version} cannot be loaded: {' '.join(str(error).split())}"
         now, before = (each.unwrap_python_model() for each in (model, self.model))
-        states = now.take_states(before) if hasattr(now, "take_states") else ""
+        states = now.take_states(before)
         self.model, self.version = model, version
         return f"{version} answers{states}"
 

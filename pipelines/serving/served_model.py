@@ -55,6 +55,10 @@ class Ranker(PythonModel):
         self.sets: Latest[torch.Tensor] = Latest(SETS)
         self.lock = Lock()  # of these sets
 
+    def take_states(self, before: Any) -> str:
+        """Nothing: none are kept of users."""
+        return ""
+
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """`history` (item ids, oldest first) to `item_id` and `score`, best first, and `unknown_items`: how many
         entries of a history are not in the catalogue. They are skipped.
