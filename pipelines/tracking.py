@@ -175,6 +175,8 @@ def connect(uri: str) -> MlflowClient:
     try:
         # Of several that start together one makes the tables of a file: MLflow's own lock leaves some out.
         with locked(f"{file}.lock", "", math.inf) if file != uri else nullcontext():
+            if file != uri and not Path(file).exists():
+                make_store(file)
             client = MlflowClient(uri)
             try:
                 with nullcontext() if uri in _reached else _few_retries():
@@ -189,6 +191,14 @@ def connect(uri: str) -> MlflowClient:
         first = " ".join(str(error).split())[:200]
         what = "MLflow answers with errors" if FAILING in str(error) else "cannot reach MLflow"
         raise UserError(f"{what} at {uri} ({first}); start it or give another --tracking_uri") from error
+
+
+def make_store(file: str) -> None:
+    """Makes a SQLite store under another name first: MLflow goes on from no half-made one, as a kill leaves it."""
+    Path(new := f"{file}.new").unlink(missing_ok=True)
+    Path(new).parent.mkdir(parents=True, exist_ok=True)
+    MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+    os.replace(new, file)
 
 
 FAILING = "error responses"
