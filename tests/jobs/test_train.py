@@ -87,7 +87,7 @@ def test_killed_and_run_again_equals_undisturbed(
         first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         while not checkpoint.last(str(run)) and first.poll() is None:
             time.sleep(0.05)
-        time.sleep(random.uniform(0, 1))
+        time.sleep(random.uniform(0, 0.1))  # of less than a second
         first.send_signal(signal.SIGKILL)
         first.wait()
     killed_at = sorted(folder.name for folder in run.glob("step-*"))
