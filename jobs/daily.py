@@ -20,7 +20,7 @@ from typing import Any
 
 from jobs import cli
 from models import checkpoint, registry
-from models.config import check_shares, hint
+from models.config import hint
 from models.inputs import Inputs
 from models.locks import locked
 from models.setup import load_catalogue
@@ -57,14 +57,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for metric, share in self.fall.items():
-            check_shares(Fall(share), ["share"], f"fall.{metric}: ")
-
-
-@dataclass
-class Fall:
-    """How much a metric may fall."""
-
-    share: float
+            if not 0 <= share <= 1:
+                raise ValueError(f"fall.{metric} is {share}, it must be from 0 to 1, such as 0.05")
 
 
 def words(options: dict[str, Any], prefix: str = "--") -> Iterator[str]:
@@ -91,6 +85,12 @@ def lowest(value: float, share: float) -> float:
     return value - share * abs(value)
 
 
+def parsed(job: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """(module of a job, what it makes of the options); UserError for what is wrong with them."""
+    module = importlib.import_module(f"jobs.{job}")
+    return module, cli.options_for(module, [*words(options)])
+
+
 class Day:
     """What is done with the log as it stands."""
 
@@ -108,7 +108,7 @@ class Day:
             ("train", self.training("first", None)), ("train", self.training("next", {"checkpoint": self.runs})),
         ):  # fmt: skip
             if options:
-                cli.options_for(importlib.import_module(f"jobs.{job}"), [*words(options)])
+                parsed(job, options)
 
     def read_days(self) -> None:
         """Reads what was found before."""
@@ -134,10 +134,9 @@ class Day:
 
     def do(self, job: str, options: dict[str, Any]) -> Any:
         """Runs a job in this process, printed as the line to repeat it."""
-        argv = [*words(options)]
-        print(f"\n$ python -m jobs.{job} {shlex.join(argv)}", flush=True)
-        module = importlib.import_module(f"jobs.{job}")
-        return module.run(cli.options_for(module, argv))
+        print(f"\n$ python -m jobs.{job} {shlex.join(words(options))}", flush=True)
+        module, given = parsed(job, options)
+        return module.run(given)
 
     def note(self, day: dict[str, Any], **found: Any) -> None:
         """Keeps what a step has found, so that it is not done again."""
@@ -185,8 +184,7 @@ class Day:
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""
-        train = importlib.import_module("jobs.train")
-        name = cli.options_for(train, [*words(self.training("first", None))]).model["name"]
+        name = parsed("train", self.training("first", None))[1].model["name"]
         catalogue = load_catalogue(name, Inputs(**self.read))
         known = registry.find(name).measured.names(catalogue)
         for metric in self.config.fall:

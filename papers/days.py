@@ -89,7 +89,8 @@ LOGS = {
     "beauty": Log(
         "amazon14_beauty", "amazon14_beauty",
         {"files": "day_*.csv", "time": {"column": "time_ms", "unit": "ms"}, "prepare": {"core": 0, "ties": "strict"}},
-        12, ("tiger_small",), {}, {"patience": 0, "max_epochs": 2, "eval_examples": 1000},
+        12, ("tiger_small",), {"max_history": 10},
+        {"lr": 0.006, "batch_size": 64, "patience": 0, "max_epochs": 2, "eval_examples": 1000},
         {"lr": 0.002, "replay": 0.1, "max_epochs": 1}, last=18, full=14, requests=2000,
     ),
 }  # fmt: skip
@@ -160,13 +161,14 @@ NOTES = {
     "kuairand": "AttnLFA of two layers on `kuairand_pure`, cut into its fourteen dates; all impressions of a date are "
     "test. First tables: days 1 to 5, so 952 steps of batch 64 on days 1 to 3. A day of `daily` is one epoch of what "
     "is newer and a fifth of what is older.",
-    "beauty": "TIGER (`tiger_small`) on `amazon14_beauty` in twenty parts of 9,925 interactions. The log has no clock: "
-    "users come one after the other by the newest item that each has, as Amazon's numbers of items rise with time. "
-    "2,000 requests of each part are ranked, the same for all. New are items that no part before has. "
-    "Rqkmeans on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 2,676 steps of batch 64 on parts 1 to 10. A "
-    "day of `daily` is one epoch of what is newer and a tenth of what is older, at rate 0.002, chosen by the "
-    "validation of its first day: NDCG@10 0.0229, and 0.0183 at the first training's rate, 0.006. Not run for want of "
-    "time: parts 19 and 20, and the policies in full, among them that with codes made anew.",
+    "beauty": "TIGER (`tiger_small` with histories of 10) on `amazon14_beauty` in twenty parts of 9,925 interactions. "
+    "The log has no clock: users come one after the other by the newest item that each has, as Amazon's "
+    "numbers of items rise with time. 2,000 requests of each part are ranked, the same for all. New are items"
+    " that no part before has. Rqkmeans on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 2,676 "
+    "steps of batch 64 on parts 1 to 10. A day of `daily` is one epoch of what is newer and a tenth of what "
+    "is older, at rate 0.002, chosen by the validation of its first day: NDCG@10 0.0229, and 0.0183 at the "
+    "first training's rate, 0.006. Not run for want of time: parts 19 and 20, and the policies in full, among"
+    " them that with codes made anew.",
 }
 """What is under the tables of a log."""
 
