@@ -84,18 +84,18 @@ def asked(events: pl.DataFrame) -> pl.DataFrame:
 def shown(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     """The results that sequences show: of items of the catalogue and, of a user with more behaviours than are kept,
     of requests not older than the first kept one. `events` are those of `asked`."""
-    inside = events.join(tables.catalogue, on="item_id")
+    inside = events.join(tables.catalogue, on="item_id", maintain_order="left")
     known = tables.behaviours_of(inside).group_by("user_id").agg(known=pl.col(tables.known).sort(descending=True))
     cut = known.filter(pl.col("known").list.len() > tables.info["max_events"])
     oldest = cut.select("user_id", oldest=pl.col("known").list.get(tables.info["max_events"] - 1, null_on_oob=True))
-    both = inside.join(oldest, on="user_id", how="left")
+    both = inside.join(oldest, on="user_id", how="left", maintain_order="left")
     return both.filter((pl.col("asked") >= pl.col("oldest")).fill_null(True))
 
 
 def expected_requests(results: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
     """The requests that results (with `row`) give, one row each, with lists of these columns."""
     return (
-        results.sort("row", "position", "timestamp_ms", "item_id")
+        results.sort("row", "position", "timestamp_ms", "item_id", maintain_order=True)  # others as the log has them
         .group_by("row", "user_id", "asked", "request_id", "alone", "query_index", maintain_order=True)
         .agg(pl.col(columns), candidates="item_index", positions="position")
         .rename({"asked": "timestamp_ms"})

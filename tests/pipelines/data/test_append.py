@@ -137,6 +137,13 @@ def test_search(tmp_path_factory: pytest.TempPathFactory, log: Any, most: int, r
     check(folder, files_of(log, 0), source, config)
 
 
+def test_results_that_nothing_orders_stay_as_the_log_has_them(tmp_path: Path) -> None:
+    config = {"kind": "search", "core": 0, "behaviour": "click", "split": LAST, "search": SEARCH}
+    row = {**STEADY[-1], "user": "u", "item": "a", "ms": BEGIN, "position": 0, "request": "r1"}
+    same = [{**row, "price": float(number % 7), "city": "tvw"[number % 3]} for number in range(60)]
+    check(tmp_path, files_of([(same, 0)], 0), source_of(False, False), config)
+
+
 @pytest.mark.long
 @few
 @given(logs, st.sampled_from([12, 100]), st.integers(0, 9))
