@@ -59,7 +59,7 @@ class Config:
     file."""
     extend: str = ""
     """SIDS of the items that TABLES extend, such as OUTPUT itself: their codes and codebooks stay, new items get free
-    codes. All other options must be the same as then."""
+    codes. All other options must be the same as then; a file of your own embeddings has more rows."""
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
@@ -77,10 +77,6 @@ class Config:
             raise ValueError(
                 f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet or .npy file and its --id go "
                 f"together"
-            )
-        if self.own and self.extend:
-            raise ValueError(
-                f"embeddings is {self.embeddings!r}, a file of your own, which extend does not take; make the IDs anew"
             )
         self.sids_config()
 
@@ -143,7 +139,7 @@ def run(config: Config) -> None:
             config.output,
             config.extend,
             config.sids_config(),
-            Embedder(config.encoder, config.pca, config.embed),
+            Embedder(config.encoder, config.pca, config.embed, own),
             config.overwrite,
             say,
             shared,

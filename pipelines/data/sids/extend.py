@@ -3,8 +3,8 @@
     python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS
 
 New texts are embedded and projected as the old ones were, and get the nearest codes that are free. TF-IDF is fitted
-once more on the old texts, which gives what it was, or is refused. How far the new items are from what the codebooks
-were trained on is measured beside the old ones.
+once more on the old texts, and a file of the user's own embeddings is read whole: the old items' must be what they
+were. How far the new items are from what the codebooks were trained on is measured beside the old ones.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from pipelines.data.sids.embed import (
     read_embeddings,
     write_vectors,
 )
+from pipelines.data.sids.own_embeddings import OwnEmbeddings
 from pipelines.data.sids.tokenize import (
     TokenizerConfig,
     read_codes,
@@ -72,6 +73,8 @@ class Embedder:
     """Width of their PCA, 0 for none."""
     config: EmbedConfig
     """The other settings."""
+    own: OwnEmbeddings | None = None
+    """The user's own embeddings, in place of the encoder's."""
 
 
 def extend_embeddings(
@@ -79,34 +82,46 @@ def extend_embeddings(
 ) -> Manifest:
     """The embeddings of before and those of the items that follow. UserError where they would not be of one space."""
     old = read_manifest(before_uri, "embeddings")
-    used, inputs = embed_origin(items_uri, by.encoder, by.pca_width, by.config)
+    used, inputs = embed_origin(items_uri, by.encoder, by.pca_width, by.config, by.own)
     if up_to_date(uri, fingerprint(used, inputs)):
         return read_manifest(uri, "embeddings")
-    if old.config != used or old.inputs["encoder"] != inputs["encoder"]:
+    if old.config != used or old.inputs.get("encoder") != inputs.get("encoder"):
         raise UserError(f"{before_uri} was made with another encoder, --pca or --embed; give the same with --extend")
-    begin, vectors = time.monotonic(), read_embeddings(before_uri)
+    begin, vectors, items = time.monotonic(), read_embeddings(before_uri), read_table(items_uri, "items")
     known, fitted = len(vectors), old.info.get("fitted_items", old.rows)
-    texts = item_texts(read_table(items_uri, "items"), by.config)
-    say(f"{number_of(len(texts) - known, 'new item')} beside {known:,}")
+    say(f"{number_of(len(items) - known, 'new item')} beside {known:,}")
+    whole, counts = by.own is not None or by.encoder == "tfidf", {}  # of the old items too
+    if by.own:
+        blocks = [by.own.of(items["item_id"].to_pylist(), say)]
+    else:
+        texts = item_texts(items, by.config)
+        counts = {"distinct_texts": len(set(texts))}
+        if not whole:
+            start()
+        rest = texts if whole else texts[known:]
+        blocks = list(embeddings_of(rest, by.encoder, by.config, say, fitted)) if len(texts) > known else []
     projection = Projection.read(old.info["pca"]) if by.pca_width else None
-    whole = by.encoder == "tfidf"  # which is fitted again
-    if not whole:
-        start()
-    rest = texts if whole else texts[known:]
-    blocks = list(embeddings_of(rest, by.encoder, by.config, say, fitted)) if len(texts) > known else []
     fits = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
     if projection and fits:
         blocks = [projection.of(block) for block in blocks]
     new = np.concatenate(blocks) if blocks else vectors[:0]
     if whole and blocks:
-        if not fits or np.abs(new[:known] - vectors).max() > SAME:
+        changed = not fits or np.abs(new[:known] - vectors).max(1) > SAME
+        if by.own and fits:  # an item without a row has zeros
+            zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
+            late = changed & (np.abs(vectors - (projection.of(zeros) if projection else zeros)).max(1) <= SAME)
+            changed &= ~late
+            if late.any():
+                say(f"note: {number_of(int(late.sum()), 'old item')} without a row till now; codes stay")
+        if np.any(changed):
+            made = f"embeddings of {by.own.uri}" if by.own else "texts, on which TF-IDF is fitted,"
             raise UserError(
-                f"the texts of items of {before_uri} have changed, so that TF-IDF, which is fitted on them, gives "
-                f"other embeddings; make the SIDs anew, or take an encoder such as minilm"
+                f"the {made} of items of {before_uri} have changed, so that new ones are of another space; make the "
+                f"SIDs anew, or {'give the old embeddings' if by.own else 'take an encoder such as minilm'}"
             )
         new = new[known:]
     parts = write_vectors(uri, np.concatenate([vectors, new]))
-    info = {**old.info, "items": len(texts), "distinct_texts": len(set(texts)), "fitted_items": fitted}
+    info = {**old.info, "items": len(items), **counts, "fitted_items": fitted}
     timings = {"embed_s": round(time.monotonic() - begin, 2)}
     return commit(
         uri, "embeddings", embeddings_schema(vectors.shape[1]), parts, config=used, inputs=inputs, info=info,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from models.tables import UserError, commit, read_manifest, read_table, write_pa
 from pipelines.data.schemas import items_schema
 from pipelines.data.sids.embed import EmbedConfig, read_embeddings
 from pipelines.data.sids.extend import DRIFT, Embedder, drift_lines, extend
+from pipelines.data.sids.own_embeddings import read_own
 from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize
 
 COUNT, KINDS, COLOURS = 60, ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
@@ -102,6 +104,38 @@ def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
     assert len(drift_lines({**measured, "error_new": 1.01 * DRIFT * measured["error_old"]})) == 2
 
 
+@pytest.mark.parametrize("width", [0, 3])
+def test_own_embeddings_grow(tmp_path: Path, width: int) -> None:
+    ids, sids, said = [f"i{i}" for i in range(COUNT + 20)], str(tmp_path / "sids"), list[str]()
+    vectors = np.random.default_rng(0).standard_normal((COUNT + 20, 8)).astype(np.float32)
+
+    def own(rows: list[int], vectors: np.ndarray = vectors) -> Embedder:
+        table = {"id": [ids[row] for row in rows], "vector": vectors[rows].tolist()}
+        pq.write_table(pa.table(table), tmp_path / "own.parquet")
+        return Embedder("minilm", width, EmbedConfig(), read_own(str(tmp_path / "own.parquet"), "id"))
+
+    items = write_items(tmp_path / "items", [text(i) for i in range(COUNT)])
+    first = own([*range(COUNT - 1)])  # the last has none
+    tokenize(items, sids, KMEANS, "minilm", width, own=first.own)
+    codes, before = read_codes(f"{sids}/sids"), read_embeddings(f"{sids}/embeddings")
+    grow(items, [text(i) for i in range(COUNT + 20)])
+    with pytest.raises(UserError, match=r"own.parquet of items of .* have changed.*give the old embeddings"):
+        extend(items, sids, sids, KMEANS, own([*range(COUNT + 20)], vectors[::-1]))
+    with pytest.raises(UserError, match=r"own.parquet of items of .* have changed"):
+        extend(items, sids, sids, KMEANS, own([*range(1, COUNT + 20)]))
+    with pytest.raises(UserError, match="with another encoder"):
+        extend(items, sids, sids, KMEANS, Embedder("tfidf", width, EmbedConfig()))
+    grown = own([*range(COUNT + 20)][::-1])
+    assert extend(items, sids, sids, KMEANS, grown, say=said.append)[2]
+    assert said[-1] == "note: 1 old item without a row till now; codes stay"
+    after = read_embeddings(f"{sids}/embeddings")
+    np.testing.assert_array_equal(after[:COUNT], before)
+    np.testing.assert_array_equal(read_codes(f"{sids}/sids")[:COUNT], codes)
+    if width == 0:
+        np.testing.assert_array_equal(after[COUNT:], vectors[COUNT:])
+    assert extend(items, sids, sids, KMEANS, grown)[2] is False
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -110,7 +144,7 @@ def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
             "other settings of the token",
         ),
         ({"by": Embedder("tfidf", 5, EmbedConfig())}, "with another encoder, --pca or --embed"),
-        ({"texts": ["another", *(text(i) for i in range(1, COUNT))]}, "the texts of items of .* have changed"),
+        ({"texts": ["another", *(text(i) for i in range(1, COUNT))]}, "the texts, on which TF-IDF is fitted, of items of .* have changed"),
         ({"extends": False}, "does not extend the items"),
         ({"config": TokenizerConfig("published", "FILE")}, "give a --published file that has the new items"),
     ],
