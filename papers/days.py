@@ -71,9 +71,7 @@ class Log:
     daily: dict[str, Any]
     """Options of a day's training likewise, as of `go_on` in jobs.daily."""
     last: int
-    """Number of the last day."""
-    full: int
-    """Number of the day until which the steps of policies `in full` are counted."""
+    """Number of the last day, on which the models `in full` have as many steps as `daily`."""
     requests: int = 0
     """Requests of a day that are ranked, spread evenly over the lengths of their histories; 0: all."""
     shown: tuple[str, ...] = ()
@@ -83,27 +81,24 @@ class Log:
 LOGS = {
     "kuairand": Log(
         "kuairand_pure", "kuairand_pure_actions", {}, 5, ("attn_mvp", "actions/attn_lfa"), {"num_layers": 2},
-        {"patience": 0, "max_epochs": 4}, {"replay": 0.2, "max_epochs": 1}, last=14, full=14,
+        {"patience": 0, "max_epochs": 4}, {"replay": 0.2, "max_epochs": 1}, last=14,
         shown=("mean/rig", "mean/auc", "eval_loss"),
     ),
     "beauty": Log(
         "amazon14_beauty", "amazon14_beauty",
         {"files": "day_*.csv", "time": {"column": "time_ms", "unit": "ms"}, "prepare": {"core": 0, "ties": "strict"}},
-        12, ("tiger_small",), {"max_history": 10},
-        {"lr": 0.006, "batch_size": 64, "patience": 0, "max_epochs": 2, "eval_examples": 1000},
-        {"lr": 0.002, "replay": 0.1, "max_epochs": 1}, last=18, full=14, requests=2000,
+        12, ("tiger_small",), {}, {"patience": 0, "max_epochs": 6, "eval_examples": 1000},
+        {"lr": 0.002, "replay": 0.1, "max_epochs": 1}, last=20, requests=2000,
     ),
 }  # fmt: skip
 
 ONCE, ANEW, CODES, OLD = "once, in full", "anew, in full", "anew, in full, codes anew", "old catalogue"
-FAST = "daily, first rate"
 POLICIES = {
     "daily": "goes on each day from its last model, with what is newer and a share of what is older (`fit.replay`)",
-    FAST: "likewise, where `daily` has a learning rate of its own, at that of the first training",
     "once": "trained on the first tables",
-    ONCE: "likewise, with all the steps that `daily` has taken until the day of `anew, in full`",
+    ONCE: "likewise, with all the steps that `daily` has taken until the last day",
     "anew": "begins anew each day, with the steps that `daily` takes on that day",
-    ANEW: "begins anew on one day, with all the steps that `daily` has taken until then",
+    ANEW: "begins anew on the last day, with all the steps that `daily` has taken until then",
     CODES: "likewise, and the semantic IDs are made anew of all items; else those of new items extend the first ones",
     OLD: "`daily` as it was the day before, with the items of then alone",
 }
@@ -126,8 +121,6 @@ class Config:
     """Folder for tables, semantic IDs and checkpoints."""
     results: str
     """Folder for the figures, as LOG.jsonl."""
-    policy: Literal["", "once, in full", "anew, in full", "anew, in full, codes anew"] = ""
-    """The one `in full` to run, after what it needs of the others; by default all."""
     seed: int = 42
     """Seed of the trainings."""
 
@@ -161,14 +154,12 @@ NOTES = {
     "kuairand": "AttnLFA of two layers on `kuairand_pure`, cut into its fourteen dates; all impressions of a date are "
     "test. First tables: days 1 to 5, so 952 steps of batch 64 on days 1 to 3. A day of `daily` is one epoch of what "
     "is newer and a fifth of what is older.",
-    "beauty": "TIGER (`tiger_small` with histories of 10) on `amazon14_beauty` in twenty parts of 9,925 interactions. "
+    "beauty": "TIGER (`tiger_small`) on `amazon14_beauty` in twenty parts of 9,925 interactions. "
     "The log has no clock: users come one after the other by the newest item that each has, as Amazon's "
     "numbers of items rise with time. 2,000 requests of each part are ranked, the same for all. New are items"
-    " that no part before has. Rqkmeans on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 2,676 "
-    "steps of batch 64 on parts 1 to 10. A day of `daily` is one epoch of what is newer and a tenth of what "
-    "is older, at rate 0.002, chosen by the validation of its first day: NDCG@10 0.0229, and 0.0183 at the "
-    "first training's rate, 0.006. Not run for want of time: parts 19 and 20, and the policies in full, among"
-    " them that with codes made anew.",
+    " that no part before has. Rqkmeans of two levels on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 6 "
+    "epochs on parts 1 to 10. A day of `daily` is one epoch of what is newer and a tenth of what is older, at rate "
+    "0.002, as in `jobs/configs/daily.yaml`.",
 }
 """What is under the tables of a log."""
 
@@ -233,22 +224,15 @@ class Days:
     def tokenize(self, day: int, codes: str, **more: Any) -> None:
         """Semantic IDs of the day's items."""
         here = self.folder / str(day)
-        do(
-            "tokenize",
-            tables=here / "tables",
-            tokenizer="rqkmeans",
-            encoder="tfidf",
-            pca=128,
-            output=here / codes,
-            **more,
-        )
+        do("tokenize", tables=here / "tables", tokenizer="rqkmeans", encoder="tfidf", pca=128,
+           rqkmeans={"levels": 2}, output=here / codes, **more)  # fmt: skip
 
     def train(self, policy: str, day: int, steps: int = 0, init: str = "", codes: str = "sids") -> tuple[str, int]:
         """The checkpoint and the number of its steps, of which about `steps` are asked for, by default all epochs."""
         place = self.folder / f"runs/{policy}-{day}-{self.config.seed}".replace(", ", "-").replace(" ", "-")
         if (place / "steps").exists():
             return str(place), int(json.loads((place / "steps").read_text()))
-        given = self.fit | (self.log.daily if init else {}) | ({"lr": self.fit["lr"]} if policy == FAST else {})
+        given = self.fit | (self.log.daily if init else {})
         options: FitConfig = build(FitConfig, given, "fit.")
         setup = set_up(dict(self.model), options, self.inputs(day, codes), init=init or None)
         if steps:
@@ -304,30 +288,25 @@ class Days:
 
     def run(self) -> None:
         """All policies; those that need the steps of `daily` after it."""
-        log, asked = self.log, self.config.policy
+        log, last = self.log, self.log.last
         self.prepare()
         first, begun = self.train("daily", log.first)
-        where, fast, taken = first, first, dict[int, int]()
-        for day in range(log.first + 1, (log.full if asked else log.last) + 1):
+        where, taken = first, dict[int, int]()
+        for day in range(log.first + 1, last + 1):
             self.note("once", day, first, begun if day == log.first + 1 else 0)
             if self.sids:
                 self.note(OLD, day, where, 0, known=self.items(day - 1))
             where, taken[day] = self.train("daily", day, init=where)
             self.note("daily", day, where, taken[day])
-            if "lr" in log.daily:
-                fast, steps = self.train(FAST, day, init=fast)
-                self.note(FAST, day, fast, steps)
             self.note("anew", day, *self.train("anew", day, taken[day]))
-        total = begun + sum(steps for day, steps in taken.items() if day <= log.full)
-        if asked in ("", ONCE):
-            where, steps = self.train(ONCE, log.first, total)
-            for day in range(log.first + 1, log.full + 1):
-                self.note(ONCE, day, where, steps if day == log.full else 0)
-        if asked in ("", ANEW):
-            self.note(ANEW, log.full, *self.train(ANEW, log.full, total))
-        if asked in ("", CODES) and self.sids:
-            self.tokenize(log.full, "codes_anew")
-            self.note(CODES, log.full, *self.train(CODES, log.full, total, codes="codes_anew"), codes="codes_anew")
+        total = begun + sum(taken.values())
+        where, steps = self.train(ONCE, log.first, total)
+        for day in taken:
+            self.note(ONCE, day, where, steps if day == last else 0)
+        self.note(ANEW, last, *self.train(ANEW, last, total))
+        if self.sids:
+            self.tokenize(last, "codes_anew")
+            self.note(CODES, last, *self.train(CODES, last, total, codes="codes_anew"), codes="codes_anew")
 
 
 def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
@@ -339,8 +318,7 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
     there = [policy for policy in POLICIES if any((policy, day) in found for day in days)]
     common = [day for day in days if all((policy, day) in found for policy in there)]
     steps = {policy: sum(line["steps"] for line in lines if line["policy"] == policy) for policy in there}
-    for policy in steps.keys() & {"daily", FAST}:  # they go on from it
-        steps[policy] += steps.get("once", 0)
+    steps["daily"] += steps["once"]  # it goes on from it
     seeds = sorted({line["seed"] for line in lines})
 
     def mean(policy: str, some: list[int], name: str) -> float:
