@@ -69,8 +69,10 @@ def window_counts(
         return np.searchsorted(line, base + np.searchsorted(values, moments - shift)[which])
 
     end = earlier(delay_ms)
-    if windows_ms:
-        counts[order] = np.stack([total[end] - total[earlier(window)] for window in windows_ms], axis=1)
+    sorted_counts = np.empty_like(counts)
+    for number, window in enumerate(windows_ms):
+        sorted_counts[:, number] = total[end] - total[earlier(window)]
+    counts[order] = sorted_counts
     last = end - 1
     seen = (end > 0) & (base[last] == base)
     gap[order] = np.where(seen, moments[which] - time[last], UNSEEN)

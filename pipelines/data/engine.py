@@ -12,8 +12,10 @@ fuses into the tasks that gather the shards of a partition.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +60,9 @@ AT_ONCE = 256
 KEY = "__partition"
 """Column of what is exchanged: the number of the row's partition."""
 
+THREADS = min(4, len(os.sched_getaffinity(0)))
+"""Threads of a process that runs everything itself: each has the memory of a partition."""
+
 RETRIES = "\nFailed to apply"
 """What Ray Data adds to the words of an error."""
 
@@ -80,8 +85,8 @@ class Engine:
         self, settings: RayDataConfig | None = None, here: bool = False, small: bool = True,
         start: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """here: whether this process runs everything itself, one after the other, without Ray: for a log of one
-        partition, which processes of Ray would take longer to start for than to make. small: whether all tasks share
+        """here: whether this process runs everything itself, in threads, without Ray: for a log of few partitions,
+        which processes of Ray would take longer to start for than to make. small: whether all tasks share
         the same processes, where Ray Data keeps those of its shuffle apart. start: starts Ray, before it is first used.
         """
         self.settings, self.here, self.start = settings or RayDataConfig(), here, start
@@ -124,7 +129,7 @@ class Engine:
         """A reference to the result of `function(*shared, *call)` for every call in order, each a task once it is asked
         for; arguments that are references are given as what they refer to."""
         if self.here:
-            yield from (function(*map(fetch, shared), *call) for call in calls)
+            yield from _in_threads(lambda call: function(*map(fetch, shared), *call), calls)
             return
         self._begin()
         task = ray.remote(function).options(num_cpus=1, name=_name(function), **self.processes)
@@ -159,8 +164,13 @@ class Engine:
         exchange before, and what it makes of each: rows with the KEY that they go on to. here: as of `__init__`.
         """
         if self.here or here:
-            rows = pa.concat_tables([table for number in range(reads) for table in read(number)]).combine_chunks()
-            yield from _by_key(first[1](rows) if first else rows, kernel, shared)
+            rows = _join(_in_threads(lambda number: _join(read(number)), range(reads)))
+            if first:
+                share = rows[KEY].to_numpy() % THREADS
+                shares = (rows.filter(pa.array(share == number)) for number in np.flatnonzero(np.bincount(share)))
+                rows = _join(_in_threads(first[1], shares))
+            values, of = _partitions(rows)
+            yield from _in_threads(lambda value: kernel(*map(fetch, shared), value, of(value)), values)
             return
         self._begin()
         with DataContext.current(self.context(max(partitions, first[0] if first else 1))):
@@ -195,12 +205,26 @@ def _read(numbers: pa.Table, read: Read) -> Iterator[pa.Table]:
 
 def _by_key(rows: pa.Table, kernel: Callable[..., pa.Table], shared: Call) -> Iterator[pa.Table]:
     """What `exchange` yields of the rows of one task, of no, one or several partitions."""
-    if not rows.num_rows:
-        return
+    values, of = _partitions(rows)
+    for value in values:
+        yield kernel(*map(fetch, shared), value, of(value))
+
+
+def _partitions(rows: pa.Table) -> tuple[list[int], Callable[[int], pa.Table]]:
+    """The partitions that rows are of, and what gives the rows of one, without KEY."""
     key = rows[KEY].to_numpy()
-    for value in np.flatnonzero(np.bincount(key)).tolist():
-        mine = rows if (key == value).all() else rows.filter(pa.array(key == value))
-        yield kernel(*map(fetch, shared), value, mine.drop_columns([KEY]))
+    values, rest = np.flatnonzero(np.bincount(key)).tolist(), rows.drop_columns([KEY])
+    return values, lambda value: rest if len(values) == 1 else rest.filter(pa.array(key == value))
+
+
+def _join(tables: Iterable[pa.Table]) -> pa.Table:
+    return pa.concat_tables(list(tables)).combine_chunks()
+
+
+def _in_threads(work: Callable[[Any], Any], calls: Iterable[Any]) -> Iterator[Any]:
+    """`work(call)` of every call, in order: sorting, gathering and writing leave other threads the processor."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        yield from pool.map(work, calls)
 
 
 def fetch(shared: Shared) -> Any:
