@@ -232,7 +232,10 @@ def suggest(folder: str, kind: str | None = None) -> str:
     lines = [line("files", log.pattern, "; ".join(why))]
     lines += [line(key, value, asked.get(key, "")) for key, value in log.keys.items()]
     user, item, shown = log.user, log.item, log.list
-    lines.append(line("user", user.name, user.shown + (f"; or user: {', '.join(log.others)}?" if log.others else "")))
+    doubts = [f"or user: {', '.join(log.others)}?"] * bool(log.others)
+    doubts += [f"users of only {user.distinct} values?"] * (user.distinct < 5 and log.rows > 100)
+    doubts += ["rows without a user are rejected; another column?"] * (not user.full)
+    lines.append(line("user", user.name, "; ".join([user.shown, *doubts])))
     left = [c for c in log.columns if c not in (user, item, shown, *log.times)]
     clock = next((c for c in left if c.most(r"^\d\d?:\d\d(:\d\d)?$")), None)
     listed: Any = next((c for c in log.columns if c.list), None)

@@ -105,6 +105,7 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
     ({"log.csv": table("session_id,item_id,t,user_id", ms, lambda n: "NA")}, {"user": "session_id"}, ""),
     ({"log.csv": table("user_id,item_id,t,customer", ms, lambda n: f"c{n % 5}")}, {"user": "user_id"},
      "or user: customer?"),
+    ({"log.csv": table("row,item_id,t,member", ms, lambda n: "abc"[n % 3])}, {"user": "member"}, "of only 3 values?"),
     ({"log.csv": OUTCOMES},
      {"labels": {"is_click": "is_click", "watch_time": {"column": "watch_time", "type": "float32"},
                  "quantity": {"column": "quantity", "type": "float32"}, "view": "event_type = 'view'",
@@ -199,6 +200,11 @@ def test_small_folders(tmp_path: Path, files: dict[str, str | bytes], expected: 
     text, made = checked(tmp_path, files)
     assert {key: made.get(key) for key in expected} == expected
     assert said in text
+
+
+def test_a_user_with_gaps_is_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(table("row,item_id,t,member", ms, lambda n: f"m{n}" if n % 3 else ""))
+    assert "rows without a user are rejected; another column?" in suggest(str(tmp_path))
 
 
 def test_no_time_is_a_feature(tmp_path: Path) -> None:
