@@ -399,6 +399,8 @@ def say_search(run: Run, sequences: Manifest, rules: SearchRules, seconds: float
         f"outside the catalogue, {number_of(info['requests_truncated'], 'request')} older than the kept behaviours; "
         f"{one_class:,} requests have one class only"
     )
+    if without := info["requests_without_query"]:
+        run.say(f"note: {without:,} of {requests:,} requests have no query")
     if spread := info["requests_spread"]:
         apart = info["max_request_spread_ms"]
         run.say(

@@ -144,7 +144,7 @@ def test_own_embeddings_grow(tmp_path: Path, width: int) -> None:
             "other settings of the token",
         ),
         ({"by": Embedder("tfidf", 5, EmbedConfig())}, "with another encoder, --pca or --embed"),
-        ({"texts": ["another", *(text(i) for i in range(1, COUNT))]}, "the texts, on which TF-IDF is fitted, of items of .* have changed"),
+        ({"texts": ["another", *(text(i) for i in range(1, COUNT))]}, "TF-IDF is fitted, of items of .* have changed"),
         ({"extends": False}, "does not extend the items"),
         ({"config": TokenizerConfig("published", "FILE")}, "give a --published file that has the new items"),
     ],
