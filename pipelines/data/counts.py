@@ -99,6 +99,14 @@ def fill(counts: Columns, pieces: list[Columns]) -> None:
             counts[name][piece["row"]] = piece[name]
 
 
+def side_by_side(columns: list[np.ndarray]) -> np.ndarray:
+    """(E, F) float32 of F columns (E,) of any numbers."""
+    found = np.empty((len(columns[0]), len(columns)), np.float32)
+    for number, column in enumerate(columns):
+        found[:, number] = column
+    return found
+
+
 class Windows(ABC):
     """What a kind of request counts, by several keys one after the other: its `number` is that of the key."""
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig
-from pipelines.data.counts import Columns, Windows, count_key, fill
+from pipelines.data.counts import Columns, Windows, count_key, fill, side_by_side
 from pipelines.data.survey import coded, positions_in, read_coded
 
 IDS = ("user_id", "item_id")
@@ -95,4 +95,4 @@ def features(counts: dict[str, np.ndarray], config: ActionsConfig) -> np.ndarray
         for number in range(len(config.counts.windows_ms)):
             seen = counts[name][:, number].astype(np.float64)  # (E, M)
             columns += [*np.log1p(seen).T, *((seen[:, 1:] + prior * strength) / (seen[:, :1] + strength)).T]
-    return np.stack(columns, axis=1).astype(np.float32)
+    return side_by_side(columns)

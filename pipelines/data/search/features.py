@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from models.search.counts import HOURS, hours
-from pipelines.data.counts import UNSEEN, Columns, Windows, count_key, fill
+from pipelines.data.counts import UNSEEN, Columns, Windows, count_key, fill, side_by_side
 from pipelines.data.durations import HOUR_MS
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.requests import requests_of
@@ -137,7 +137,4 @@ def features(
         columns += [np.log1p(gap.clip(0) / HOUR_MS), gap >= 0]
     columns += [np.log1p(position.clip(0)), np.log1p(position.clip(0) // config.page_size)]
     columns += list(hours(time).T) if clock else []
-    found = np.empty((len(position), len(columns)), np.float32)
-    for number, column in enumerate(columns):
-        found[:, number] = column
-    return found
+    return side_by_side(columns)
