@@ -102,12 +102,24 @@ def check_known(given: Iterable[str], known: Iterable[str], message: Callable[[s
             raise UserError(message(name, nearest(name, known) if known else "none"))
 
 
+class OneOfEach(yaml.SafeLoader):
+    """YAML in which no key stands twice: the first would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[tuple[str, str]]()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
     """The mapping in a YAML file at a path or URI; UserError with the remedy where there is none."""
     filesystem, path = open_uri(uri)
     try:
         with filesystem.open_input_stream(path) as stream:
-            content = yaml.safe_load(stream.read())
+            content = yaml.load(stream.read(), OneOfEach)
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
         near = f"the nearest is {found}; " if (found := near_file(uri)) else ""

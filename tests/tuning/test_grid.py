@@ -140,6 +140,7 @@ def test_files_are_read_with_care(tmp_path: Path) -> None:
     for content, message in [
         ("[1, 2]", "holds list, not a mapping"),
         ("axes: {", "is not valid YAML"),
+        ("source: x\nfixed: {a: 1}\nfixed: {b: 2}", "the key 'fixed' stands twice.*line 3"),
         ("source: x\naxis: {}", "g.yaml: unknown key 'axis'; the nearest key is 'axes'"),
         ("axes: {}", "source"),
         (
