@@ -48,6 +48,13 @@ def test_a_log_becomes_a_table_of_models(
     assert "Beside the paper" not in printed  # where the log is simulated
     (run,) = select(f"sqlite:///{runs}/mlflow.db", [f"{family}/{log}"]).runs
     assert run.data.tags["simulated"] == "true"
+    if family == "search":  # another seed joins what is there
+        quickstart.run(quickstart.Config(family=family, output=str(tmp_path), seed=43, **sizes))
+        printed = capsys.readouterr().out
+        assert "events: up to date" in printed
+        row = next(line for line in printed.split("] Compare ")[1].splitlines() if line.startswith(f"{model.model} "))
+        assert "2" in row.split()
+        assert "±" in row
 
 
 def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
