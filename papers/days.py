@@ -171,6 +171,7 @@ def do(job: str, **options: Any) -> None:
     """Runs a job in this process."""
     module = importlib.import_module(f"jobs.{job}")
     module.run(cli.options_for(module, [*words(options)]))
+    torch.set_num_threads(1)  # a job has its own; small steps lose more to a second one than it takes from them
 
 
 class Days:
