@@ -97,6 +97,8 @@ class Options:
             raise ValueError(
                 "allowed is given without batch_inference, and what is measured is of the whole catalogue; leave it out"
             )
+        if self.batch_inference == "":
+            raise ValueError("batch_inference is empty; give a folder for the table")
         given = [*self.recommending(), *(["batch_inference"] if self.batch_inference else [])]
         if self.export and given:
             raise ValueError(
@@ -196,7 +198,7 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
     print(f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}.")
     if short := manifest.info.get("users_below_k", 0):
         beams = "beam" in registry.recommend_options(name)
-        why = f" or the search within its beams has no more; --beam {config.k} searches further"
+        why = " or the search within its beams has no more; a wider --beam than the model's searches further"
         whole = "the allowed set" if config.allowed else "the catalogue"
         print(f"note: {short:,} of them have fewer than {config.k} items, as {whole}{why if beams else ' has no more'}")
     print(f"  table       {folder}: user_id, item_id (best first), score")

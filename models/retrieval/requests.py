@@ -14,8 +14,8 @@ from models.requests import Columns, Requests, Row
 from models.retrieval.data import batch_of, hash_strings
 from models.tables import UserError
 
-EVERY = [""]
-"""The default of a call's `allowed`: all items. It is no set, as no item has the empty id; [] is the empty set."""
+EVERY = ["*"]
+"""The default of a call's `allowed`: all items. An empty list of a client, or its [""], is a set without an item."""
 
 
 class History(NamedTuple):

@@ -51,11 +51,11 @@ def _parquet(content: bytes, uri: str) -> list[object]:
 
 def _text(content: bytes, uri: str) -> list[str]:
     try:
-        rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8-sig"))) if row]
+        rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8-sig"))) if any(map(str.strip, row))]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{uri} is not UTF-8 text ({error}); give one item id per line") from error
-    if rows and COLUMN in rows[0]:
-        header, *rows = rows
+    if rows and COLUMN in (header := [name.strip() for name in rows[0]]):
+        rows = rows[1:]
         place, width = header.index(COLUMN), len(header)
     else:
         place, width = 0, 1

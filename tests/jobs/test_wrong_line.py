@@ -82,6 +82,7 @@ LINES = [
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --allowed {{home}}/log.csv", "allowed is given without"),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference {{runs}}/out --allowed {{home}}/log.csv",
      "log.csv has the row 'user,item,ms'; give one item id per line"),
+    (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference=", "batch_inference is empty; give a folder"),
     (f"{EVALUATE} --tables {{search}} --sids {{sids}}", "'tiger' is of retrieval"),
     ("tokenize --tables {tables} --output {runs}/out --encoder tfdf --tokenizer rqkmeans",
      "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'"),

@@ -34,7 +34,7 @@ class OwnEmbeddings:
     vectors: np.ndarray
     """(rows, width) float32."""
     sha256: str
-    """Of the bytes that were read, the ids' among them."""
+    """Of the bytes that were read, and of the ids' or the name of their column."""
 
     def of(self, items: list[str], say: Callable[[str], None]) -> np.ndarray:
         """(items, width): zeros for an item without a row. UserError where none has one."""
@@ -59,8 +59,14 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
     if uri.lower().endswith(".npy"):
         lines = read_bytes(id)
         digest.update(lines)
-        ids, vectors = list(lines.decode("utf-8-sig").splitlines()), read_npy(uri, content)
+        try:
+            ids, vectors = list(lines.decode("utf-8-sig").splitlines()), read_npy(uri, content)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{id} is not UTF-8 text ({error}); give the id of each row on a line of its own"
+            ) from error
     else:
+        digest.update(id.encode())
         ids, vectors = read_columns(uri, content, id)
     if len(ids) != len(vectors):
         raise UserError(

@@ -22,10 +22,10 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_layout_is_the_same_set(tables: str, tmp_path: Path) -> None:
     items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
     wanted = [place in (2, 7) for place in range(len(items))]
-    text = f"{items[7]}\n\n {items[2]} \r\n{items[7]}\n"
+    text = f"{items[7]}\n \n\n {items[2]} \r\n{items[7]}\n"
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
-    (tmp_path / "b.csv").write_text(f"\ufeffstock,item_id\n3,{items[2]}\n1,{items[7]}\n")
+    (tmp_path / "b.csv").write_text(f"\ufeffstock, item_id\n3,{items[2]}\n1,{items[7]}\n")
     pq.write_table(pa.table({"item_id": [items[2], items[7]], "stock": [3, 1]}), tmp_path / "c.parquet")
     found = [read_allowed(str(path), tables) for path in sorted(tmp_path.iterdir())]
     assert [mask.tolist() for mask, _ in found] == [wanted] * 4

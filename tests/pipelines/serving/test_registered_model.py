@@ -173,7 +173,10 @@ def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -
             assert ask(allowed=some, unseen=unseen) == expected
     assert ask() == every
     assert len(inner.sets) == 3
-    for wrong, words in ([], "allowed has 0 ids"), (["new"], "allowed has 1 ids, and none of an item of the catalogue"):
+    for wrong, words in (
+        ([], "allowed has 0 ids"),
+        *(([none], "allowed has 1 ids, and none of an item of the catalogue") for none in ("new", "")),
+    ):
         with pytest.raises(UserError, match=words):
             ask(allowed=wrong)
 

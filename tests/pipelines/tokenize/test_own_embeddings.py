@@ -60,6 +60,8 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
     other = read_own(write(tmp_path, LAYOUTS["lists"] | {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}), "sku")
     with pytest.raises(UserError, match="was made from other input or settings; use --overwrite"):
         embed_items(items, out, "minilm", own=other)
+    both = write(tmp_path, LAYOUTS["lists"] | {"parent": IDS[::-1]})
+    assert read_own(both, "parent").sha256 != read_own(both, "sku").sha256
     with pytest.raises(UserError, match=r"has no row of any item, such as 'i0000'; its ids begin with 'x'"):
         embed_items(
             items, str(tmp_path / "none"), "minilm", own=read_own(write(tmp_path, {"sku": ["x"], "a": [1]}), "sku")
