@@ -71,8 +71,6 @@ class Options:
     importance: bool = False
     """Models that rank candidates: also measure what is lost where history, text or a group of features comes from
     another request (`pipelines/evaluation/importance.py`)."""
-    importance_repeats: int = 5
-    """How often each input is exchanged at random."""
     batch_size: int = 256
     """Requests per batch."""
     shards: int = 1
@@ -86,9 +84,7 @@ class Options:
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("k", "batch_size", "shards", "importance_repeats"))
-        if self.importance_repeats != 5 and not self.importance:
-            raise ValueError("importance_repeats is given without importance; add --importance true")
+        check_positive(self, ("k", "batch_size", "shards"))
         if self.importance and (self.batch_inference or self.export):
             raise ValueError(
                 "importance is true, but batch_inference and export measure nothing; run jobs.evaluate twice"
@@ -132,7 +128,7 @@ def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str,
     """Exchanges inputs and adds what was lost to the metrics; the lines to print, and the plot by its file's name."""
     found = importance(
         result.checkpoint, Inputs(config.tables, text=config.text), split=config.split,
-        repeats=config.importance_repeats, batch_size=config.batch_size, device=config.device,
+        batch_size=config.batch_size, device=config.device,
     )  # fmt: skip
     result.metrics |= found.metrics()
     name, drawn = f"importance-{config.split}.png", found.draw()
@@ -152,7 +148,7 @@ def run(config: Options) -> Result | None:
     reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text)
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
-        tracking.named_stores([config.tracking_uri])
+        tracking.named_store(config.tracking_uri)
     name = check(config.checkpoint, inputs, config.recommending()).name
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
