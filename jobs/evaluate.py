@@ -12,11 +12,11 @@ users to a table instead (of the items in --allowed FILE alone), or the scores o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, Literal
 
 from jobs import cli
+from jobs.options import most_derived
 from models import checkpoint, registry
 from models.config import check_positive
 from models.inputs import Inputs
@@ -30,13 +30,6 @@ from pipelines.evaluation.importance import check_has_inputs, importance
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import Result, check, evaluate, record
 from pipelines.serving.export import export
-
-
-def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
-    """The classes that no other one of them inherits from."""
-    known = list(dict.fromkeys(kinds))
-    return tuple(kind for kind in known if not any(kind in other.__mro__[1:] for other in known))
-
 
 RECOMMENDS = most_derived(entry.recommends for entry in registry.MODELS.values() if entry.recommends)
 """What the models declare as options of their `recommend`; each is an option of this job."""
@@ -149,7 +142,7 @@ def run(config: Options) -> Result | None:
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
         tracking.named_store(config.tracking_uri)
-    name = check(config.checkpoint, inputs, config.recommending()).name
+    name = check(config.checkpoint, inputs, config.recommending())[1].name
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
         batch_inference=config.batch_inference, export=config.export,
