@@ -8,7 +8,6 @@
     python -m benchmarks catalogue                        tokenizing, tries and decoding, up to 10 million items
     python -m benchmarks serve                            requests end to end, with users' states and without
     python -m benchmarks http                             requests over HTTP: Ray Serve beside mlflow models serve
-    python -m benchmarks sweep --histories TABLES         what a sweep adds to the trainings in it
     python -m benchmarks.gpu                              steps and searches as CUDA graphs, and without (options there)
 
 --json FILE also writes the lines to a file. Those of models need PyTorch alone.
@@ -32,7 +31,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "catalogue": ("sizes",),
     "serve": ("runs", "threads"),
     "http": ("runs",),
-    "sweep": ("runs", "threads", "histories"),
 }
 """By benchmark, which is a module, the options that its function of the same name takes."""
 
@@ -45,7 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=argparse.FileType("w"), help="file for the JSON lines, which are printed too")
     parser.add_argument("--runs", type=int, help="timings of each variant; of serve 20 requests each, of http 32")
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--histories", help="tables: decode takes their test histories, shares and sweep train on them")
+    parser.add_argument("--histories", help="tables: decode takes their test histories, shares trains on them")
     parser.add_argument("--checkpoints", nargs="+", help="decode: trained models, on these tables")
     parser.add_argument("--sids", help="decode: the semantic IDs that the checkpoints were trained with")
     parser.add_argument("--sizes", nargs="+", type=int, help="sequences: events; catalogue: items")

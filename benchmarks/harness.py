@@ -30,7 +30,6 @@ from models.memory import resident_peak_mb
 
 Row = dict[str, Any]
 Call = Callable[[int], Any]
-Make = Callable[[str, Row], Call]
 T = TypeVar("T")
 
 

@@ -37,8 +37,6 @@ from pipelines.cluster import check_places, check_room
 from pipelines.faults import explain, first_line, user_error_in
 from pipelines.ray_inside import WORKERS, first_answer, signals_as_they_are
 
-CONFIGS = Path(__file__).parent / "configs"
-
 TRACEBACK = "TRIELINE_TRACEBACK"
 """Environment variable that shows tracebacks, and on a cluster all that workers print."""
 
@@ -133,7 +131,7 @@ TOKEN = (
 """What to do where a cluster's token is missing."""
 
 
-def check_address(address: str, seconds: float = 5.0) -> None:
+def check_address(address: str) -> None:
     """UserError for a RAY_ADDRESS that is none, or at which nobody answers within seconds."""
     if address in ("auto", "local"):
         return
@@ -144,7 +142,7 @@ def check_address(address: str, seconds: float = 5.0) -> None:
             f"ray://HOST:10001 or auto, or unset it to start a local Ray"
         )
     try:
-        socket.create_connection((shape[1].strip("[]"), int(shape[2])), timeout=seconds).close()
+        socket.create_connection((shape[1].strip("[]"), int(shape[2])), timeout=5).close()
     except OSError as error:
         raise UserError(
             f"nobody answers at RAY_ADDRESS={address} ({error.strerror or error}); start the cluster, correct the "

@@ -57,7 +57,7 @@ class Config:
 
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
-    (uri,) = tracking.named_stores([config.tracking_uri] if config.tracking_uri else [])
+    uri = tracking.named_store(config.tracking_uri)
     if config.sweep or config.run:
         chosen = [select(uri, config.experiment, config.sweep, config.run)]
     else:

@@ -12,11 +12,11 @@ users to a table instead (of the items in --allowed FILE alone), or the scores o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, Literal
 
 from jobs import cli
+from jobs.options import most_derived
 from models import checkpoint, registry
 from models.config import check_positive
 from models.inputs import Inputs
@@ -30,13 +30,6 @@ from pipelines.evaluation.importance import check_has_inputs, importance
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import Result, check, evaluate, record
 from pipelines.serving.export import export
-
-
-def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
-    """The classes that no other one of them inherits from."""
-    known = list(dict.fromkeys(kinds))
-    return tuple(kind for kind in known if not any(kind in other.__mro__[1:] for other in known))
-
 
 RECOMMENDS = most_derived(entry.recommends for entry in registry.MODELS.values() if entry.recommends)
 """What the models declare as options of their `recommend`; each is an option of this job."""
@@ -71,8 +64,6 @@ class Options:
     importance: bool = False
     """Models that rank candidates: also measure what is lost where history, text or a group of features comes from
     another request (`pipelines/evaluation/importance.py`)."""
-    importance_repeats: int = 5
-    """How often each input is exchanged at random."""
     batch_size: int = 256
     """Requests per batch."""
     shards: int = 1
@@ -86,9 +77,7 @@ class Options:
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("k", "batch_size", "shards", "importance_repeats"))
-        if self.importance_repeats != 5 and not self.importance:
-            raise ValueError("importance_repeats is given without importance; add --importance true")
+        check_positive(self, ("k", "batch_size", "shards"))
         if self.importance and (self.batch_inference or self.export):
             raise ValueError(
                 "importance is true, but batch_inference and export measure nothing; run jobs.evaluate twice"
@@ -134,7 +123,7 @@ def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str,
     """Exchanges inputs and adds what was lost to the metrics; the lines to print, and the plot by its file's name."""
     found = importance(
         result.checkpoint, Inputs(config.tables, text=config.text), split=config.split,
-        repeats=config.importance_repeats, batch_size=config.batch_size, device=config.device,
+        batch_size=config.batch_size, device=config.device,
     )  # fmt: skip
     result.metrics |= found.metrics()
     name, drawn = f"importance-{config.split}.png", found.draw()
@@ -154,8 +143,8 @@ def run(config: Options) -> Result | None:
     reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text)
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
-        tracking.named_stores([config.tracking_uri])
-    name = check(config.checkpoint, inputs, config.recommending()).name
+        tracking.named_store(config.tracking_uri)
+    name = check(config.checkpoint, inputs, config.recommending())[1].name
     cli.preflight(
         checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
         batch_inference=config.batch_inference, export=config.export,

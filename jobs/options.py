@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import pairwise
@@ -95,6 +95,12 @@ def abouts(kind: type) -> dict[str, str]:
                 if isinstance(said, ast.Constant):
                     found[before.target.id] = " ".join(str(said.value).split())  # type: ignore[union-attr]
     return found
+
+
+def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
+    """The classes that no other one of them inherits from."""
+    known = list(dict.fromkeys(kinds))
+    return tuple(kind for kind in known if not any(kind in other.__mro__[1:] for other in known))
 
 
 def words_of(argv: Sequence[str], options: dict[str, Option]) -> Iterator[tuple[str, str]]:

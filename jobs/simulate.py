@@ -11,11 +11,12 @@ The same settings give the same log. Read it with `jobs/configs/sources/simulate
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jobs import cli
+from jobs.options import most_derived
 from models.words import number_of
 from pipelines.data.kind import Kind
 from pipelines.data.kinds import KINDS
@@ -25,8 +26,8 @@ SOURCES = Path(__file__).parent / "configs" / "sources"
 SIMULATED: dict[str, Kind] = {kind.simulated: kind for kind in KINDS.values()}
 
 
-@dataclass
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Options:
     """Options."""
 
     output: str
@@ -34,25 +35,6 @@ class Config:
     kind: Literal[tuple(SIMULATED)] = "retrieval"  # type: ignore[valid-type]
     """`retrieval`: one item per event. `search`: searches with a query, ten results, clicks, purchases and dwell.
     `feed`: impressions with likes, comments, shares, follows, hides and dwell of dog and cat users."""
-    users: int = 1500
-    """Users, each with at least one event or search."""
-    items: int = 400
-    """Items of the catalogue; rare ones may have no event."""
-    events: int = 15_000
-    """Events or searches, exactly."""
-    seed: int = 42
-    """Seed of everything that is drawn."""
-    files: int = 1
-    """Files of equally many events, in the order of time, such as 14 days; more of a large log."""
-    query_driven: float = 1.0
-    """Search: share of searches whose clicks follow the query; in the others they follow the history."""
-    taste: Literal["user", "class", "query"] = "user"
-    """Search: whether a user likes some makers everywhere, those of one of two classes, or others in every second
-    cluster of items."""
-    disliked_click: float = 0.25
-    """Search: chance of a click on a fitting result of a maker that the user does not like, if looked at; else 0.85."""
-    shown_days: float = 0.0
-    """Feed: days that each item is shown for, so that later ones are new; 0: as long as the log is."""
 
     def __post_init__(self) -> None:
         mine = _options(self.kind)
@@ -68,12 +50,18 @@ class Config:
         return SIMULATED[self.kind].settings(**{name: getattr(self, name) for name in _options(self.kind)})
 
 
+Config: Any = make_dataclass(
+    "Config", [], bases=(Options, *most_derived(kind.settings for kind in KINDS.values())), frozen=True, kw_only=True
+)
+Config.__doc__, Config.__module__ = Options.__doc__, __name__
+
+
 def _options(kind: str) -> list[str]:
     """Names of the settings of a simulated log."""
     return [field.name for field in fields(SIMULATED[kind].settings)]
 
 
-def run(config: Config) -> None:
+def run(config: Any) -> None:
     """Writes the log, unless the folder holds it already."""
     kind, settings = SIMULATED[config.kind], config.settings()
     size = (

@@ -14,7 +14,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from models.places import near_file
 from models.tables import UserError, open_uri
 
 
@@ -122,8 +121,7 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
             content = yaml.load(stream.read(), OneOfEach)
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-        near = f"the nearest is {found}; " if (found := near_file(uri)) else ""
-        raise UserError(f"cannot read {uri} ({why}); {near}{remedy}") from error
+        raise UserError(f"cannot read {uri} ({why}); {remedy}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{uri} is not valid YAML: {' '.join(str(error).split())}; {remedy}") from error
     if not isinstance(content, dict):

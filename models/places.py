@@ -1,17 +1,13 @@
-"""Folders and files that options name: what each option takes, and the nearest that is one where it is given another.
+"""Folders that options name, and what each option takes.
 
 reach(tables="runs/shop/tabels")
-# UserError: --tables is runs/shop/tabels, where nothing is; give a folder that jobs.prepare made: the nearest is
-# runs/shop/tables
+# UserError: --tables is runs/shop/tabels, where nothing is; give a folder that jobs.prepare made
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from pyarrow import fs
 
@@ -70,36 +66,4 @@ def reach(**places: str | None) -> None:
             why = "where nothing is"
         else:
             why = f"which holds no {place.holds}" if place.holds else "which is no folder"
-        near = near_folder(uri, place)
-        nearest = f": the nearest is {near}" if near else ""
-        raise UserError(f"--{option} is {uri}, {why}; give {place.words}{nearest}")
-
-
-def near_folder(uri: str, place: FolderKind) -> str | None:
-    """What the option takes in, around or beside a local folder, by the name most like it; None where nothing is."""
-    if "://" in uri:
-        return None
-    given = Path(uri).expanduser()
-    for around in ([*listed(given), given.parent], listed(given.parent)):
-        named = {path.name: str(path) for path in around if path != given}
-        likely = difflib.get_close_matches(given.name, named, n=20, cutoff=0.6 if place is RAW else 0.0)
-        if found := next((named[name] for name in likely if place.is_at(named[name])), None):
-            return found
-    return None
-
-
-def near_file(uri: str) -> str | None:
-    """The file beside a local one that is not there whose name is most like it, if one is."""
-    if "://" in uri:
-        return None
-    given = Path(uri).expanduser()
-    beside = {path.stem: str(path) for path in listed(given.parent) if path.suffix in (".yaml", ".yml")}
-    return next((beside[name] for name in difflib.get_close_matches(given.stem, beside, n=1)), None)
-
-
-def listed(folder: Path) -> Iterable[Path]:
-    """What is in a folder; nothing where it is none, or may not be looked at."""
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return ()
+        raise UserError(f"--{option} is {uri}, {why}; give {place.words}")

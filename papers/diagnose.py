@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from models.retrieval.search.trie import Trie
 from models.tables import UserError, join, open_uri
 from models.uri import absolute, write_file
 from models.words import number_of
-from papers.loaded import load
+from papers.loaded import Options, load
 from pipelines.figures import COLOURS, new_figure, png, say_axes
 
 REQUESTS = 1280
@@ -125,26 +125,16 @@ def draw(rows: list[NDArray[np.float64]]) -> bytes:
     return png(figure)
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(Options):
     """Options."""
 
-    checkpoint: str
-    """Folder of a checkpoint, or of a finished run, whose best one is taken."""
-    tables: str
-    """TABLES: the folder that jobs.prepare made."""
     output: str
     """Folder for `diagnostics.json` and, of a TIGER, `attention.png`."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made."""
-    split: Literal["val", "test"] = "test"
-    """Which requests to look at."""
     beam: int | None = None
     """Beams of the search; by default the checkpoint's."""
-    batch_size: int = 256
-    """Requests per batch."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto: a GPU where there is one."""
 
 
 def run(config: Config) -> dict[str, Any]:

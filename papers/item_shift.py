@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -30,7 +30,7 @@ from models.places import reach
 from models.retrieval.metrics import CUTOFFS, EXAMPLES, add_sums, metric_sums
 from models.tables import UserError, iter_parts, join, read_manifest
 from models.uri import write_file
-from papers.loaded import load
+from papers.loaded import Options, load
 
 PERCENTS = (80, 90)
 """Global timestamps after which an item counts as new (App. E.3 of SID-MLP)."""
@@ -87,22 +87,12 @@ def means(sums: dict[str, float], subsets: Subsets) -> dict[str, float]:
     return metrics
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(Options):
     """Options."""
 
-    checkpoint: str
-    """Folder of a checkpoint, or of a finished run, whose best one is taken."""
-    tables: str
-    """TABLES: the folder that jobs.prepare made."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
-    split: Literal["val", "test"] = "test"
-    """Which requests to rank for."""
-    batch_size: int = 256
-    """Requests per batch."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto: a GPU where there is one."""
 
 
 def run(config: Config) -> dict[str, float]:

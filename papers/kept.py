@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -118,12 +117,6 @@ def grid_text(sweep: Any) -> str:
         return ""
 
 
-def published_points(selection: Selection) -> list[dict[str, Any]]:
-    """What the grid file of the selected sweep says is published; nothing of other selections."""
-    grid = yaml.safe_load(grid_text(selection.sweep)) if selection.sweep is not None else None
-    return (grid or {}).get("published") or []
-
-
 def read(path: str | Path) -> tuple[list[Line], list[Line]]:
     """The runs, and the timings of benchmarks, in a file or in all `*.jsonl` of a folder; UserError for a file that
     holds something else."""
@@ -177,8 +170,6 @@ def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> 
     for start in range(0, max(len(params), len(metrics)), tracking.BATCH):
         part = slice(start, start + tracking.BATCH)
         client.log_batch(run_id, metrics=metrics[part], params=params[part])
-    if line.get("grid"):
-        client.log_text(run_id, line["grid"], GRID)
     for name, values in line.get("by_user", {}).items():
         client.log_dict(run_id, {"by_user": values}, name)
     client.set_terminated(run_id, line["status"], line["end_ms"])

@@ -1,17 +1,38 @@
-"""A checkpoint, ready to look at: its model on a device, and the examples of a split that it would be evaluated on."""
+"""A checkpoint, ready to look at: its model on a device, and the examples of a split that it would be evaluated on; and
+the options that all who look at one have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from models import setup
+from models.config import check_positive
 from models.inputs import Inputs
 from models.tables import UserError
 from pipelines.evaluation.ranking import device_of
 from pipelines.training.record import find_checkpoint
+
+
+@dataclass
+class Options:
+    """Options."""
+
+    checkpoint: str
+    """Folder of a checkpoint, or of a finished run, whose best one is taken."""
+    tables: str
+    """TABLES: the folder that jobs.prepare made."""
+    split: Literal["val", "test"] = "test"
+    """Which requests to look at."""
+    batch_size: int = 256
+    """Requests per batch."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto: a GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, ["batch_size"])
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from benchmarks.tables import benchmark_tables, rows_of_lines
 from jobs import cli
 from papers import days, kept
 from papers.claims import verdicts, verdicts_table
-from papers.plots import beams, condition, tokenizers
-from papers.published import Papers, beside_the_papers, load, of_grid
+from papers.plots import beams, tokenizers
+from papers.published import Papers, beside_the_papers, load
 from papers.tables import origins_table, paper_tables
 from pipelines import tracking
 from pipelines.comparison.page import write
@@ -62,16 +62,15 @@ def run(config: Config) -> None:
 def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None:
     """A page of an experiment or a sweep, with its plots as SVG beside it."""
     comparison = compare(selection)
-    theirs = of_grid(kept.published_points(selection), comparison.rows[0].model)
     origins = [(str(run.info.run_name), *(run.data.tags.get(tag, "") for tag in ORIGIN)) for run in selection.runs]
     shown = [
         *tables(comparison),
         *paper_tables(comparison),
-        *(beside_the_papers(comparison, papers) or beside_the_papers(comparison, theirs)),
+        *beside_the_papers(comparison, papers),
         origins_table(origins),
     ]
     words = []
-    for plot in plots(comparison, (condition, tokenizers, beams)):
+    for plot in plots(comparison, (tokenizers, beams)):
         write(plot.alone(), str(folder / f"{plot.name}.svg"))
         words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
     write_page(selection.title, shown, words, folder)

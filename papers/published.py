@@ -49,7 +49,7 @@ class System:
 
 @dataclass(frozen=True)
 class Published:
-    """A table of a paper, or what a grid file knows of it."""
+    """A table of a paper."""
 
     source: str
     """Paper and table."""
@@ -299,33 +299,3 @@ def compare_with(comparison: Comparison, published: Published, systems: dict[str
     header += [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)] if reference else []
     notes = [f"{', '.join(datasets)}: as printed in {published.source}; ours on {comparison.selection.title}."]
     return Table(f"Beside the paper: {published.source}", header, cells, notes, 3)
-
-
-def of_grid(points: Sequence[dict[str, Any]], model: str) -> Papers:
-    """The published results of a grid file: a system per point, of `model` where the point names none."""
-    systems: dict[str, System] = {}
-    sources: dict[tuple[str, str | None], Published] = {}
-
-    def system(point: dict[str, Any]) -> str:
-        params = {key: value for key, value in point.items() if key != "model.name"}
-        words = [point["model.name"]] if "model.name" in point else []
-        name = ", ".join(words + [f"{key.removeprefix('model.')} {value}" for key, value in params.items()])
-        systems[name] = System(point.get("model.name", model), params)
-        return name
-
-    for given in points:
-        name, source = system(given.get("point", {})), given.get("source", "the grid's paper")
-        base = system(given["relative_to"]) if "relative_to" in given else None
-        entry = sources.setdefault((source, base), Published(source, [], {}, base, relative=base is not None))
-        entry.metrics.extend(metric for metric in given.get("metrics", {}) if metric not in entry.metrics)
-        lines = entry.datasets.setdefault(given.get("dataset", "published"), {})
-        for each, figures in ((base, {}), (name, given.get("metrics", {}))):
-            if each is not None:
-                known = dict(zip(entry.metrics, lines.get(each, []), strict=False)) | figures
-                empty = 0.0 if each == base else math.nan
-                lines[each] = [known.get(metric, empty) for metric in entry.metrics]
-    for entry in sources.values():
-        for lines in entry.datasets.values():
-            for name, line in lines.items():
-                line += [0.0 if name == entry.reference else math.nan] * (len(entry.metrics) - len(line))
-    return Papers(systems, list(sources.values()), [])

@@ -14,7 +14,7 @@ often. So with w = theta_new / theta_logged of each result and c its click,
 
 Each is unbiased under that model with the true theta. The places of a request are the positions that it was logged
 with; a result below the page has theta 0, and equal scores share the mean theta of their places. Models do not see
-the logged position (`models/search/position.py`). What biases the estimates: theta is taken, where none is given, as
+the logged position (`models/search/position.py`). What biases the estimates: theta is taken as
 the click rate by position in the training split, which is right where the log's order says nothing of the results
 (simulated logs), and too steep where the logging ranker put better ones first (results moved up then look better than
 they are); a click is never seen on what was not shown; results influence each other (where every search has just one
@@ -29,8 +29,8 @@ Shapes: `R` requests, `N` results of all requests, `P` positions, `U` users, `M`
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -48,7 +48,7 @@ from models.search.data import read_part
 from models.shares import runs, starts
 from models.tables import UserError, iter_parts, join, sequences_manifest
 from models.uri import write_file
-from papers.loaded import Loaded, load
+from papers.loaded import Loaded, Options, load
 
 Floats = NDArray[np.float64]
 
@@ -207,18 +207,10 @@ def click_rates(log: Log) -> Floats:
         rate[p] = clicks[p] / shown[p] if shown[p] >= LEAST_SHOWN or (p == 0 and shown[p]) else rate[max(0, p - 1)]
     rate = isotonic_regression(rate, sample_weight=np.maximum(shown, 1), increasing=False)
     if not rate[0] > 0:
-        raise UserError("no result at the first position was clicked in training; give --propensities")
+        raise UserError(
+            "no result at the first position was clicked in training, so theta is unknown; take another log"
+        )
     return np.clip(rate / rate[0], SMALLEST, None)
-
-
-def given_rates(values: list[float], log: Log) -> Floats:
-    """(P,) theta as given; UserError where one is missing or impossible."""
-    positions = int(log.position.max()) + 1
-    if len(values) < positions:
-        raise UserError(f"propensities has {len(values)} values, results were shown at {positions}; give all")
-    if not all(0 < value <= 1 for value in values):
-        raise UserError(f"propensities is {values}; each is a chance above 0 and at most 1")
-    return np.asarray(values, np.float64)
 
 
 def new_theta(
@@ -302,31 +294,20 @@ def scores_of(loaded: Loaded, log: Log, batch_size: int) -> Floats:
     return scores
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(Options):
     """Options."""
 
-    checkpoint: str
-    """Folder of a checkpoint of a search model, or of a finished run, whose best one is taken."""
-    tables: str
-    """TABLES: the folder that jobs.prepare made."""
     text: str | None = None
     """TEXT: the folder that jobs.encode made."""
     base: str | None = None
     """Checkpoint or run that lifts are over; by default the order in which the log showed results."""
     page: int = 10
     """Results on a page."""
-    propensities: list[float] = field(default_factory=list)
-    """Chance that a user looks at each position, from the first; by default the click rates by position in training."""
-    split: Literal["val", "test"] = "test"
-    """Which searches to replay."""
-    batch_size: int = 256
-    """Requests per batch."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the models run; auto: a GPU where there is one."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("page", "batch_size"))
+        super().__post_init__()
+        check_positive(self, ["page"])
 
 
 def run(config: Config) -> Replay:
@@ -334,11 +315,8 @@ def run(config: Config) -> Replay:
     reach(checkpoint=config.checkpoint, tables=config.tables, text=config.text)
     sequences = join(config.tables, "sequences")
     log = read_log(sequences, config.split)
-    if config.propensities:
-        theta = given_rates(config.propensities, log)
-    else:
-        theta = click_rates(read_log(sequences, "train"))
-        theta = np.concatenate([theta, np.full(max(0, int(log.position.max()) + 1 - len(theta)), theta[-1])])
+    theta = click_rates(read_log(sequences, "train"))
+    theta = np.concatenate([theta, np.full(max(0, int(log.position.max()) + 1 - len(theta)), theta[-1])])
     where: dict[str, Any] = {"text": config.text, "split": config.split, "device": config.device}
     loaded = load(config.checkpoint, config.tables, **where)
     other, base_scores = "the logged order", -log.position.astype(np.float64)

@@ -7,7 +7,7 @@ machines.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:
     return sum(min(int(node["Resources"].get(kind, 0) / need) for kind, need in needs.items()) for node in nodes)
 
 
-def check_room(workers: int, each: Mapping[str, float], remedy: str, say: Callable[[str], None] = print) -> None:
+def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
     """UserError where the cluster can never hold the workers; a line where its autoscaler must first start nodes."""
     nodes = alive()
     if (fits := room(nodes, each)) >= workers:
@@ -62,7 +62,7 @@ def check_room(workers: int, each: Mapping[str, float], remedy: str, say: Callab
     who = f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
     if not autoscales(nodes):
         raise UserError(f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes")
-    say(f"note: {who}; {has} now, so this waits for its autoscaler to start more")
+    print(f"note: {who}; {has} now, so this waits for its autoscaler to start more")
 
 
 def shared() -> list[Path]:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -110,28 +110,24 @@ def resolve_uri(option: str | None, storage: str) -> str:
     return uri
 
 
-def named_stores(options: Sequence[str], new: bool = False) -> list[str]:
-    """The tracking URIs of the options, the environment, or this folder; UserError where there is none, or, unless it
-    may be a `new` one, no store."""
-    uris = list(options) or [os.environ.get("MLFLOW_TRACKING_URI", "")]
-    if uris == [""]:
-        if not Path("runs/mlflow.db").is_file():
-            raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
-        uris = [f"sqlite:///{Path('runs/mlflow.db').absolute()}"]
-    found = list(dict.fromkeys(resolve_uri(uri, ".") for uri in uris))
-    for uri in [] if new else found:  # MLflow would make it
-        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-            raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
-    return found
+def named_store(option: str | None) -> str:
+    """The tracking URI of the option, the environment, or this folder; UserError where there is none, or no store."""
+    uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri and not Path("runs/mlflow.db").is_file():
+        raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
+    uri = resolve_uri(uri or f"sqlite:///{Path('runs/mlflow.db').absolute()}", ".")
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():  # MLflow would make it
+        raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
+    return uri
 
 
-def unknown(what: str, name: str, uris: Sequence[str], known: Iterable[str]) -> str:
-    """What is said of a name that is in none of the stores, where `known` are."""
-    known, place = sorted(set(known) - {"Default"}), ", ".join(uris)
+def unknown(what: str, name: str, uri: str, known: Iterable[str]) -> str:
+    """What is said of a name that is not in the store, where `known` are."""
+    known = sorted(set(known) - {"Default"})
     if what == "experiment":
         there = f"there are {', '.join(known)}" if known else "no experiment is there"
-        return f"the experiment '{name}' is not at {place}; {there}" + (f"; {hint(name, known)}" if known[1:] else "")
-    return f"there is no {what} '{name}' at {place}; {hint(name, known)}"
+        return f"the experiment '{name}' is not at {uri}; {there}" + (f"; {hint(name, known)}" if known[1:] else "")
+    return f"there is no {what} '{name}' at {uri}; {hint(name, known)}"
 
 
 def settings_of(point: dict[str, Any]) -> str:
@@ -480,12 +476,12 @@ class Logger:
 
 
 @contextmanager
-def system_metrics(run: RunRef, seconds: float = 10) -> Iterator[None]:
+def system_metrics(run: RunRef) -> Iterator[None]:
     """Logs this machine's CPU, memory, disk, network and GPU to the run while the block runs."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor(
-        run.run_id, sampling_interval=seconds, resume_logging=True, tracking_uri=run.uri, samples_before_logging=1
+        run.run_id, sampling_interval=10, resume_logging=True, tracking_uri=run.uri, samples_before_logging=1
     )
     monitor.start()
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from models.tables import join
-from tests.training_tables import write
+from tests.training_tables import lists, write
 
 TASKS = ("long_dwell", "contribution", "like")
 ACTIONS = ("like", "share", "dwell")
@@ -19,10 +19,6 @@ FEATURES = ("item_likes", "user_events")
 DEVICES = ("tablet", None, "phone", "watch")
 SEEN = ["phone", "tablet"]
 """Devices that count as seen in training."""
-
-
-def lists(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("item", kind))
 
 
 SCHEMA = pa.schema(

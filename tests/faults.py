@@ -52,8 +52,8 @@ LONGEST = 900.0
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "num_heads": 1, "dropout": 0.0, "max_history": 12}
 FIT = {"batch_size": 32, "max_epochs": 4, "patience": 0, "log_every_steps": 5, "checkpoint_every_steps": 10}
 FIT |= {"seed": 3, "lr": 0.005}
-TRIAL = {"model": MODEL, "fit": {**FIT, "max_epochs": 2}}
-GRID = {"source": "a test", "base": TRIAL, "axes": {"fit.lr": [0.01, 0.002]}}
+TRIALS = {f"model.{key}": value for key, value in MODEL.items()} | {f"fit.{key}": value for key, value in FIT.items()}
+GRID = {"source": "a test", "fixed": {**TRIALS, "fit.max_epochs": 2}, "axes": {"fit.lr": [0.01, 0.002]}}
 
 
 def free_address() -> str:

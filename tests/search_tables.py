@@ -11,15 +11,11 @@ import pyarrow as pa
 from models.tables import join
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.groups import feature_groups
-from tests.training_tables import write
+from tests.training_tables import lists, write
 
 WIDTH = 8
 FEATURES = ("pair_ctr_7d", "item_exposures_7d", "query_searches_7d", "pair_gap", "position", "hour_sin")
 LABELS = ("click", "purchase")
-
-
-def lists(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("item", kind))
 
 
 SCHEMA = pa.schema(

@@ -14,6 +14,10 @@ KINDS = ("Steel bolt", "Rubber hose, long", "Hose clamp", "Bolt")
 COLOURS = ("red", "green", "blue", "black", "white", "grey")
 
 
+def lists(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("item", kind))
+
+
 def write(uri: str, table: str, content: pa.Table, info: dict, inputs: dict[str, str], parts: int = 1) -> Manifest:
     size = max(1, -(-len(content) // parts))
     made = [write_part(uri, content[at : at + size]) for at in range(0, len(content), size)]  # none of no row

@@ -92,8 +92,6 @@ class Grid:
     """Paper and the section, table or figure that documents the values."""
     config: str | list[str] | None = None
     """Base config of jobs.train, relative to the grid file; of several the later ones win."""
-    base: dict[str, Any] = field(default_factory=dict)
-    """Base config written out, where it has no file of its own; read after `config`."""
     kind: Literal["train", "evaluate"] = "train"
     """What a trial does: trains a model, or measures a trained checkpoint."""
     axes: dict[str, list[Any] | None] = field(default_factory=dict)
@@ -183,7 +181,7 @@ class Grid:
             if key in self.keys:
                 raise UserError(f"'{key}' is an axis of the grid {self.name}; give --axes.{key} '[...]' instead")
         files = [self.config] if isinstance(self.config, str) else self.config or []
-        base = {**dotted(read_configs(files, EXAMPLE)), **dotted(self.base), **self.fixed, **(sets or {})}
+        base = {**dotted(read_configs(files, EXAMPLE)), **self.fixed, **(sets or {})}
         points = self.all_points()
         if self.samples is not None and self.samples < len(points):
             points = [points[at] for at in sorted(random.Random(0).sample(range(len(points)), self.samples))]

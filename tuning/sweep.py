@@ -235,7 +235,7 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
             hashes.append(checked.hashes)
             continue
         options = {key: value for key, value in trial.evaluate.items() if key != "batch_size"}
-        about = check_evaluation(trial.folders["checkpoint"], own, options)
+        _, about, *_ = check_evaluation(trial.folders["checkpoint"], own, options)
         known, metric = [*about.metrics, "users_per_s", "peak_memory_mb"], plan.grid.metric.removeprefix("test/")
         if metric not in known:
             raise UserError(f"the metric of the grid {plan.grid.name} is {plan.grid.metric}, which is not measured; "

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from models import checkpoint
-from models.places import CHECKPOINT, near_folder
 from models.retrieval.data import Catalogue
 from models.retrieval.retriever import Retriever
 from models.retrieval.student import TaughtConfig
@@ -77,8 +76,7 @@ def locate(given: str, what: str = "teacher") -> str:
     for candidate in (uri, join(uri, checkpoint.BEST)):
         if checkpoint.exists(candidate):
             return candidate
-    nearest = f": the nearest is {near}" if (near := near_folder(given, CHECKPOINT)) else ""
     raise UserError(
         f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {checkpoint.CONFIG} and no best/; "
-        f"give the folder of a run of jobs.train, which is its STORAGE/NAME{nearest}"
+        f"give the folder of a run of jobs.train, which is its STORAGE/NAME"
     )

@@ -107,12 +107,12 @@ class Interval:
         return self.low <= 0 <= self.high
 
 
-def intervals(differences: NDArray[np.float64], counts: NDArray[np.int64], draws: int = DRAWS) -> list[Interval]:
+def intervals(differences: NDArray[np.float64], counts: NDArray[np.int64]) -> list[Interval]:
     """Of differences (D, U) of means over the `counts` (U,) requests of each user, all with the same draws of users."""
     users = len(counts)
     above, below = differences * counts, counts.astype(np.float64)
-    found, generator = np.empty((draws, len(differences))), np.random.default_rng(0)  # the same draws for all pairs
-    for draw in range(draws):
+    found, generator = np.empty((DRAWS, len(differences))), np.random.default_rng(0)  # the same draws for all pairs
+    for draw in range(DRAWS):
         times = np.bincount(generator.integers(users, size=users), minlength=users).astype(np.float64)
         found[draw] = (above @ times) / (below @ times)
     low, high = np.quantile(found, [0.025, 0.975], axis=0)

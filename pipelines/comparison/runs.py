@@ -60,7 +60,7 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     known = {e.name: str(e.experiment_id) for e in client.search_experiments()}
     for name in experiments:
         if name not in known:
-            raise UserError(unknown("experiment", name, [uri], known))
+            raise UserError(unknown("experiment", name, uri, known))
     chosen = {known[name]: name for name in experiments or known}
     there = search(client, list(chosen))
     for run in there:
@@ -153,5 +153,5 @@ def only(runs: Sequence[Any], name: str, what: str, uri: str) -> Any:
         ids = ", ".join(run.info.run_id for run in found)
         raise UserError(f"{len(found)} {what}s at {uri} are called '{name}'; give the id of one: {ids}")
     if not found:
-        raise UserError(unknown(what, name, [uri], [run.info.run_name for run in runs]))
+        raise UserError(unknown(what, name, uri, [run.info.run_name for run in runs]))
     return found[0]

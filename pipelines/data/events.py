@@ -21,11 +21,12 @@ import pyarrow.compute as pc
 
 from models.tables import Manifest, Part, join, open_uri, read_parquet, write_part
 from models.uri import read_json, write_file
-from pipelines.data.engine import KEY, Engine, Shared, fetch
+from pipelines.data.engine import KEY, Shared, fetch
 from pipelines.data.log import UNSET, Log
 from pipelines.data.matching import Match
 from pipelines.data.read import FilePart, pieces
 from pipelines.data.rows import Rejected, check_missing, common
+from pipelines.data.run import Run
 from pipelines.data.survey import PartSurvey, Surveyor, coded, seen_in, user_keys
 
 BYTES_PER_PARTITION = 32 << 20  # of raw text; one partition then sorts in a few hundred MB
@@ -300,27 +301,18 @@ def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
 
 
 def ingest(
-    source: Log,
-    input_uri: str,
-    files: list[str],
-    events_uri: str,
-    rejects_uri: str,
-    partitions: int,
-    log_order: bool,
-    engine: Engine,
-    surveyor: Surveyor,
-    users: pa.Table | None = None,
-    keep_duplicates: bool = False,
-    before: Manifest | None = None,
+    run: Run, files: list[str], partitions: int, surveyor: Surveyor, users: pa.Table | None, before: Manifest | None
 ) -> Ingested:
     """Reads the raw files and writes the parts of events and rejects, uncommitted. `surveyor` gets what is seen of the
     parts; `users` are the rows of `Log.read_users`. `before` are the events that the files are joined to: partitions
     without a new row keep their parts. UserError for a file that cannot be read, and for a column that no file has;
     RuntimeError unless each event that was read, and so each user, is in exactly one part."""
+    source, engine, keep_duplicates = run.source, run.engine, run.config.duplicates == "keep"
+    events_uri, rejects_uri = run.table("events"), run.table("rejects")
     size = engine.settings.read_mb << 20
-    every = [(file, piece) for file in files for piece in pieces(join(input_uri, file), source, size)]
-    transit = transit_schema(source, log_order)
-    read = _Read(every, source, input_uri, events_uri, rejects_uri, transit, partitions, engine.put(users))
+    every = [(file, piece) for file in files for piece in pieces(join(run.input, file), source, size)]
+    transit = transit_schema(source, run.config.ties == "log_order")
+    read = _Read(every, source, run.input, events_uri, rejects_uri, transit, partitions, engine.put(users))
     there = {
         row["key"]: {**asdict(part), **row}
         for part, row in (zip(before.files, before.info["parts"], strict=True) if before else ())
@@ -344,7 +336,7 @@ def ingest(
         events += said["events"]
         missing += [said["missing"]] if said["rows"] else []
         digests[file].append(said["digest"])
-    check_missing(common(missing), "event", input_uri)
+    check_missing(common(missing), "event", run.input)
     result.hashes = {file: combined(of_file) for file, of_file in digests.items()}
     for row in sorted((written | kept).values(), key=lambda row: row["first"]):
         result.of_parts.append({name: row[name] for name in OF_PARTITION})

@@ -263,7 +263,7 @@ class Log(Files):
         for name, label in self.labels.items():
             self.labels[name] = self._timed(name, label)
         for kind in ("labels", "numbers", "categories", "explode", "as_of"):
-            _check_names(getattr(self, kind), kind)
+            check_names(getattr(self, kind), kind)
         _check_section("items", self.items, "item", ("texts", "attributes", "numbers", "folder", "optional", "keep"))
         _check_section("users", self.users, "user", ("attributes",))
         for name, of in self.as_of.items():
@@ -599,7 +599,8 @@ def _folder(value: str) -> pl.Expr:
     return pl.lit(None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value), pl.String)
 
 
-def _check_names(names: Iterable[str], key: str) -> None:
+def check_names(names: Iterable[Any], key: str) -> None:
+    """ValueError for a name that columns and metrics cannot have."""
     for name in names:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
@@ -615,7 +616,7 @@ def _check_section(where: str, of: Section | None, key: str, known: tuple[str, .
     if unknown := [name for name in _given(of) if name not in allowed]:
         raise ValueError(f"unknown key '{where}.{unknown[0]}'; it takes {', '.join(allowed)}")
     for kind in ("texts", "attributes", "numbers", "categories"):
-        _check_names(getattr(of, kind), f"{where}.{kind}")
+        check_names(getattr(of, kind), f"{where}.{kind}")
     if where == "users" and not of.attributes:
         raise ValueError("users.attributes is empty; name at least one column, or leave out users")
 
@@ -635,7 +636,7 @@ def _spelled_out(content: dict[str, Any]) -> dict[str, Any]:
     made = dict(content)
     for key, value in content.items():
         if key in ("numbers", "categories", "explode", "texts", "attributes") and isinstance(value, list):
-            _check_names(value, key)
+            check_names(value, key)
             made[key] = {name: name for name in value}
         elif key == "labels" and isinstance(value, dict):
             made[key] = {name: {"column": each} if isinstance(each, str) else each for name, each in value.items()}
@@ -652,11 +653,11 @@ def log_of(content: dict[str, Any]) -> Log:
     return log
 
 
-def load_source(uri: str, remedy: str = "check --source") -> tuple[Log, dict[str, Any]]:
+def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
     """The log that a mapping file describes, and its `prepare` section (settings of jobs.prepare; empty if there is
-    none). UserError for a missing or damaged file (with the `remedy`), for an unknown key (with the nearest known one),
-    and for values that cannot be."""
-    content = read_yaml(uri, remedy)
+    none). UserError for a missing or damaged file, for an unknown key (with the nearest known one), and for values that
+    cannot be."""
+    content = read_yaml(uri, "check --source")
     prepare = content.pop("prepare", None) or {}
     if not isinstance(prepare, dict):
         raise UserError(f"{uri}: 'prepare' is {type(prepare).__name__}, not a mapping of options")

@@ -167,7 +167,6 @@ def _ingest_events(
 ) -> Manifest:
     source, config, partitions = run.source, run.config, settings["partitions"]
     user_files, keep = source.user_files(run.input), config.duplicates == "keep"
-    events_uri, rejects_uri = run.table("events"), run.table("rejects")
     said: dict[str, Any] = before.info if before else {}
     run.say(f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}")
     begin = time.perf_counter()
@@ -178,20 +177,7 @@ def _ingest_events(
         of_users = Rejected.of(users) if users else Rejected()
         run.reject(of_users, " of the user files")
         surveyor = Surveyor(run.counted, run.late)
-        result = ingest(
-            source,
-            run.input,
-            files,
-            events_uri,
-            rejects_uri,
-            partitions,
-            config.ties == "log_order",
-            run.engine,
-            surveyor,
-            users.rows if users else None,
-            keep,
-            before,
-        )
+        result = ingest(run, files, partitions, surveyor, users.rows if users else None, before)
         inputs = {**(before.inputs if before else {}), **result.hashes}
         inputs |= {file: digest.hexdigest() for file, digest in digests.items()}
         rejected = result.rejected

@@ -31,7 +31,7 @@ from models.tables import (
     up_to_date,
 )
 from models.words import number_of
-from pipelines.data.engine import Call, Engine, Shared
+from pipelines.data.engine import Engine, Shared
 from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.rows import Rejected
@@ -230,19 +230,11 @@ LARGEST = ("max_length", "max_candidates", "max_spread_ms")
 """Counts of which a table has the largest of its parts, and not the sum."""
 
 
-def write_parts(
-    engine: Engine, write_part: Callable[..., Any], calls: list[Call], shared: Call, progress: Say
-) -> tuple[list[Part], Counter[str], list[Any]]:
-    """Runs `write_part(*shared, *call)` per events part; it returns (the part of sequences or None, what was
-    counted on the way, anything else). Returns the parts in the order of the calls, uncommitted, the counts of all,
-    and what else each call gave."""
-    return gather_parts(engine.each(write_part, calls, shared), len(calls), progress)
-
-
 def gather_parts(
     results: Iterable[tuple[int, Any]], parts: int, progress: Say
 ) -> tuple[list[Part], Counter[str], list[Any]]:
-    """The results of `write_part`, by the number of the events part, as `write_parts` returns them."""
+    """Of what ran per events part, by the number of the part (the part of sequences or None, what was counted on the
+    way, anything else): the parts in the order of the events parts, uncommitted, the counts of all, and the rest."""
     written: list[tuple[Part | None, Any]] = [(None, None)] * parts
     total: Counter[str] = Counter()
     for done, (number, (part, count, other)) in enumerate(results, start=1):

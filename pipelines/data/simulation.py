@@ -57,7 +57,7 @@ class Settings:
     seed: int = 42
     """The same seed and sizes give the same log, byte for byte."""
     files: int = field(default=1, kw_only=True)
-    """Files of equally many events, in the order of time; more of a large log."""
+    """Files of equally many events, in the order of time, such as 14 days; more of a large log."""
 
     unit: ClassVar[str] = "events"
     """What `events` counts."""

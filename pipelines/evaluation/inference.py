@@ -29,7 +29,7 @@ from models.fit import to_device
 from models.inputs import Inputs
 from models.retrieval.recommend import allow, history_to_give
 from models.scores import check_finite
-from models.setup import Loaded, hashes_of, of_training
+from models.setup import Loaded
 from models.shares import Shard, Share
 from models.tables import (
     Manifest,
@@ -50,8 +50,7 @@ from models.tables import (
 from models.uri import absolute
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
-from pipelines.evaluation.ranking import device_of, recommend_options, takes_gpu
-from pipelines.training.record import find_checkpoint
+from pipelines.evaluation.ranking import check, device_of, takes_gpu
 from pipelines.training.worker import threads_per_worker
 
 
@@ -258,14 +257,11 @@ def infer_all(
     `scores` of a `split`; (its manifest, whether it was there already). It works in this process, or with `remote` or
     more than one of the `actors` by Ray Data; `start` starts Ray where that has something to do. `allowed` is a file of
     the only items that are ranked."""
-    uri, output = find_checkpoint(uri), absolute(output)
-    about = checkpoint.read(uri)
+    output = absolute(output)
+    uri, about, chosen, given = check(uri, inputs, options or {})
     entry = registry.find(about.name)
     if not entry.ranks:
         raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
-    chosen = recommend_options(about.name, options or {})
-    given = hashes_of(about.name, inputs)
-    checkpoint.check(about, uri, of_training(given, about), extending=True)
     sequences = read_manifest(inputs.sequences, "sequences")
     kernel: type[Kernel] = Recommender if entry.family.ranks == "catalogue" else Scorer
     ask: dict[str, Any] = {"k": k} if kernel is Recommender else {"split": split}
@@ -297,7 +293,11 @@ def infer_all(
     threads = threads_per_worker(0, actors) if remote else 0
     arguments = (uri, inputs, output, schema, ask, batch_size, chosen, device, threads)
     with writing(output):
-        made = by_ray(kernel, arguments, units, actors, device) if remote else here(kernel(*arguments), units)
+        if remote:
+            made = by_ray(kernel, arguments, units, actors, device)
+        else:
+            here = kernel(*arguments)
+            made = [here.part(**unit) for unit in units]
         info = {"users": sequences.rows, **ask, counts: sum(count for _, count in made)}
         info |= {"model": about.name, "checkpoint": uri}
         parts = [part for part, _ in made]
@@ -305,15 +305,10 @@ def infer_all(
     return manifest, False
 
 
-def here(kernel: Kernel, units: list[dict[str, int]]) -> list[tuple[Part, int]]:
-    """The part and the count of each unit, made one after the other."""
-    return [kernel.part(**unit) for unit in units]
-
-
 def by_ray(
     kernel: type[Kernel], arguments: tuple[Any, ...], units: list[dict[str, int]], actors: int, device: str
 ) -> list[tuple[Part, int]]:
-    """The same by actors of Ray Data."""
+    """The part and the count of each unit, made by actors of Ray Data."""
     gpu = takes_gpu(device, actors)
     quiet_ray_data()
     with python_alone_on_stderr():

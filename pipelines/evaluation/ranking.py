@@ -76,15 +76,16 @@ class Result:
         return self.hashes.get("sequences") != about.hashes.get("sequences")
 
 
-def check(uri: str, inputs: Inputs, options: dict[str, Any]) -> Checkpoint:
-    """What the checkpoint, or the best one of a run, says of itself; UserError where it takes other tables, or its
-    model has no such options of `recommend`."""
+def check(
+    uri: str, inputs: Inputs, options: dict[str, Any]
+) -> tuple[str, Checkpoint, dict[str, Any], dict[str, str]]:  # fmt: skip
+    """(its folder, what it says of itself, the options that are given, hashes of the tables) of the checkpoint, or the
+    best one of a run. UserError where it takes other tables, or its model has no such options of `recommend`."""
     uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
-    recommend_options(about.name, options)
-    given = hashes_of(about.name, inputs)
+    chosen, given = recommend_options(about.name, options), hashes_of(about.name, inputs)
     checkpoint.check(about, uri, of_training(given, about), extending=True)
-    return about
+    return uri, about, chosen, given
 
 
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -144,11 +145,8 @@ def rank_shard(
     loaded = Loaded.of(uri, inputs, where)
     history = history_to_give(loaded.config.max_history, options)
     examples = loaded.examples(inputs, split, history, rank=rank, world=world, shards=world)
-    model, measure, stride = (
-        loaded.model,
-        loaded.entry.measured.measure,
-        stride_of(read_manifest(inputs.sequences, "sequences").rows),
-    )
+    model, measure = loaded.model, loaded.entry.measured.measure
+    stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
     common: dict[str, Any] = {"batch_size": batch_size, "device": where}
     asked = {**options, "by_user": stride}
     if len(examples):
@@ -178,10 +176,7 @@ def evaluate(
     began = time.monotonic()
     if split not in SPLITS:
         raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
-    uri = find_checkpoint(uri)
-    about = checkpoint.read(uri)
-    chosen = recommend_options(about.name, options or {})
-    given = hashes_of(about.name, inputs)
+    uri, about, chosen, given = check(uri, inputs, options or {})
     arguments = (uri, inputs, split, batch_size, chosen, device)
     if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, (0, 1))]

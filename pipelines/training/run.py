@@ -246,7 +246,7 @@ def run_workers(
             trainer = TorchTrainer(
                 worker,
                 train_loop_config={"task": asdict(task), "progress": progress, "watch": os.environ[WATCH] != "0"},
-                torch_config=TorchConfig("nccl" if use_gpu else "gloo", timeout_s=round(options.timeout_minutes * 60)),
+                torch_config=TorchConfig("nccl" if use_gpu else "gloo"),
                 scaling_config=ScalingConfig(
                     num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
                     use_gpu=use_gpu,

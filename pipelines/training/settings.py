@@ -44,8 +44,6 @@ class RayOptions:
     hang_minutes: float = 10
     """After so long without a step the workers that hang are named and the training goes on from its last checkpoint,
     as after a loss; 0: never. Reading examples counts as no step, validation does."""
-    timeout_minutes: float = 30
-    """How long workers wait for each other where they sum gradients or meet (of gloo and NCCL)."""
     fsdp: bool = False
     """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for language models whose training
     does not fit on one device."""
@@ -53,8 +51,6 @@ class RayOptions:
     def __post_init__(self) -> None:
         check_least(self, ["num_workers"], 1, "ray.")
         check_least(self, ["min_workers", "threads", "max_failures", "hang_minutes"], 0, "ray.")
-        if self.timeout_minutes <= 0:
-            raise ValueError(f"ray.timeout_minutes is {self.timeout_minutes}, it must be above 0; try 30")
         if self.min_workers > self.num_workers:
             raise ValueError(
                 f"ray.min_workers is {self.min_workers}, it must be at most {self.num_workers}, as ray.num_workers is"

@@ -96,7 +96,7 @@ from pipelines.data.audit.base import REQUEST
 from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
 from pipelines.data.retrieval.kind import Retrieval
 from pipelines.data.retrieval.sequences import Rules, build_sequences
-from pipelines.data.run import write_parts
+from pipelines.data.run import gather_parts
 from pipelines.data.schemas import sequences_schema
 from pipelines.data.splits import NAMES
 from pipelines.data.survey import read_coded
@@ -135,7 +135,8 @@ def sequences(run, events, items, split):
     with run.writing("sequences"):
         calls = [(source,) for source in part_uris(run.table("events"), events)]
         shared = (uri, run.catalogue(), rules)
-        parts, count, _ = write_parts(run.engine, write_one, calls, shared, run.progress("sequences"))
+        results = run.engine.each(write_one, calls, shared)
+        parts, count, _ = gather_parts(results, len(calls), run.progress("sequences"))
         asked = {name: count[f"asked_{name}"] for name in NAMES}
         without = {name: count[f"without_history_{name}"] for name in NAMES}
         info = run.sequences_info(events, items, split, count)

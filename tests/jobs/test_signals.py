@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pipelines import tracking
+from tuning.grid import dotted
 
 pytestmark = pytest.mark.long
 
@@ -23,7 +24,7 @@ STOPPED = "stopped; the same line again goes on from what is finished\n"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
 GRID = {
-    "name": "rates", "source": "a test", "base": {"model": MODEL, "fit": {"batch_size": 8, "patience": 0}},
+    "name": "rates", "source": "a test", "fixed": dotted({"model": MODEL, "fit": {"batch_size": 8, "patience": 0}}),
     "axes": {"fit.lr": [0.01, 0.001]},
 }  # fmt: skip
 

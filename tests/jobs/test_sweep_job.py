@@ -54,7 +54,7 @@ def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
 def test_a_dry_run_prints_the_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid: dict[str, Any] = {
         "source": "a test",
-        "base": {"model": {"name": "sasrec", "dim": 16}, "fit": {"max_epochs": 2, "batch_size": 16}},
+        "fixed": {"model.name": "sasrec", "model.dim": 16, "fit.max_epochs": 2, "fit.batch_size": 16},
         "axes": {"fit.lr": [0.1, 0.2, 0.3]},
     }  # fmt: skip
     (tmp_path / "g.yaml").write_text(yaml.safe_dump(grid))

@@ -92,8 +92,6 @@ LINES = [
     (f"{TRAIN}/sasrec.yaml --tables {{tables}} --tracking_uri http://me-the-user:pa55%2Fw0rd@127.0.0.1:5000",
      "holds a user, password or key; leave it out and set MLFLOW_TRACKING_USERNAME"),
     ("train --tables t --storage s --name n --config nowhere.yaml", r"cannot read nowhere\.yaml \(no such file\)"),
-    ("train --tables t --storage s --name n --config jobs/configs/tiger_smal.yaml",
-     r"the nearest is jobs/configs/tiger_small\.yaml; check --config"),
     *[(f"{TRAIN}/sasrec.yaml --tables t {words}", message) for words, message in (
         ("--fit.lrr 1", "unknown key 'fit.lrr'; the nearest key is 'fit.lr'"),
         ("--model.num_layer 1", "unknown key 'model.num_layer'; the nearest key is 'model.num_layers'"),

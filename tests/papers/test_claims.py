@@ -21,7 +21,7 @@ from models.by_user import ByUser
 from models.tables import UserError
 from papers.claims import FAILS, HOLDS, OPEN, Claim, Verdict, decide, read_claims, verdicts, verdicts_table
 from papers.kept import select_all
-from papers.published import USERS, Papers, beside_the_papers, fits, load, of_grid
+from papers.published import USERS, Papers, beside_the_papers, fits, load
 from pipelines import tracking
 from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.runs import select
@@ -259,21 +259,6 @@ def test_ours_beside_the_papers(store: Store, papers: Papers) -> None:
     for run in (run for row in comparison.rows for run in row.runs):
         run.metrics["test/users"] = 24_772.0  # another log of Amazon's games
     assert beside_the_papers(comparison, papers) == []
-
-
-def test_published_points_of_a_grid(store: Store) -> None:
-    grid = of_grid(
-        [
-            {"point": {"model.alpha": 0.7}, "source": "Table 5", "dataset": "Games",
-             "metrics": {"test/ndcg@10": 0.033}},
-            {"point": {"model.name": "sid_mlp"}, "relative_to": {"model.name": "tiger"}, "source": "Table 6",
-             "dataset": "Games", "metrics": {"test/ndcg@10": 0.02}},
-        ],
-        "sid_mlp",
-    )  # fmt: skip
-    absolute, relative = beside_the_papers(compare(select(store.uri, ["retrieval/x"])), grid)
-    assert absolute.cells == [["alpha 0.7", "student-*", "test/ndcg@10", "0.0302", "0.0330"]]
-    assert relative.cells[1] == ["sid_mlp", "student-*", "test/ndcg@10", "0.0302", "+0.67%", "+2.0%"]
 
 
 def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:

@@ -73,4 +73,4 @@ def test_shares_and_profiles_of_requests_of_any_length() -> None:
 
 def test_who_cannot_be_looked_into(made: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="decode semantic IDs, and 'sasrec' does not"):
-        run(Config(made["sasrec"], made["tables"], str(tmp_path), device="cpu"))
+        run(Config(made["sasrec"], made["tables"], output=str(tmp_path), device="cpu"))

@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.tables import UserError
-from tuning.grid import Grid, load
+from tuning.grid import Grid, Point, load
 
 GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
-SASREC = {"model": {"name": "sasrec", "dim": 16}, "fit": {"lr": 0.01}}
+SASREC: Point = {"model.name": "sasrec", "model.dim": 16, "fit.lr": 0.01}
 
 
-def grid(**fields: Any) -> Grid:
-    return Grid(**{"name": "g", "source": "a test", "base": SASREC, "axes": {"fit.lr": [0.1, 0.2]}, **fields})
+def grid(base: Point = SASREC, fixed: Point | None = None, **fields: Any) -> Grid:
+    settings = {**base, **(fixed or {})}
+    return Grid(**{"name": "g", "source": "a test", "fixed": settings, "axes": {"fit.lr": [0.1, 0.2]}, **fields})
 
 
 @given(
@@ -36,11 +37,11 @@ def test_points_are_the_product_or_a_sample_of_it(values: list[list[int]], sampl
     assert drawn == [trial.point for trial in grid(axes=axes, samples=samples).trials()]
 
 
-def test_settings_go_over_each_other() -> None:
+def test_settings_go_over_each_other(tmp_path: Path) -> None:
+    config = tmp_path / "sasrec.yaml"
+    config.write_text("{model: {name: sasrec, dim: 16, num_layers: 1}, fit: {lr: 1.0, eval_options: {k: 5}}}")
     made = grid(
-        base={"model": {"name": "sasrec", "dim": 16, "num_layers": 1}, "fit": {"lr": 1.0, "eval_options": {"k": 5}}},
-        fixed={"model.num_layers": 2, "model.dropout": 0.1}, seeds=[7],
-        axes={"model.dim": [32, 64]},
+        {}, {"model.num_layers": 2, "model.dropout": 0.1}, config=str(config), seeds=[7], axes={"model.dim": [32, 64]},
     ).varied(False).trials({"model.dropout": 0.3})  # fmt: skip
     assert [trial.model["dim"] for trial in made] == [32, 64]
     assert made[0].model == {"name": "sasrec", "dim": 32, "num_layers": 2, "dropout": 0.3}
@@ -117,7 +118,7 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
             {"axes": {"fit.lr": [1], "fit.seed": [1, 2]}, "together": [["fit.lr", "fit.seed"]]},
             r"fit\.lr has 1, fit\.seed has 2",
         ),
-        ({"base": {"model": {"name": "gru"}}}, "'gru'"),
+        ({"fixed": {"model.name": "gru"}}, "'gru'"),
         ({"fixed": {"fit.metric": "recall@5"}}, "fit.metric is recall@5, the grid g ranks by val/ndcg@10"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ from models.tables import UserError
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.training.settings import RayOptions
-from tuning.grid import Grid, Scheduler
+from tuning.grid import Grid, Point, Scheduler, dotted
 from tuning.sweep import Options, Outcome, Swept, best_of, best_trial, sweep
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +64,10 @@ class World:
         return {run.data.tags[tracking.POINT_TAG]: run for run in found}
 
 
-def grid(**fields: Any) -> Grid:
+def grid(model: dict[str, Any] = MODEL, fit: dict[str, Any] = FIT, fixed: Point | None = None, **fields: Any) -> Grid:
+    settings = {**dotted({"model": model, "fit": fit}), **(fixed or {})}
     axes = {"fit.lr": [0.03, 0.01, 0.0001]}
-    return Grid(**{"name": "g", "source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": axes, **fields})
+    return Grid(**{"name": "g", "source": "a test", "fixed": settings, "axes": axes, **fields})
 
 
 HALVED = grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
@@ -214,7 +215,7 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
     setup = set_up(TIGER, FitConfig(batch_size=16), Inputs(tables, sids))
     checkpoint.save(teacher / "best", setup.model, setup.checkpoint(epoch=1))
     student = {"name": "sid_mlp", "head_width": 16, "teacher": str(teacher)}
-    one = grid(base={"model": student, "fit": {**FIT, "max_epochs": 1}}, axes={"fit.lr": [0.01]})
+    one = grid(model=student, fit={**FIT, "max_epochs": 1}, axes={"fit.lr": [0.01]})
     asked: dict[str, Any] = {"name": "lost", "inputs": Inputs(tables, sids)}
 
     def lose(line: str) -> None:
@@ -242,7 +243,7 @@ def measured(world: World, **fields: Any) -> Grid:
 
 def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     asha = Scheduler(name="asha", grace=1, reduction=2)
-    two = grid(axes={"fit.lr": [0.03, 0.0001]}, scheduler=asha, base={"model": MODEL, "fit": {**FIT, "max_epochs": 9}})
+    two = grid(axes={"fit.lr": [0.03, 0.0001]}, scheduler=asha, fit={**FIT, "max_epochs": 9})
     swept = world.sweep(two, name="halved_workers", ray_options=RayOptions(num_workers=2, cpus_per_worker=0.5))
     ahead, behind = swept.outcomes
     assert (ahead.status, ahead.epochs, behind.status) == ("finished", 9, "stopped")
@@ -281,7 +282,7 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
         ),
         ("cannot reach MLflow at http://127.0.0.1:9", grid(), {"tracking_uri": "http://127.0.0.1:9"}),
         ("is not a table", grid(), {"inputs": Inputs(str(world.folder))}),
-        ("needs semantic IDs; give --sids", grid(base={"model": {"name": "tiger"}, "fit": FIT}), {}),
+        ("needs semantic IDs; give --sids", grid(model={"name": "tiger"}), {}),
         ("needs 100 CPUs, .*the cluster has 2", grid(), {"ray_options": RayOptions(cpus_per_worker=100)}),
         (
             "fit.batch_size 9 does not divide by 2 workers; choose a multiple of 2",

@@ -19,7 +19,6 @@ Shapes: E events, K tasks, A actions that models read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ import pyarrow.compute as pc
 from models.config import check_shares
 from models.tables import UserError
 from pipelines.data.durations import Windowed
-from pipelines.data.log import FORBID, NAME, Log, check_range
+from pipelines.data.log import FORBID, Log, check_names, check_range
 from pipelines.data.prepare_config import PrepareConfig, refuse
 
 USER, ITEM = "user", "item"
@@ -192,8 +191,8 @@ class ActionsConfig:
         inputs |= {name: Input(name) for name in flags if name not in read and name not in inputs}
         if not inputs:
             raise ValueError("the log has no bool label and actions.inputs is empty; say what models read of an action")
-        check_names("tasks", tasks)
-        check_names("inputs", inputs)
+        check_names(tasks, "tasks")
+        check_names(inputs, "inputs")
         if "mean" in tasks:
             raise ValueError("tasks.mean has the name of the metrics' mean over all tasks; give it another name")
         counts = self.counts
@@ -253,13 +252,6 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     except ValueError as error:
         raise UserError(f"prepare.actions: {error}") from error
     return resolved
-
-
-def check_names(key: str, names: Iterable[Any]) -> None:
-    """ValueError for a name that metrics and columns cannot have; labels are held to the same."""
-    for name in names:
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
 
 
 def known(label: str, labels: dict[str, str], where: str) -> str:

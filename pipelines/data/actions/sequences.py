@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -306,41 +306,12 @@ def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
     return TrainingValues.of({name: sequences[name].combine_chunks().flatten().filter(train) for name in names})
 
 
-def write_actions(
-    parts: list[str],
-    events: int,
-    sequences_uri: str,
-    catalogue: Shared,
-    attributes: dict[str, np.ndarray],
-    rules: ActionsRules,
-    engine: Engine,
-    progress: Callable[[str], None] = lambda line: None,
-    joined: Sequence[Shared] = (),
-) -> tuple[list[Part], Counter[str], np.ndarray, dict[str, Any]]:
-    """Writes the parts of the sequences table, uncommitted, in the order of the events parts; also gives
-    (2, F) mean and standard deviation of the features over training events, 1 for a constant, and what training says of
-    own features.
-
-    events: of all parts; attributes: per name (I,) int32, the code of each item's value, -1 where it has none.
-    """
-    windows, shared = ActionsWindows(rules.actions, rules.as_of), (sequences_uri, catalogue, rules, list(joined))
-    if windows.keys:
-        results = count_in_buckets(
-            engine, parts, events, windows, (catalogue, engine.put(attributes)), _write_part, shared
-        )
-    else:
-        results = engine.each(_write_part, [(uri,) for uri in parts], shared)
-    written, total, found = gather_parts(results, len(parts), progress)
-    sums = np.sum([of_part["sums"] for of_part in found], axis=0)  # in the order of the parts, always the same
-    mean, square = sums / max(1, total["events_train"])
+def scale_of(sums: list[Any], rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(F,) mean and standard deviation, 1 for a constant, of the features over training events, by `build_actions`'s
+    sums of the parts, in their order, always the same."""
+    mean, square = np.sum(sums, axis=0) / max(1, rows)
     std = np.sqrt((square - mean**2).clip(0))
-    scale = np.stack([mean, np.where(std > 1e-6, std, 1.0)])
-    return (
-        written,
-        total,
-        scale,
-        describe_features((TrainingValues.read(of_part["seen"]) for of_part in found), rules.own),
-    )
+    return mean, np.where(std > 1e-6, std, 1.0)
 
 
 def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
@@ -378,18 +349,18 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
     attributes = attribute_codes(run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)])
+    windows = ActionsWindows(rules.actions, rules.as_of)
+    shared = (uri, catalogue, rules, share_as_of(run, as_of))
     with run.writing("sequences"):
-        written, count, scale, own = write_actions(
-            parts,
-            events.rows,
-            uri,
-            catalogue,
-            attributes,
-            rules,
-            run.engine,
-            run.progress("sequences"),
-            share_as_of(run, as_of),
-        )
+        if windows.keys:
+            results = count_in_buckets(
+                run.engine, parts, events.rows, windows, (catalogue, run.engine.put(attributes)), _write_part, shared
+            )
+        else:
+            results = run.engine.each(_write_part, [(part,) for part in parts], shared)
+        written, count, found = gather_parts(results, len(parts), run.progress("sequences"))
+        mean, std = scale_of([of_part["sums"] for of_part in found], count["events_train"])
+        own = describe_features((TrainingValues.read(of_part["seen"]) for of_part in found), rules.own)
         say_missing(run, as_of, events.rows, count)
         events_in = {name: count[f"events_{name}"] for name in NAMES}
         require_training(events_in, count, config.max_events, "event", split["kind"])
@@ -401,8 +372,8 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             "viewers": viewers,
             **({"own": own} if rules.own else {}),
             **({"as_of": describe_as_of(as_of)} if as_of else {}),
-            "feature_mean": scale[0].tolist(),
-            "feature_std": scale[1].tolist(),
+            "feature_mean": mean.tolist(),
+            "feature_std": std.tolist(),
             "base_rates": {name: count[f"positives_{name}"] / count["events_train"] for name in rules.actions.tasks},
             "definitions": asdict(rules.actions),
             "dropped": dropped,

@@ -74,7 +74,7 @@ class FeedSettings(Settings):
     """Size, seed and causes of a feed."""
 
     shown_days: float = 0.0
-    """Days that an item is shown for; 0: as long as the log is."""
+    """Feed: days that each item is shown for, so that later ones are new; 0: as long as the log is."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

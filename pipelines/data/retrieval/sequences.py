@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from models.tables import Manifest, Part, UserError, part_uris, write_part
 from models.words import number_of
 from pipelines.data.catalogue import surviving_rows
-from pipelines.data.run import Run, write_parts
+from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import sequences_schema
 from pipelines.data.splits import NAMES, assign, require_training
 from pipelines.data.survey import (
@@ -183,7 +183,8 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
     with run.writing("sequences"):
         calls = [(source,) for source in part_uris(run.table("events"), events)]
         shared = (uri, run.catalogue(), rules)
-        parts, count, _ = write_parts(run.engine, _write_part, calls, shared, run.progress("sequences"))
+        results = run.engine.each(_write_part, calls, shared)
+        parts, count, _ = gather_parts(results, len(calls), run.progress("sequences"))
         usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
         if config.catalogue is None:  # a fresh log may be of test alone
             tied = count["tied_rows"] if config.ties == "strict" else 0

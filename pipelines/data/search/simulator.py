@@ -66,12 +66,12 @@ class SearchSettings(Settings):
     """Size, seed and causes of a simulated search log; each search shows ten results."""
 
     query_driven: float = 1.0
-    """Share of searches whose clicks follow the query; in the others they follow the history."""
+    """Search: share of searches whose clicks follow the query; in the others they follow the history."""
     taste: Literal["user", "class", "query"] = "user"
-    """Which makers a user likes: some, the same everywhere; those of one of two classes; or others in every second
-    cluster."""
+    """Search: whether a user likes some makers everywhere, those of one of two classes, or others in every second
+    cluster of items."""
     disliked_click: float = 0.25
-    """Chance of a click on a result of the intent that was looked at, of a maker the user does not like; else 0.85."""
+    """Search: chance of a click on a fitting result of a maker that the user does not like, if looked at; else 0.85."""
 
     unit: ClassVar[str] = "searches"
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from models.tables import UserError
 from pipelines.data import events
 from pipelines.data.engine import KEY, Engine, RayDataConfig
 from pipelines.data.log import log_of
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.run import Run
 from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Surveyor
 
@@ -142,12 +145,12 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     source = log_of({"files": "log.csv", "user": "u", "item": "u", "time": {"column": "t", "unit": "s"}})
     for name in ("events", "rejects"):
         (tmp_path / name).mkdir()
-    given = (source, str(tmp_path), ["log.csv"], str(tmp_path / "events"), str(tmp_path / "rejects"), 4, False)
-    made = events.ingest(*given, Engine(here=True), Surveyor(None, False))
+    run = Run(source, str(tmp_path), str(tmp_path), PrepareConfig(), None, False, print, False, Engine(here=True))
+    made = events.ingest(run, ["log.csv"], 4, Surveyor(None, False), None, None)
     assert (sum(part.rows for part in made.parts), made.users) == (count, count)
     for Broken.twice, words in ((False, "came out of the shuffle"), (True, r"gave partition \d twice")):
         with pytest.raises(RuntimeError, match=words):
-            events.ingest(*given, Broken(here=True), Surveyor(None, False))
+            events.ingest(replace(run, engine=Broken(here=True)), ["log.csv"], 4, Surveyor(None, False), None, None)
 
 
 BLOCKS, BLOCK_ROWS, STORE_MB = 5, 100_000, 80

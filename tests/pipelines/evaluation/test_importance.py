@@ -180,7 +180,7 @@ def test_evaluate_prints_keeps_and_draws_it(
     tracking.Logger(ref).end()
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1, tracking=ref.to_dict()))
     given = {"checkpoint": str(tmp_path / "qgs"), "tables": tables, "text": text, "device": "cpu"}
-    run(Config(importance=True, importance_repeats=2, **given))
+    run(Config(importance=True, **given))
     said = capsys.readouterr().out
     assert "importance: loss of gauc" in said
     kept = json.loads((tmp_path / "qgs/evaluation-test.json").read_text())["metrics"]
@@ -200,5 +200,3 @@ def test_who_ranks_no_candidates_is_told(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "popularity", setup.model, setup.checkpoint(epoch=1))
     with pytest.raises(UserError, match="the model 'popularity' ranks none; leave it out"):
         run(Config(checkpoint=str(tmp_path / "popularity"), tables=tables, importance=True))
-    with pytest.raises(ValueError, match="importance_repeats is given without importance"):
-        Config(checkpoint="c", tables="t", importance_repeats=3)
