@@ -319,7 +319,7 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
     there = [policy for policy in POLICIES if any((policy, day) in found for day in days)]
     common = [day for day in days if all((policy, day) in found for policy in there)]
     steps = {policy: sum(line["steps"] for line in lines if line["policy"] == policy) for policy in there}
-    steps["daily"] += steps["once"]  # it goes on from it
+    steps["daily"] += steps.get("once", 0)  # it goes on from it
     seeds = sorted({line["seed"] for line in lines})
 
     def mean(policy: str, some: list[int], name: str) -> float:
