@@ -42,9 +42,8 @@ for line in json.loads(sys.argv[1]):
 GRID = """\
 name: rates
 source: a test
-base:
-  model: {name: sasrec, dim: 16, num_layers: 1, dropout: 0.0, max_history: 12}
-  fit: {batch_size: 64, max_epochs: 1, patience: 0}
+fixed: {model.name: sasrec, model.dim: 16, model.num_layers: 1, model.dropout: 0.0, model.max_history: 12,
+  fit.batch_size: 64, fit.max_epochs: 1, fit.patience: 0}
 axes: {fit.lr: [0.01, 0.001]}
 """
 

@@ -66,7 +66,8 @@ def test_a_killed_sweep_goes_on_where_it_was(
 ) -> None:  # fmt: skip
     tables, _ = small
     store = new_store(tmp_path / "runs")
-    grid = {"source": "a test", "base": {"model": MODEL, "fit": FIT}, "axes": {"fit.lr": RATES}, "scheduler": ASHA}
+    fixed = {f"model.{key}": value for key, value in MODEL.items()} | {f"fit.{key}": value for key, value in FIT.items()}
+    grid = {"source": "a test", "fixed": fixed, "axes": {"fit.lr": RATES}, "scheduler": ASHA}
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump(grid))
     words = [
         "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage", str(tmp_path / "runs"),
