@@ -99,9 +99,9 @@ class Entry:
         """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
         return {"sids": True} if self.sids else {} if self.tables_alone else self.family.reads
 
-    def about(self, info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """What whoever sends it requests has to know, by the `info` of the sequences and its options."""
-        found = self.family.requests.about(info, model)
+    def about(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """What whoever sends it requests has to know, by the `info` of the sequences."""
+        found = self.family.requests.about(info)
         return {**found, "labels": found["labels"][:1]} if self.first_label else found
 
     @property

@@ -147,19 +147,17 @@ class Requests:
         raise NotImplementedError
 
     @classmethod
-    def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:
-        """`takes`, and what follows from the log, by the `info` of its sequences, and from the model's options: its own
-        features, of candidates and of behaviours."""
+    def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
+        """`takes`, and what follows from the log, by the `info` of its sequences: its own features, of candidates and
+        of behaviours."""
         own = own_names(OwnFeatures.of(info))
         return {**cls.takes, **{f"{of}{kind}": f"own_{kind}" for kind in own for of in ("", "history_")}}
 
     @classmethod
-    def about(cls, info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
         """What whoever sends requests has to know: the names of features, actions and labels, in order."""
         told = {"labels": info.get("tasks", info.get("labels"))} | {name: info.get(name) for name in NAMES}
-        found: dict[str, Any] = {name: list(names) for name, names in told.items() if names is not None}
-        if labels := model.get("token_labels"):
-            found["token_labels"] = labels
+        found = {name: list(names) for name, names in told.items() if names is not None}
         return found | own_names(OwnFeatures.of(info))
 
 

@@ -152,8 +152,8 @@ class ActionsRequests(Requests):
         self.new = NewItems(catalogue, columns_of(items, text), self.encoder, template_of(text))
 
     @classmethod
-    def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:
-        found = super().columns(info, model, inputs)
+    def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
+        found = super().columns(info, inputs)
         for name in info.get("viewers", ()):  # of the request, and of each event of the history, "" for none
             found |= {f"viewer_{name}": "string", f"history_viewer_{name}": "strings"}
         told = columns_of(read_manifest(join(inputs.tables, "items"), "items"), text_of(inputs))
@@ -161,8 +161,8 @@ class ActionsRequests(Requests):
         return {**found, "new_items": {"item_id": "string", **kinds}}
 
     @classmethod
-    def about(cls, info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super().about(info, model), "inputs": info.get("definitions", {}).get("inputs", {})}
+    def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().about(info), "inputs": info.get("definitions", {}).get("inputs", {})}
 
     def read(self, row: Row) -> Request:
         candidates, shown = (row.ids(name) for name in ("candidates", "history"))

@@ -60,7 +60,6 @@ class BoostedConfig:
     batch_of: ClassVar[str] = "requests"
     history_pairs: ClassVar[bool] = False
     reads_times: ClassVar[bool] = False
-    reads_labels: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         check_positive(self, ("max_history", "max_iter", "max_depth", "min_samples_leaf"))

@@ -29,7 +29,6 @@ from models.gpu.graphs import rung
 from models.inputs import Inputs
 from models.own_features import OwnFeatures
 from models.retrieval.data import BUCKET, PAD, Examples, hash_strings, of_requests, request_number
-from models.search.token_labels import BehaviourLabel, behaviour_labels, label_columns, read_labels
 from models.shares import Shard, Share, find_in, joined, parts_by_turns, runs, spans, starts
 from models.tables import (
     Manifest,
@@ -52,8 +51,8 @@ TABLES = {"tables": ("items", "queries", "sequences"), "text": ("items", "querie
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
 
-OF_BEHAVIOURS = ("item", "time", "query", "history_features", "history_labels")
-"""What is held of behaviours; labels where some are read."""
+OF_BEHAVIOURS = ("item", "time", "query", "history_features")
+"""What is held of behaviours."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,6 @@ class SearchCatalogue:
     """(F - own ones,) standard deviation over train candidates; 1 for a constant."""
     own: OwnFeatures = field(default_factory=OwnFeatures)
     """The log's own features, the last ones of `features`."""
-    behaviour_labels: dict[str, BehaviourLabel] = field(default_factory=dict)
-    """Labels of behaviours that models may read, by name."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Groups of features, in order."""
     hashes: dict[str, str] = field(default_factory=dict)
@@ -133,10 +130,7 @@ class SearchCatalogue:
         items, queries = (read_manifest(join(tables, name), name) for name in ("items", "queries"))
         info, own = sequences.info, OwnFeatures.of(sequences.info, scales)
         features = len(info["features"])
-        mean, std, behaviours = torch.zeros(features), torch.ones(features), behaviour_labels(sequences)
-        if scale:
-            mean, std = feature_scale(uri, features)
-            behaviours = label_scale(uri, sequences, behaviours)
+        mean, std = feature_scale(uri, features) if scale else (torch.zeros(features), torch.ones(features))
         return cls(
             num_items=items.rows,
             num_queries=queries.rows,
@@ -147,7 +141,6 @@ class SearchCatalogue:
             feature_mean=mean,
             feature_std=std,
             own=own,
-            behaviour_labels=behaviours,
             unknown_when_ranking=tuple(info["unknown_when_ranking"]),
             groups={group["name"]: tuple(group["features"]) for group in info["groups"]},
             hashes=hashes,
@@ -243,32 +236,6 @@ def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:
     raise UserError(f"{uri} has no train request; check the split of jobs.prepare")
 
 
-def label_scale(uri: str, manifest: Manifest, labels: dict[str, BehaviourLabel]) -> dict[str, BehaviourLabel]:
-    """The labels, numbers among them with mean and deviation over the behaviours before train requests, of the first
-    part that has some of each."""
-    found, left = dict(labels), [name for name, label in labels.items() if label.number]
-    if not left:
-        return found
-    columns = [*of_requests("split", "history_end"), "timestamp_ms", *label_columns(manifest, left)]
-    for table in iter_parts(uri, "sequences", columns):
-        lists = table["requests"].combine_chunks()
-        requests, user = lists.flatten(), np.repeat(np.arange(len(lists)), pc.list_value_length(lists).to_numpy())
-        train = pc.equal(pc.struct_field(requests, "split"), "train").to_numpy(zero_copy_only=False)
-        known = np.zeros(len(lists), np.int64)  # behaviours of each user before a train request
-        np.maximum.at(known, user[train], pc.struct_field(requests, "history_end").to_numpy()[train])
-        sizes = pc.list_value_length(table["timestamp_ms"].combine_chunks()).to_numpy()
-        mine = read_labels(table, left, manifest)[runs(starts(sizes), known)].astype(np.float64)
-        for name, values in zip(list(left), mine.T, strict=True):
-            there = values[~np.isnan(values)]
-            if len(there):
-                std = float(there.std())
-                found[name] = replace(labels[name], mean=float(there.mean()), std=std if std > 1e-6 else 1.0)
-        left = [name for name in left if found[name] is labels[name]]
-        if not left:
-            break
-    return found
-
-
 class SearchExamples(Examples):
     """The requests of one split, in rows that share a history.
 
@@ -292,8 +259,6 @@ class SearchExamples(Examples):
     """Share of `max_history` that a search of a longer history reads at least in training, as a model's config says."""
     batch_of: ClassVar[str] = "requests"
     """What a batch counts: `requests`, or rows of `users`; likewise."""
-    reads_labels: ClassVar[tuple[str, ...]] = ()
-    """Labels of behaviours that batches have; likewise."""
 
     columns: dict[str, NDArray]
     """Of this rank: flat arrays by behaviour, user, request, row and candidate."""
@@ -309,15 +274,12 @@ class SearchExamples(Examples):
         labels = (f"label_{name}" for name in manifest.info["labels"])
         own = OwnFeatures.of(manifest.info).names
         mine = ["user_id", "item_index", "timestamp_ms", "query_index", "features", *own]
-        mine += label_columns(manifest, cls.reads_labels)
         return manifest, [*mine, *of_requests(*asked, *labels, *own)]
 
     @classmethod
     def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         part = read_part(table, labels, len(manifest.info["features"]), OwnFeatures.of(manifest.info))
-        if cls.reads_labels:
-            part["history_labels"] = read_labels(table, cls.reads_labels, manifest)
         return part | {"user_hash": hash_strings(table["user_id"].combine_chunks())}
 
     def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
@@ -337,7 +299,7 @@ class SearchExamples(Examples):
         first = np.flatnonzero(first)
         self._parts.append(
             {
-                **{name: part[name][behaviour] for name in OF_BEHAVIOURS if name in part},
+                **{name: part[name][behaviour] for name in OF_BEHAVIOURS},
                 "user_start": self._behaviours + starts(count) - low,
                 "user_hash": part["user_hash"][users],
                 "user_row": first_user + users,
@@ -362,7 +324,7 @@ class SearchExamples(Examples):
     @classmethod
     def of_model(cls, config: Any) -> type[Self]:
         settings = {"window_overlap": config.window_overlap, "batch_of": config.batch_of}
-        return type(cls.__name__, (cls,), {**settings, "reads_labels": config.reads_labels})
+        return type(cls.__name__, (cls,), settings)
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
         super().__init__(split, unit, max_history, share)
@@ -379,9 +341,8 @@ class SearchExamples(Examples):
     def of(cls, columns: dict[str, NDArray], lengths: NDArray, counts: NDArray) -> Self:
         """Requests in memory, each with a history and a row of its own, without labels.
 
-        `columns` holds item, time, query, history_features and, for a model that reads some, history_labels,
-        (behaviours, ...) end to end, `lengths` (R,) of each; the request_query (R,); and, end to end, the candidate and
-        features (N, ...), `counts` (R,) of each.
+        `columns` holds item, time, query and history_features, (behaviours, ...) end to end, `lengths` (R,) of each;
+        the request_query (R,); and, end to end, the candidate and features (N, ...), `counts` (R,) of each.
         """
         self = cls.in_memory("test", "request", max(1, int(lengths.max(initial=1))), len(lengths))
         number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
@@ -446,7 +407,7 @@ class SearchExamples(Examples):
         """The rows as tensors, histories right-padded with -1 to their own longest.
 
         By row: history (B, T) item_index, history_query (B, T), history_time (B, T) ms, history_features (B, T, F),
-        history_labels (B, T, A) where some are read, history_length (B,), history_new (B,) the first behaviour that no
+        history_length (B,), history_new (B,) the first behaviour that no
         other row has learned (at least 1, as the first one has nothing before it), user (B,) hash of the id, user_row
         (B,). By request: request_row (R,), request_end (R,) behaviours of the row before it, request_query (R,),
         request_time (R,) ms, request (R,) its `request_number`. By candidate: candidate (N,) item_index,
@@ -487,8 +448,6 @@ class SearchExamples(Examples):
         }
         tensors = {name: torch.from_numpy(np.ascontiguousarray(value, np.int64)) for name, value in batch.items()}
         tensors["history_features"] = torch.from_numpy(history("history_features", 0))
-        if "history_labels" in c:
-            tensors["history_labels"] = torch.from_numpy(history("history_labels", 0).astype(np.float32))
         tensors["labels"] = torch.from_numpy(c["labels"][candidate])
         tensors["features"] = torch.from_numpy(c["features"][candidate])
         if self.brought:
@@ -534,7 +493,7 @@ class SearchExamples(Examples):
         return {name: padded(name, value) for name, value in batch.items()}
 
 
-HISTORIES = ("history", "history_query", "history_time", "history_features", "history_labels")
+HISTORIES = ("history", "history_query", "history_time", "history_features")
 """Tensors of a batch by row and behaviour."""
 SIZED = {
     "pair_keys": ("pair", "joint"), "request_query": ("request",), "user": ("user", "history"),

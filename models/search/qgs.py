@@ -28,7 +28,6 @@ from models.search.data import SearchCatalogue
 from models.search.encoders import HSTU, CausalBert, LinearHSTU, copy_pretrained, pretrained_sizes
 from models.search.objective import info_nce
 from models.search.ranker import Batch, Ranker, RankerConfig
-from models.search.token_labels import TokenLabels
 from models.tables import UserError
 
 
@@ -53,9 +52,6 @@ class QGSConfig(RankerConfig):
     """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document alone."""
     context_features: bool = True
     """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in pair tok." of Table 3)."""
-    token_labels: list[str] = field(default_factory=list)
-    """Labels of a behaviour that its token has too, such as purchase or dwell_ms (not of the paper); never those of
-    candidates and of the next item."""
     query_condition: Literal["query", "joint", "none"] = "query"
     """What the prediction head knows of the next query (Eq. 3): its own text, the paper's literal [SEP] output, which
     has seen the document that is to be predicted, or nothing."""
@@ -82,10 +78,6 @@ class QGSConfig(RankerConfig):
     def history_pairs(self) -> bool:
         return self.token == "pair" or self.query_condition == "joint"
 
-    @property
-    def reads_labels(self) -> tuple[str, ...]:
-        return tuple(self.token_labels)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, ("width", "num_layers", "num_heads", "ffn"))
@@ -101,8 +93,6 @@ class QGSConfig(RankerConfig):
                 f"match is true, which compares documents as InfoNCE does, but next_item is '{self.next_item}' and "
                 f"infonce_weight {self.infonce_weight:g}; use next_item document and a weight above 0"
             )
-        if twice := [name for place, name in enumerate(self.token_labels) if name in self.token_labels[:place]]:
-            raise ValueError(f"token_labels has '{twice[0]}' twice; name each label once")
 
 
 @dataclass
@@ -156,9 +146,6 @@ class QGS(Ranker):
             )
         features = len(self.scale.columns) if config.context_features else 0
         self.project = nn.Linear(features + config.text_width, config.width)  # W_proj of Eq. 2
-        self.token_labels = None
-        if config.token_labels:
-            self.token_labels = TokenLabels(config.token_labels, catalogue.behaviour_labels, config.width)
         self.position = nn.Embedding(config.max_history, config.width)  # p_t of Eq. 2
         nn.init.normal_(self.position.weight, std=0.02)
         self.start = nn.Parameter(torch.zeros(config.width))  # the state before any behaviour
@@ -184,16 +171,10 @@ class QGS(Ranker):
         self.text.take_pairs(batch)
         return self.tokens(batch["history"], batch["history_query"], batch["history_features"])
 
-    def inputs(self, batch: Batch, tokens: Tensor) -> Tensor:
-        """(B, T, D): what the encoder reads of behaviours, but for their positions. Their labels are no part of
-        `tokens`, which predictions are compared with."""
-        projected = self.project(tokens)
-        return projected if self.token_labels is None else projected + self.token_labels(batch["history_labels"])
-
     def states(self, batch: Batch, tokens: Tensor) -> Tensor:
         """(B, T, D): h_t of every behaviour, from it and earlier ones alone."""
         place = self.position.weight[: tokens.shape[1]]
-        return self.encoder(self.inputs(batch, tokens) + place, batch["history_time"])
+        return self.encoder(self.project(tokens) + place, batch["history_time"])
 
     def predict_head(self, states: Tensor, item: Tensor, query: Tensor) -> Tensor:
         """(..., D): z of Eq. 3 from states (..., D) and the query of the next item (and, if joint, the item)."""
@@ -260,7 +241,7 @@ class QGS(Ranker):
         more come, positions begin anew: it is that of a pass over the latest behaviours from the last multiple of half
         of `max_history` on that leaves no more than `max_history`, as in training.
         """
-        return self._extended(state, self.inputs(batch, self.history_tokens(batch)))
+        return self._extended(state, self.project(self.history_tokens(batch)))
 
     def _extended(self, state: UserState, h: Tensor) -> UserState:
         """After h (B, T, D), projected tokens."""

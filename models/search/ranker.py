@@ -73,11 +73,6 @@ class RankerConfig(LabelOptions):
         """Whether the model reads behaviours' text together with their queries."""
         return False
 
-    @property
-    def reads_labels(self) -> tuple[str, ...]:
-        """Labels of behaviours that the model reads."""
-        return ()
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_shares(self, ["window_overlap"])

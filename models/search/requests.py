@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.inputs import Inputs
 from models.latest import TEXTS, Latest
 from models.own_features import OwnFeatures
 from models.requests import Columns, Request, Requests, Row
@@ -125,17 +124,11 @@ class SearchRequests(Requests):
         documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist() if self.encoder else []
         self.text = RequestText(catalogue, queries, self.encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
-        self.numbers = {name for name, label in catalogue.behaviour_labels.items() if label.number}
         self.counts = Counts.load(uri, info["features"], info) if (uri := settings.get("counts")) else None
         self.hours = [place for place, name in enumerate(info["features"]) if name in HOURS]
         self.own = OwnFeatures.of(info)
         of_items = info.get("item_features", [])
         self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
-
-    @classmethod
-    def columns(cls, info: Mapping[str, Any], model: Mapping[str, Any], inputs: Inputs) -> Columns:
-        labels = {"history_labels": "labels"} if model.get("token_labels") else {}
-        return {**super().columns(info, model, inputs), **labels}
 
     def read(self, row: Row) -> Request:
         candidates, past = (row.ids(name) for name in ("candidates", "history"))
@@ -154,8 +147,6 @@ class SearchRequests(Requests):
             "candidate": np.array([self.index[candidates[i]] for i in known], np.int64),
             "features": self.features(row, "", candidates)[known],
         }
-        if self.config.reads_labels:
-            parts["history_labels"] = self.past_labels(row, len(past))[kept]
         return Request(candidates, known, len(kept), parts)
 
     def features(self, row: Row, of: str, items: Sequence[str]) -> Floats:
@@ -170,24 +161,6 @@ class SearchRequests(Requests):
         if not of and self.hours and (now := row.given("timestamp_ms")) is not None:
             usually[:, self.hours] = hours(np.array([now], np.int64))
         return np.concatenate([row.vectors(f"{of}features", usually), own], 1)
-
-    def past_labels(self, row: Row, count: int) -> Floats:
-        """(count, A) what `history_labels` gives by name of the labels in tokens; NaN for a number, and 0 for what is
-        true or false, that is not given. UserError for what no behaviour can have."""
-        known = self.config.reads_labels
-        there = row.by_name("history_labels", known, count)
-        columns = []
-        for name in known:
-            values, number = there.get(name, [None] * count), name in self.numbers
-            try:
-                label = np.array([np.nan if value is None else value for value in values], np.float32)
-            except (TypeError, ValueError):
-                label = np.full(count, np.inf, np.float32)
-            if np.isinf(label).any() or not (number or np.isin(label[~np.isnan(label)], (0, 1)).all()):
-                what = "finite numbers" if number else "true or false"
-                raise UserError(f"history_labels has values of '{name}' that are not {what}; give None for none")
-            columns.append(label if number else np.nan_to_num(label))
-        return np.stack(columns, 1)
 
     def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
         rows = [request.parts for request in requests]

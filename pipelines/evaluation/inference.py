@@ -267,7 +267,7 @@ def infer_all(
     ask: dict[str, Any] = {"k": k} if kernel is Recommender else {"split": split}
     schema, counts = RECOMMENDATIONS, "users_below_k"
     if kernel is Scorer:
-        labels = entry.about(sequences.info, about.model)["labels"]
+        labels = entry.about(sequences.info)["labels"]
         schema, counts = scores_schema(labels, "queries" in entry.family.tables["tables"]), "candidates"
     config = {**ask, "users_per_part": users_per_part, "model": about.model, **chosen}
     read = {

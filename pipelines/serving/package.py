@@ -39,7 +39,7 @@ TYPES: dict[str, Any] = {
     "ids": Array(ANY),  # strings, or integers for the strings of their digits (models/item_ids.py)
     "string": DataType.string, "strings": STRINGS, "long": DataType.long, "longs": Array(DataType.long),
     "number": ANY, "numbers": NUMBERS, "vectors": Array(NUMBERS),  # MLflow takes no 3 for a double
-    "own_numbers": Map(NUMBERS), "own_categories": Map(STRINGS), "labels": Map(Array(ANY)),  # nor true
+    "own_numbers": Map(NUMBERS), "own_categories": Map(STRINGS),
 }  # fmt: skip
 """Of columns of requests and answers."""
 
@@ -113,8 +113,8 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 python_model=str(Path(__file__).with_name(SERVED[family.ranks][0])),
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
-                signature=signature(family, requests.columns(info, trained.model, inputs)),
-                metadata=entry.about(info, trained.model),
+                signature=signature(family, requests.columns(info, inputs)),
+                metadata=entry.about(info),
                 model_config=dict(requests.settings),
                 pip_requirements=REQUIREMENTS + ["scikit-learn"] * bool(inputs.text),
             )

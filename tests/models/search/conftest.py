@@ -10,7 +10,7 @@ from models.search.qgs import QGSConfig
 from models.tables import join
 from tests.search_tables import write_search
 
-READ = SearchExamples.of_model(QGSConfig(token_labels=["purchase", "dwell"]))  # what all models read
+READ = SearchExamples.of_model(QGSConfig())
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ SMALL = {
     "max_history": 8, "text_width": 6, "dnn_width": 12, "tower_width": 8, "group_output": 10, "dropout": 0.0,
 }  # fmt: skip
 DEEP = {**SMALL, "width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
-LABELLED = {"token_labels": ["purchase", "dwell"]}
 MATCH = {"next_item": "document", "match": True}
 VARIANTS = {
     "base": (Ranker, RankerConfig, SMALL),
@@ -36,8 +35,6 @@ VARIANTS = {
     "qgs_no_infonce": (QGS, QGSConfig, DEEP | {"infonce_weight": 0.0}),
     "qgs_match": (QGS, QGSConfig, DEEP | MATCH),
     "hstu_match": (QGS, HSTUConfig, DEEP | MATCH),
-    "qgs_labels": (QGS, QGSConfig, DEEP | LABELLED),
-    "hstu_labels": (QGS, HSTUConfig, DEEP | LABELLED),
     "hllm_item_tower_match": (HLLM, HLLMConfig, DEEP | MATCH | {"item_model": ITEM_MODEL}),
 }
 GENERATIVE = [name for name in VARIANTS if name != "base"]
@@ -77,10 +74,7 @@ def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(name, catal
     with torch.no_grad():
         states = model.states(batch, model.history_tokens(batch))
         scores = model.score(batch)
-        purchase, dwell = batch["history_labels"][row, place].tolist()
         for key, value in (
-            ("history_labels", torch.tensor([1 - purchase, dwell])),
-            ("history_labels", torch.tensor([purchase, 90.0])),
             ("history", (batch["history"][row, place] + 5) % 24),
             ("history_query", (batch["history_query"][row, place] + 2) % 8),
             ("history_features", batch["history_features"][row, place] + 1),
@@ -96,7 +90,7 @@ def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(name, catal
             assert torch.equal(
                 model.score(moved)[early[batch["candidate_request"]]], scores[early[batch["candidate_request"]]]
             )
-            if key == "history" or (key == "history_labels" and model.config.reads_labels):
+            if key == "history":
                 late = (after[row, place:] - states[row, place:]).abs().sum(-1)
                 assert (late[: int(batch["history_length"][row]) - place] > 0).all()
 
@@ -200,11 +194,11 @@ def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(name, 
 
 def part_of(batch: dict, begin: int, end: int) -> dict:
     """The behaviours of a batch from `begin` to `end`."""
-    names = ("history", "history_query", "history_features", "history_labels")
+    names = ("history", "history_query", "history_features")
     return batch | {name: batch[name][:, begin:end] for name in names if name in batch}
 
 
-@pytest.mark.parametrize("name", ["qgs", "qgs_match", "qgs_labels"])
+@pytest.mark.parametrize("name", ["qgs", "qgs_match"])
 def test_a_cached_state_equals_a_full_encoding(name, catalogue, examples):
     model = make(name, catalogue)
     for row in range(6):
@@ -252,7 +246,6 @@ def test_impossible_settings_are_refused():
         ({"group_width": 12}, "not a multiple of group_heads"),
         ({"dropout": 1.0}, "not in"),
         ({"next_item": "item"}, "it must be one of token, document"),
-        ({"token_labels": ["dwell", "dwell"]}, "token_labels has 'dwell' twice; name each label once"),
         ({"match": True}, "next_item is 'token' and infonce_weight 0.1; use next_item document and a weight above 0"),
         ({**MATCH, "infonce_weight": 0}, "infonce_weight 0; use"),
     ):

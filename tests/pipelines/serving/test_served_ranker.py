@@ -203,21 +203,6 @@ FEED = {
 }
 
 
-def test_labels_of_behaviours_are_given_by_name(tmp_path: Path) -> None:
-    tables, text = write_search(tmp_path)
-    trained(tmp_path, "qgs", tables, text, token_labels=["purchase", "dwell"])
-    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
-        model = mlflow.pyfunc.load_model("models:/qgs/1")
-    assert model.metadata.metadata["token_labels"] == ["purchase", "dwell"]
-    row = {"candidates": ["item_id-003"], "history": ["item_id-001", "item_id-005"], "query": "query-001"}
-    scores = []
-    for labels in ({"purchase": [True, None], "dwell": [5, None]}, {"purchase": [1, 0], "dwell": [5.0, None]}, None):
-        rows = pd.DataFrame([row | {"history_labels": labels}])
-        scores.append(model.predict(rows)["score"][0])
-        assert scores[-1] == model.unwrap_python_model().predict(None, rows)["score"][0]
-    assert scores[0] == scores[1] != scores[2]
-
-
 def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> None:
     tables = write_actions(tmp_path, viewers=True)
     trained(tmp_path, "attn_mvp", tables, None)

@@ -39,8 +39,6 @@ FAMILIES = {
 MODELS = {name: {"name": name} for names in FAMILIES.values() for name in names}
 for name in ("qgs", "hllm"):
     MODELS[f"{name}, match"] = {"name": name, "next_item": "document", "match": True}
-for name in ("qgs", "hstu"):
-    MODELS[f"{name}, labels"] = {"name": name, "token_labels": ["dwell", "purchase"]}
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +96,6 @@ def searches(
             "history_time_ms": batch["history_time"][0, :past].tolist(),
             "history_features": batch["history_features"][0, :past].tolist(),
         }  # fmt: skip
-        if setup.config.reads_labels:
-            dwell, purchase = batch["history_labels"][0, :past].T.tolist()
-            known = [None if math.isnan(value) else value for value in dwell]
-            row["history_labels"] = {"purchase": [bool(value) for value in purchase], "dwell": known}
         yield row, dict(zip(names, chances, strict=True))
 
 
@@ -131,8 +125,6 @@ def feeds(setup: Setup, tables: str, text: None, longest: int) -> Iterator[tuple
         yield row, dict(zip(names, chances, strict=True))
 
 
-BY_NAME = "history_labels"
-
 REQUESTS: dict[str, Any] = {"search": searches, "actions": feeds}
 
 
@@ -143,8 +135,7 @@ def ranked(served: RequestRanker, rows: list[dict[str, Any]]) -> list[dict[str, 
 
 def cut(row: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The row with behaviours from `begin` to `end` of its history, going on from a state."""
-    past = {name: value[begin:end] for name, value in row.items() if name.startswith("history") and name != BY_NAME}
-    past |= {BY_NAME: {name: value[begin:end] for name, value in row[BY_NAME].items()}} if BY_NAME in row else {}
+    past = {name: value[begin:end] for name, value in row.items() if name.startswith("history")}
     return {**row, **past, "history_from": begin}
 
 
@@ -179,33 +170,6 @@ def test_served_scores_are_those_of_training(
         assert ranked(served, [cut(row, 0, size)])[0] == pytest.approx(want, abs=1e-5)
     with pytest.raises(UserError, match="give user_id too"):
         ranked(served, [{**cut(rows[0], 0, None), "user_id": None}])
-
-
-def test_labels_of_behaviours_move_a_served_score_and_no_others_are_taken(
-    made: dict[str, tuple[str, str | None]], tmp_path: Path
-) -> None:
-    tables, text = made["search"]
-    setup, served = serve("qgs, labels", tmp_path, tables, text, longest=12)
-    row = max((row for row, _ in searches(setup, tables, str(text), 12)), key=lambda row: len(row["history"]))
-    size, scores = len(row["history"]), ranked(served, [row])[0]
-    labels = row["history_labels"]
-    for change in (
-        {**labels, "purchase": [not value for value in labels["purchase"]]},
-        {**labels, "dwell": [40.0] * size},
-        {"purchase": labels["purchase"]},
-    ):
-        assert ranked(served, [{**row, "history_labels": change}])[0] != pytest.approx(scores, abs=1e-5)
-    nothing = [ranked(served, [{**row, "history_labels": given}])[0] for given in (None, {}, {"dwell": [None] * size})]
-    assert nothing[0] == nothing[1] == nothing[2]
-    for change, message in (
-        ({"purchas": [1] * size}, "history_labels has 'purchas', which the model does not read; .* is 'purchase'"),
-        ({"purchase": [1] * (size + 1)}, f"'purchase' of history_labels has {size + 1} entries where"),
-        ({"purchase": [0.5] * size}, "history_labels has values of 'purchase' that are not true or false; give None"),
-        ({"dwell": ["long"] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),
-        ({"dwell": [math.inf] * size}, "history_labels has values of 'dwell' that are not finite numbers; give None"),
-    ):
-        with pytest.raises(UserError, match=message):
-            ranked(served, [{**row, "history_labels": change}])
 
 
 @pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
