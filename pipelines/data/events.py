@@ -336,7 +336,11 @@ def ingest(
         events += said["events"]
         missing += [said["missing"]] if said["rows"] else []
         digests[file].append(said["digest"])
-    check_missing(common(missing), "event", run.input)
+    lacking = common(missing)
+    if before is None:
+        check_missing(lacking, "event", run.input)
+    for name, hint in lacking.items():
+        run.say(f"warning: no new file has a column '{name}', which is left empty; {hint}")
     result.hashes = {file: combined(of_file) for file, of_file in digests.items()}
     for row in sorted((written | kept).values(), key=lambda row: row["first"]):
         result.of_parts.append({name: row[name] for name in OF_PARTITION})

@@ -74,7 +74,7 @@ def prepare(
     counted = None if kind.all_shown else config.behaviour
     files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
     files += source.item_files(str(input_uri)) if config.catalogue is None else []
-    append = append and has_manifest(join(str(output_uri), "events"))
+    append = append and all(has_manifest(join(str(output_uri), name)) for name in ("events", "rejects"))
     count = config.partitions or partitions_for([join(str(input_uri), file) for file in files])
     if append and not config.partitions:
         count = read_manifest(join(str(output_uri), "events"), "events").config["partitions"]
@@ -181,7 +181,7 @@ def _ingest_events(
         inputs = {**(before.inputs if before else {}), **result.hashes}
         inputs |= {file: digest.hexdigest() for file, digest in digests.items()}
         rejected = result.rejected
-        if not rejected.rows_read:
+        if not rejected.rows_read and not before:
             raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
         run.reject(rejected)
         if not result.parts:
@@ -212,14 +212,16 @@ def _ingest_events(
             "last_ms": run.surveyed.last_ms,
             "grain_ms": run.surveyed.grain_ms,
         }
-        told = {"rows": rejects, "stamps": stamps}
         events = run.commit(
             "events", source.schema, result.parts, settings, inputs, info,
             read_shuffle_sort_write_s=read - begin, survey_s=survey_s,
         )  # fmt: skip
-        rejects_there = run.before("rejects")
-        parts = [*(rejects_there.files if rejects_there else []), *result.rejects]
-        run.commit("rejects", REJECTS, parts, settings, inputs, told)
+        old = []
+        if rejects_there := run.before("rejects"):  # of a run that was killed before it switched to its events too
+            told = rejects_there.info
+            old = rejects_there.files[: None if told["stamps"] == said["stamps"] else told["old_files"]]
+        told = {"rows": rejects, "stamps": stamps, "old_files": len(old)}
+        run.commit("rejects", REJECTS, [*old, *result.rejects], settings, inputs, told)
     run.say(
         f"events: {number_of(events.rows, 'row')} of {number_of(run.surveyed.users, 'user')}, each in one part "
         f"({number_of(result.duplicates, 'duplicate')} {DONE_WITH[config.duplicates]}, {number_of(rejects, 'reject')}) "

@@ -210,8 +210,9 @@ class Run:
         return made
 
     def switch(self) -> None:
-        """Makes what has been made the tables."""
-        switch({self.table(name): made for name, made in self.made.items()})
+        """Makes what has been made the tables; rejects before events, by which an append knows what is there."""
+        order = sorted(self.made, key=lambda name: name != "rejects")
+        switch({self.table(name): self.made[name] for name in order})
         self.made = {}
 
     @contextmanager

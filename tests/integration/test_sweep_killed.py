@@ -66,7 +66,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
 ) -> None:  # fmt: skip
     tables, _ = small
     store = new_store(tmp_path / "runs")
-    fixed = {f"model.{key}": value for key, value in MODEL.items()} | {f"fit.{key}": value for key, value in FIT.items()}
+    fixed = {f"{of}.{key}": value for of, options in (("model", MODEL), ("fit", FIT)) for key, value in options.items()}
     grid = {"source": "a test", "fixed": fixed, "axes": {"fit.lr": RATES}, "scheduler": ASHA}
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump(grid))
     words = [

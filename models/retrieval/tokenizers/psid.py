@@ -88,8 +88,8 @@ def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
 def first_free(
     vector: np.ndarray, codebooks: np.ndarray, config: PsidConfig, is_free: Callable[[tuple[int, ...]], bool], item: int
 ) -> tuple[int, ...]:
-    """The best codes for `vector` (D,) that are free. UserError, which names the item, if more than `max_candidates`
-    would have to be ranked."""
+    """The best codes for `vector` (D,) that are free. UserError, which names the item, if there are none, or if more
+    than `max_candidates` would have to be ranked."""
     depth, size = codebooks.shape[:2]
     width = min(config.width, size)
     while True:
@@ -101,6 +101,11 @@ def first_free(
         for candidate in map(tuple, exhaustive_candidates(vector, codebooks, width).tolist()):
             if is_free(candidate):
                 return candidate
+        if width == size:
+            raise UserError(
+                f"item {item} gets no SID, as all {width**depth} of {depth} levels of {size} codes are taken; make the "
+                f"SIDs anew, with more levels or a larger codebook"
+            )
         width = min(width * 2, size)
 
 

@@ -33,6 +33,7 @@ from models.tables import (
     up_to_date,
     writing,
 )
+from models.uri import absolute
 from models.words import number_of
 from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.embed import (
@@ -60,7 +61,8 @@ DRIFT = 1.5
 FEW_COLLISIONS = 0.05
 """Collision rate below which nothing is said of it."""
 SAME = 1e-3
-"""Least difference of embeddings that are not the same: those of equal texts differ by rounding."""
+"""Least difference of embeddings that are not the same, in shares of their root mean square: those of equal texts
+differ by rounding."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,18 @@ class Embedder:
 
 
 def extend_embeddings(
-    items_uri: str, uri: str, before_uri: str, by: Embedder, say: Say, start: Callable[[], None]
+    items_uri: str, uri: str, before_uri: str, known: int, by: Embedder, say: Say, start: Callable[[], None]
 ) -> Manifest:
-    """The embeddings of before and those of the items that follow. UserError where they would not be of one space."""
+    """The embeddings of before, of the `known` items that have codes, and those of the items that follow. UserError
+    where they would not be of one space."""
     old = read_manifest(before_uri, "embeddings")
     used, inputs = embed_origin(items_uri, by.encoder, by.pca_width, by.config, by.own)
     if up_to_date(uri, fingerprint(used, inputs)):
         return read_manifest(uri, "embeddings")
     if old.config != used or old.inputs.get("encoder") != inputs.get("encoder"):
         raise UserError(f"{before_uri} was made with another encoder, --pca or --embed; give the same with --extend")
-    begin, vectors, items = time.monotonic(), read_embeddings(before_uri), read_table(items_uri, "items")
-    known, fitted = len(vectors), old.info.get("fitted_items", old.rows)
+    begin, vectors, items = time.monotonic(), read_embeddings(before_uri)[:known], read_table(items_uri, "items")
+    fitted = old.info.get("fitted_items", old.rows)
     say(f"{number_of(len(items) - known, 'new item')} beside {known:,}")
     whole, counts = by.own is not None or by.encoder == "tfidf", {}  # of the old items too
     if by.own:
@@ -106,18 +109,20 @@ def extend_embeddings(
         blocks = [projection.of(block) for block in blocks]
     new = np.concatenate(blocks) if blocks else vectors[:0]
     if whole and blocks:
-        changed = not fits or np.abs(new[:known] - vectors).max(1) > SAME
+        least = SAME * np.sqrt(np.square(vectors, dtype=np.float64).mean())
+        changed = not fits or np.abs(new[:known] - vectors).max(1) > least
         if by.own and fits:  # an item without a row has zeros
             zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
-            late = changed & (np.abs(vectors - (projection.of(zeros) if projection else zeros)).max(1) <= SAME)
+            late = changed & (np.abs(vectors - (projection.of(zeros) if projection else zeros)).max(1) <= least)
             changed &= ~late
             if late.any():
                 say(f"note: {number_of(int(late.sum()), 'old item')} without a row till now; codes stay")
         if np.any(changed):
             made = f"embeddings of {by.own.uri}" if by.own else "texts, on which TF-IDF is fitted,"
+            first = f", such as {items['item_id'][int(np.argmax(changed))].as_py()!r}," if fits else ""
             raise UserError(
-                f"the {made} of items of {before_uri} have changed, so that new ones are of another space; make the "
-                f"SIDs anew, or {'give the old embeddings' if by.own else 'take an encoder such as minilm'}"
+                f"the {made} of items of {before_uri}{first} have changed, so that new ones are of another space; make "
+                f"the SIDs anew, or {'give the old embeddings' if by.own else 'take an encoder such as minilm'}"
             )
         new = new[known:]
     parts = write_vectors(uri, np.concatenate([vectors, new]))
@@ -175,6 +180,7 @@ def extend(
     """Makes under `output` the SIDs of `before` and of the items that came since, and their trie; `before` may be the
     output. Embeddings are in the folder `embeddings` where that is given. `start` starts Ray, for encoders. Returns the
     manifests of sids and trie, and whether anything was made. UserError where codes would not stay what they are."""
+    output, before = absolute(output), absolute(before)
     items, old = read_manifest(items_uri, "items"), read_manifest(join(before, "sids"), "sids")
     if config.tokenizer == "published":
         raise UserError("--extend is of trained codebooks; give a --published file that has the new items too")
@@ -192,7 +198,7 @@ def extend(
         if not current:
             begin = time.monotonic()
             own = [embeddings or join(folder, "embeddings") for folder in (output, before)]
-            embedded = extend_embeddings(items_uri, own[0], own[1], by, say, start)
+            embedded = extend_embeddings(items_uri, own[0], own[1], old.rows, by, say, start)
             arrays = read_quantizer(join(before, "quantizer"))
             inputs = {"items": items.hash, "embeddings": embedded.hash}
             if output != before:

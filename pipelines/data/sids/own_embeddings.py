@@ -108,7 +108,7 @@ def read_npy(uri: str, content: bytes) -> np.ndarray:
         raise UserError(f"{uri} is no array of NumPy ({error})") from error
     if vectors.ndim != 2 or vectors.dtype.kind not in "fiu":
         raise UserError(f"{uri} holds {vectors.dtype} of shape {vectors.shape}; give numbers of shape (items, width)")
-    return vectors.astype(np.float32)
+    return narrow(vectors)
 
 
 def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.ndarray]:
@@ -116,7 +116,7 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
     try:
         table = pq.read_table(pa.BufferReader(content))
     except pa.ArrowException as error:
-        raise UserError(f"{uri} is no Parquet file ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{uri} cannot be read as Parquet ({str(error).splitlines()[0]})") from error
     if id not in table.column_names:
         raise UserError(f"{uri} has no column '{id}'; --id is one of {', '.join(table.column_names)}")
     columns = {name: table[name].combine_chunks() for name in table.column_names if name != id}
@@ -129,13 +129,19 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
     if others or not read:
         raise UserError(f"{uri} has columns without numbers, {', '.join(others) or 'or none'}; leave them out")
     if not lists:
-        numbers = [np.asarray(column.to_numpy(zero_copy_only=False), np.float32) for column in columns.values()]
+        numbers = [narrow(column.to_numpy(zero_copy_only=False)) for column in columns.values()]
         return table[id].to_pylist(), np.stack(numbers, 1)
     widths = pc.fill_null(pc.list_value_length(columns[lists[0]]), 0).to_numpy()
     if len(widths) and widths.min() != widths.max():
         raise UserError(f"{uri} has embeddings of {widths.min()} to {widths.max()} numbers; give all the same width")
-    vectors = flat[lists[0]].to_numpy(zero_copy_only=False).astype(np.float32)
+    vectors = narrow(flat[lists[0]].to_numpy(zero_copy_only=False))
     return table[id].to_pylist(), vectors.reshape(len(table), -1) if len(table) else vectors[:, None]
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """The values as float32; what is too large becomes infinite, which is refused."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.tables import UserError, has_manifest, read_manifest, read_table
+from models.tables import UserError, has_manifest, read_manifest, read_table, switch
+from pipelines.data import run
 from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
@@ -32,7 +33,7 @@ NOTHING = {"user": None, "item": "a", "ms": BEGIN}
 
 logs = st.lists(st.tuples(ROWS, st.integers(0, 2)), min_size=1, max_size=3)
 """Rows, and the file that they come with at the earliest."""
-few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def files_of(log: list[tuple[list[Row], int]], twice: int) -> list[list[Row]]:
@@ -83,6 +84,7 @@ def content(tables: Path) -> Row:
     for info in infos.values():
         info.pop("split_made_from", None)
         info.pop("items_hash", None)
+        info.pop("old_files", None)
     statistics = json.loads((tables / "statistics.json").read_text())
     return {"rows": rows, "infos": infos, "statistics": {**statistics, "hashes": None}}
 
@@ -256,6 +258,49 @@ def test_killed_it_leaves_the_version_before(tmp_path: Path) -> None:
             break
     assert line > 5  # after all that is read, made and written
     assert found == after
+
+
+@pytest.mark.parametrize("switched", range(1, 5))
+@pytest.mark.parametrize("first", [True, False])
+def test_stopped_between_two_manifests_the_same_line_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, switched: int
+) -> None:
+    """Of the first day each table is switched to by itself. There is a reject in each file."""
+    source, files, left = source_of(False, False), days(2), [switched]
+
+    def some(made: dict[str, Any]) -> None:
+        tables = list(made.items())[: left[0]]
+        left[0] -= len(tables)
+        switch(dict(tables))
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    write(tmp_path, 0, files[0])
+    if not first:
+        make(source, tmp_path, "grown", SMALL, append=True)
+        write(tmp_path, 1, files[1])
+    make(source, tmp_path, "whole", SMALL, append=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "switch", some)
+        with pytest.raises(KeyboardInterrupt):
+            make(source, tmp_path, "grown", SMALL, append=True)
+    make(source, tmp_path, "grown", SMALL, append=True)
+    assert content(tmp_path / "grown") == content(tmp_path / "whole")
+    assert read_manifest(str(tmp_path / "grown/rejects")).rows == (1 if first else 2)
+
+
+def test_a_day_may_have_no_rows_or_lack_a_column(tmp_path: Path) -> None:
+    keys = {"user": "u", "item": "i", "time": {"column": "t", "unit": "s"}, "labels": {"click": {"column": "c"}}}
+    source = log_of({"files": "log_*.csv", **keys})
+    rows = [f"u{k % 9},i{k * k % 7},{1_700_000_000 + 3600 * k}" for k in range(90)]
+    for number, lines in enumerate(
+        (["u,i,t,c", *(f"{row},1" for row in rows[:60])], ["u,i,t,c"], ["u,i,t", *rows[60:]])
+    ):
+        (tmp_path / f"log_{number}.csv").write_text("\n".join(lines) + "\n")
+        said = make(source, tmp_path, "grown", SMALL, append=True)
+    assert any("warning: no new file has a column 'c', which is left empty; " in line for line in said)
+    make(source, tmp_path, "whole", SMALL, append=False)
+    assert content(tmp_path / "grown") == content(tmp_path / "whole")
 
 
 POSITIONS = "ties is log_order and the log has positions"

@@ -104,10 +104,10 @@ def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
     assert len(drift_lines({**measured, "error_new": 1.01 * DRIFT * measured["error_old"]})) == 2
 
 
-@pytest.mark.parametrize("width", [0, 3])
-def test_own_embeddings_grow(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("width", "scale"), [(0, 1.0), (3, 1.0), (0, 1e-5)])
+def test_own_embeddings_grow(tmp_path: Path, width: int, scale: float) -> None:
     ids, sids, said = [f"i{i}" for i in range(COUNT + 20)], str(tmp_path / "sids"), list[str]()
-    vectors = np.random.default_rng(0).standard_normal((COUNT + 20, 8)).astype(np.float32)
+    vectors = scale * np.random.default_rng(0).standard_normal((COUNT + 20, 8)).astype(np.float32)
 
     def own(rows: list[int], vectors: np.ndarray = vectors) -> Embedder:
         table = {"id": [ids[row] for row in rows], "vector": vectors[rows].tolist()}
@@ -126,7 +126,7 @@ def test_own_embeddings_grow(tmp_path: Path, width: int) -> None:
     with pytest.raises(UserError, match="with another encoder"):
         extend(items, sids, sids, KMEANS, Embedder("tfidf", width, EmbedConfig()))
     grown = own([*range(COUNT + 20)][::-1])
-    assert extend(items, sids, sids, KMEANS, grown, say=said.append)[2]
+    assert extend(items, f"{sids}/", sids, KMEANS, grown, say=said.append)[2]
     assert said[-1] == "note: 1 old item without a row till now; codes stay"
     after = read_embeddings(f"{sids}/embeddings")
     np.testing.assert_array_equal(after[:COUNT], before)
@@ -162,6 +162,12 @@ def test_refused_in_one_line(ray_local: None, tmp_path: Path, change: dict[str, 
     with pytest.raises(UserError, match=said):
         extend(items, sids, sids, change.get("config", KMEANS), change.get("by", BY))
     assert read_table(f"{sids}/sids") == before
+
+
+def test_an_item_without_a_free_code_is_refused() -> None:
+    every, none = np.arange(4)[:, None], np.zeros((1, 1), dtype=np.int64)
+    with pytest.raises(UserError, match="item 4 gets no SID, as all 4 of 1 levels of 4 codes are taken"):
+        free_codes(np.ones((1, 3)), none, every, np.eye(4, 3)[None], [], PsidConfig())
 
 
 @given(st.integers(0, 99), st.sampled_from([[], [3], [2, 4]]))

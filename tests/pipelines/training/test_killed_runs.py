@@ -74,8 +74,7 @@ def start():
         train(model=model, fit=FitConfig(**fit), ray_options=options, inputs=Inputs(tables), storage=storage,
               name="one", heard=lambda about: None, wait=600)
     else:
-        fixed = {f"model.{key}": value for key, value in model.items()}
-        fixed |= {f"fit.{key}": value for key, value in fit.items()}
+        fixed = {f"{of}.{key}": value for of, some in (("model", model), ("fit", fit)) for key, value in some.items()}
         grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
         sweep(grid, grid.trials(), inputs=Inputs(tables), storage=storage, name="swept", ray_options=options,
               options=Options(concurrency=1, test=False))
@@ -211,7 +210,7 @@ def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
     ray_local: None, tables: str, storage: Path
 ) -> None:
     watch = once_logged(storage, lambda: kill_process("ray::ImplicitFu"))
-    fixed = {f"model.{key}": value for key, value in MODEL.items()} | {f"fit.{key}": value for key, value in FIT.items()}
+    fixed = {f"{of}.{key}": value for of, options in (("model", MODEL), ("fit", FIT)) for key, value in options.items()}
     grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
     swept = sweep(
         grid, grid.trials(), inputs=Inputs(tables), storage=str(storage), name="swept",
