@@ -128,13 +128,13 @@ def test_a_worker_that_hangs_is_named_and_started_again(
 
     watch = threading.Thread(target=freeze, daemon=True)
     watch.start()
-    options = RayOptions(threads=1, hang_minutes=0.25)  # a slow machine takes its seconds for a step
+    options = RayOptions(threads=1, hang_minutes=0.5)  # a slow machine takes its seconds for a step
     made = trained(tables, tmp_path, ray_options=options, say=lines.append, fit={"max_epochs": 30})
     watch.join()
     notes = [line for line in lines if line.startswith("note:")]
     assert (
         notes[0]
-        == f"note: no step for 0.25 minutes (ray.hang_minutes) by rank 0 on {platform.node()}; ending what hangs"
+        == f"note: no step for 0.5 minutes (ray.hang_minutes) by rank 0 on {platform.node()}; ending what hangs"
     )
     assert notes[1].endswith("going on from the last checkpoint, 1 of 2 times")
     assert any("continuing after epoch" in line for line in lines)
