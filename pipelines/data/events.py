@@ -102,6 +102,16 @@ def combined(digests: list[str]) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
+def hash_file(run: Run, file: str) -> str:
+    """The hash of a file of events that `ingest` would take; it is read whole."""
+    digests = []
+    for piece in pieces(join(run.input, file), run.source, run.engine.settings.read_mb << 20):
+        digests.append(hashlib.sha256())
+        for _ in run.source.read_events(run.input, file, None, piece, 0, digests[-1]):
+            pass
+    return combined([digest.hexdigest() for digest in digests])
+
+
 @dataclass(frozen=True)
 class _Read:
     """Reads raw files, or pieces of them, as tables to exchange, and writes their rejects."""

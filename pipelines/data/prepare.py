@@ -25,7 +25,7 @@ from models.uri import write_file
 from models.words import number_of
 from pipelines.data.catalogue import core_items, described_items, extended, match_items, with_described, write_items
 from pipelines.data.engine import Engine
-from pipelines.data.events import ingest, partitions_for
+from pipelines.data.events import hash_file, ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import Log
@@ -140,7 +140,8 @@ def _append_events(run: Run, before: Manifest) -> Manifest:
     stamps = run.stamps([*source.event_files(run.input), *user_files])
     new = sorted(stamps.keys() - said["stamps"].keys() - {*user_files})
     other = [name for name, value in settings.items() if before.config.get(name) != value]
-    changed = [file for file, stamp in stamps.items() if said["stamps"].get(file, stamp) != stamp]
+    touched = [file for file, stamp in stamps.items() if said["stamps"].get(file, stamp) != stamp]
+    changed = [file for file in touched if file in user_files or hash_file(run, file) != before.inputs[file]]
     changed += sorted({*user_files} ^ {*said["user_files"]})
     last = max(said["stamps"].keys() - {*said["user_files"]})
     order, late = config.ties == "log_order", [file for file in new if file < last]

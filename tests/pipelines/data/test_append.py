@@ -205,6 +205,7 @@ def test_a_file_that_was_appended_is_not_appended_again(tmp_path: Path) -> None:
         write(tmp_path, number, rows)
         make(source, tmp_path, "grown", SMALL, append=True)
     (tmp_path / "log_0.jsonl").unlink()  # what was read is not asked for again
+    (tmp_path / "log_1.jsonl").touch()  # copied once more
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "grown").rglob("*.parquet")}
     lines = make(source, tmp_path, "grown", SMALL, append=True)
     assert [line.split(",")[0] for line in lines if "up to date" in line] == [
