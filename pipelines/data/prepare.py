@@ -218,7 +218,8 @@ def _ingest_events(
             read_shuffle_sort_write_s=read - begin, survey_s=survey_s,
         )  # fmt: skip
         old = []
-        if rejects_there := run.before("rejects"):  # of a run that was killed before it switched to its events too
+        if rejects_there := run.before("rejects"):
+            # A run that was killed between the two manifests has left rejects of files that the events lack.
             told = rejects_there.info
             old = rejects_there.files[: None if told["stamps"] == said["stamps"] else told["old_files"]]
         told = {"rows": rejects, "stamps": stamps, "old_files": len(old)}
