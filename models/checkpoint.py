@@ -275,7 +275,7 @@ def read(uri: str | Path) -> Checkpoint:
 
 def whole(folder: Path, name: str, uri: str | Path) -> Path:
     """The file `name` of the checkpoint at `uri`, whose local copy is `folder`; UserError where it is damaged."""
-    found, expected = _hash(folder / name), read(uri).sha256.get(name, "nothing")
+    expected, found = read(uri).sha256.get(name, "nothing"), _hash(folder / name)
     if found != expected:
         raise UserError(
             f"{uri}/{name} is damaged: its SHA-256 is {found[:12]}, {CONFIG} says {expected[:12]}; use another "
@@ -333,7 +333,7 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
         try:
             safetensors.torch.load_model(model, str(whole(folder, WEIGHTS, uri)))
             check_finite(model, uri)
-        except (RuntimeError, FileNotFoundError) as error:
+        except RuntimeError as error:
             first = " ".join(str(error).split())[:300]
             raise UserError(f"{uri} does not fit the model: {first}; give a checkpoint of this model") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -173,14 +172,16 @@ def test_a_job_without_its_raylet_ends_with_one_line() -> None:
 def test_a_storage_that_goes_away_ends_a_training_with_a_line(
     ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
-    store, storage = new_store(tmp_path), tmp_path / "away"
+    store, storage, file = new_store(tmp_path), tmp_path / "away", tmp_path / "file"
+    (tmp_path / "folder").mkdir()
+    storage.symlink_to(tmp_path / "folder")
+    file.write_text("another file")
     lines: list[str] = []
 
     def say(line: str) -> None:
         lines.append(line)
         if line.startswith("epoch") and " 2/" in line:
-            shutil.rmtree(storage, ignore_errors=True)
-            storage.write_text("another file")
+            file.replace(storage)  # in one go: a folder that is removed while a worker writes may come again
 
     with pytest.raises(OSError, match="Not a directory") as caught:
         trained(tables, storage, fit={"max_epochs": 400}, say=say, tracking_uri=store)
