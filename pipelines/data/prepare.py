@@ -220,8 +220,8 @@ def _ingest_events(
         old = []
         if rejects_there := run.before("rejects"):
             # A run that was killed between the two manifests has left rejects of files that the events lack.
-            told = rejects_there.info
-            old = rejects_there.files[: None if told["stamps"] == said["stamps"] else told["old_files"]]
+            same = rejects_there.info["stamps"] == said["stamps"]
+            old = rejects_there.files[: None if same else rejects_there.info["old_files"]]
         told = {"rows": rejects, "stamps": stamps, "old_files": len(old)}
         run.commit("rejects", REJECTS, [*old, *result.rejects], settings, inputs, told)
     run.say(

@@ -57,18 +57,17 @@ class World:
     here: Path
     store: str
 
-    def start(self, *lines: str, alone: bool = False) -> subprocess.Popen:
-        """A process that runs the commands, `alone` without Ray."""
+    def start(self, *lines: str) -> subprocess.Popen:
+        """A process that runs the commands."""
         words = [line.format(s3=self.s3, here=self.here, store=self.store).split() for line in lines]
-        env = {name: value for name, value in self.env.items() if not (alone and name == "RAY_ADDRESS")}
         return subprocess.Popen(
-            [sys.executable, "-c", LINES, json.dumps(words)], cwd=ROOT, env=env, stdout=subprocess.PIPE,
+            [sys.executable, "-c", LINES, json.dumps(words)], cwd=ROOT, env=self.env, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def run(self, *lines: str, alone: bool = False) -> str:
+    def run(self, *lines: str) -> str:
         """What the commands print."""
-        process = self.start(*lines, alone=alone)
+        process = self.start(*lines)
         said, _ = process.communicate()
         assert process.returncode == 0, said[-4000:]
         return str(said)
@@ -98,7 +97,7 @@ def world(
 
 
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
-FIT = {"batch_size": 64, "max_epochs": 12, "patience": 0}
+FIT = {"batch_size": 64, "max_epochs": 40, "patience": 0}
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
@@ -127,7 +126,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_o
         "train --config {here}/one.yaml --tables {s3}/tables --storage {s3}/runs --name one --ray.threads 1 "
         "--tracking_uri {store} --experiment retrieval/s3 --log_model false"
     )
-    killed = world.start(line, alone=True)
+    killed = world.start(line)
     while not checkpoint.last(f"{world.s3}/runs/one"):
         assert killed.poll() is None, killed.communicate()[0]
         time.sleep(0.05)
@@ -144,7 +143,6 @@ def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_o
         "evaluate --tables {s3}/tables --split test --checkpoint {s3}/runs/one",
         "evaluate --tables {here}/tables --split test --checkpoint {here}/runs/one",
         "evaluate --tables {s3}/tables --checkpoint {s3}/runs/one --batch_inference {s3}/top --k 5",
-        alone=True,
     )
     assert "continuing after epoch" in said
     assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.NotFound

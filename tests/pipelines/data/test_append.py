@@ -33,7 +33,7 @@ NOTHING = {"user": None, "item": "a", "ms": BEGIN}
 
 logs = st.lists(st.tuples(ROWS, st.integers(0, 2)), min_size=1, max_size=3)
 """Rows, and the file that they come with at the earliest."""
-few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def files_of(log: list[tuple[list[Row], int]], twice: int) -> list[list[Row]]:
