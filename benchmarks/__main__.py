@@ -37,23 +37,54 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=OPTIONS)
-    parser.add_argument("--json", type=argparse.FileType("w"), help="file for the JSON lines, which are printed too")
-    parser.add_argument("--runs", type=int, help="timings of each variant; of serve 20 requests each, of http 32")
+    parser.add_argument(
+        "--json",
+        type=argparse.FileType("w"),
+        help="file for the JSON lines, which are printed too",
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        help="timings of each variant; of serve 20 requests each, of http 32",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--histories", help="tables: decode takes their test histories, shares trains on them")
-    parser.add_argument("--checkpoints", nargs="+", help="decode: trained models, on these tables")
-    parser.add_argument("--sids", help="decode: the semantic IDs that the checkpoints were trained with")
-    parser.add_argument("--sizes", nargs="+", type=int, help="sequences: events; catalogue: items")
-    parser.add_argument("--store_mb", type=int, help="sequences: MiB of Ray's object store")
-    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    parser.add_argument(
+        "--histories",
+        help="tables: decode takes their test histories, shares trains on them",
+    )
+    parser.add_argument(
+        "--checkpoints", nargs="+", help="decode: trained models, on these tables"
+    )
+    parser.add_argument(
+        "--sids", help="decode: the semantic IDs that the checkpoints were trained with"
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, help="sequences: events; catalogue: items"
+    )
+    parser.add_argument(
+        "--store_mb", type=int, help="sequences: MiB of Ray's object store"
+    )
+    given = {
+        name: value
+        for name, value in vars(parser.parse_args()).items()
+        if value is not None
+    }
     name, file = given.pop("name"), given.pop("json", None)
     if others := given.keys() - OPTIONS[name]:
-        parser.error(f"{name} takes no --{min(others)}; it takes {', '.join(OPTIONS[name])}")
+        parser.error(
+            f"{name} takes no --{min(others)}; it takes {', '.join(OPTIONS[name])}"
+        )
     try:
-        write_rows(getattr(importlib.import_module(f"benchmarks.{name}"), name)(**given), file, origin())
+        write_rows(
+            getattr(importlib.import_module(f"benchmarks.{name}"), name)(**given),
+            file,
+            origin(),
+        )
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
+from benchmarks.harness import (
+    Call,
+    Row,
+    device,
+    device_name,
+    in_fresh_process,
+    paired,
+    peaks,
+)
 from models import registry
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue, Batch
@@ -45,14 +53,22 @@ class AttentionCount(TorchFunctionMode):
 
     operations = 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if function in (causal_product, prefix_product, nn.functional.scaled_dot_product_attention):
+        if function in (
+            causal_product,
+            prefix_product,
+            nn.functional.scaled_dot_product_attention,
+        ):
             q, k = args[:2]
             rows, heads, queries, width = q.shape
             if function is prefix_product:
                 bound, group, own = (*args[3:], None)[:3]
-                mine = queries * ((group + 1) / 2 if group else own is not None)  # a group reads itself causally
+                mine = queries * (
+                    (group + 1) / 2 if group else own is not None
+                )  # a group reads itself causally
                 pairs = int(bound.sum() + rows * mine)
             elif function is causal_product:
                 pairs = rows * queries * (queries + 1) // 2
@@ -69,10 +85,15 @@ def catalogue() -> ActionsCatalogue:
     names = {"actions": ACTIONS, "labels": TASKS, "features": FEATURES}
     return ActionsCatalogue(
         num_items=ITEMS,
-        **{kind: tuple(f"{kind}_{i}" for i in range(count)) for kind, count in names.items()},  # type: ignore[arg-type]
+        **{
+            kind: tuple(f"{kind}_{i}" for i in range(count))
+            for kind, count in names.items()
+        },  # type: ignore[arg-type]
         feature_mean=torch.zeros(FEATURES),
         feature_std=torch.ones(FEATURES),
-        categories=torch.stack([torch.arange(ITEMS) % 1000, torch.arange(ITEMS) % 20], 1),
+        categories=torch.stack(
+            [torch.arange(ITEMS) % 1000, torch.arange(ITEMS) % 20], 1
+        ),
     )
 
 
@@ -88,12 +109,21 @@ def batch_of(rows: int, context: int, candidates: int) -> Batch:
     }
     batch = {name: value[:, :context] for name, value in whole.items()}
     batch |= {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
-    return batch | {"action": torch.randint(2, (rows, context, ACTIONS)).float(), "learn": batch["valid"]}
+    return batch | {
+        "action": torch.randint(2, (rows, context, ACTIONS)).float(),
+        "learn": batch["valid"],
+    }
 
 
 def model_of(variant: str, params: Row) -> ActionsModel:
-    sizes = {"width": params["width"], "num_layers": params["layers"], "num_heads": params["heads"]}
-    config = registry.config_from_dict({**VARIANTS[variant], "ffn": 4 * params["width"], "dropout": 0.0, **sizes})
+    sizes = {
+        "width": params["width"],
+        "num_layers": params["layers"],
+        "num_heads": params["heads"],
+    }
+    config = registry.config_from_dict(
+        {**VARIANTS[variant], "ffn": 4 * params["width"], "dropout": 0.0, **sizes}
+    )
     model: Any = registry.build(config, catalogue())
     return model
 
@@ -138,20 +168,39 @@ def attention_of(call: Call) -> int:
 
 
 def actions(
-    runs: int = 5, threads: int = 2, events: int = 4096, candidates: int = 32, width: int = 128, layers: int = 12,
-    heads: int = 4, seed: int = 0, modes: Iterable[str] = MODES, lengths: Iterable[int] = LENGTHS,
+    runs: int = 5,
+    threads: int = 2,
+    events: int = 4096,
+    candidates: int = 32,
+    width: int = 128,
+    layers: int = 12,
+    heads: int = 4,
+    seed: int = 0,
+    modes: Iterable[str] = MODES,
+    lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Users per second of every variant, mode by mode and length by length; `events` / length users at once."""
     variants = list(variants)
     for mode, length in itertools.product(modes, lengths):
         params: Row = {
-            "mode": mode, "length": length, "batch": max(1, events // length), "width": width, "layers": layers,
-            "heads": heads, "candidates": candidates, "threads": threads, "seed": seed, "runs": runs,
+            "mode": mode,
+            "length": length,
+            "batch": max(1, events // length),
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "candidates": candidates,
+            "threads": threads,
+            "seed": seed,
+            "runs": runs,
             "device": device_name(),
-        }  # fmt: skip
+        }
         small = params | {"length": 2, "candidates": 1}
-        memory = {v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in variants}
+        memory = {
+            v: in_fresh_process(peaks, make, (v, small), v, [params])[0]
+            for v in variants
+        }
         calls = {variant: make(variant, params) for variant in variants}
         operations = {variant: attention_of(call) for variant, call in calls.items()}
         for row in paired("actions", calls, params, params["batch"], memory):

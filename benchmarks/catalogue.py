@@ -54,49 +54,106 @@ def write_items(uri: str, items: int, seed: int = 0) -> None:
         kind = rng.integers(KINDS, size=len(index))
         own = rng.integers(WORDS, size=(OWN, len(index)))
         title = pc.binary_join_element_wise(
-            *(words.take(pa.array(word)) for word in (kind * 2, kind * 2 + 1, *own)), " "
+            *(words.take(pa.array(word)) for word in (kind * 2, kind * 2 + 1, *own)),
+            " ",
         )
-        names = pc.binary_join_element_wise("item", pc.cast(pa.array(index), pa.string()), "-")
-        parts.append(write_part(uri, pa.Table.from_arrays([index, names, title], schema=schema)))
-    commit(uri, "items", schema, parts, config={}, inputs={}, info={"core": 0, "texts": ["title"]})
+        names = pc.binary_join_element_wise(
+            "item", pc.cast(pa.array(index), pa.string()), "-"
+        )
+        parts.append(
+            write_part(uri, pa.Table.from_arrays([index, names, title], schema=schema))
+        )
+    commit(
+        uri,
+        "items",
+        schema,
+        parts,
+        config={},
+        inputs={},
+        info={"core": 0, "texts": ["title"]},
+    )
 
 
 def catalogue(sizes: Sequence[int] = SIZES) -> Iterator[Row]:
     """A line per number of items and step; the `items` of `decode` are users."""
     for items in sizes:
         params = {
-            "items": items, "width": WIDTH, "iterations": ITERATIONS, "levels": LEVELS, "batch": BATCH, "beam": BEAM,
+            "items": items,
+            "width": WIDTH,
+            "iterations": ITERATIONS,
+            "levels": LEVELS,
+            "batch": BATCH,
+            "beam": BEAM,
             "cpus": os.cpu_count(),
-        }  # fmt: skip
+        }
         with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
             write_items(join(folder, "items"), items)
             for step in STEPS:
                 found = measured("benchmarks.catalogue", step, folder)
                 if "error" in found:
-                    yield {"benchmark": "catalogue", "variant": step, "params": params, **found}
+                    yield {
+                        "benchmark": "catalogue",
+                        "variant": step,
+                        "params": params,
+                        **found,
+                    }
                     break
-                yield row("catalogue", step, params, [found.pop("seconds")], found.pop("done"), **found)
+                yield row(
+                    "catalogue",
+                    step,
+                    params,
+                    [found.pop("seconds")],
+                    found.pop("done"),
+                    **found,
+                )
 
 
 def run_tokenize(folder: str) -> dict[str, Any]:
     """Titles to codes and trie, as jobs.tokenize makes them."""
     import ray
 
-    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
     items, sids = join(folder, "items"), join(folder, "sids")
-    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=LEVELS, iterations=ITERATIONS))
+    config = TokenizerConfig(
+        "rqkmeans", rqkmeans=RqkmeansConfig(levels=LEVELS, iterations=ITERATIONS)
+    )
     begin = time.perf_counter()
-    made = tokenize(items, sids, config, "tfidf", embed=EmbedConfig(svd=WIDTH), say=lambda line: None)[:2]
+    made = tokenize(
+        items,
+        sids,
+        config,
+        "tfidf",
+        embed=EmbedConfig(svd=WIDTH),
+        say=lambda line: None,
+    )[:2]
     seconds = time.perf_counter() - begin
     count = read_manifest(items, "items").rows
-    stored = {f"{table.table}_bytes_per_item": sum(part.bytes for part in table.files) / count for table in made}
-    return {"seconds": seconds, "done": count, **stored, **{name: made[0].info[name] for name in OF_SIDS}}
+    stored = {
+        f"{table.table}_bytes_per_item": sum(part.bytes for part in table.files) / count
+        for table in made
+    }
+    return {
+        "seconds": seconds,
+        "done": count,
+        **stored,
+        **{name: made[0].info[name] for name in OF_SIDS},
+    }
 
 
 def load(folder: str) -> tuple[Catalogue, float]:
     """The catalogue with its checked trie, and the seconds it took."""
-    hashes, uri = {"items": read_manifest(join(folder, "items"), "items").hash}, join(folder, "sequences")
-    commit(uri, "sequences", pa.schema([]), [], config={}, inputs=hashes, info={})  # none is read
+    hashes, uri = (
+        {"items": read_manifest(join(folder, "items"), "items").hash},
+        join(folder, "sequences"),
+    )
+    commit(
+        uri, "sequences", pa.schema([]), [], config={}, inputs=hashes, info={}
+    )  # none is read
     begin = time.perf_counter()
     return Catalogue.load(folder, join(folder, "sids")), time.perf_counter() - begin
 
@@ -111,10 +168,16 @@ def run_decode(folder: str) -> dict[str, Any]:
     """TIGER of random weights, after one batch to warm up."""
     catalogue, _ = load(folder)
     torch.manual_seed(0)
-    model: Any = registry.build(registry.config_from_dict({"name": "tiger", "beam": BEAM}), catalogue).eval()
-    histories = random_histories(BATCH * BATCHES, catalogue.num_items, torch.Generator().manual_seed(0))
+    model: Any = registry.build(
+        registry.config_from_dict({"name": "tiger", "beam": BEAM}), catalogue
+    ).eval()
+    histories = random_histories(
+        BATCH * BATCHES, catalogue.num_items, torch.Generator().manual_seed(0)
+    )
     starts = range(0, len(histories), BATCH)
-    batches = [batch_of(histories[first : first + BATCH], np.arange(BATCH)) for first in starts]
+    batches = [
+        batch_of(histories[first : first + BATCH], np.arange(BATCH)) for first in starts
+    ]
     with torch.no_grad():
         model.recommend(batches[0], TOP_K)
         begin = time.perf_counter()
@@ -123,7 +186,11 @@ def run_decode(folder: str) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - begin, "done": len(histories)}
 
 
-STEPS: dict[str, Callable[[str], dict[str, Any]]] = {"tokenize": run_tokenize, "load": run_load, "decode": run_decode}
+STEPS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "tokenize": run_tokenize,
+    "load": run_load,
+    "decode": run_decode,
+}
 
 
 if __name__ == "__main__":

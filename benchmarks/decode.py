@@ -29,7 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
+from benchmarks.harness import (
+    Call,
+    Row,
+    device,
+    device_name,
+    in_fresh_process,
+    paired,
+    peaks,
+)
 from models import checkpoint, registry
 from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
@@ -42,13 +50,37 @@ from models.tables import UserError, join
 Batch = dict[str, Tensor]
 
 VARIANTS = (
-    "hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv", "tiger_allowed", "mamba2", "gdn", "one_layer",
-    "earn", "nezha", "nezha_hash", "sid_mlp_plain", "sid_mlp_fast", "sid_mlp_allowed", "sid_mlp_pp_plain",
-    "sid_mlp_pp_fast", "lc_rec", "lc_rec_nezha", "lc_rec_sid_mlp",
-)  # fmt: skip
+    "hf_nocache",
+    "hf",
+    "atspeed_r",
+    "atspeed_s",
+    "tiger_shared_kv",
+    "tiger_allowed",
+    "mamba2",
+    "gdn",
+    "one_layer",
+    "earn",
+    "nezha",
+    "nezha_hash",
+    "sid_mlp_plain",
+    "sid_mlp_fast",
+    "sid_mlp_allowed",
+    "sid_mlp_pp_plain",
+    "sid_mlp_pp_fast",
+    "lc_rec",
+    "lc_rec_nezha",
+    "lc_rec_sid_mlp",
+)
 """All variants, slowest first, those of LC-Rec by themselves."""
 
-SLOW = ("hf_nocache", "hf", "atspeed_r", "atspeed_s", "tiger_shared_kv", "tiger_allowed")
+SLOW = (
+    "hf_nocache",
+    "hf",
+    "atspeed_r",
+    "atspeed_s",
+    "tiger_shared_kv",
+    "tiger_allowed",
+)
 """Timed at one size only."""
 
 BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
@@ -70,25 +102,46 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
     first, second, third, fourth = MEAN_BRANCHING
     scale = max(1.0, items / (first * second * third * fourth))
     # second codes: the highest of uneven random weights, so that some first codes have many and some few
-    weight = torch.randn(256, 1, generator=generator) * 0.5 + torch.randn(256, 256, generator=generator)
-    prefix = weight.flatten().topk(min(256 * 256, round(first * second * scale))).indices
-    children = 1 + torch.poisson(torch.full((len(prefix),), third - 1 + 0.15), generator).long()
+    weight = torch.randn(256, 1, generator=generator) * 0.5 + torch.randn(
+        256, 256, generator=generator
+    )
+    prefix = (
+        weight.flatten().topk(min(256 * 256, round(first * second * scale))).indices
+    )
+    children = (
+        1
+        + torch.poisson(torch.full((len(prefix),), third - 1 + 0.15), generator).long()
+    )
     prefix = prefix.repeat_interleave(children)
-    prefix = (prefix * 256 + torch.randint(0, 256, prefix.shape, generator=generator)).unique()
-    conflicts = 1 + torch.poisson(torch.full((len(prefix),), fourth - 1 + 0.05), generator).long()
+    prefix = (
+        prefix * 256 + torch.randint(0, 256, prefix.shape, generator=generator)
+    ).unique()
+    conflicts = (
+        1
+        + torch.poisson(torch.full((len(prefix),), fourth - 1 + 0.05), generator).long()
+    )
     last = torch.cat([torch.arange(int(n)) for n in conflicts.tolist()])
     prefix = prefix.repeat_interleave(conflicts)
     if len(prefix) < items:
-        raise UserError(f"{items} items are more than the {len(prefix)} that codes can be made for; ask for fewer")
+        raise UserError(
+            f"{items} items are more than the {len(prefix)} that codes can be made for; ask for fewer"
+        )
     kept = torch.randperm(len(prefix), generator=generator)[:items]
-    return torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)[kept]
+    return torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)[
+        kept
+    ]
 
 
-def random_histories(users: int, items: int, generator: torch.Generator) -> list[list[int]]:
+def random_histories(
+    users: int, items: int, generator: torch.Generator
+) -> list[list[int]]:
     """Histories of 3 to 20 random items, 9 in the mean, shortest first."""
     extra = torch.empty(users).geometric_(1 / 8, generator=generator).long() - 1
     lengths = (3 + extra).clamp(max=20).sort().values
-    return [torch.randint(0, items, (n,), generator=generator).tolist() for n in lengths.tolist()]
+    return [
+        torch.randint(0, items, (n,), generator=generator).tolist()
+        for n in lengths.tolist()
+    ]
 
 
 def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
@@ -96,16 +149,32 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
     them, evenly over the lengths, or all where there are fewer."""
     examples = Examples.load(join(tables, "sequences"), "test", max_history=longest)
     if len(examples) == 0:
-        raise UserError(f"{tables} has no test requests to take histories from; give other tables")
+        raise UserError(
+            f"{tables} has no test requests to take histories from; give other tables"
+        )
     order = np.argsort(examples.lengths, kind="stable")
-    rows = order[np.linspace(0, len(order) - 1, min(users, len(order))).round().astype(np.int64)]
+    rows = order[
+        np.linspace(0, len(order) - 1, min(users, len(order))).round().astype(np.int64)
+    ]
     return [examples.collate(row[None])["history"][0].tolist() for row in rows]
 
 
 def model_of(variant: str) -> str:
     """The model that the variant is of."""
-    names = ("lc_rec_nezha", "lc_rec_sid_mlp", "lc_rec", "mamba2", "gdn", "one_layer", "earn", "nezha", "atspeed_r",
-             "atspeed_s", "sid_mlp_pp", "sid_mlp")  # fmt: skip
+    names = (
+        "lc_rec_nezha",
+        "lc_rec_sid_mlp",
+        "lc_rec",
+        "mamba2",
+        "gdn",
+        "one_layer",
+        "earn",
+        "nezha",
+        "atspeed_r",
+        "atspeed_s",
+        "sid_mlp_pp",
+        "sid_mlp",
+    )
     return next((name for name in names if variant.startswith(name)), "tiger")
 
 
@@ -130,7 +199,9 @@ def histories_of(source: Source) -> list[list[int]]:
     """Those that batches are cut from, shortest first."""
     if source.histories:
         return real_histories(USERS, source.histories, TigerConfig().max_history)
-    return random_histories(USERS, source.items, torch.Generator().manual_seed(source.seed))
+    return random_histories(
+        USERS, source.items, torch.Generator().manual_seed(source.seed)
+    )
 
 
 @lru_cache(maxsize=1)
@@ -148,9 +219,13 @@ def made_model(source: Source, name: str) -> nn.Module:
     """One model for all variants of it, trained or with random weights."""
     torch.manual_seed(source.seed)
     if source.checkpoints:
-        model: Any = registry.load(dict(source.checkpoints)[name], catalogue_of(source), name)[0]
+        model: Any = registry.load(
+            dict(source.checkpoints)[name], catalogue_of(source), name
+        )[0]
     else:
-        model = registry.build(registry.config_from_dict({"name": name}), catalogue_of(source)).eval()
+        model = registry.build(
+            registry.config_from_dict({"name": name}), catalogue_of(source)
+        ).eval()
     return model.to(device())
 
 
@@ -167,7 +242,9 @@ def set_padding(variant: str, model: Any) -> None:
 def encoder(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
     """What a call of the variant begins with, by a name that variants with the same one share."""
     if variant in ("hf", "hf_nocache"):
-        return "encoder/transformers", lambda batch: model.by_transformers().encoder(*model.with_mask(batch))
+        return "encoder/transformers", lambda batch: model.by_transformers().encoder(
+            *model.with_mask(batch)
+        )
     if variant.endswith("plain"):
         return f"encoder/{model_of(variant)}_plain", model.encode
     if variant in ("lc_rec", "lc_rec_sid_mlp"):
@@ -179,14 +256,19 @@ def encoder(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
 def caller(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
     """What is timed: recommending to a batch."""
     options: dict[str, Any] = {"beam": beam}
-    if variant in SLOW and not variant.startswith("atspeed"):  # which has one way to search
+    if variant in SLOW and not variant.startswith(
+        "atspeed"
+    ):  # which has one way to search
         options["decoder"] = "shared_kv" if variant.startswith("tiger") else variant
     elif variant.startswith("nezha"):
         options["constrained"] = variant != "nezha_hash"
     elif variant.startswith("sid_mlp"):
         options["path"] = "plain" if variant.endswith("plain") else "fast"
     if variant.endswith("allowed"):
-        some = torch.rand(model.trie.num_items, generator=torch.Generator().manual_seed(0)) < 0.5
+        some = (
+            torch.rand(model.trie.num_items, generator=torch.Generator().manual_seed(0))
+            < 0.5
+        )
         options["allowed"] = allow(model, some.to(device()))
 
     def call(batch: Batch) -> Any:
@@ -200,14 +282,22 @@ def batches_of(source: Source, variant: str, size: int, runs: int) -> list[Batch
     """A batch per run, shortest histories first, padded to its own longest; a plain variant's to the longest of all."""
     histories = histories_of(source)
     if size > len(histories):
-        raise UserError(f"batch {size} exceeds the {len(histories)} histories; give tables of more users")
+        raise UserError(
+            f"batch {size} exceeds the {len(histories)} histories; give tables of more users"
+        )
     batches = []
     for run in range(runs):
         begin = max(0, round((run + 0.5) / runs * (len(histories) - size)))
         rows = histories[begin : begin + size]
-        columns = TigerConfig().max_history if variant.endswith("plain") else max(map(len, rows))
+        columns = (
+            TigerConfig().max_history
+            if variant.endswith("plain")
+            else max(map(len, rows))
+        )
         batch = {
-            "history": torch.tensor([row + [PAD] * (columns - len(row)) for row in rows]),
+            "history": torch.tensor(
+                [row + [PAD] * (columns - len(row)) for row in rows]
+            ),
             "history_length": torch.tensor([len(row) for row in rows]),
             "user": torch.arange(len(rows)),
         }
@@ -241,18 +331,30 @@ def make_encoder(variant: str, params: Row) -> tuple[str, Call]:
 
 
 def decode(
-    runs: int = 5, threads: int = 2, items: int = 25_000, seed: int = 0, variants: Iterable[str] = VARIANTS,
-    batches: Iterable[int] = BATCHES, beams: Iterable[int] = BEAMS, slow: tuple[int, int] = SLOW_SIZE,
-    histories: str | None = None, checkpoints: Iterable[str] = (), sids: str | None = None,
-) -> Iterator[Row]:  # fmt: skip
+    runs: int = 5,
+    threads: int = 2,
+    items: int = 25_000,
+    seed: int = 0,
+    variants: Iterable[str] = VARIANTS,
+    batches: Iterable[int] = BATCHES,
+    beams: Iterable[int] = BEAMS,
+    slow: tuple[int, int] = SLOW_SIZE,
+    histories: str | None = None,
+    checkpoints: Iterable[str] = (),
+    sids: str | None = None,
+) -> Iterator[Row]:
     """One row per variant and size (batch, beam), each size timed in one interleaved run; `SLOW` variants at the size
     `slow` alone. `histories` are tables of jobs.prepare, or None for random ones; `checkpoints` are trained on them and
     on `sids`, or empty for random weights."""
     trained = find_checkpoints(checkpoints)
     if trained and not (histories and sids):
-        raise UserError("--checkpoints are timed on their own tables; give --histories TABLES and --sids SIDS")
+        raise UserError(
+            "--checkpoints are timed on their own tables; give --histories TABLES and --sids SIDS"
+        )
     source = Source(items, seed, histories, sids, tuple(trained.items()))
-    variants = [variant for variant in variants if not trained or model_of(variant) in trained]
+    variants = [
+        variant for variant in variants if not trained or model_of(variant) in trained
+    ]
     sizes = [(batch, beam) for batch in sorted(batches) for beam in sorted(beams)]
     timed = {v: [slow] if v in SLOW else sizes for v in variants}
     shared: Row = {"threads": threads, "runs": runs, "source": source}
@@ -263,9 +365,17 @@ def decode(
         settings = [{"batch": batch, "beam": beam, **shared} for batch, beam in own]
         found = in_fresh_process(peaks, make, first, variant, settings)
         memory |= {(variant, size): peak for size, peak in zip(own, found, strict=True)}
-    told: Row = {"items": items, "threads": threads, "seed": seed, "runs": runs, "histories": histories}
+    told: Row = {
+        "items": items,
+        "threads": threads,
+        "seed": seed,
+        "runs": runs,
+        "histories": histories,
+    }
     told |= {"checkpoints": trained, "sids": sids, "k": TOP_K, "device": device_name()}
-    told["kernels"] = told["device"] == "cpu" and kernels.library() is not None  # built here, if they are not yet
+    told["kernels"] = (
+        told["device"] == "cpu" and kernels.library() is not None
+    )  # built here, if they are not yet
     told["mean_history"] = round(statistics.mean(map(len, histories_of(source))), 2)
     for size in dict.fromkeys(size for own in timed.values() for size in own):
         here = [variant for variant, own in timed.items() if size in own]
@@ -273,7 +383,9 @@ def decode(
         calls = {variant: make(variant, params) for variant in here}
         parts = {variant: make_encoder(variant, params) for variant in here}
         params = {"batch": size[0], "beam": size[1], **told}
-        yield from paired("decode", calls, params, size[0], {v: memory[v, size] for v in here}, parts)
+        yield from paired(
+            "decode", calls, params, size[0], {v: memory[v, size] for v in here}, parts
+        )
 
 
 def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
@@ -283,8 +395,12 @@ def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
         uri = locate(place, "checkpoint")
         name = checkpoint.read(uri).model["name"]
         if name in found:
-            raise UserError(f"{uri} and {found[name]} are both of the model '{name}'; give one of them")
+            raise UserError(
+                f"{uri} and {found[name]} are both of the model '{name}'; give one of them"
+            )
         if name not in map(model_of, VARIANTS):
-            raise UserError(f"{uri} is of the model '{name}', which has no variant; leave it out")
+            raise UserError(
+                f"{uri} is of the model '{name}', which has no variant; leave it out"
+            )
         found[name] = uri
     return found

@@ -62,7 +62,9 @@ def retrieval_batches(size: int, unit: str) -> list[dict[str, Tensor]]:
             "user": torch.arange(size),
         }
         if unit == "user":
-            batch |= {"target": torch.randint(0, ITEMS, (size * 16,), generator=generator)}
+            batch |= {
+                "target": torch.randint(0, ITEMS, (size * 16,), generator=generator)
+            }
             batch |= {"target_row": torch.arange(size).repeat_interleave(16)}
             batch |= {"target_position": torch.arange(4, 20).repeat(size)}
         else:
@@ -76,19 +78,40 @@ def actions_batches(name: str, rows: int, length: int) -> list[dict[str, Tensor]
     found = []
     for _ in range(2):
         batch = actions.batch_of(rows, length - cut, cut)
-        found.append({**{key: value.contiguous() for key, value in batch.items()}, "untied": torch.zeros(0)})
+        found.append(
+            {
+                **{key: value.contiguous() for key, value in batch.items()},
+                "untied": torch.zeros(0),
+            }
+        )
     return found
 
 
-TRAINED: dict[str, tuple[dict[str, Any], Callable[[], list[dict[str, Tensor]]], dict[str, Any]]] = {
-    "tiger": ({"name": "tiger"}, lambda: retrieval_batches(256, "request"), {"lr": 0.003}),
-    "sid_mlp": ({"name": "sid_mlp"}, lambda: retrieval_batches(512, "request"), {"lr": 5e-5, "weight_decay": 1e-4}),
-    "sasrec": ({"name": "sasrec", "max_history": 50}, lambda: retrieval_batches(256, "user"), {}),
+TRAINED: dict[
+    str, tuple[dict[str, Any], Callable[[], list[dict[str, Tensor]]], dict[str, Any]]
+] = {
+    "tiger": (
+        {"name": "tiger"},
+        lambda: retrieval_batches(256, "request"),
+        {"lr": 0.003},
+    ),
+    "sid_mlp": (
+        {"name": "sid_mlp"},
+        lambda: retrieval_batches(512, "request"),
+        {"lr": 5e-5, "weight_decay": 1e-4},
+    ),
+    "sasrec": (
+        {"name": "sasrec", "max_history": 50},
+        lambda: retrieval_batches(256, "user"),
+        {},
+    ),
     "gdn": ({"name": "gdn"}, lambda: retrieval_batches(256, "request"), {}),
     **{
         f"{name}-{length}": (
             {"name": name},
-            lambda name=name, length=length: actions_batches(name, 16384 // length, length),  # type: ignore[misc]
+            lambda name=name, length=length: actions_batches(
+                name, 16384 // length, length
+            ),  # type: ignore[misc]
             {"lr": 1e-3},
         )
         for length in (512, 1024)
@@ -113,7 +136,9 @@ class Repeated:
 
 def built(options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    of: Any = actions.catalogue() if options["name"] in actions.VARIANTS else catalogue()
+    of: Any = (
+        actions.catalogue() if options["name"] in actions.VARIANTS else catalogue()
+    )
     config = registry.config_from_dict(options)
     model: Any = registry.build(config, of)
     if isinstance(model, Student):
@@ -128,29 +153,50 @@ def train_of(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
     if isinstance(model, Student):
         model.teacher.to(CUDA)
     config = FitConfig(
-        max_epochs=1, log_every_steps=10, metric="none", seed=3, warmup_share=0.1,
-        capture="off" if mode in ("plain", "again") else "auto", compile=mode == "compiled", **settings,
-    )  # fmt: skip
+        max_epochs=1,
+        log_every_steps=10,
+        metric="none",
+        seed=3,
+        warmup_share=0.1,
+        capture="off" if mode in ("plain", "again") else "auto",
+        compile=mode == "compiled",
+        **settings,
+    )
     torch.cuda.reset_peak_memory_stats()
     began, made, rates, losses, weights = time.perf_counter(), 0.0, [], {}, {}
-    for event in fit(model, Repeated(batches(), STEPS), lambda m: ({"none": 0.0}, 1), config, device=CUDA):
+    for event in fit(
+        model,
+        Repeated(batches(), STEPS),
+        lambda m: ({"none": 0.0}, 1),
+        config,
+        device=CUDA,
+    ):
         if isinstance(event, StepEvent):
             losses[event.step] = event.loss
             if event.step == SKIPPED:
                 made = time.perf_counter() - began
-                weights = {name: value.float().cpu() for name, value in model.state_dict().items()}
+                weights = {
+                    name: value.float().cpu()
+                    for name, value in model.state_dict().items()
+                }
             if event.step > SKIPPED:
                 rates.append(event.examples_per_s)
         elif isinstance(event, EpochEvent):
             wait = event.data_wait
     rows = len(next(iter(batches()[0].values())))
     row = {
-        "benchmark": "gpu train", "variant": variant, "mode": mode, "rows": rows,
+        "benchmark": "gpu train",
+        "variant": variant,
+        "mode": mode,
+        "rows": rows,
         "examples_per_s": statistics.median(rates),
-        "step_ms": 1e3 * rows / statistics.median(rates), "first_steps_s": made, "data_wait": wait,
+        "step_ms": 1e3 * rows / statistics.median(rates),
+        "first_steps_s": made,
+        "data_wait": wait,
         "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
-        "reserved_mb": torch.cuda.max_memory_reserved() / 2**20, "losses": [losses[s] for s in sorted(losses)][:5],
-    }  # fmt: skip
+        "reserved_mb": torch.cuda.max_memory_reserved() / 2**20,
+        "losses": [losses[s] for s in sorted(losses)][:5],
+    }
     return row, weights
 
 
@@ -168,21 +214,44 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
                     row, weights = train_of(variant, mode)
                 except Exception as error:
                     traceback.print_exc()
-                    yield {"benchmark": "gpu train", "variant": variant, "mode": mode, "error": str(error)[:400]}
+                    yield {
+                        "benchmark": "gpu train",
+                        "variant": variant,
+                        "mode": mode,
+                        "error": str(error)[:400],
+                    }
                     continue
-            row["warnings"] = sorted({str(w.message)[:300] for w in caught if "CUDA graph" in str(w.message)})
+            row["warnings"] = sorted(
+                {str(w.message)[:300] for w in caught if "CUDA graph" in str(w.message)}
+            )
             if row["warnings"] and mode != "plain":
                 row["mode"] = f"{mode}, without graphs"
             if mode == "plain":
                 plain, first = weights, row
             elif plain:
-                row["same"] = all(torch.equal(plain[name], weights[name]) for name in plain)
-                row["off"] = max(float((plain[n] - weights[n]).abs().max()) for n in plain if plain[n].numel())
+                row["same"] = all(
+                    torch.equal(plain[name], weights[name]) for name in plain
+                )
+                row["off"] = max(
+                    float((plain[n] - weights[n]).abs().max())
+                    for n in plain
+                    if plain[n].numel()
+                )
                 row["speedup"] = row["examples_per_s"] / first["examples_per_s"]
             yield row
 
 
-SEARCHED = ("sid_mlp", "tiger", "sid_mlp_pp", "one_layer", "earn", "nezha", "gdn", "mamba2", "sasrec")
+SEARCHED = (
+    "sid_mlp",
+    "tiger",
+    "sid_mlp_pp",
+    "one_layer",
+    "earn",
+    "nezha",
+    "gdn",
+    "mamba2",
+    "sasrec",
+)
 SIZES, BEAM = (1, 32, 256), 50
 
 
@@ -192,7 +261,11 @@ def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
             yield from search_of(variant, runs)
         except Exception as error:
             traceback.print_exc()
-            yield {"benchmark": "gpu search", "variant": variant, "error": str(error)[:400]}
+            yield {
+                "benchmark": "gpu search",
+                "variant": variant,
+                "error": str(error)[:400],
+            }
 
 
 def timed(call: Callable[[], Any], times: int = 5) -> list[float]:
@@ -214,24 +287,36 @@ def search_of(variant: str, runs: int) -> Iterator[Row]:
     plain = type(model).recommend.__wrapped__.__wrapped__
     options = {} if variant == "sasrec" else {"beam": BEAM}
     for size in SIZES:
-        batch = {name: value.to(CUDA) for name, value in retrieval_batches(size, "request")[0].items()}
+        batch = {
+            name: value.to(CUDA)
+            for name, value in retrieval_batches(size, "request")[0].items()
+        }
         calls: dict[str, Callable[[], Any]] = {
             "plain": partial(plain, model, batch, 10, **options),
             "graph": partial(model.recommend, batch, 10, **options),
             "tf32": partial(model.recommend, batch, 10, precision="high", **options),
         }
-        found = {name: [[part.clone() for part in call()] for _ in range(3)][-1] for name, call in calls.items()}
+        found = {
+            name: [[part.clone() for part in call()] for _ in range(3)][-1]
+            for name, call in calls.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(runs):
             for name, call in calls.items():
                 times[name] += timed(call)
         (items, scores), (same, their), (other, _) = found.values()
         yield {
-            "benchmark": "gpu search", "variant": variant, "params": {"batch": size, "beam": BEAM, "k": 10},
-            **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()},
-            "same_items": torch.equal(items, same), "off": float((scores - their).nan_to_num(0, 0, 0).abs().max()),
+            "benchmark": "gpu search",
+            "variant": variant,
+            "params": {"batch": size, "beam": BEAM, "k": 10},
+            **{
+                f"{name}_ms": 1e3 * statistics.median(values)
+                for name, values in times.items()
+            },
+            "same_items": torch.equal(items, same),
+            "off": float((scores - their).nan_to_num(0, 0, 0).abs().max()),
             "tf32_lists_changed": float((other != same).any(1).float().mean()),
-        }  # fmt: skip
+        }
 
 
 def page(rows: list[Row]) -> Iterator[str]:
@@ -243,35 +328,67 @@ def page(rows: list[Row]) -> Iterator[str]:
     yield "| training step | plain, ms | captured, ms | compiled, ms | captured, examples/s |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for variant, modes in trained.items():
-        cells = [f"{modes[mode]['step_ms']:.1f}" if mode in modes else "" for mode in MODES]
-        rate = f"{modes['captured']['examples_per_s']:,.0f}" if "captured" in modes else ""
+        cells = [
+            f"{modes[mode]['step_ms']:.1f}" if mode in modes else "" for mode in MODES
+        ]
+        rate = (
+            f"{modes['captured']['examples_per_s']:,.0f}" if "captured" in modes else ""
+        )
         yield f"| {variant} | {' | '.join(cells)} | {rate} |"
     yield ""
     yield "| search, beam 50 | batch | plain, ms | graph, ms | graph and TF32, ms |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for row in rows:
         if row["benchmark"] == "gpu search":
-            times = " | ".join(f"{row[name]:.1f}" for name in ("plain_ms", "graph_ms", "tf32_ms"))
+            times = " | ".join(
+                f"{row[name]:.1f}" for name in ("plain_ms", "graph_ms", "tf32_ms")
+            )
             yield f"| {row['variant']} | {row['params']['batch']} | {times} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__
+    )
     parser.add_argument("--json", help="file that the lines are added to")
-    parser.add_argument("--part", nargs="+", default=["train", "search"], choices=["train", "search"])
+    parser.add_argument(
+        "--part", nargs="+", default=["train", "search"], choices=["train", "search"]
+    )
     parser.add_argument("--variants", nargs="+", help="of those that a part has")
-    parser.add_argument("--modes", nargs="+", default=["plain", "captured"], choices=[*MODES, "again"])
-    parser.add_argument("--page", metavar="FILE", help="prints the tables of lines that were kept, and times nothing")
+    parser.add_argument(
+        "--modes", nargs="+", default=["plain", "captured"], choices=[*MODES, "again"]
+    )
+    parser.add_argument(
+        "--page",
+        metavar="FILE",
+        help="prints the tables of lines that were kept, and times nothing",
+    )
     options = parser.parse_args()
     if options.page:
-        print(*page([json.loads(line) for line in Path(options.page).read_text().splitlines()]), sep="\n")
+        print(
+            *page(
+                [
+                    json.loads(line)
+                    for line in Path(options.page).read_text().splitlines()
+                ]
+            ),
+            sep="\n",
+        )
         return
     if not torch.cuda.is_available():
         sys.exit("error: PyTorch sees no GPU on this machine")
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **origin()}
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        **origin(),
+    }
 
     def chosen(known: Any) -> list[str]:
-        return [name for name in known if options.variants is None or name in options.variants]
+        return [
+            name
+            for name in known
+            if options.variants is None or name in options.variants
+        ]
 
     parts = {
         "train": lambda: train(chosen(TRAINED), options.modes),

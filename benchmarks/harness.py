@@ -48,12 +48,17 @@ def wait_for_device() -> None:
 
 def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
     """The result of the function in a fresh process, so that no variant profits from another's memory."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def peaks(
-    make: Callable[[str, Row], Call], first: tuple[str, Row], variant: str, settings: Sequence[Row]
+    make: Callable[[str, Row], Call],
+    first: tuple[str, Row],
+    variant: str,
+    settings: Sequence[Row],
 ) -> list[float]:
     """MB that a call of the variant needs at its peak beside what it is built of, setting by setting; for a process of
     its own, in which `first` is made before. On a CPU a process's peak never falls, so a setting's is that of all
@@ -69,14 +74,21 @@ def peaks(
             found.append((torch.cuda.max_memory_allocated() - held) / 2**20)
         else:
             call(last)
-            found.append(max(0.0, resident_peak_mb() - before))  # counts are off by pages
+            found.append(
+                max(0.0, resident_peak_mb() - before)
+            )  # counts are off by pages
     return found
 
 
 def paired(
-    benchmark: str, calls: dict[str, Call], params: Row, items: int, memory: dict[str, float] | None = None,
-    parts: dict[str, tuple[str, Call]] | None = None, percentiles: Iterable[int] = (),
-) -> Iterator[Row]:  # fmt: skip
+    benchmark: str,
+    calls: dict[str, Call],
+    params: Row,
+    items: int,
+    memory: dict[str, float] | None = None,
+    parts: dict[str, tuple[str, Call]] | None = None,
+    percentiles: Iterable[int] = (),
+) -> Iterator[Row]:
     """Times each variant once per run, in turn; `items` is what one call gets done, `memory` the peak of each variant.
 
     `parts` gives variants the name of what they begin with and how to do that alone, which is timed beside them: a
@@ -93,26 +105,51 @@ def paired(
             call(run)
             wait_for_device()
             seconds[variant].append(time.perf_counter() - begin)
-            print(f"{benchmark} {variant} run {run + 1}: {seconds[variant][-1]:.3f} s", file=sys.stderr, flush=True)
+            print(
+                f"{benchmark} {variant} run {run + 1}: {seconds[variant][-1]:.3f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     for variant in calls:
         times, more = seconds[variant], {}
         if variant in parts:
             first = seconds[parts[variant][0]]
-            rest = statistics.median(whole - begun for whole, begun in zip(times, first, strict=True))
-            more = {"encode_s": round(statistics.median(first), 5), "decode_s": round(rest, 5)}
-        more |= {f"p{rank}_s": round(float(np.percentile(times, rank)), 5) for rank in percentiles}
+            rest = statistics.median(
+                whole - begun for whole, begun in zip(times, first, strict=True)
+            )
+            more = {
+                "encode_s": round(statistics.median(first), 5),
+                "decode_s": round(rest, 5),
+            }
+        more |= {
+            f"p{rank}_s": round(float(np.percentile(times, rank)), 5)
+            for rank in percentiles
+        }
         more |= {"peak_memory_mb": round(memory[variant], 1)} if memory else {}
         yield row(benchmark, variant, params, times, items, **more)
 
 
-def row(benchmark: str, variant: str, params: Row, seconds: Sequence[float], items: int, **more: Any) -> Row:
+def row(
+    benchmark: str,
+    variant: str,
+    params: Row,
+    seconds: Sequence[float],
+    items: int,
+    **more: Any,
+) -> Row:
     """The line of a variant, from the seconds of its runs."""
     median = statistics.median(seconds)
     return {
-        "benchmark": benchmark, "variant": variant, "params": {k: v for k, v in params.items() if k != "runs"},
-        "runs": len(seconds), "median_s": round(median, 5), "min_s": round(min(seconds), 5),
-        "max_s": round(max(seconds), 5), "items_per_s": round(items / median, 2), **more,
-    }  # fmt: skip
+        "benchmark": benchmark,
+        "variant": variant,
+        "params": {k: v for k, v in params.items() if k != "runs"},
+        "runs": len(seconds),
+        "median_s": round(median, 5),
+        "min_s": round(min(seconds), 5),
+        "max_s": round(max(seconds), 5),
+        "items_per_s": round(items / median, 2),
+        **more,
+    }
 
 
 def measured(module: str, *arguments: Any) -> Row:
@@ -120,10 +157,11 @@ def measured(module: str, *arguments: Any) -> Row:
     memory (MB) of all its processes; or its error."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     settings = {
-        "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a local Ray is for its user alone
+        "RAY_AUTH_MODE": "token",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a local Ray is for its user alone
         "RAY_raylet_start_wait_time_s": "180",  # a busy machine starts Ray slowly
         "RAY_worker_niceness": "0",  # Ray's workers else give way to all other processes, and polars does not
-    }  # fmt: skip
+    }
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env={**os.environ, **settings}, **pipes)
     watched, cpu, peak = psutil.Process(process.pid), dict[int, float](), 0.0
@@ -135,14 +173,21 @@ def measured(module: str, *arguments: Any) -> Row:
                     times = each.cpu_times()
                     cpu[each.pid] = times.user + times.system
                     memory = each.memory_full_info()._asdict()
-                    total += memory.get("pss", memory["rss"])  # on Linux shared pages are counted once
+                    total += memory.get(
+                        "pss", memory["rss"]
+                    )  # on Linux shared pages are counted once
         peak = max(peak, total / 2**20)
         time.sleep(0.25)
     out, err = process.communicate()
     found = {"cpu_s": round(sum(cpu.values()), 2), "peak_memory_mb": round(peak)}
     if process.returncode:
-        killed = "killed, as by a machine out of memory" if process.returncode < 0 else ""
-        return {**found, "error": killed or (err.strip().splitlines() or ["no words"])[-1][:300]}
+        killed = (
+            "killed, as by a machine out of memory" if process.returncode < 0 else ""
+        )
+        return {
+            **found,
+            "error": killed or (err.strip().splitlines() or ["no words"])[-1][:300],
+        }
     return {**found, **json.loads(out.splitlines()[-1])}
 
 
@@ -151,17 +196,30 @@ def origin() -> Row:
     name = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        name = next(
+            line.split(":", 1)[1].strip()
+            for line in lines
+            if line.startswith("model name")
+        )
     gpu = "" if device().type == "cpu" else f"{device_name()}; "
     here = Path(__file__).parent
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return {
-        "command": f"python -m benchmarks {' '.join(sys.argv[1:])}", "hardware": f"{gpu}{name}, {os.cpu_count()} cores",
+        "command": f"python -m benchmarks {' '.join(sys.argv[1:])}",
+        "hardware": f"{gpu}{name}, {os.cpu_count()} cores",
         "commit": git.stdout.strip(),
-    }  # fmt: skip
+    }
 
 
-def write_rows(rows: Iterable[Row], file: IO[str] | None, more: Row | None = None) -> list[Row]:
+def write_rows(
+    rows: Iterable[Row], file: IO[str] | None, more: Row | None = None
+) -> list[Row]:
     """Prints each row, with what is `more` to say, as a JSON line, and writes it to the file, if given."""
     written = []
     for each in ({**row, **(more or {})} for row in rows):

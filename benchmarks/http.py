@@ -40,8 +40,14 @@ MODEL = "models:/qgs/1"
 def make(folder: str) -> str:
     """The MLflow store with the model; its URI."""
     uri = f"sqlite:///{folder}/mlflow.db"
-    config = {"model": {"name": "qgs"}, "tables": f"{folder}/tables", "text": f"{folder}/text"}
-    run = tracking.open_run(uri, "search/benchmark", "qgs", folder, config=config, hashes={})
+    config = {
+        "model": {"name": "qgs"},
+        "tables": f"{folder}/tables",
+        "text": f"{folder}/text",
+    }
+    run = tracking.open_run(
+        uri, "search/benchmark", "qgs", folder, config=config, hashes={}
+    )
     save(folder, "qgs", HISTORY, tracking=run.to_dict())
     tracking.Logger(run).tag(checkpoint=f"{folder}/checkpoint")
     with warnings.catch_warnings(action="ignore"):  # random text has no encoder
@@ -68,24 +74,48 @@ def servers(uri: str) -> Iterator[dict[str, str]]:
     *of_mlflow, of_ray = ports(3)
     urls, started = {}, []
     for workers, port in enumerate(of_mlflow, 1):
-        urls[f"mlflow_{workers}" if workers > 1 else "mlflow"] = f"http://127.0.0.1:{port}"
+        urls[f"mlflow_{workers}" if workers > 1 else "mlflow"] = (
+            f"http://127.0.0.1:{port}"
+        )
         options = ["--env-manager", "local", "--port", port, "--workers", workers]
-        command = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", MODEL, *options]
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # where uvicorn is
-        more = {"MLFLOW_TRACKING_URI": uri, "OMP_NUM_THREADS": str(THREADS // workers), "PATH": path}
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "models",
+            "serve",
+            "--model-uri",
+            MODEL,
+            *options,
+        ]
+        path = os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        )  # where uvicorn is
+        more = {
+            "MLFLOW_TRACKING_URI": uri,
+            "OMP_NUM_THREADS": str(THREADS // workers),
+            "PATH": path,
+        }
         started.append(
             subprocess.Popen(
-                [*map(str, command)], env={**os.environ, **more}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                [*map(str, command)],
+                env={**os.environ, **more},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        )  # fmt: skip
+        )
     cli.start_ray(num_cpus=2 * THREADS)
     serve.start(http_options={"port": of_ray})
     with package.at(uri):
         for replicas in (1, THREADS):
             name = f"ray_serve_{replicas}" if replicas > 1 else "ray_serve"
             urls[name] = f"http://127.0.0.1:{of_ray}/{name}"
-            built = build(Options(model=MODEL, num_replicas=replicas, num_cpus=THREADS // replicas))
+            built = build(
+                Options(
+                    model=MODEL, num_replicas=replicas, num_cpus=THREADS // replicas
+                )
+            )
             serve.run(built, name=name, route_prefix=f"/{name}")
     try:
         for url in urls.values():
@@ -113,20 +143,32 @@ def wait(url: str, seconds: float = 120) -> None:
 
 def http(runs: int = 5, clients: Iterable[int] = CLIENTS) -> Iterator[Row]:
     """`runs` of REQUESTS_PER_RUN requests to each server in turn, by each number of clients."""
-    rows = [request("qgs", HISTORY, "whole", number) for number in range(REQUESTS_PER_RUN)]
+    rows = [
+        request("qgs", HISTORY, "whole", number) for number in range(REQUESTS_PER_RUN)
+    ]
     bodies = [json.dumps({"dataframe_records": [row]}).encode() for row in rows]
 
     def ask(url: str, body: bytes) -> float:
         """Seconds until the answer."""
-        asked = urllib.request.Request(f"{url}/invocations", body, {"Content-Type": "application/json"})
+        asked = urllib.request.Request(
+            f"{url}/invocations", body, {"Content-Type": "application/json"}
+        )
         begin = time.perf_counter()
         with urllib.request.urlopen(asked) as answer:
             answer.read()
         return time.perf_counter() - begin
 
-    with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder, servers(make(folder)) as urls:
+    with (
+        tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder,
+        servers(make(folder)) as urls,
+    ):
         for count in clients:
-            params: Row = {"model": "qgs", "history": HISTORY, "candidates": CANDIDATES, "clients": count}
+            params: Row = {
+                "model": "qgs",
+                "history": HISTORY,
+                "candidates": CANDIDATES,
+                "clients": count,
+            }
             seconds: dict[str, list[float]] = {name: [] for name in urls}
             whole = dict.fromkeys(urls, 0.0)
             with ThreadPoolExecutor(count) as pool:

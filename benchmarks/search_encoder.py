@@ -16,7 +16,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Call, Row, device, device_name, in_fresh_process, paired, peaks
+from benchmarks.harness import (
+    Call,
+    Row,
+    device,
+    device_name,
+    in_fresh_process,
+    paired,
+    peaks,
+)
 from models.cpu.matmul import use_exact_onednn
 from models.fit import autocast
 from models.search.encoders import HSTULayer, LinearHSTU
@@ -37,7 +45,9 @@ class Projections(nn.Module):
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            nn.Linear(width, 4 * width, bias=False) for _ in range(num_layers)
+        )
 
     def forward(self, h: Tensor) -> Tensor:
         for layer in self.layers:
@@ -50,7 +60,12 @@ def encoder_of(variant: str, params: Row) -> nn.Module:
     if variant == "projections":
         return Projections(width, layers)
     if variant == "hstu":
-        return nn.Sequential(*(HSTULayer(width, params["heads"], params["length"]) for _ in range(layers)))
+        return nn.Sequential(
+            *(
+                HSTULayer(width, params["heads"], params["length"])
+                for _ in range(layers)
+            )
+        )
     return LinearHSTU(width, layers)
 
 
@@ -60,8 +75,12 @@ def make(variant: str, params: Row) -> Call:
     use_exact_onednn()  # for all variants
     torch.manual_seed(params["seed"])
     encoder = encoder_of(variant, params).to(device())
-    tokens = torch.randn(params["batch"], params["length"], params["width"], device=device())
-    states = torch.randn(params["layers"], params["batch"], params["width"], device=device())
+    tokens = torch.randn(
+        params["batch"], params["length"], params["width"], device=device()
+    )
+    states = torch.randn(
+        params["layers"], params["batch"], params["width"], device=device()
+    )
 
     def forward(run: int) -> None:
         with torch.no_grad(), autocast("auto", device()):
@@ -77,7 +96,13 @@ def make(variant: str, params: Row) -> Call:
         loss.backward()
         encoder.zero_grad()
 
-    call = append if variant == "append" else train if params["mode"] == "train" else forward
+    call = (
+        append
+        if variant == "append"
+        else train
+        if params["mode"] == "train"
+        else forward
+    )
     call(0)
     return call
 
@@ -88,15 +113,27 @@ def fits(variant: str, params: Row) -> bool:
         return params["mode"] == "append" and variant in ("linear_hstu", "append")
     if variant != "hstu":
         return True
-    kept = params["layers"] if params["mode"] == "train" else 1  # layers whose matrices are held at once
-    matrices = 3 * kept * params["heads"] * params["batch"]  # scores, SiLU and its causal part
+    kept = (
+        params["layers"] if params["mode"] == "train" else 1
+    )  # layers whose matrices are held at once
+    matrices = (
+        3 * kept * params["heads"] * params["batch"]
+    )  # scores, SiLU and its causal part
     return matrices * params["length"] ** 2 * 4 / 2**20 <= MOST_ATTENTION_MB
 
 
 def search_encoder(
-    runs: int = 5, threads: int = 2, batch: int = 1, width: int = 512, layers: int = 12, heads: int = 8, seed: int = 0,
-    modes: Iterable[str] = MODES, lengths: Iterable[int] = LENGTHS, variants: Iterable[str] = VARIANTS,
-) -> Iterator[Row]:  # fmt: skip
+    runs: int = 5,
+    threads: int = 2,
+    batch: int = 1,
+    width: int = 512,
+    layers: int = 12,
+    heads: int = 8,
+    seed: int = 0,
+    modes: Iterable[str] = MODES,
+    lengths: Iterable[int] = LENGTHS,
+    variants: Iterable[str] = VARIANTS,
+) -> Iterator[Row]:
     """Users per second of every variant, mode by mode and length by length; last, of appending."""
     variants = list(variants)
     settings = [(mode, length, batch) for mode in modes for length in lengths]
@@ -104,11 +141,21 @@ def search_encoder(
         settings += [("append", APPEND_LENGTH, users) for users in APPEND_USERS]
     for mode, length, users in settings:
         params: Row = {
-            "mode": mode, "length": length, "batch": users, "width": width, "layers": layers, "heads": heads,
-            "threads": threads, "seed": seed, "runs": runs, "device": device_name(),
-        }  # fmt: skip
+            "mode": mode,
+            "length": length,
+            "batch": users,
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "threads": threads,
+            "seed": seed,
+            "runs": runs,
+            "device": device_name(),
+        }
         chosen = [variant for variant in variants if fits(variant, params)]
         small = params | {"length": 2}
-        memory = {v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in chosen}
+        memory = {
+            v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in chosen
+        }
         calls = {variant: make(variant, params) for variant in chosen}
         yield from paired("search_encoder", calls, params, users, memory)

@@ -57,13 +57,25 @@ def run_trieline(log: str, output: str) -> None:
 def run_polars(log: str, output: str) -> None:
     """The log to one Parquet file of sequences with polars alone."""
     frame = pl.read_parquet(f"{log}/events-*.parquet")
-    items = frame.select("item_id").unique().sort("item_id").with_row_index("item_index")
+    items = (
+        frame.select("item_id").unique().sort("item_id").with_row_index("item_index")
+    )
     last = max(frame.height - 1, 1)
     ranks = [
-        int(frame.height * share) for share in (1 - SPLIT.val_fraction - SPLIT.test_fraction, 1 - SPLIT.test_fraction)
+        int(frame.height * share)
+        for share in (
+            1 - SPLIT.val_fraction - SPLIT.test_fraction,
+            1 - SPLIT.test_fraction,
+        )
     ]
-    cuts = [frame["timestamp_ms"].quantile((rank + 0.5) / last, "lower") for rank in ranks]
-    user, stamp, row = pl.col("user_id"), pl.col("timestamp_ms"), pl.int_range(pl.len(), dtype=pl.Int32)
+    cuts = [
+        frame["timestamp_ms"].quantile((rank + 0.5) / last, "lower") for rank in ranks
+    ]
+    user, stamp, row = (
+        pl.col("user_id"),
+        pl.col("timestamp_ms"),
+        pl.int_range(pl.len(), dtype=pl.Int32),
+    )
     new_user = (user != user.shift(1)).fill_null(True)
     new_time = new_user | (stamp != stamp.shift(1)).fill_null(True)
 
@@ -72,12 +84,18 @@ def run_polars(log: str, output: str) -> None:
 
     sequences = (
         frame.lazy()
-        .join(items.lazy().with_columns(pl.col("item_index").cast(pl.Int32)), on="item_id")
+        .join(
+            items.lazy().with_columns(pl.col("item_index").cast(pl.Int32)), on="item_id"
+        )
         .sort("user_id", "timestamp_ms", "item_id")
         .with_columns(
             (begin(new_time) - begin(new_user)).alias("history_end"),
-            pl.when(stamp < cuts[0]).then(pl.lit("train")).when(stamp < cuts[1]).then(pl.lit("val"))
-            .otherwise(pl.lit("test")).alias("split"),
+            pl.when(stamp < cuts[0])
+            .then(pl.lit("train"))
+            .when(stamp < cuts[1])
+            .then(pl.lit("val"))
+            .otherwise(pl.lit("test"))
+            .alias("split"),
             pl.lit(None, dtype=pl.String).alias("query"),
             pl.concat_list("item_index").alias("candidates"),
         )
@@ -86,37 +104,72 @@ def run_polars(log: str, output: str) -> None:
             "item_index",
             "timestamp_ms",
             "query",
-            pl.struct("timestamp_ms", "query", "history_end", "split", "candidates").alias("requests"),
+            pl.struct(
+                "timestamp_ms", "query", "history_end", "split", "candidates"
+            ).alias("requests"),
         )
-    )  # fmt: skip
+    )
     Path(output).mkdir(parents=True, exist_ok=True)
-    sequences.collect().write_parquet(f"{output}/sequences.parquet", compression="zstd", compression_level=1)
+    sequences.collect().write_parquet(
+        f"{output}/sequences.parquet", compression="zstd", compression_level=1
+    )
 
 
-VARIANTS: dict[str, Callable[[str, str], None]] = {"trieline": run_trieline, "polars": run_polars}
+VARIANTS: dict[str, Callable[[str, str], None]] = {
+    "trieline": run_trieline,
+    "polars": run_polars,
+}
 
 
-def sequences(sizes: Sequence[int] = SIZES, runs: int = 5, store_mb: int | None = None) -> Iterator[Row]:
+def sequences(
+    sizes: Sequence[int] = SIZES, runs: int = 5, store_mb: int | None = None
+) -> Iterator[Row]:
     """One line per size and variant. `items` are events; store_mb: of Ray's object store, None for Ray's own choice."""
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
         for events in sizes:
             log = f"{folder}/log-{events}"
-            users, items = max(1, events // EVENTS_PER_USER), max(8, events // EVENTS_PER_ITEM)
+            users, items = (
+                max(1, events // EVENTS_PER_USER),
+                max(8, events // EVENTS_PER_ITEM),
+            )
             simulate_retrieval(log, Settings(users, items, events))
-            params = {"events": events, "users": users, "items": items, "cpus": os.cpu_count(), "store_mb": store_mb}
+            params = {
+                "events": events,
+                "users": users,
+                "items": items,
+                "cpus": os.cpu_count(),
+                "store_mb": store_mb,
+            }
             results: dict[str, list[Row]] = {variant: [] for variant in VARIANTS}
             for _ in range(runs):
                 for variant, found in results.items():
                     output = f"{folder}/{variant}"
                     found.append(
-                        measured("benchmarks.sequences", variant, log, output, *([store_mb] if store_mb else []))
+                        measured(
+                            "benchmarks.sequences",
+                            variant,
+                            log,
+                            output,
+                            *([store_mb] if store_mb else []),
+                        )
                     )
             for variant, found in results.items():
                 if errors := [result["error"] for result in found if "error" in result]:
-                    yield {"benchmark": "sequences", "variant": variant, "params": params, "error": errors[0]}
+                    yield {
+                        "benchmark": "sequences",
+                        "variant": variant,
+                        "params": params,
+                        "error": errors[0],
+                    }
                     continue
-                seconds, *most = ([each[key] for each in found] for key in ("seconds", "peak_memory_mb", "cpu_s"))
-                more = {"peak_memory_mb": max(most[0]), "cpu_s": statistics.median(most[1])}
+                seconds, *most = (
+                    [each[key] for each in found]
+                    for key in ("seconds", "peak_memory_mb", "cpu_s")
+                )
+                more = {
+                    "peak_memory_mb": max(most[0]),
+                    "cpu_s": statistics.median(most[1]),
+                }
                 yield row("sequences", variant, params, seconds, events, **more)
 
 
@@ -125,8 +178,17 @@ def timed(variant: str, log: str, output: str, store_mb: str = "0") -> float:
     if variant == "trieline":
         import ray
 
-        options: dict[str, Any] = {"object_store_memory": int(store_mb) << 20 or None, "runtime_env": WORKERS}
-        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, **options)
+        options: dict[str, Any] = {
+            "object_store_memory": int(store_mb) << 20 or None,
+            "runtime_env": WORKERS,
+        }
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            **options,
+        )
     begin = time.perf_counter()
     VARIANTS[variant](log, output)
     return time.perf_counter() - begin

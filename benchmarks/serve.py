@@ -31,7 +31,13 @@ from pipelines.serving.package import write_bundle
 from pipelines.serving.served_ranker import RequestRanker, size_of
 
 MODELS: dict[str, dict[str, Any]] = {
-    "qgs": {"name": "qgs", "encoder": "linear_hstu", "width": 512, "num_layers": 12, "group_attention": True},
+    "qgs": {
+        "name": "qgs",
+        "encoder": "linear_hstu",
+        "width": 512,
+        "num_layers": 12,
+        "group_attention": True,
+    },
     "attn_mvp": {"name": "attn_mvp"},
 }
 VARIANTS = [f"{name}_{way}" for name in MODELS for way in ("whole", "state")]
@@ -44,10 +50,24 @@ SLACK = 500
 """Behaviours that a model reads beyond `history`, so that no state slides while it is timed."""
 
 
-def write(uri: str, name: str, columns: dict[str, Any], info: dict[str, Any], inputs: dict[str, str]) -> str:
+def write(
+    uri: str,
+    name: str,
+    columns: dict[str, Any],
+    info: dict[str, Any],
+    inputs: dict[str, str],
+) -> str:
     """A table of one part; its hash."""
     table = pa.table(columns)
-    return commit(uri, name, table.schema, [write_part(uri, table)], config={}, inputs=inputs, info=info).hash
+    return commit(
+        uri,
+        name,
+        table.schema,
+        [write_part(uri, table)],
+        config={},
+        inputs=inputs,
+        info=info,
+    ).hash
 
 
 def write_tables(folder: str, name: str) -> tuple[str, str | None]:
@@ -55,31 +75,58 @@ def write_tables(folder: str, name: str) -> tuple[str, str | None]:
     tables, text = join(folder, "tables"), join(folder, "text")
     rng, index = np.random.default_rng(0), np.arange(ITEMS, dtype=np.int32)
     names = [f"feature_{i}" for i in range(FEATURES[name])]
-    items = {"item_index": index, "item_id": [f"i{i}" for i in index], "cat_author": [f"a{i % 500}" for i in index]}
+    items = {
+        "item_index": index,
+        "item_id": [f"i{i}" for i in index],
+        "cat_author": [f"a{i % 500}" for i in index],
+    }
     hashes = {"items": write(join(tables, "items"), "items", items, {}, {})}
     info: dict[str, Any] = {
-        "kind": "search", "labels": ["click", "purchase"], "features": names,
-        "groups": [{"name": "features", "features": names}], "unknown_when_ranking": [],
-    }  # fmt: skip
+        "kind": "search",
+        "labels": ["click", "purchase"],
+        "features": names,
+        "groups": [{"name": "features", "features": names}],
+        "unknown_when_ranking": [],
+    }
     if name == "attn_mvp":
         tasks = [f"task_{i}" for i in range(TASKS)]
         info = {
-            "kind": "actions", "tasks": tasks, "actions": [f"action_{i}" for i in range(ACTIONS)], "features": names,
-            "feature_mean": [0.0] * len(names), "feature_std": [1.0] * len(names),
+            "kind": "actions",
+            "tasks": tasks,
+            "actions": [f"action_{i}" for i in range(ACTIONS)],
+            "features": names,
+            "feature_mean": [0.0] * len(names),
+            "feature_std": [1.0] * len(names),
             "base_rates": dict.fromkeys(tasks, 0.1),
-        }  # fmt: skip
+        }
         write(join(tables, "sequences"), "sequences", {"user_id": ["u"]}, info, hashes)
         return tables, None
     queries = np.arange(QUERIES, dtype=np.int32)
     texts = {"query_index": queries, "query": [f"q{i}" for i in queries]}
     hashes["queries"] = write(join(tables, "queries"), "queries", texts, {}, {})
-    hashes["sequences"] = write(join(tables, "sequences"), "sequences", {"user_id": ["u"]}, info, {})
-    keys: dict[str, dict[str, Any]] = {"items": {"item_index": index}, "queries": {"query_index": queries}}
-    keys["pairs"] = {"item_index": np.repeat(index, QUERIES), "query_index": np.tile(queries, ITEMS)}
+    hashes["sequences"] = write(
+        join(tables, "sequences"), "sequences", {"user_id": ["u"]}, info, {}
+    )
+    keys: dict[str, dict[str, Any]] = {
+        "items": {"item_index": index},
+        "queries": {"query_index": queries},
+    }
+    keys["pairs"] = {
+        "item_index": np.repeat(index, QUERIES),
+        "query_index": np.tile(queries, ITEMS),
+    }
     for table, columns in keys.items():
-        vectors = rng.standard_normal(len(next(iter(columns.values()))) * TEXT).astype(np.float32)
+        vectors = rng.standard_normal(len(next(iter(columns.values()))) * TEXT).astype(
+            np.float32
+        )
         embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors), TEXT)
-        write(join(text, table), "embeddings", {**columns, "embedding": embedding}, {}, hashes)
+        write(
+            join(text, table),
+            "embeddings",
+            {**columns, "embedding": embedding},
+            {},
+            hashes,
+        )
     return tables, text
 
 
@@ -90,9 +137,15 @@ def save(folder: str, name: str, length: int, **about: Any) -> Inputs:
 
     torch.manual_seed(0)
     tables, text = write_tables(folder, name)
-    catalogue: Any = SearchCatalogue.load(tables, text, scale=False) if text else ActionsCatalogue.load(tables)
+    catalogue: Any = (
+        SearchCatalogue.load(tables, text, scale=False)
+        if text
+        else ActionsCatalogue.load(tables)
+    )
     config = registry.config_from_dict({**MODELS[name], "max_history": length + SLACK})
-    told = Checkpoint(model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1, **about)
+    told = Checkpoint(
+        model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1, **about
+    )
     checkpoint.save(Path(folder, "checkpoint"), registry.build(config, catalogue), told)
     return Inputs(tables, text=text)
 
@@ -104,7 +157,11 @@ def served(name: str, length: int) -> RequestRanker:
         with warnings.catch_warnings(action="ignore"):  # random text has no encoder
             write_bundle(Path(folder, "bundle"), join(folder, "checkpoint"), inputs)
         model = RequestRanker()
-        model.load_context(SimpleNamespace(artifacts={"data": join(folder, "bundle")}, model_config=None))
+        model.load_context(
+            SimpleNamespace(
+                artifacts={"data": join(folder, "bundle")}, model_config=None
+            )
+        )
         return model
 
 
@@ -119,23 +176,36 @@ def request(name: str, length: int, way: str, number: int) -> dict[str, Any]:
     def names(rows: int) -> list[str]:
         return [f"i{i}" for i in rng.choice(ITEMS, rows, replace=False)]
 
-    row: dict[str, Any] = {"candidates": names(CANDIDATES), "features": vectors(CANDIDATES, FEATURES[name])}
+    row: dict[str, Any] = {
+        "candidates": names(CANDIDATES),
+        "features": vectors(CANDIDATES, FEATURES[name]),
+    }
     row |= {"history": names(size), "user_id": "u"}
     if name == "qgs":
-        row |= {"query": f"q{number % QUERIES}", "history_query": [f"q{i}" for i in rng.integers(QUERIES, size=size)]}
+        row |= {
+            "query": f"q{number % QUERIES}",
+            "history_query": [f"q{i}" for i in rng.integers(QUERIES, size=size)],
+        }
         row["history_features"] = vectors(size, FEATURES[name])
     else:
         row["history_actions"] = vectors(size, ACTIONS)
     return row | ({"history_from": length + number} if way == "state" else {})
 
 
-def calls_of(name: str, length: int, ways: Iterable[str], params: Row) -> dict[str, Call]:
+def calls_of(
+    name: str, length: int, ways: Iterable[str], params: Row
+) -> dict[str, Call]:
     """By variant the calls, on one model, whose user has `length` behaviours to begin with."""
     torch.set_num_threads(params["threads"])
     model = served(name, length)
     begin = request(name, length, "whole", 0)
     model.predict(None, pd.DataFrame([{**begin, "history_from": 0}]))
-    frames = {way: [pd.DataFrame([request(name, length, way, i)]) for i in range(params["runs"])] for way in ways}
+    frames = {
+        way: [
+            pd.DataFrame([request(name, length, way, i)]) for i in range(params["runs"])
+        ]
+        for way in ways
+    }
 
     def call(way: str) -> Call:
         return lambda run: model.predict(None, frames[way][run])
@@ -150,15 +220,28 @@ def calls_of(name: str, length: int, ways: Iterable[str], params: Row) -> dict[s
 
 
 def serve(
-    runs: int = 5, threads: int = 2, lengths: Iterable[int] = LENGTHS, variants: Iterable[str] = VARIANTS
+    runs: int = 5,
+    threads: int = 2,
+    lengths: Iterable[int] = LENGTHS,
+    variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
     """Requests per second, one at a time, model by model and length by length; `runs` of REQUESTS_PER_RUN each."""
     variants = list(variants)
     for name, length in itertools.product(MODELS, lengths):
-        of_model = [variant for variant in variants if variant.rsplit("_", 1)[0] == name]
+        of_model = [
+            variant for variant in variants if variant.rsplit("_", 1)[0] == name
+        ]
         if not of_model:
             continue
-        params: Row = {"model": name, "history": length, "candidates": CANDIDATES, "threads": threads, "device": "cpu"}
+        params: Row = {
+            "model": name,
+            "history": length,
+            "candidates": CANDIDATES,
+            "threads": threads,
+            "device": "cpu",
+        }
         params["runs"] = min(runs * REQUESTS_PER_RUN, SLACK)
-        calls = calls_of(name, length, [variant.rsplit("_", 1)[1] for variant in of_model], params)
+        calls = calls_of(
+            name, length, [variant.rsplit("_", 1)[1] for variant in of_model], params
+        )
         yield from paired("serve", calls, params, 1, percentiles=(99,))

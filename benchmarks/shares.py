@@ -27,27 +27,52 @@ from models.words import number_of
 WORKERS = (1, 2, 4)
 
 
-def shares(*, runs: int = 5, histories: str | None = None, max_history: int = 50) -> Iterator[Row]:
+def shares(
+    *, runs: int = 5, histories: str | None = None, max_history: int = 50
+) -> Iterator[Row]:
     """A row per number of workers; UserError without tables."""
     if not histories:
         raise UserError("shares reads the tables of a log; give them with --histories")
     manifest = read_manifest(join(histories, "sequences"), "sequences")
     family = family_of(manifest)
-    model = next(name for name, entry in registry.MODELS.items() if entry.family.name == family and entry.gradient)
-    params = {"model": model, "users": manifest.rows, "table_mb": round(sum(p.bytes for p in manifest.files) / 2**20)}
+    model = next(
+        name
+        for name, entry in registry.MODELS.items()
+        if entry.family.name == family and entry.gradient
+    )
+    params = {
+        "model": model,
+        "users": manifest.rows,
+        "table_mb": round(sum(p.bytes for p in manifest.files) / 2**20),
+    }
     for world in WORKERS:
         seconds: list[float] = []
         found: dict[str, float] = {}
         for _ in range(runs):
-            ranks = [in_fresh_process(one_worker, histories, model, max_history, rank, world) for rank in range(world)]
+            ranks = [
+                in_fresh_process(one_worker, histories, model, max_history, rank, world)
+                for rank in range(world)
+            ]
             seconds.append(max(rank["seconds"] for rank in ranks))
             most = max(ranks, key=lambda rank: rank["share_mb"])
-            found = {name: round(most[name], 1) for name in ("share_mb", "held_mb", "peak_memory_mb")}
+            found = {
+                name: round(most[name], 1)
+                for name in ("share_mb", "held_mb", "peak_memory_mb")
+            }
             found["read_mb"] = round(sum(rank["read_mb"] for rank in ranks), 1)
-        yield row("shares", number_of(world, "worker"), params, seconds, manifest.rows, **found)
+        yield row(
+            "shares",
+            number_of(world, "worker"),
+            params,
+            seconds,
+            manifest.rows,
+            **found,
+        )
 
 
-def one_worker(tables: str, model: str, max_history: int, rank: int, world: int) -> dict[str, float]:
+def one_worker(
+    tables: str, model: str, max_history: int, rank: int, world: int
+) -> dict[str, float]:
     """What one worker's share takes, in MB and seconds."""
     import pyarrow.compute
     import pyarrow.parquet  # noqa: F401  # which every process has; not the share's memory
@@ -60,7 +85,9 @@ def one_worker(tables: str, model: str, max_history: int, rank: int, world: int)
     seconds = time.perf_counter() - began
     gc.collect()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free, and only not given back yet
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # what is free, and only not given back yet
     return {
         "seconds": seconds,
         "share_mb": sum(part.nbytes for part in examples) / 2**20,

@@ -12,7 +12,16 @@ from pipelines.comparison.table import Table
 REFERENCES = ("hf", "tiger_shared_kv")
 """Variants that the others are told to be so many times as fast as, where they are there."""
 
-NOT_TOLD = ("name", "seed", "k", "kernels", "mean_history", "histories", "sids", "checkpoints")
+NOT_TOLD = (
+    "name",
+    "seed",
+    "k",
+    "kernels",
+    "mean_history",
+    "histories",
+    "sids",
+    "checkpoints",
+)
 """Params that are in no title."""
 
 
@@ -25,8 +34,14 @@ def rows_of_lines(lines: Sequence[dict[str, Any]]) -> list[Row]:
             {f"model.{k}": str(v) for k, v in line["params"].items()},
         )
         experiment = f"benchmark/{line['benchmark']}"
-        row = rows.setdefault((name, *params.items()), Row(name, "", experiment=experiment, params=params))
-        figures = {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
+        row = rows.setdefault(
+            (name, *params.items()), Row(name, "", experiment=experiment, params=params)
+        )
+        figures = {
+            key: float(value)
+            for key, value in line.items()
+            if isinstance(value, int | float)
+        }
         row.runs.append(Run(str(place), line["variant"], "", True, "", "", figures))
     return list(rows.values())
 
@@ -36,7 +51,10 @@ def benchmark_tables(rows: Sequence[Row]) -> list[Table]:
     groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(settings(row), []).append(row)
-    return [table(dict(key), group) for key, group in sorted(groups.items(), key=lambda item: order(dict(item[0])))]
+    return [
+        table(dict(key), group)
+        for key, group in sorted(groups.items(), key=lambda item: order(dict(item[0])))
+    ]
 
 
 def settings(row: Row) -> tuple[tuple[str, str], ...]:
@@ -46,7 +64,10 @@ def settings(row: Row) -> tuple[tuple[str, str], ...]:
 
 def order(params: dict[str, str]) -> tuple[object, ...]:
     """Trained models first, then by size."""
-    sizes = [int(value) if (value := params.get(name, "")).isdigit() else 0 for name in ("batch", "beam")]
+    sizes = [
+        int(value) if (value := params.get(name, "")).isdigit() else 0
+        for name in ("batch", "beam")
+    ]
     return (params.get("checkpoints") in ("{}", None), *sizes, sorted(params.items()))
 
 
@@ -59,7 +80,10 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
     ranked = any(not math.isnan(row.mean("p99_s")) for row in rows)
     header = ["variant", "ms", "min to max", *(["p99, ms"] if ranked else []), "per s"]
     weighed = any(not math.isnan(row.mean("peak_memory_mb")) for row in rows)
-    header += [*(["encoder, ms", "decoding, ms"] if apart else []), *(["peak MB"] if weighed else [])]
+    header += [
+        *(["encoder, ms", "decoding, ms"] if apart else []),
+        *(["peak MB"] if weighed else []),
+    ]
     header += [f"x {name}" for name in references]
     header += [f"decoding alone, x {name}" for name in references] if apart else []
     cells = []
@@ -70,16 +94,31 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
         line += [ms(row, "encode_s"), ms(row, "decode_s")] if apart else []
         line += [number(row.mean("peak_memory_mb"))] if weighed else []
         for part in ("median_s", "decode_s") if apart else ("median_s",):
-            line += [times(variants[other].mean(part), row.mean(part)) for other in references]
+            line += [
+                times(variants[other].mean(part), row.mean(part))
+                for other in references
+            ]
         cells.append(line)
     trained = params.get("checkpoints", "{}") != "{}"
-    left_out = (*NOT_TOLD, "items") if trained else NOT_TOLD  # a trained model has the catalogue of its tables
-    told = ", ".join(f"{name} {value}" for name, value in params.items() if name not in left_out and value != "None")
+    left_out = (
+        (*NOT_TOLD, "items") if trained else NOT_TOLD
+    )  # a trained model has the catalogue of its tables
+    told = ", ".join(
+        f"{name} {value}"
+        for name, value in params.items()
+        if name not in left_out and value != "None"
+    )
     notes = [f"medians of {number(rows[0].mean('runs'))} interleaved runs."]
     if "mean_history" in params:
-        given = "trained models, histories of test requests" if trained else "random weights and histories"
+        given = (
+            "trained models, histories of test requests"
+            if trained
+            else "random weights and histories"
+        )
         notes[0] += f" {given}, {params['mean_history']} items in the mean."
-    return Table(f"{rows[0].model.split('/')[0]}: {told}", header, cells, notes, words=1)
+    return Table(
+        f"{rows[0].model.split('/')[0]}: {told}", header, cells, notes, words=1
+    )
 
 
 def ms(row: Row, name: str) -> str:

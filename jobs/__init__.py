@@ -16,11 +16,15 @@ def leave(number: int, frame: FrameType | None = None) -> NoReturn:
     os._exit(128 + number)
 
 
-if sys.argv[:1] == ["-m"]:  # `python -m jobs.NAME` is on its way: its imports take seconds, and nothing is begun
+if (
+    sys.argv[:1] == ["-m"]
+):  # `python -m jobs.NAME` is on its way: its imports take seconds, and nothing is begun
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
 
-if not os.environ.get("RAY_ADDRESS"):  # a local Ray is for its user alone; read when ray is imported
+if not os.environ.get(
+    "RAY_ADDRESS"
+):  # a local Ray is for its user alone; read when ray is imported
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray's switch for laptops: a node's address is then 127.0.0.1, where all that it starts listens, its metrics too.
     # `ray.init(_node_ip_address="127.0.0.1")` is no way: Ray makes the machine's own address of it.

@@ -31,8 +31,13 @@ def run(config: Config) -> None:
     """Audits and prints; raises UserError where a rule is broken."""
     start = time.monotonic()
     reach(tables=config.tables)
-    rules = audit(config.tables, lambda step: print(f"audit: {step}", file=sys.stderr, flush=True))
-    print(f"Audit of {config.tables}, {time.monotonic() - start:.1f} s\n{report(rules)}", flush=True)
+    rules = audit(
+        config.tables, lambda step: print(f"audit: {step}", file=sys.stderr, flush=True)
+    )
+    print(
+        f"Audit of {config.tables}, {time.monotonic() - start:.1f} s\n{report(rules)}",
+        flush=True,
+    )
     broken = [rule.name for rule in rules if rule.violations]
     if broken:
         total = sum(rule.violations for rule in rules)
@@ -41,7 +46,9 @@ def run(config: Config) -> None:
             f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
             f"--overwrite"
         )
-    print("No violations. Next: python -m jobs.tokenize, jobs.encode or jobs.train --help")
+    print(
+        "No violations. Next: python -m jobs.tokenize, jobs.encode or jobs.train --help"
+    )
 
 
 if __name__ == "__main__":

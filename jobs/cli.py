@@ -53,7 +53,14 @@ def start_ray(num_cpus: int | None = None) -> None:
         return
     main = threading.current_thread() is threading.main_thread()
     # While processes are forked Python drops exceptions, and nothing is begun that is to be let go of: a stop ends it.
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    before = (
+        {
+            number: signal.signal(number, leave)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        if main
+        else {}
+    )
     try:
         with signals_as_they_are():
             _start_ray(num_cpus)
@@ -84,7 +91,9 @@ def _start_ray(num_cpus: int | None) -> None:
                     f"a local Ray did not start ({first_line(error)}); see that the machine has memory, room in /tmp "
                     f"and is not too busy, then run the same line again"
                 ) from error
-            print(f"note: a local Ray did not start ({first_line(error)}); trying again, {attempt + 1} of {STARTS}")
+            print(
+                f"note: a local Ray did not start ({first_line(error)}); trying again, {attempt + 1} of {STARTS}"
+            )
 
 
 def preflight(**places: str | None) -> None:
@@ -101,7 +110,9 @@ def check_cpus(workers: int, each: float, remedy: str) -> None:
     """UserError where the Ray that a job starts here has never room for so many workers of `each` CPUs; a cluster's
     CPUs are known once it is joined."""
     here = os.cpu_count() or 1
-    if not os.environ.get("RAY_ADDRESS") and workers > (fits := int(here / each) if each else workers):
+    if not os.environ.get("RAY_ADDRESS") and workers > (
+        fits := int(here / each) if each else workers
+    ):
         raise UserError(
             f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {workers * each:g} CPUs, {each:g} CPU for "
             f"each; this machine has {here}, room for {fits}; {remedy}, or submit the job to a cluster "
@@ -115,8 +126,15 @@ def join_cluster(address: str) -> None:
     check_token(address)
     try:
         # what workers print stands in the dashboard: what is worth a line here, they tell the job
-        ray.init(log_to_driver=bool(os.environ.get(TRACEBACK)), logging_level=logging.WARNING)
-    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+        ray.init(
+            log_to_driver=bool(os.environ.get(TRACEBACK)), logging_level=logging.WARNING
+        )
+    except (
+        ray.exceptions.RayError,
+        ConnectionError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
         raise UserError(
             f"cannot join the Ray cluster at RAY_ADDRESS={address} ({first}); check the address, and the cluster's "
@@ -135,14 +153,18 @@ def check_address(address: str) -> None:
     """UserError for a RAY_ADDRESS that is none, or at which nobody answers within seconds."""
     if address in ("auto", "local"):
         return
-    shape = re.fullmatch(r"(?:ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):(\d{1,5})", address)
+    shape = re.fullmatch(
+        r"(?:ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):(\d{1,5})", address
+    )
     if shape is None or not 0 < int(shape[2]) < 65536:
         raise UserError(
             f"RAY_ADDRESS={address} is no address of a Ray cluster; give HOST:PORT (6379 by default), "
             f"ray://HOST:10001 or auto, or unset it to start a local Ray"
         )
     try:
-        socket.create_connection((shape[1].strip("[]"), int(shape[2])), timeout=5).close()
+        socket.create_connection(
+            (shape[1].strip("[]"), int(shape[2])), timeout=5
+        ).close()
     except OSError as error:
         raise UserError(
             f"nobody answers at RAY_ADDRESS={address} ({error.strerror or error}); start the cluster, correct the "
@@ -154,7 +176,9 @@ def token() -> str:
     """The token of this client, as Ray finds it; empty where there is none."""
     if given := os.environ.get("RAY_AUTH_TOKEN"):
         return given.strip()
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    path = Path(
+        os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    )
     return path.read_text().strip() if path.is_file() else ""
 
 
@@ -165,13 +189,21 @@ def check_token(address: str) -> None:
     """
     given, mode = token(), os.environ.get("RAY_AUTH_MODE", "").lower()
     if mode == "token" and not given:
-        raise UserError(f"there is no token for the Ray cluster at RAY_ADDRESS={address}; {TOKEN}")
+        raise UserError(
+            f"there is no token for the Ray cluster at RAY_ADDRESS={address}; {TOKEN}"
+        )
     if address in ("auto", "local") or address.startswith("ray://"):
         return
     answer = first_answer(address, given if mode != "disabled" else "")
     if answer in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        what = "another token than this client's" if given else "a token, and this client has none"
-        raise UserError(f"the Ray cluster at RAY_ADDRESS={address} wants {what}; {TOKEN}")
+        what = (
+            "another token than this client's"
+            if given
+            else "a token, and this client has none"
+        )
+        raise UserError(
+            f"the Ray cluster at RAY_ADDRESS={address} wants {what}; {TOKEN}"
+        )
     if answer != grpc.StatusCode.OK:
         raise UserError(
             f"what answers at RAY_ADDRESS={address} is no Ray cluster ({answer.name.lower()}); give the address that "
@@ -212,7 +244,9 @@ def kept_traceback(error: BaseException) -> str:
     if os.environ.get(TRACEBACK):
         sys.stderr.write(told)
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="trieline-", suffix=".log", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="trieline-", suffix=".log", delete=False
+        ) as file:
             file.write(told)
         return f" (traceback in {file.name})"
     except OSError:  # there is no room for it
@@ -232,7 +266,16 @@ def output_is_read() -> bool:
 def line(module: str, **options: str) -> str:
     """A command to run next, quoted for a shell."""
     return shlex.join(
-        ["python", "-m", module, *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+        [
+            "python",
+            "-m",
+            module,
+            *(
+                word
+                for key, value in options.items()
+                for word in (f"--{key}", str(value))
+            ),
+        ]
     )
 
 
@@ -241,7 +284,9 @@ def options_for(job: ModuleType, argv: Sequence[str]) -> Any:
     return job.parse(argv) if hasattr(job, "parse") else parse(job.Config, argv)
 
 
-def main(run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | None = None) -> NoReturn:
+def main(
+    run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | None = None
+) -> NoReturn:
     """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError or a fault
     of the machines (`pipelines/faults.py`), 130 and 143 when SIGINT or SIGTERM stopped it, 141 as other commands where
     what reads its output is gone (`| head`).
@@ -255,7 +300,9 @@ def main(run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | No
         run(parse_() if parse_ else parse(config))
         sys.stdout.flush()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: os._exit(0))  # all is done but for what Python and Ray tidy up
+            signal.signal(
+                number, lambda *_: os._exit(0)
+            )  # all is done but for what Python and Ray tidy up
         gc.freeze()  # else the last collection goes through all of PyTorch's and MLflow's objects, for seconds
     except BaseException as error:
         if _signals:  # whatever has become of KeyboardInterrupt on its way

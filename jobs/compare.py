@@ -46,13 +46,21 @@ class Config:
 
     def __post_init__(self) -> None:
         if not (self.experiment or self.sweep or self.run):
-            raise ValueError("nothing is given to compare; name an --experiment, a --sweep or a --run")
+            raise ValueError(
+                "nothing is given to compare; name an --experiment, a --sweep or a --run"
+            )
         if self.sweep and self.run:
-            raise ValueError(f"sweep is {self.sweep} and run is {self.run[0]}; give one of them")
+            raise ValueError(
+                f"sweep is {self.sweep} and run is {self.run[0]}; give one of them"
+            )
         if self.register and not (self.sweep or self.run) and len(self.experiment) > 1:
-            raise ValueError(f"register is {self.register}, which is of one experiment; give one --experiment")
+            raise ValueError(
+                f"register is {self.register}, which is of one experiment; give one --experiment"
+            )
         if set(self.register or "") & set("/:"):
-            raise ValueError(f"register is {self.register}, which MLflow takes without '/' and ':'; give another name")
+            raise ValueError(
+                f"register is {self.register}, which MLflow takes without '/' and ':'; give another name"
+            )
 
 
 def run(config: Config) -> None:
@@ -76,7 +84,9 @@ def run(config: Config) -> None:
         content = page.build(title, uri, shown, drawn)
         page.write(content, config.html)
         name = page.log(found[0].selection, content, markdown)
-        print(f"{number_of(len(drawn), 'plot')} written to {config.html}, and to MLflow as compare.html of '{name}'")
+        print(
+            f"{number_of(len(drawn), 'plot')} written to {config.html}, and to MLflow as compare.html of '{name}'"
+        )
     if config.register:
         register_best(found[0], config.register)
     print(f"look at it: {tracking.viewer(uri)}")
@@ -87,7 +97,9 @@ def register_best(comparison: Comparison, name: str) -> None:
     best = best_run(comparison)
     ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
     version = register(ref, name, f"val/{comparison.metric}")
-    print(f"registered: version {version.version} of {name} is the best checkpoint of {best.name} by validation")
+    print(
+        f"registered: version {version.version} of {name} is the best checkpoint of {best.name} by validation"
+    )
     print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version.version}')")
 
 

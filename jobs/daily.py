@@ -58,7 +58,9 @@ class Config:
     def __post_init__(self) -> None:
         for metric, share in self.fall.items():
             if not 0 <= share <= 1:
-                raise ValueError(f"fall.{metric} is {share}, it must be from 0 to 1, such as 0.05")
+                raise ValueError(
+                    f"fall.{metric} is {share}, it must be from 0 to 1, such as 0.05"
+                )
 
 
 def words(options: dict[str, Any], prefix: str = "--") -> Iterator[str]:
@@ -68,15 +70,19 @@ def words(options: dict[str, Any], prefix: str = "--") -> Iterator[str]:
             yield from words(value, f"{prefix}{name}.")
         else:
             for each in value if isinstance(value, list) else [value]:
-                yield from (f"{prefix}{name}", str(each).lower() if isinstance(each, bool) else str(each))
+                yield from (
+                    f"{prefix}{name}",
+                    str(each).lower() if isinstance(each, bool) else str(each),
+                )
 
 
 def merged(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Nested options, of which later ones win."""
     both = {
-        name: merged(options[name], value) for name, value in later.items()
+        name: merged(options[name], value)
+        for name, value in later.items()
         if isinstance(value, dict) and isinstance(options.get(name), dict)
-    }  # fmt: skip
+    }
     return options | later | both
 
 
@@ -98,15 +104,20 @@ class Day:
         self.config, self.output = config, absolute(config.output)
         self.tables, self.runs = join(self.output, "tables"), join(self.output, "runs")
         read = {"sids": config.tokenize, "text": config.encode}
-        self.read = {"tables": self.tables} | {name: join(self.output, name) for name, asked in read.items() if asked}
+        self.read = {"tables": self.tables} | {
+            name: join(self.output, name) for name, asked in read.items() if asked
+        }
         self.days: list[dict[str, Any]] = []
 
     def check(self) -> None:
         """UserError for what is wrong with the options of a job, before any work."""
         for job, options in (
-            ("prepare", self.preparing()), ("tokenize", self.making("sids")), ("encode", self.making("text")),
-            ("train", self.training("first", None)), ("train", self.training("next", {"checkpoint": self.runs})),
-        ):  # fmt: skip
+            ("prepare", self.preparing()),
+            ("tokenize", self.making("sids")),
+            ("encode", self.making("text")),
+            ("train", self.training("first", None)),
+            ("train", self.training("next", {"checkpoint": self.runs})),
+        ):
             if options:
                 parsed(job, options)
 
@@ -115,7 +126,9 @@ class Day:
         try:
             self.days = read_json(join(self.output, DAYS)) or []
         except ValueError as error:
-            raise UserError(f"{join(self.output, DAYS)} is damaged ({error}); give it back, or remove it") from error
+            raise UserError(
+                f"{join(self.output, DAYS)} is damaged ({error}); give it back, or remove it"
+            ) from error
 
     def preparing(self) -> dict[str, Any]:
         return {**self.config.prepare, "output": self.tables, "append": True}
@@ -124,13 +137,22 @@ class Day:
         """Options for semantic IDs or texts; none where the model reads none."""
         if what not in self.read:
             return {}
-        asked, place = self.config.tokenize if what == "sids" else self.config.encode, self.read[what]
+        asked, place = (
+            self.config.tokenize if what == "sids" else self.config.encode,
+            self.read[what],
+        )
         there = what == "sids" and has_manifest(join(place, "sids"))
-        return {**asked, "tables": self.tables, "output": place} | ({"extend": place} if there else {})
+        return {**asked, "tables": self.tables, "output": place} | (
+            {"extend": place} if there else {}
+        )
 
     def training(self, name: str, running: dict[str, Any] | None) -> dict[str, Any]:
         options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
-        return merged(options, {**self.config.go_on, "init": running["checkpoint"]}) if running else options
+        return (
+            merged(options, {**self.config.go_on, "init": running["checkpoint"]})
+            if running
+            else options
+        )
 
     def do(self, job: str, options: dict[str, Any]) -> Any:
         """Runs a job in this process, printed as the line to repeat it."""
@@ -174,12 +196,22 @@ class Day:
             if options := self.making(what):
                 self.do(job, options)
         self.check_fall()
-        running = next((other for other in reversed(self.days) if other.get("accepted")), None)
+        running = next(
+            (other for other in reversed(self.days) if other.get("accepted")), None
+        )
         if running and "before" not in day:
-            self.note(day, running=running["name"], before=self.measured(running["checkpoint"]))
+            self.note(
+                day,
+                running=running["name"],
+                before=self.measured(running["checkpoint"]),
+            )
         trained = self.do("train", self.training(day["name"], running))
         if "after" not in day:
-            self.note(day, checkpoint=trained.checkpoint, after=self.measured(trained.checkpoint))
+            self.note(
+                day,
+                checkpoint=trained.checkpoint,
+                after=self.measured(trained.checkpoint),
+            )
         self.judge(day, trained.run)
 
     def check_fall(self) -> None:
@@ -189,34 +221,50 @@ class Day:
         known = registry.find(name).measured.names(catalogue)
         for metric in self.config.fall:
             if metric not in known:
-                raise UserError(f"fall.{metric} is no metric of '{name}'; {hint(metric, known)}")
+                raise UserError(
+                    f"fall.{metric} is no metric of '{name}'; {hint(metric, known)}"
+                )
 
     def measured(self, where: str) -> dict[str, float]:
         """Metrics of a checkpoint on the day, which is the test split."""
         found = self.do("evaluate", {"checkpoint": where, **self.read, "split": "test"})
-        return {name: value for name, value in found.metrics.items() if value == value}  # NaN is no JSON
+        return {
+            name: value for name, value in found.metrics.items() if value == value
+        }  # NaN is no JSON
 
     def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
         """Compares with the running model, and registers the day's where it may take its place."""
         before, after = day.get("before", {}), day["after"]
         about = checkpoint.read(day["checkpoint"])
         fall = self.config.fall or {about.fit["metric"]: 0.05}
-        low = [name for name, share in fall.items() if name in before and after[name] < lowest(before[name], share)]
+        low = [
+            name
+            for name, share in fall.items()
+            if name in before and after[name] < lowest(before[name], share)
+        ]
         logger = tracking.Logger(run)
-        logger.update({f"running/{name}": value for name, value in before.items()}, about.step)
+        logger.update(
+            {f"running/{name}": value for name, value in before.items()}, about.step
+        )
         logger.tag(accepted=str(not low).lower(), running=day.get("running", "none"))
-        print(f"\n{day['name']}, beside {day.get('running', 'no running model')} on the same day")
+        print(
+            f"\n{day['name']}, beside {day.get('running', 'no running model')} on the same day"
+        )
         for name in dict.fromkeys([*fall, *registry.find(about.name).measured.SHOWN]):
             if name in after:
                 was = f"{before[name]:.4f} to " if name in before else ""
                 print(f"  {name:<12}  {was}{after[name]:.4f}")
         if low:
-            print(f"not accepted: {', '.join(low)} fell by more than fall allows; the running model stays")
+            print(
+                f"not accepted: {', '.join(low)} fell by more than fall allows; the running model stays"
+            )
         elif self.config.register:
             version = register(run, self.config.register, about.fit["metric"])
             print(f"registered: version {version.version} of {self.config.register}")
         self.note(day, accepted=not low)
-        print(f"next: {cli.line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}")
+        print(
+            f"next: {cli.line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}"
+        )
 
 
 def run(config: Config) -> None:

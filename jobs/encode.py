@@ -49,12 +49,30 @@ def run(config: Config) -> None:
     check_writable(config.output)
     cli.preflight(tables=config.tables, output=config.output)
     made = encode_log(
-        config.tables, config.output, config.encoder, config.embed, config.overwrite, say, cli.start_ray
-    )  # fmt: skip
-    counts = ", ".join(f"{made[name].rows:,} {name}" for name in ("items", "queries", "pairs") if name in made)
-    print(f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}")
-    model = KINDS[read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]].model
-    train = {"config": f"jobs/configs/{model}.yaml", "tables": config.tables, "text": config.output}
+        config.tables,
+        config.output,
+        config.encoder,
+        config.embed,
+        config.overwrite,
+        say,
+        cli.start_ray,
+    )
+    counts = ", ".join(
+        f"{made[name].rows:,} {name}"
+        for name in ("items", "queries", "pairs")
+        if name in made
+    )
+    print(
+        f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}"
+    )
+    model = KINDS[
+        read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]
+    ].model
+    train = {
+        "config": f"jobs/configs/{model}.yaml",
+        "tables": config.tables,
+        "text": config.output,
+    }
     print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model)}")
 
 

@@ -31,7 +31,9 @@ from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import Result, check, evaluate, record
 from pipelines.serving.export import export
 
-RECOMMENDS = most_derived(entry.recommends for entry in registry.MODELS.values() if entry.recommends)
+RECOMMENDS = most_derived(
+    entry.recommends for entry in registry.MODELS.values() if entry.recommends
+)
 """What the models declare as options of their `recommend`; each is an option of this job."""
 
 OPTIONS = tuple(dict.fromkeys(f.name for kind in RECOMMENDS for f in fields(kind)))
@@ -88,7 +90,10 @@ class Options:
             )
         if self.batch_inference == "":
             raise ValueError("batch_inference is empty; give a folder for the table")
-        given = [*self.recommending(), *(["batch_inference"] if self.batch_inference else [])]
+        given = [
+            *self.recommending(),
+            *(["batch_inference"] if self.batch_inference else []),
+        ]
         if self.export and given:
             raise ValueError(
                 f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures nothing; "
@@ -97,7 +102,9 @@ class Options:
 
     def recommending(self) -> dict[str, Any]:
         """The options of `recommend` that are given."""
-        return {name: value for name in OPTIONS if (value := vars(self)[name]) is not None}
+        return {
+            name: value for name in OPTIONS if (value := vars(self)[name]) is not None
+        }
 
 
 Config: Any = make_dataclass("Config", [], bases=(Options, *RECOMMENDS), kw_only=True)
@@ -106,7 +113,11 @@ Config.__doc__, Config.__module__ = Options.__doc__, __name__
 
 def repeats_of(result: Result) -> int:
     """The requests for known items of an evaluation without those."""
-    return int(result.examples - result.metrics[FIRST + EXAMPLES]) if result.options.get("unseen") else 0
+    return (
+        int(result.examples - result.metrics[FIRST + EXAMPLES])
+        if result.options.get("unseen")
+        else 0
+    )
 
 
 def first_lines(metrics: dict[str, float]) -> list[str]:
@@ -114,17 +125,26 @@ def first_lines(metrics: dict[str, float]) -> list[str]:
     if (count := metrics.get(FIRST + EXAMPLES)) is None:
         return []
     found = "".join(
-        f", {name} {metrics[FIRST + name]:.4f}" for name in ("recall@10", "ndcg@10") if FIRST + name in metrics
+        f", {name} {metrics[FIRST + name]:.4f}"
+        for name in ("recall@10", "ndcg@10")
+        if FIRST + name in metrics
     )
-    return [f"  {FIRST.rstrip('/')}  {count:,.0f} requests of an item that is not in the history{found}"]
+    return [
+        f"  {FIRST.rstrip('/')}  {count:,.0f} requests of an item that is not in the history{found}"
+    ]
 
 
-def importance_of(config: Options, result: Result) -> tuple[list[str], dict[str, bytes]]:
+def importance_of(
+    config: Options, result: Result
+) -> tuple[list[str], dict[str, bytes]]:
     """Exchanges inputs and adds what was lost to the metrics; the lines to print, and the plot by its file's name."""
     found = importance(
-        result.checkpoint, Inputs(config.tables, text=config.text), split=config.split,
-        batch_size=config.batch_size, device=config.device,
-    )  # fmt: skip
+        result.checkpoint,
+        Inputs(config.tables, text=config.text),
+        split=config.split,
+        batch_size=config.batch_size,
+        device=config.device,
+    )
     result.metrics |= found.metrics()
     name, drawn = f"importance-{config.split}.png", found.draw()
     write_file(place := f"{result.checkpoint}/{name}", drawn)
@@ -140,15 +160,24 @@ def asked(result: Result) -> str:
 
 def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations or a program."""
-    reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text)
+    reach(
+        checkpoint=config.checkpoint,
+        tables=config.tables,
+        sids=config.sids,
+        text=config.text,
+    )
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
         tracking.named_store(config.tracking_uri)
     name = check(config.checkpoint, inputs, config.recommending())[1].name
     cli.preflight(
-        checkpoint=config.checkpoint, tables=config.tables, sids=config.sids, text=config.text,
-        batch_inference=config.batch_inference, export=config.export,
-    )  # fmt: skip
+        checkpoint=config.checkpoint,
+        tables=config.tables,
+        sids=config.sids,
+        text=config.text,
+        batch_inference=config.batch_inference,
+        export=config.export,
+    )
     if config.export:
         write_program(config, inputs, config.export)
     elif config.batch_inference:
@@ -161,35 +190,68 @@ def run(config: Options) -> Result | None:
 def write_program(config: Options, inputs: Inputs, file: str) -> None:
     """Exports the model to a file."""
     requests = export(
-        config.checkpoint, inputs, file, k=config.k, batch_size=config.batch_size, device=config.device
-    )  # fmt: skip
-    print(f"Exported to {file}: (history, history_length, user) -> (items, scores), top {config.k}.")
-    print(f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}")
-    print("  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()")
+        config.checkpoint,
+        inputs,
+        file,
+        k=config.k,
+        batch_size=config.batch_size,
+        device=config.device,
+    )
+    print(
+        f"Exported to {file}: (history, history_length, user) -> (items, scores), top {config.k}."
+    )
+    print(
+        f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}"
+    )
+    print(
+        "  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()"
+    )
 
 
 def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> None:
     """Writes the top K of all users, or the scores of all candidates of the split, as a table."""
     check_writable(folder)
     manifest, already = infer_all(
-        config.checkpoint, inputs, folder, k=config.k, split=config.split, batch_size=config.batch_size,
-        actors=config.shards, device=config.device, options=config.recommending(), allowed=config.allowed,
-        overwrite=config.overwrite, start=cli.start_ray, remote=bool(os.environ.get("RAY_ADDRESS")),
-    )  # fmt: skip
-    what = "is there already, from the same checkpoint and tables; nothing to do" if already else "written"
+        config.checkpoint,
+        inputs,
+        folder,
+        k=config.k,
+        split=config.split,
+        batch_size=config.batch_size,
+        actors=config.shards,
+        device=config.device,
+        options=config.recommending(),
+        allowed=config.allowed,
+        overwrite=config.overwrite,
+        start=cli.start_ray,
+        remote=bool(os.environ.get("RAY_ADDRESS")),
+    )
+    what = (
+        "is there already, from the same checkpoint and tables; nothing to do"
+        if already
+        else "written"
+    )
     if manifest.table == "scores":
         counted = f"{number_of(manifest.info['candidates'], 'candidate')} of {number_of(manifest.rows, 'request')}"
-        print(f"Scores of {manifest.info['model']} on {manifest.info['split']}: {counted} {what}.")
+        print(
+            f"Scores of {manifest.info['model']} on {manifest.info['split']}: {counted} {what}."
+        )
         names = [column["name"] for column in manifest.schema]
         scores = [name for name in names if name.startswith("score_")]
-        print(f"  table       {folder}: {', '.join(names)}; candidates best first by {scores[0]}")
+        print(
+            f"  table       {folder}: {', '.join(names)}; candidates best first by {scores[0]}"
+        )
         return
-    print(f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}.")
+    print(
+        f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}."
+    )
     if short := manifest.info.get("users_below_k", 0):
         beams = "beam" in registry.recommend_options(name)
         why = " or the search within its beams has no more; a wider --beam than the model's searches further"
         whole = "the allowed set" if config.allowed else "the catalogue"
-        print(f"note: {short:,} of them have fewer than {config.k} items, as {whole}{why if beams else ' has no more'}")
+        print(
+            f"note: {short:,} of them have fewer than {config.k} items, as {whole}{why if beams else ' has no more'}"
+        )
     print(f"  table       {folder}: user_id, item_id (best first), score")
 
 
@@ -198,35 +260,55 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     entry = registry.find(name)
     if config.importance:
         check_has_inputs(name)
-    remote = bool(os.environ.get("RAY_ADDRESS"))  # a cluster's GPUs are not where its jobs' drivers run
+    remote = bool(
+        os.environ.get("RAY_ADDRESS")
+    )  # a cluster's GPUs are not where its jobs' drivers run
     if config.shards > 1 or remote:
         cli.start_ray()
     result, about = evaluate(
-        config.checkpoint, inputs, split=config.split, batch_size=config.batch_size, shards=config.shards,
-        device=config.device, options=config.recommending(), remote=remote,
-    )  # fmt: skip
+        config.checkpoint,
+        inputs,
+        split=config.split,
+        batch_size=config.batch_size,
+        shards=config.shards,
+        device=config.device,
+        options=config.recommending(),
+        remote=remote,
+    )
     more, pictures = importance_of(config, result) if config.importance else ([], {})
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if checkpoint.extended(about, "sequences", hashes_of(name, inputs)):
-        print(f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned")
+        print(
+            f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned"
+        )
     elif result.is_fresh(about):
-        print(f"note: {config.tables} is another log than that of the training; what of it was trained on is not known")
+        print(
+            f"note: {config.tables} is another log than that of the training; what of it was trained on is not known"
+        )
     if repeats := repeats_of(result):
         print(
             f"note: {number_of(repeats, 'request')} of {result.examples:,} ask for an item of the history, which "
             f"--unseen leaves out; {FIRST} has the others"
         )
-    for line in [*entry.measured.summary(result.metrics), *more, *first_lines(result.metrics)]:
+    for line in [
+        *entry.measured.summary(result.metrics),
+        *more,
+        *first_lines(result.metrics),
+    ]:
         print(line)
     if entry.recommends:
         left_out = f"{number_of(result.skipped, 'request')} without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
-    place = record(result, about, config.tracking_uri, pictures)  # last, as MLflow need not be there for the figures
+    place = record(
+        result, about, config.tracking_uri, pictures
+    )  # last, as MLflow need not be there for the figures
     print(f"  written to  {place}")
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]
         print(f"  MLflow run  {about.tracking['run_id']}")
-        compare = cli.line("jobs.compare", experiment=about.tracking["experiment"], tracking_uri=uri)
+        compare = cli.line(
+            "jobs.compare", experiment=about.tracking["experiment"], tracking_uri=uri
+        )
         print(f"  next        {compare}")
     return result
 

@@ -46,15 +46,24 @@ class Option:
     @property
     def takes(self) -> str:
         """Choices or kind of number, else the first sentence about it."""
-        plain = all(kind in (bool, int, float, NoneType) or get_origin(kind) is Literal for kind in kinds_of(self.kind))
-        return wanted(self.kind, self.default) if plain else self.about.split(". ")[0].rstrip(".")
+        plain = all(
+            kind in (bool, int, float, NoneType) or get_origin(kind) is Literal
+            for kind in kinds_of(self.kind)
+        )
+        return (
+            wanted(self.kind, self.default)
+            if plain
+            else self.about.split(". ")[0].rstrip(".")
+        )
 
     def value(self, word: str) -> Any:
         """Of a word of the command line."""
         kinds = kinds_of(self.kind)
         if word == "null" and NoneType in kinds:
             return None
-        if all(kind in (str, NoneType) or get_origin(kind) is Literal for kind in kinds):
+        if all(
+            kind in (str, NoneType) or get_origin(kind) is Literal for kind in kinds
+        ):
             return word
         if list[str] in kinds and not word.startswith("["):
             return [word]
@@ -64,7 +73,11 @@ class Option:
 def scalar(word: str) -> Any:
     """A number, a list, a mapping, true, null or text; 1e-4 is a number."""
     try:
-        return float(word) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", word) else yaml.safe_load(word or '""')
+        return (
+            float(word)
+            if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", word)
+            else yaml.safe_load(word or '""')
+        )
     except yaml.YAMLError:
         return word
 
@@ -74,13 +87,28 @@ def options_of(kind: type, prefix: str = "") -> dict[str, Option]:
     hints, about = get_type_hints(kind), abouts(kind)
     found: dict[str, Option] = {}
     for one in fields(kind):
-        key, section = prefix + one.name, next(filter(is_dataclass, kinds_of(hints[one.name])), None)
+        key, section = (
+            prefix + one.name,
+            next(filter(is_dataclass, kinds_of(hints[one.name])), None),
+        )
         if section:
-            found |= options_of(section, prefix if one.metadata.get("inline") else f"{key}.")  # type: ignore[arg-type]
+            inner = prefix if one.metadata.get("inline") else f"{key}."
+            found |= options_of(section, inner)  # type: ignore[arg-type]
         elif not one.metadata.get("hidden"):
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            said = " ".join((kind.__doc__ or "").split("\n\n")[0].split()) if prefix else ""
-            found[key] = Option(hints[one.name], default, one.metadata.get("about") or about.get(one.name, ""), said)
+            default = (
+                one.default if one.default_factory is MISSING else one.default_factory()
+            )
+            said = (
+                " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+                if prefix
+                else ""
+            )
+            found[key] = Option(
+                hints[one.name],
+                default,
+                one.metadata.get("about") or about.get(one.name, ""),
+                said,
+            )
     return found
 
 
@@ -88,10 +116,16 @@ def abouts(kind: type) -> dict[str, str]:
     """What the docstrings below the fields of a dataclass say, those of its bases too."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        with suppress(OSError, TypeError):  # one that was made in memory, or is built in, has no source
+        with suppress(
+            OSError, TypeError
+        ):  # one that was made in memory, or is built in, has no source
             (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
             for before, line in pairwise(body.body):  # type: ignore[attr-defined]
-                said = line.value if isinstance(before, ast.AnnAssign) and isinstance(line, ast.Expr) else None
+                said = (
+                    line.value
+                    if isinstance(before, ast.AnnAssign) and isinstance(line, ast.Expr)
+                    else None
+                )
                 if isinstance(said, ast.Constant):
                     found[before.target.id] = " ".join(str(said.value).split())  # type: ignore[union-attr]
     return found
@@ -100,10 +134,14 @@ def abouts(kind: type) -> dict[str, str]:
 def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
     """The classes that no other one of them inherits from."""
     known = list(dict.fromkeys(kinds))
-    return tuple(kind for kind in known if not any(kind in other.__mro__[1:] for other in known))
+    return tuple(
+        kind for kind in known if not any(kind in other.__mro__[1:] for other in known)
+    )
 
 
-def words_of(argv: Sequence[str], options: dict[str, Option]) -> Iterator[tuple[str, str]]:
+def words_of(
+    argv: Sequence[str], options: dict[str, Option]
+) -> Iterator[tuple[str, str]]:
     """Keys and what stands after them. `--flag` alone is `--flag true`, and `--dry-run` is `--dry_run`."""
     words = list(argv)
     while words:
@@ -126,7 +164,11 @@ def words_of(argv: Sequence[str], options: dict[str, Option]) -> Iterator[tuple[
 
 def known(key: str, options: dict[str, Option]) -> bool:
     """Whether a key is an option, or one below an option that takes a mapping."""
-    free = [name for name, option in options.items() if any(get_origin(kind) is dict for kind in kinds_of(option.kind))]
+    free = [
+        name
+        for name, option in options.items()
+        if any(get_origin(kind) is dict for kind in kinds_of(option.kind))
+    ]
     return key in options or any(key.startswith(f"{name}.") for name in free)
 
 
@@ -136,7 +178,9 @@ def file_values(path: str, options: dict[str, Option]) -> Iterator[tuple[str, An
     def walk(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in node.items():
             key = f"{prefix}{name}"
-            section = isinstance(value, dict) and any(option.startswith(f"{key}.") for option in options)
+            section = isinstance(value, dict) and any(
+                option.startswith(f"{key}.") for option in options
+            )
             yield from walk(value, f"{key}.") if section else [(key, value)]
 
     yield from walk(read_yaml(path, "check --config, and see --help for the keys"), "")
@@ -173,10 +217,18 @@ def read(kind: type, argv: Sequence[str] | None = None) -> Given:
 
     def take(key: str, value: Any, place: str, path: str = "") -> None:
         if not known(key, options):
-            raise UserError(f"unknown key '{key}'{path}; {instead(key, options)}; see --help for all")
+            raise UserError(
+                f"unknown key '{key}'{path}; {instead(key, options)}; see --help for all"
+            )
         refuse_secrets(value, place)
-        if key in options and get_origin(options[key].kind) is dict and not isinstance(value, dict):
-            raise UserError(f"{place} is {shown(value)}, it must be {wanted(options[key].kind)}")
+        if (
+            key in options
+            and get_origin(options[key].kind) is dict
+            and not isinstance(value, dict)
+        ):
+            raise UserError(
+                f"{place} is {shown(value)}, it must be {wanted(options[key].kind)}"
+            )
         if isinstance(value, dict) and "." not in key:  # a section whose keys are free
             value = {**(given.get(key) or {}), **value}
         given[key], places[key] = value, place
@@ -186,7 +238,11 @@ def read(kind: type, argv: Sequence[str] | None = None) -> Given:
             take(key, value, f"{key} in {path}", f" in {path}")
     for key, word in line:
         value = options[key].value(word) if key in options else scalar(word)
-        several = isinstance(value, list) and not word.startswith("[") and places.get(key) == f"--{key}"
+        several = (
+            isinstance(value, list)
+            and not word.startswith("[")
+            and places.get(key) == f"--{key}"
+        )
         take(key, [*given[key], *value] if several else value, f"--{key}")
     return Given(nested(given, options), places)
 
@@ -209,9 +265,15 @@ def nested(given: dict[str, Any], options: dict[str, Option]) -> dict[str, Any]:
 
 def check_whole(kind: type, given: Given) -> None:
     """UserError for what has to be given and is not."""
-    options = [(key, one) for key, one in options_of(kind).items() if one.default is MISSING]
-    if missing := [f"--{key} ({one.takes})" for key, one in options if key not in given.places]:
-        raise UserError(f"missing: {', '.join(missing)}; give {'them' if missing[1:] else 'it'}, see --help for all")
+    options = [
+        (key, one) for key, one in options_of(kind).items() if one.default is MISSING
+    ]
+    if missing := [
+        f"--{key} ({one.takes})" for key, one in options if key not in given.places
+    ]:
+        raise UserError(
+            f"missing: {', '.join(missing)}; give {'them' if missing[1:] else 'it'}, see --help for all"
+        )
 
 
 def parse(kind: type[Config], argv: Sequence[str] | None = None) -> Config:
@@ -232,18 +294,33 @@ def help_of(kind: type) -> str:
     module = sys.modules[kind.__module__]
     lines = [
         f"usage: python -m {module.__spec__.name} [--config FILE] [--OPTION VALUE ...]",  # type: ignore[union-attr]
-        "", (module.__doc__ or "").strip(), "",
-        *described("--config FILE", "YAML file with the options below; the line wins over it."),
-    ]  # fmt: skip
+        "",
+        (module.__doc__ or "").strip(),
+        "",
+        *described(
+            "--config FILE", "YAML file with the options below; the line wins over it."
+        ),
+    ]
     section = ""
-    options = options_of(kind).items()  # those of sections last, and what has to be given first
-    for key, one in sorted(options, key=lambda item: (item[1].section != "", item[1].default is not MISSING)):
+    options = options_of(
+        kind
+    ).items()  # those of sections last, and what has to be given first
+    for key, one in sorted(
+        options,
+        key=lambda item: (item[1].section != "", item[1].default is not MISSING),
+    ):
         if one.section != section:
             section = one.section
             lines += ["", *textwrap.wrap(f"{key.rpartition('.')[0]}: {section}", WIDTH)]
-        default = "" if one.default in (MISSING, None, "") else f" ({str(one.default).lower()})"
+        default = (
+            ""
+            if one.default in (MISSING, None, "")
+            else f" ({str(one.default).lower()})"
+        )
         required = " (required)" if one.default is MISSING else ""
-        lines += described(f"--{key} {metavar(one.kind)}", one.about + required + default)
+        lines += described(
+            f"--{key} {metavar(one.kind)}", one.about + required + default
+        )
     return "\n".join(lines)
 
 
@@ -260,9 +337,19 @@ def metavar(kind: Any) -> str:
 
 WIDTH = 120
 """Of lines of help."""
-METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT", list: "[A, B]", dict: "'{K: V}'"}
+METAVARS = {
+    bool: "true|false",
+    int: "N",
+    float: "X",
+    str: "TEXT",
+    list: "[A, B]",
+    dict: "'{K: V}'",
+}
 
 
 def described(option: str, about: str) -> list[str]:
     """Lines of help for one option."""
-    return [f"  {option}", *textwrap.wrap(about, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    return [
+        f"  {option}",
+        *textwrap.wrap(about, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8),
+    ]

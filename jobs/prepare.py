@@ -61,9 +61,14 @@ def run(given: Given) -> dict[str, object]:
     """Prepares the tables and prints what was made and what to run next."""
     begin = time.perf_counter()
     of_job = {f.name for f in fields(Config)}
-    options, asked = ({k: v for k, v in given.values.items() if (k in of_job) is own} for own in (True, False))
+    options, asked = (
+        {k: v for k, v in given.values.items() if (k in of_job) is own}
+        for own in (True, False)
+    )
     source, defaults = load_source(options["source"])
-    settings = read_config(defaults, asked, named=lambda key: given.named(key.removeprefix("prepare.")))
+    settings = read_config(
+        defaults, asked, named=lambda key: given.named(key.removeprefix("prepare."))
+    )
     config = Config(**options, settings=settings)
     if config.append and (config.overwrite or settings.catalogue):
         other = "--overwrite" if config.overwrite else "--catalogue"
@@ -71,9 +76,15 @@ def run(given: Given) -> dict[str, object]:
             f"--append and {other} are both given; --append keeps the tables and their items: leave one out"
         )
     reach(input=config.input, catalogue=settings.catalogue)
-    cli.preflight(input=config.input, output=config.output, catalogue=settings.catalogue)
-    check(source, config.input, config.output, settings)  # before Ray takes its seconds to start
-    found = preview(source, config.input, settings.max_rejects, settings.catalogue is None)
+    cli.preflight(
+        input=config.input, output=config.output, catalogue=settings.catalogue
+    )
+    check(
+        source, config.input, config.output, settings
+    )  # before Ray takes its seconds to start
+    found = preview(
+        source, config.input, settings.max_rejects, settings.catalogue is None
+    )
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)
     if config.dry_run:
@@ -82,11 +93,19 @@ def run(given: Given) -> dict[str, object]:
         return {}
 
     statistics = prepare(
-        source, config.input, config.output, settings, config.overwrite, start=cli.start_ray, append=config.append
+        source,
+        config.input,
+        config.output,
+        settings,
+        config.overwrite,
+        start=cli.start_ray,
+        append=config.append,
     )
     unit = "requests" if "requests" in statistics else "events"
     per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())
-    sparsity = f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""
+    sparsity = (
+        f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""
+    )
     without = statistics.get("requests_without_history", {})
     first = ", ".join(f"{rows:,} {name}" for name, rows in without.items())
     left_out = f"no history, such as each user's first request: {first}; models neither train on them nor rank them\n"
@@ -124,7 +143,9 @@ def run_suggestion(config: Suggestion) -> None:
         return
     filesystem, path = open_uri(config.output)
     if filesystem.get_file_info(path).type != fs.FileType.NotFound:
-        raise UserError(f"{config.output} exists; name another file as --output, or remove it")
+        raise UserError(
+            f"{config.output} exists; name another file as --output, or remove it"
+        )
     write_file(config.output, text.encode())
     print(
         f"{config.output} describes {config.suggest} as far as can be guessed; read each line\n"

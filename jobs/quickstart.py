@@ -17,7 +17,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
-    print("quickstart: loading PyTorch, Ray and MLflow, which takes some seconds", flush=True)
+    print(
+        "quickstart: loading PyTorch, Ray and MLflow, which takes some seconds",
+        flush=True,
+    )
 
 import importlib
 import shlex
@@ -77,13 +80,42 @@ class Flow:
     """Options of jobs.simulate beside its size."""
 
 
-SMALL = ("--model.num_layers", "2", "--fit.batch_size", "16", "--fit.lr", "0.0005", "--fit.patience", "0")
+SMALL = (
+    "--model.num_layers",
+    "2",
+    "--fit.batch_size",
+    "16",
+    "--fit.lr",
+    "0.0005",
+    "--fit.patience",
+    "0",
+)
 NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
 # Base in the steps of search/history.yaml, so that what it lacks beside QGS is the history
-STEPS = ("--model.batch_of", "requests", "--fit.batch_size", "512", "--fit.optimizer", "adamw", "--fit.lr", "0.002",
-         "--fit.weight_decay", "0.01", "--fit.schedule", "cosine", "--fit.warmup_steps", "10000",
-         "--fit.warmup_share", "0.05", "--fit.patience", "0")  # fmt: skip
-ONE = ("--ray.threads", "1")  # small steps lose more to a second thread than it takes from them
+STEPS = (
+    "--model.batch_of",
+    "requests",
+    "--fit.batch_size",
+    "512",
+    "--fit.optimizer",
+    "adamw",
+    "--fit.lr",
+    "0.002",
+    "--fit.weight_decay",
+    "0.01",
+    "--fit.schedule",
+    "cosine",
+    "--fit.warmup_steps",
+    "10000",
+    "--fit.warmup_share",
+    "0.05",
+    "--fit.patience",
+    "0",
+)
+ONE = (
+    "--ray.threads",
+    "1",
+)  # small steps lose more to a second thread than it takes from them
 FLOWS = {
     "retrieval": Flow(
         (
@@ -98,17 +130,27 @@ FLOWS = {
         (
             Trained("boosted", ("search/boosted",)),
             Trained("base", ("search/base",), STEPS, epochs=6, rows=500_000),
-            Trained("qgs", ("qgs", "search/small", "search/history"), epochs=6, rows=500_000),
+            Trained(
+                "qgs", ("qgs", "search/small", "search/history"), epochs=6, rows=500_000
+            ),
         ),
         extra="text",
         simulate=("--taste", "class", "--disliked_click", "0.05"),
     ),
     "actions": Flow(
         (
-            Trained("interleaved", ("attn_mvp", "actions/interleaved"), SMALL, epochs=12),
+            Trained(
+                "interleaved", ("attn_mvp", "actions/interleaved"), SMALL, epochs=12
+            ),
             Trained("attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL, epochs=12),
             Trained("attn_mvp", ("attn_mvp",), SMALL, epochs=12),
-            Trained("attn_mvp", ("attn_mvp", "actions/attn_mvp_no_lfa"), NO_ACTIONS, name="without_actions", epochs=12),
+            Trained(
+                "attn_mvp",
+                ("attn_mvp", "actions/attn_mvp_no_lfa"),
+                NO_ACTIONS,
+                name="without_actions",
+                epochs=12,
+            ),
         ),
         events=2,
     ),
@@ -158,7 +200,10 @@ class Steps:
     def run(self, title: str, job: str, *argv: str) -> Any:
         self.number += 1
         elapsed = time.monotonic() - self.started
-        print(f"\n[{self.number}/{self.count}] {title}   ({elapsed:.0f} s so far)", flush=True)
+        print(
+            f"\n[{self.number}/{self.count}] {title}   ({elapsed:.0f} s so far)",
+            flush=True,
+        )
         print(f"$ python -m jobs.{job} {shlex.join(argv)}", flush=True)
         module = importlib.import_module(f"jobs.{job}")
         return module.run(cli.options_for(module, argv))
@@ -186,26 +231,48 @@ class Folders:
 
 def measure(config: Config, folders: Folders, steps: Steps, trained: Trained) -> None:
     """Trains a model, and evaluates it on test."""
-    entry, seed = registry.find(trained.model), f"-{config.seed}" if config.seed != SEED else ""
+    entry, seed = (
+        registry.find(trained.model),
+        f"-{config.seed}" if config.seed != SEED else "",
+    )
     name = (trained.name or trained.model) + (seed if entry.gradient else "")
     made = FLOWS[folders.family].extra
     where = ["--tables", folders.tables]
-    where += [word for option in entry.reads if made for word in (f"--{option}", folders.extra)]
-    teacher = ["--model.teacher", f"{folders.runs}/{trained.teacher}{seed}"] if trained.teacher else []
+    where += [
+        word
+        for option in entry.reads
+        if made
+        for word in (f"--{option}", folders.extra)
+    ]
+    teacher = (
+        ["--model.teacher", f"{folders.runs}/{trained.teacher}{seed}"]
+        if trained.teacher
+        else []
+    )
     options = [*trained.options, *teacher]
     if entry.gradient:
         epochs = config.epochs or epochs_of(trained, folders.tables)
         options += ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)]
-    configs = [word for file in trained.configs for word in ("--config", str(CONFIGS / f"{file}.yaml"))]
+    configs = [
+        word
+        for file in trained.configs
+        for word in ("--config", str(CONFIGS / f"{file}.yaml"))
+    ]
     train = [*configs, *where, "--storage", folders.runs, "--name", name]
-    steps.run(f"{'Distil' if trained.teacher else 'Train'} {name}", "train", *train, *options)
+    steps.run(
+        f"{'Distil' if trained.teacher else 'Train'} {name}", "train", *train, *options
+    )
     checkpoint = ["--checkpoint", f"{folders.runs}/{name}"]
-    steps.run(f"Evaluate {name} on test", "evaluate", *checkpoint, *where, "--split", "test")
+    steps.run(
+        f"Evaluate {name} on test", "evaluate", *checkpoint, *where, "--split", "test"
+    )
 
 
 def epochs_of(trained: Trained, tables: str) -> int:
     """The epochs that a log of this size is worth: fewer of a large one, so that all end within minutes."""
-    return min(trained.epochs, max(1, round(trained.rows / max(1, parts(tables)["train"]))))
+    return min(
+        trained.epochs, max(1, round(trained.rows / max(1, parts(tables)["train"])))
+    )
 
 
 def parts(tables: str) -> dict[str, int]:
@@ -217,21 +284,39 @@ def parts(tables: str) -> dict[str, int]:
 def locate(config: Config) -> Folders:
     """Where everything is; UserError for a log that is not there, that cannot be guessed at, or of another family."""
     if config.source and not config.data:
-        raise UserError(f"--source is {config.source}, which describes a real log; give its folder with --data")
+        raise UserError(
+            f"--source is {config.source}, which describes a real log; give its folder with --data"
+        )
     if "://" in config.output:
-        raise UserError(f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one")
+        raise UserError(
+            f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one"
+        )
     reach(data=config.data)
-    name = Path(config.data).resolve().name if config.data else KINDS[config.family or "retrieval"].source
+    name = (
+        Path(config.data).resolve().name
+        if config.data
+        else KINDS[config.family or "retrieval"].source
+    )
     home = Path(config.output).absolute() / name
     source = config.source or mapping_of(config, name, home)
     if not Path(source).is_file():
-        raise UserError(f"there is no mapping file {source} for {config.data}; leave out --source for a first one")
+        raise UserError(
+            f"there is no mapping file {source} for {config.data}; leave out --source for a first one"
+        )
     made = load_source(source)[1].get("kind", "retrieval")
     if made != (config.family or made):
-        raise UserError(f"{source} makes tables of kind '{made}', not '{config.family}'; give --family {made}")
+        raise UserError(
+            f"{source} makes tables of kind '{made}', not '{config.family}'; give --family {made}"
+        )
     raw = Path(config.data).absolute() if config.data else home / "raw"
     return Folders(
-        name, made, source, raw, str(home / "tables"), str(home / (FLOWS[made].extra or "sids")), str(home / "runs")
+        name,
+        made,
+        source,
+        raw,
+        str(home / "tables"),
+        str(home / (FLOWS[made].extra or "sids")),
+        str(home / "runs"),
     )
 
 
@@ -246,8 +331,14 @@ def mapping_of(config: Config, name: str, home: Path) -> str:
         text = suggest(str(config.data), config.family)
         home.mkdir(parents=True, exist_ok=True)
         guess.write_text(text)
-    print(f"{guess} describes {config.data} as far as can be guessed; read it, and mend what is wrong:")
-    print("".join(f"    {line}\n" for line in guess.read_text().splitlines()), end="", flush=True)
+    print(
+        f"{guess} describes {config.data} as far as can be guessed; read it, and mend what is wrong:"
+    )
+    print(
+        "".join(f"    {line}\n" for line in guess.read_text().splitlines()),
+        end="",
+        flush=True,
+    )
     return str(guess)
 
 
@@ -259,7 +350,10 @@ def published_sids(folder: Path) -> Path | None:
 
 def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
     """Makes what models need beside the tables; whether there is anything to make it from."""
-    encode, output = ["--tables", folders.tables, "--encoder", config.encoder], ["--output", folders.extra]
+    encode, output = (
+        ["--tables", folders.tables, "--encoder", config.encoder],
+        ["--output", folders.extra],
+    )
     items = read_manifest(join(folders.tables, "items"), "items")
     if FLOWS[folders.family].extra == "text":
         if items.info["texts"]:
@@ -269,10 +363,25 @@ def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
         # for few items two levels and the code of duplicates: a quarter fewer tokens, learned in fewer epochs
         size = ["--rqkmeans.levels", "2" if items.rows <= 16_384 else "3"]
         size += ["--rqkmeans.codebook_size", str(codebook_size(items.rows))]
-        steps.run("Items to semantic IDs", "tokenize", *encode, "--tokenizer", "rqkmeans", *size, *output)
+        steps.run(
+            "Items to semantic IDs",
+            "tokenize",
+            *encode,
+            "--tokenizer",
+            "rqkmeans",
+            *size,
+            *output,
+        )
     elif config.data and (published := published_sids(folders.raw)):
         codes = ["--tokenizer", "published", "--published", str(published)]
-        steps.run("Published semantic IDs", "tokenize", "--tables", folders.tables, *codes, *output)
+        steps.run(
+            "Published semantic IDs",
+            "tokenize",
+            "--tables",
+            folders.tables,
+            *codes,
+            *output,
+        )
     else:
         return False
     return True
@@ -291,37 +400,86 @@ def run(config: Config) -> None:
     steps = Steps(count=3 + (not config.data) + bool(flow.extra) + 2 * len(flow.models))
     if not config.data:
         events = str(config.events * flow.events)
-        size = ["--users", str(config.users), "--items", str(config.items), "--events", events]
-        chosen = [] if kind.simulated == simulate.Config.kind else ["--kind", kind.simulated]
-        log = [*chosen, "--output", str(folders.raw), *size, *flow.simulate, "--seed", str(SEED)]
+        size = [
+            "--users",
+            str(config.users),
+            "--items",
+            str(config.items),
+            "--events",
+            events,
+        ]
+        chosen = (
+            [] if kind.simulated == simulate.Config.kind else ["--kind", kind.simulated]
+        )
+        log = [
+            *chosen,
+            "--output",
+            str(folders.raw),
+            *size,
+            *flow.simulate,
+            "--seed",
+            str(SEED),
+        ]
         steps.run("Simulate a raw log", "simulate", *log)
-    log = ["--source", folders.source, "--input", str(folders.raw), "--output", folders.tables]
+    log = [
+        "--source",
+        folders.source,
+        "--input",
+        str(folders.raw),
+        "--output",
+        folders.tables,
+    ]
     steps.run("Raw log to tables", "prepare", *log)
     if empty := [name for name in ("val", "test") if not parts(folders.tables)[name]]:
-        raise UserError(f"{folders.source} leaves nothing for {' and '.join(empty)}; see the warnings above")
+        raise UserError(
+            f"{folders.source} leaves nothing for {' and '.join(empty)}; see the warnings above"
+        )
     steps.run("Prove the tables free of leakage", "audit", "--tables", folders.tables)
     models = flow.models
     if flow.extra and not make_extra(config, folders, steps):
-        models = tuple(model for model in models if flow.extra not in registry.find(model.model).reads)
+        models = tuple(
+            model
+            for model in models
+            if flow.extra not in registry.find(model.model).reads
+        )
         steps.count -= 1 + 2 * (len(flow.models) - len(models))
         made = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
-        print(f"note: {folders.source} names no texts of items to make {made} of; models of these are left out")
+        print(
+            f"note: {folders.source} names no texts of items to make {made} of; models of these are left out"
+        )
     for trained in models:
         measure(config, folders, steps, trained)
     uri = resolve_uri(None, folders.runs)  # where the trainings logged
     page = Path(folders.runs).parent / "compare.html"
     experiment = f"{folders.family}/{folders.dataset}"
-    steps.run("Compare", "compare", "--experiment", experiment, "--html", str(page), "--tracking_uri", uri)
-    label = "" if config.data else " This is simulated data: the figures show that the flow works, nothing more."
+    steps.run(
+        "Compare",
+        "compare",
+        "--experiment",
+        experiment,
+        "--html",
+        str(page),
+        "--tracking_uri",
+        uri,
+    )
+    label = (
+        ""
+        if config.data
+        else " This is simulated data: the figures show that the flow works, nothing more."
+    )
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s.{label}")
-    print("Sizes and epochs are for minutes on two cores; the configs that the commands name say what is for figures.")
+    print(
+        "Sizes and epochs are for minutes on two cores; the configs that the commands name say what is for figures."
+    )
     print(f"  tables        {folders.tables}")
     if len(models) == len(flow.models) and flow.extra:
         print(f"  {flow.extra:<12}  {folders.extra}")
     print(f"  checkpoints   {folders.runs}")
     print(f"  look at it    {page.as_uri()}")
     serve = f"python3 -m http.server 8000 --bind localhost --directory {shlex.quote(str(page.parent))}"
-    print(f"  over ssh      ssh -L 8000:localhost:8000 HOST {serve}, then http://localhost:8000/{page.name}")
+    print(
+        f"  over ssh      ssh -L 8000:localhost:8000 HOST {serve}, then http://localhost:8000/{page.name}"
+    )
 
 
 if __name__ == "__main__":

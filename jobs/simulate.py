@@ -42,16 +42,24 @@ class Options:
             for name in _options(kind):
                 value = getattr(self, name)
                 if name not in mine and value != getattr(Config, name):
-                    raise ValueError(f"{name} is {value}, which is of a {kind} log; add --kind {kind}")
+                    raise ValueError(
+                        f"{name} is {value}, which is of a {kind} log; add --kind {kind}"
+                    )
         self.settings()
 
     def settings(self) -> Settings:
         """Settings of the simulated log."""
-        return SIMULATED[self.kind].settings(**{name: getattr(self, name) for name in _options(self.kind)})
+        return SIMULATED[self.kind].settings(
+            **{name: getattr(self, name) for name in _options(self.kind)}
+        )
 
 
 Config: Any = make_dataclass(
-    "Config", [], bases=(Options, *most_derived(kind.settings for kind in KINDS.values())), frozen=True, kw_only=True
+    "Config",
+    [],
+    bases=(Options, *most_derived(kind.settings for kind in KINDS.values())),
+    frozen=True,
+    kw_only=True,
 )
 Config.__doc__, Config.__module__ = Options.__doc__, __name__
 
@@ -73,11 +81,15 @@ def run(config: Any) -> None:
     else:
         started = time.monotonic()
         lines = list(kind.simulate(config.output, settings))
-        print(f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}")
+        print(
+            f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}"
+        )
         for line in lines:
             print(line)
     source = SOURCES / f"{kind.source}.yaml"
-    print(f"next: {cli.line('jobs.prepare', source=str(source), input=config.output, output='TABLES')}")
+    print(
+        f"next: {cli.line('jobs.prepare', source=str(source), input=config.output, output='TABLES')}"
+    )
 
 
 if __name__ == "__main__":

@@ -94,13 +94,26 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
             raise UserError(f"--samples is {config.samples}, it must be at least 1")
         grid.samples = config.samples
     sections = {"model": config.model, "fit": config.fit, "evaluate": config.evaluate}
-    sets = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    sets = {
+        f"{name}.{key}": value
+        for name, section in sections.items()
+        for key, value in section.items()
+    }
     for key in TRAINED:
         if isinstance(sets.get(key), str):
             sets[key] = best_trial(sets[key])
     trials = grid.trials(sets)
-    if config.storage and not config.dry_run and all(takes_cache(trial.model) for trial in trials):
-        trials = grid.trials({**sets, "model.teacher_cache": f"{config.storage.rstrip('/')}/teacher_cache"})
+    if (
+        config.storage
+        and not config.dry_run
+        and all(takes_cache(trial.model) for trial in trials)
+    ):
+        trials = grid.trials(
+            {
+                **sets,
+                "model.teacher_cache": f"{config.storage.rstrip('/')}/teacher_cache",
+            }
+        )
     return grid, trials
 
 
@@ -109,7 +122,9 @@ def takes_cache(model: dict[str, Any]) -> bool:
     kind: Any = registry.model_config(str(model["name"])) if model else None
     if kind is None or "teacher_cache" not in naming(kind, "folder"):
         return False
-    return kind.has_lasting_outputs and not (model.get("teacher_cache") or model.get("end_to_end"))
+    return kind.has_lasting_outputs and not (
+        model.get("teacher_cache") or model.get("end_to_end")
+    )
 
 
 def run(config: Config) -> Swept | None:
@@ -124,28 +139,52 @@ def run(config: Config) -> Swept | None:
     cli.check_cpus(workers, config.ray.cpus_per_worker, FEWER)
 
     def start() -> None:
-        cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
+        cli.preflight(
+            tables=config.tables,
+            sids=config.sids,
+            text=config.text,
+            storage=config.storage,
+        )
         cli.start_ray()
 
     swept = sweep(
-        grid, trials, inputs=Inputs(str(config.tables), config.sids, config.text), storage=str(config.storage),
-        name=config.name or grid.name, ray_options=config.ray, options=config.options,
-        tracking_uri=config.tracking_uri, experiment=config.experiment,
-        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]), smoke=config.smoke, say=partial(print, flush=True),
+        grid,
+        trials,
+        inputs=Inputs(str(config.tables), config.sids, config.text),
+        storage=str(config.storage),
+        name=config.name or grid.name,
+        ray_options=config.ray,
+        options=config.options,
+        tracking_uri=config.tracking_uri,
+        experiment=config.experiment,
+        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]),
+        smoke=config.smoke,
+        say=partial(print, flush=True),
         start=start,
-    )  # fmt: skip
-    ranked = sorted(swept.outcomes, key=lambda o: -math.inf if o.value is None else o.value, reverse=True)
+    )
+    ranked = sorted(
+        swept.outcomes,
+        key=lambda o: -math.inf if o.value is None else o.value,
+        reverse=True,
+    )
     for found in ranked[:20]:
         value = "        -" if found.value is None else f"{found.value:9.4f}"
-        print(f"{value}  {found.status:<9} {found.name}" + (f"  ({found.error})" if found.error else ""))
+        print(
+            f"{value}  {found.status:<9} {found.name}"
+            + (f"  ({found.error})" if found.error else "")
+        )
     if len(ranked) > 20:
         print(f"           and {len(ranked) - 20} more in trials.json")
-    print(f"Swept {number_of(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s.")
+    print(
+        f"Swept {number_of(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s."
+    )
     print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
     print(f"  look at it  {tracking.viewer(swept.run.uri)}")
-    shown = {"sweep": swept.name} if config.smoke else {"experiment": swept.run.experiment}
+    shown = (
+        {"sweep": swept.name} if config.smoke else {"experiment": swept.run.experiment}
+    )
     compare = cli.line("jobs.compare", **shown, tracking_uri=swept.run.uri)
     print(f"  next        {compare}")
     return swept
@@ -154,12 +193,20 @@ def run(config: Config) -> Swept | None:
 def show(grid: Grid, trials: list[Trial]) -> None:
     """Prints the trials, and what the paper found with them."""
     print(f"{grid.name}: {grid.source}")
-    for said in [*(f"the paper: {line}" for line in grid.findings), *([f"here: {grid.notes}"] if grid.notes else [])]:
+    for said in [
+        *(f"the paper: {line}" for line in grid.findings),
+        *([f"here: {grid.notes}"] if grid.notes else []),
+    ]:
         print(f"  {' '.join(said.split())}")
     for trial in trials:
-        print(f"  {trial.name}  " + "  ".join(f"{key} {value}" for key, value in trial.point.items()))
+        print(
+            f"  {trial.name}  "
+            + "  ".join(f"{key} {value}" for key, value in trial.point.items())
+        )
     size = number_of(len(grid.all_points()), "point")
-    print(f"{len(trials)} of {size}; metric {grid.metric}; scheduler {grid.scheduler.name}")
+    print(
+        f"{len(trials)} of {size}; metric {grid.metric}; scheduler {grid.scheduler.name}"
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,12 @@ from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
 from pipelines.data.sids.extend import Embedder, drift_lines, extend
 from pipelines.data.sids.own_embeddings import SUFFIXES, read_own
-from pipelines.data.sids.tokenize import TokenizerConfig, check_folders, check_items, tokenize
+from pipelines.data.sids.tokenize import (
+    TokenizerConfig,
+    check_folders,
+    check_items,
+    tokenize,
+)
 
 SMALL = 1000
 """Items below which a first training takes the small TIGER."""
@@ -72,7 +77,9 @@ class Config:
         if self.pca < 0:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
         if self.embeddings and self.tokenizer == "published":
-            raise ValueError(f"embeddings is {self.embeddings!r}, but published SIDs need none; leave it out")
+            raise ValueError(
+                f"embeddings is {self.embeddings!r}, but published SIDs need none; leave it out"
+            )
         if bool(self.id) != self.own:
             raise ValueError(
                 f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet or .npy file and its --id go "
@@ -87,15 +94,21 @@ class Config:
 
     def sids_config(self) -> TokenizerConfig:
         """The tokenizer's part of the options."""
-        return TokenizerConfig(self.tokenizer, self.published, self.rqkmeans, self.rqvae, self.psid)
+        return TokenizerConfig(
+            self.tokenizer, self.published, self.rqkmeans, self.rqvae, self.psid
+        )
 
 
 def summary(sids: Manifest, trie: Manifest) -> list[str]:
     """Lines that say how good the SIDs are."""
     info: dict[str, Any] = sids.info
     sizes = info["codebook_sizes"]
-    lines = [f"{number_of(sids.rows, 'item')}, {number_of(len(sizes), 'code')} each, codebooks {sizes}"]
-    errors = [f"{label} {info[name]:.4f}" for name, label in ERRORS.items() if name in info]
+    lines = [
+        f"{number_of(sids.rows, 'item')}, {number_of(len(sizes), 'code')} each, codebooks {sizes}"
+    ]
+    errors = [
+        f"{label} {info[name]:.4f}" for name, label in ERRORS.items() if name in info
+    ]
     if errors:
         lines.append(f"share of variance not explained: {', '.join(errors)}")
     if "relaxed_items" in info:
@@ -113,7 +126,10 @@ def summary(sids: Manifest, trie: Manifest) -> list[str]:
             f"level {level + 1}: {measures['used']} codes in use ({measures['use']:.1%}), "
             f"entropy {measures['entropy_bits']:.2f} bits"
         )
-    lines.append("branching per level " + ", ".join(f"{mean:.2f}" for mean in trie.info["branching"]))
+    lines.append(
+        "branching per level "
+        + ", ".join(f"{mean:.2f}" for mean in trie.info["branching"])
+    )
     return lines
 
 
@@ -123,14 +139,24 @@ def run(config: Config) -> None:
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
 
-    items, shared = join(config.tables, "items"), "" if config.own else config.embeddings
+    items, shared = (
+        join(config.tables, "items"),
+        "" if config.own else config.embeddings,
+    )
     # what does not answer is said before Ray starts
     reach(tables=config.tables, embeddings=shared, extend=config.extend)
-    cli.preflight(tables=config.tables, embeddings=shared, extend=config.extend, output=config.output)
+    cli.preflight(
+        tables=config.tables,
+        embeddings=shared,
+        extend=config.extend,
+        output=config.output,
+    )
     check_writable(config.output)
     check_folders(config.output, shared)
     own = read_own(config.embeddings, config.id) if config.own else None
-    if config.tokenizer != "published":  # what is wrong with the input, before Ray starts
+    if (
+        config.tokenizer != "published"
+    ):  # what is wrong with the input, before Ray starts
         check_items(items, config.sids_config(), None if own else config.embed)
         embed_origin(items, config.encoder, config.pca, config.embed, own)
     if config.extend:
@@ -160,18 +186,29 @@ def run(config: Config) -> None:
             cli.start_ray,
             own,
         )
-    for line in [*summary(sids, trie), *(drift_lines(sids.info["drift"]) if "drift" in sids.info else [])]:
+    for line in [
+        *summary(sids, trie),
+        *(drift_lines(sids.info["drift"]) if "drift" in sids.info else []),
+    ]:
         print(line)
-    if many := config.sids_config().crowded_by_codes(sids.rows, sids.info["levels"][0]["used"]):
+    if many := config.sids_config().crowded_by_codes(
+        sids.rows, sids.info["levels"][0]["used"]
+    ):
         print(f"note: {many} --overwrite")
     if made:
         print(
             f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in {time.monotonic() - started:.0f} s"
         )
     else:
-        print(f"nothing to do: {config.output} is up to date; --overwrite makes it again")
+        print(
+            f"nothing to do: {config.output} is up to date; --overwrite makes it again"
+        )
     tiger = "tiger_small" if sids.rows < SMALL else "tiger"
-    train = {"config": f"jobs/configs/{tiger}.yaml", "tables": config.tables, "sids": config.output}
+    train = {
+        "config": f"jobs/configs/{tiger}.yaml",
+        "tables": config.tables,
+        "sids": config.output,
+    }
     print(f"next: {cli.line('jobs.train', **train, storage='runs', name='tiger')}")
 
 

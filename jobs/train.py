@@ -75,7 +75,11 @@ def options_of(name: str) -> type:
     """The model's config dataclass with its `name` as one more option."""
     config = registry.model_config(name)
     about = {"about": f"Which model: one of {', '.join(registry.MODELS)}."}
-    named = make_dataclass("ModelOptions", [("name", str, field(default=name, metadata=about))], bases=(config,))
+    named = make_dataclass(
+        "ModelOptions",
+        [("name", str, field(default=name, metadata=about))],
+        bases=(config,),
+    )
     named.__doc__, named.__module__ = config.__doc__, config.__module__
     return named
 
@@ -85,13 +89,17 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     argv = sys.argv[1:] if argv is None else argv
     helping = bool({"--help", "-h"} & set(argv))
     first = next(iter(registry.MODELS))
-    given = read(Config, [word for word in argv if word not in ("--help", "-h")]).values.get("model", {})
+    given = read(
+        Config, [word for word in argv if word not in ("--help", "-h")]
+    ).values.get("model", {})
     if "name" not in given and not helping:
         raise UserError(
             f"no model is named; give a --config that has `model: {{name: ...}}`, or --model.name, with one of "
             f"{', '.join(registry.MODELS)}"
         )
-    kind = make_dataclass("Config", [("model", options_of(given.get("name", first)))], bases=(Config,))
+    kind = make_dataclass(
+        "Config", [("model", options_of(given.get("name", first)))], bases=(Config,)
+    )
     kind.__module__ = __name__
     config: Any = cli.parse(kind, argv)
     return Config(**{**vars(config), "model": asdict(config.model)})
@@ -111,14 +119,21 @@ def popularity_of(config: Config, about: Checkpoint) -> float:
     if sum(part.bytes for part in sequences.files) > LARGE:
         return math.nan
     unseen = config.fit.eval_options.get("unseen")
-    fit = replace(config.fit, batch_size=8192, train_examples=0, eval_options={"unseen": unseen})
-    model = {"name": "popularity", "max_history": about.model["max_history"] if unseen else 1}
+    fit = replace(
+        config.fit, batch_size=8192, train_examples=0, eval_options={"unseen": unseen}
+    )
+    model = {
+        "name": "popularity",
+        "max_history": about.model["max_history"] if unseen else 1,
+    }
     setup = set_up(model, fit, Inputs(config.tables), goes_on=about)
     setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
     return setup.means(setup.validate(setup.model)[0]).get(fit.metric, math.nan)
 
 
-def learned_nothing(found: Mapping[str, float], fit: FitConfig, popularity: float = math.nan) -> str:
+def learned_nothing(
+    found: Mapping[str, float], fit: FitConfig, popularity: float = math.nan
+) -> str:
     """A line where the metrics of the best epoch are no better than what needs no model: `popularity`, the base rates
     of actions, chance for searches; else nothing."""
     below = ""
@@ -140,12 +155,20 @@ def run(config: Config) -> Any:
     check_writable(config.storage)
     entry = registry.find(config.model["name"])
     checked = check(
-        model=config.model, fit=config.fit, ray_options=config.ray,
-        inputs=Inputs(config.tables, config.sids, config.text), storage=config.storage, name=config.name,
-        tracking_uri=config.tracking_uri, overwrite=config.overwrite, init=config.init,
-    )  # fmt: skip
+        model=config.model,
+        fit=config.fit,
+        ray_options=config.ray,
+        inputs=Inputs(config.tables, config.sids, config.text),
+        storage=config.storage,
+        name=config.name,
+        tracking_uri=config.tracking_uri,
+        overwrite=config.overwrite,
+        init=config.init,
+    )
     cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)
-    cli.preflight(tables=config.tables, sids=config.sids, text=config.text, storage=config.storage)
+    cli.preflight(
+        tables=config.tables, sids=config.sids, text=config.text, storage=config.storage
+    )
     trained = run_training(
         checked,
         experiment=config.experiment,
@@ -155,13 +178,29 @@ def run(config: Config) -> Any:
     )
     best = trained.about
     if trained.already:
-        print(f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew.")
+        print(
+            f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew."
+        )
     else:
-        print(f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s.")
-        popularity = popularity_of(config, best) if entry.gradient and entry.recommends else math.nan
-        warning = learned_nothing(best.metrics, config.fit, popularity) if entry.gradient else ""
+        print(
+            f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s."
+        )
+        popularity = (
+            popularity_of(config, best)
+            if entry.gradient and entry.recommends
+            else math.nan
+        )
+        warning = (
+            learned_nothing(best.metrics, config.fit, popularity)
+            if entry.gradient
+            else ""
+        )
         print(warning or still_rising(best.epoch, trained.epochs, config.fit), end="")
-    shown = "  ".join(f"{name} {best.metrics[name]:.4f}" for name in entry.measured.SHOWN if name in best.metrics)
+    shown = "  ".join(
+        f"{name} {best.metrics[name]:.4f}"
+        for name in entry.measured.SHOWN
+        if name in best.metrics
+    )
     read = {option: vars(config)[option] for option in checked.inputs.given()}
     evaluate = {"checkpoint": trained.checkpoint, **read, "split": "test"}
     print(

@@ -49,7 +49,9 @@ class ByUser:
         return cls(((rows, table),))
 
     def __add__(self, other: ByUser | float) -> ByUser:
-        return ByUser((*self.chunks, *other.chunks)) if isinstance(other, ByUser) else self  # a sum begins with 0
+        return (
+            ByUser((*self.chunks, *other.chunks)) if isinstance(other, ByUser) else self
+        )  # a sum begins with 0
 
     __radd__ = __add__
 
@@ -59,7 +61,9 @@ class ByUser:
 
     def whole(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
         """(users ascending, means of their values, their numbers), each (U,)."""
-        rows, place = torch.cat([rows for rows, _ in self.chunks]).unique(return_inverse=True)
+        rows, place = torch.cat([rows for rows, _ in self.chunks]).unique(
+            return_inverse=True
+        )
         added = torch.cat([table for _, table in self.chunks], 1)
         total = added.new_zeros(2, len(rows)).index_add(1, place, added)
         return rows.numpy(), (total[0] / total[1]).numpy(), total[1].long().numpy()
@@ -69,7 +73,11 @@ class ByUser:
         users and counts."""
         rows, means, counts = self.whole()
         same = hashlib.sha256(rows.tobytes() + counts.tobytes()).hexdigest()[:16]
-        return {"users": same, "means": text(means.astype("<f2")), "counts": text(counts.astype("<u4"))}
+        return {
+            "users": same,
+            "means": text(means.astype("<f2")),
+            "counts": text(counts.astype("<u4")),
+        }
 
 
 def unpacked(fields: dict[str, str]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

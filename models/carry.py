@@ -46,11 +46,14 @@ def names_of(model: nn.Module) -> dict[str, Names]:
     """By module, of each of its `tables` the values that rows from 1 on are of; None where they have no names."""
     return {
         place: [None if values is None else list(values) for values in module.names]
-        for place, module in model.named_modules() if isinstance(module, Tables)
-    }  # fmt: skip
+        for place, module in model.named_modules()
+        if isinstance(module, Tables)
+    }
 
 
-def carry(model: nn.Module, uri: str | Path, about: Checkpoint, items: int) -> list[str]:
+def carry(
+    model: nn.Module, uri: str | Path, about: Checkpoint, items: int
+) -> list[str]:
     """Fills `model`, built on new tables of so many items and the old scales, with the weights of the checkpoint at
     `uri`; lines that say what is new. UserError where they do not fit otherwise."""
     with local(uri) as folder:
@@ -68,9 +71,15 @@ def carry(model: nn.Module, uri: str | Path, about: Checkpoint, items: int) -> l
             weights = by_name(weights, before, now)
             if new := len(set(now) - set(before)):
                 notes.append(f"{number_of(new, 'new value')} in {name}")
-        elif target is not None and weights.ndim and len(weights) < len(target) == items:
+        elif (
+            target is not None and weights.ndim and len(weights) < len(target) == items
+        ):
             notes.append(f"{number_of(items - len(weights), 'new item')} in {name}")
-            weights = longer(weights, items, zero=name not in parameters or knows_unknown(model, name))
+            weights = longer(
+                weights,
+                items,
+                zero=name not in parameters or knows_unknown(model, name),
+            )
         if target is None or target.shape != weights.shape:
             shape = "none" if target is None else f"of {tuple(target.shape)}"
             raise UserError(
@@ -79,8 +88,14 @@ def carry(model: nn.Module, uri: str | Path, about: Checkpoint, items: int) -> l
             )
         filled.add(target.data_ptr())
         target.copy_(weights)
-    if left := [name for name, tensor in there.items() if tensor.data_ptr() not in filled and tensor.numel()]:
-        raise UserError(f"{uri} does not fit the model: it has no {left[0]}; give a checkpoint of this model")
+    if left := [
+        name
+        for name, tensor in there.items()
+        if tensor.data_ptr() not in filled and tensor.numel()
+    ]:
+        raise UserError(
+            f"{uri} does not fit the model: it has no {left[0]}; give a checkpoint of this model"
+        )
     check_finite(model, uri)
     return notes
 
@@ -92,18 +107,27 @@ def of_content(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{place}.{name}", getattr(module, name)
 
 
-def named_rows(model: nn.Module, about: Checkpoint) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str]]]]:
+def named_rows(
+    model: nn.Module, about: Checkpoint
+) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str]]]]:
     """Weights whose rows have names: those of the training, and those of the model."""
     before: Mapping[str, Any] = about.learned.get("names", {})
     for place, now in names_of(model).items():
-        for number, (old, new) in enumerate(zip(before.get(place, ()), now, strict=False)):
+        for number, (old, new) in enumerate(
+            zip(before.get(place, ()), now, strict=False)
+        ):
             if old is not None and new is not None:
                 yield f"{place}.tables.{number}.weight", (old, new)
 
 
 def by_name(weights: Tensor, before: Sequence[str], now: Sequence[str]) -> Tensor:
     """(1 + now, D) of (1 + before, D): the rows of values by their names, that of row 0 for new ones."""
-    found = pc.fill_null(pc.index_in(pa.array(now, pa.string()), pa.array(before, pa.string())), -1).to_numpy() + 1
+    found = (
+        pc.fill_null(
+            pc.index_in(pa.array(now, pa.string()), pa.array(before, pa.string())), -1
+        ).to_numpy()
+        + 1
+    )
     return weights[torch.from_numpy(np.append(0, found))]
 
 
@@ -115,5 +139,7 @@ def longer(weights: Tensor, rows: int, zero: bool) -> Tensor:
 
 def knows_unknown(model: nn.Module, name: str) -> bool:
     """Whether the module of the weights has learned what an unknown item is, which then is a vector of zeros."""
-    module = model.get_submodule(name.split(".tables.")[0]) if ".tables." in name else model
+    module = (
+        model.get_submodule(name.split(".tables.")[0]) if ".tables." in name else model
+    )
     return isinstance(module, Tables) and module.id_dropout > 0

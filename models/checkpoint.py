@@ -28,7 +28,15 @@ import torch.distributed as dist
 from pyarrow import fs
 from torch import nn
 
-from models.tables import UserError, Version, check_inside, join, open_uri, sealed, unsealed
+from models.tables import (
+    UserError,
+    Version,
+    check_inside,
+    join,
+    open_uri,
+    sealed,
+    unsealed,
+)
 from models.uri import file_info, write_file
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
@@ -98,9 +106,14 @@ class Uploads:
 
 
 def save(
-    uri: str | Path, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None = None,
-    after: Callable[[], None] = lambda: None, uploads: Uploads | None = None, shares: Sequence[Written] = (),
-) -> None:  # fmt: skip
+    uri: str | Path,
+    model: nn.Module,
+    about: Checkpoint,
+    state: dict[str, Any] | None = None,
+    after: Callable[[], None] = lambda: None,
+    uploads: Uploads | None = None,
+    shares: Sequence[Written] = (),
+) -> None:
     """Makes or replaces the checkpoint at a path or URI, `config.json` last, and then does what comes `after`.
 
     The state of a model that has but a shard of its weights holds them all as `weights`. With `uploads` a checkpoint at
@@ -115,7 +128,9 @@ def save(
         state = dict(state)
         safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
     else:
-        safetensors.torch.save_model(model, str(folder / WEIGHTS))  # keeps tied weights once
+        safetensors.torch.save_model(
+            model, str(folder / WEIGHTS)
+        )  # keeps tied weights once
     if state is not None:
         torch.save(state, folder / STATE)
     there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
@@ -131,7 +146,10 @@ def save(
                 if not shares:
                     _make_anew(filesystem, path)
                 fs.copy_files(
-                    str(folder), path, source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem
+                    str(folder),
+                    path,
+                    source_filesystem=fs.LocalFileSystem(),
+                    destination_filesystem=filesystem,
                 )
         write_file(join(str(uri), CONFIG), config)
         after()
@@ -146,7 +164,9 @@ Written = tuple[str, int, str]
 """A file's name, size and SHA-256."""
 
 
-def write_shares(folder: str, about: Checkpoint, state: dict[str, Any], rank: int) -> list[Written]:
+def write_shares(
+    folder: str, about: Checkpoint, state: dict[str, Any], rank: int
+) -> list[Written]:
     """Every rank but 0, whose own is in its state, writes its share of the optimizer's state into a checkpoint that
     `save` then ends. All ranks call this at once, and get what was written."""
     filesystem, path = open_uri(join(folder, step_name(about.step)))
@@ -159,9 +179,11 @@ def write_shares(folder: str, about: Checkpoint, state: dict[str, Any], rank: in
             file = Path(made) / f"state-{rank}.pt"
             torch.save(state["optimizer"]["state"], file)
             fs.copy_files(
-                str(file), f"{path}/{file.name}",
-                source_filesystem=fs.LocalFileSystem(), destination_filesystem=filesystem,
-            )  # fmt: skip
+                str(file),
+                f"{path}/{file.name}",
+                source_filesystem=fs.LocalFileSystem(),
+                destination_filesystem=filesystem,
+            )
             mine = (file.name, file.stat().st_size, _hash(file))
     every: list[Written | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
@@ -180,9 +202,13 @@ def _hash(path: Path) -> str:
 
 
 def keep(
-    folder: str, model: nn.Module, about: Checkpoint, state: dict[str, Any] | None, uploads: Uploads | None = None,
+    folder: str,
+    model: nn.Module,
+    about: Checkpoint,
+    state: dict[str, Any] | None,
+    uploads: Uploads | None = None,
     shares: Sequence[Written] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Saves where a run stands in its folder, and removes what was saved before but the best; `uploads` and `shares`
     are those of `save`."""
     stays = (step_name(about.step), step_name(about.best["step"]))
@@ -193,7 +219,15 @@ def keep(
             if name not in stays:
                 filesystem.delete_dir(f"{path}/{name}")
 
-    save(join(folder, step_name(about.step)), model, about, state, remove, uploads, shares)
+    save(
+        join(folder, step_name(about.step)),
+        model,
+        about,
+        state,
+        remove,
+        uploads,
+        shares,
+    )
 
 
 def step_name(step: int) -> str:
@@ -205,13 +239,18 @@ def _steps(folder: str) -> list[str]:
     """Names of a run's checkpoints, whole or not, the newest first."""
     filesystem, path = open_uri(folder)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return sorted((info.base_name for info in found if info.base_name.startswith("step-")), reverse=True)
+    return sorted(
+        (info.base_name for info in found if info.base_name.startswith("step-")),
+        reverse=True,
+    )
 
 
 def last(folder: str) -> Checkpoint | None:
     """What a run's newest checkpoint says that was written to its end."""
     for name in _steps(folder):
-        with suppress(UserError):  # it was being written when the run was killed: the one before it counts
+        with suppress(
+            UserError
+        ):  # it was being written when the run was killed: the one before it counts
             return read(join(folder, name))
     return None
 
@@ -221,7 +260,10 @@ def publish(folder: str, about: Checkpoint) -> str:
     that is."""
     source, target = join(folder, step_name(about.best["step"])), join(folder, BEST)
     best = read(source)
-    best.files, best.sha256 = {WEIGHTS: best.files[WEIGHTS]}, {WEIGHTS: best.sha256[WEIGHTS]}
+    best.files, best.sha256 = (
+        {WEIGHTS: best.files[WEIGHTS]},
+        {WEIGHTS: best.sha256[WEIGHTS]},
+    )
     (filesystem, origin), (_, path) = open_uri(source), open_uri(target)
     filesystem.create_dir(path, recursive=True)
     filesystem.copy_file(f"{origin}/{WEIGHTS}", f"{path}/{WEIGHTS}")
@@ -239,7 +281,12 @@ def local(uri: str | Path) -> Iterator[Path]:
     with TemporaryDirectory() as made:
         folder = Path(made)
         if filesystem.get_file_info(path).type == fs.FileType.Directory:
-            fs.copy_files(path, str(folder), source_filesystem=filesystem, destination_filesystem=fs.LocalFileSystem())
+            fs.copy_files(
+                path,
+                str(folder),
+                source_filesystem=filesystem,
+                destination_filesystem=fs.LocalFileSystem(),
+            )
         yield folder
 
 
@@ -253,18 +300,24 @@ def read(uri: str | Path) -> Checkpoint:
     filesystem, path = open_uri(str(uri))
     where = f"{path}/{CONFIG}"
     if not exists(uri):
-        raise UserError(f"{uri} is not a checkpoint: it holds no {CONFIG}; give the folder that jobs.train printed")
+        raise UserError(
+            f"{uri} is not a checkpoint: it holds no {CONFIG}; give the folder that jobs.train printed"
+        )
     try:
         with filesystem.open_input_stream(where) as stream:
             about = Checkpoint(**unsealed(stream.read()))
         about.model, about.files = dict(about.model), dict(about.files)
         check_inside(about.files)
     except (ValueError, TypeError) as error:
-        raise UserError(f"{where} is damaged ({error}); use another checkpoint or train again") from error
+        raise UserError(
+            f"{where} is damaged ({error}); use another checkpoint or train again"
+        ) from error
     for name, size in about.files.items():
         info = filesystem.get_file_info(f"{path}/{name}")
         if info.type != fs.FileType.File:
-            raise UserError(f"{uri}/{name} is missing; use another checkpoint or train again")
+            raise UserError(
+                f"{uri}/{name} is missing; use another checkpoint or train again"
+            )
         if info.size != size:
             raise UserError(
                 f"{uri}/{name} has {info.size} bytes, {CONFIG} says {size}: truncated or replaced; use another "
@@ -291,9 +344,17 @@ def weights_hash(uri: str) -> str:
 
 
 def _remedy(table: str) -> str:
-    option = "text" if table.startswith("text_") else "sids" if table in ("sids", "trie") else ""
+    option = (
+        "text"
+        if table.startswith("text_")
+        else "sids"
+        if table in ("sids", "trie")
+        else ""
+    )
     what = (
-        f"give the --{option} that it was trained with" if option else "evaluate on the tables that it was trained on"
+        f"give the --{option} that it was trained with"
+        if option
+        else "evaluate on the tables that it was trained on"
     )
     return f"{what}, or train again"
 
@@ -301,30 +362,47 @@ def _remedy(table: str) -> str:
 def extended(about: Checkpoint, table: str, hashes: Mapping[str, str | None]) -> bool:
     """Whether the table of these hashes extends that of the training; queries and their texts, which models know by
     their words alone, go with what they belong to."""
-    table = {"queries": "sequences", "text_queries": "text_items", "text_pairs": "text_items"}.get(table, table)
+    table = {
+        "queries": "sequences",
+        "text_queries": "text_items",
+        "text_pairs": "text_items",
+    }.get(table, table)
     given = hashes.get(table)
     return isinstance(given, Version) and about.hashes.get(table) in given.extends
 
 
 def check(
-    about: Checkpoint, uri: str | Path, hashes: Mapping[str, str | None], name: str | None = None,
+    about: Checkpoint,
+    uri: str | Path,
+    hashes: Mapping[str, str | None],
+    name: str | None = None,
     extending: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Raises UserError where the checkpoint is of another model than `name` or of other tables than `hashes`; where
     `extending` it takes tables that extend its own."""
     if name is not None and about.name != name:
-        raise UserError(f"{uri} is a checkpoint of the model '{about.name}', not of '{name}'; give one of '{name}'")
+        raise UserError(
+            f"{uri} is a checkpoint of the model '{about.name}', not of '{name}'; give one of '{name}'"
+        )
     for table, trained in about.hashes.items():
         given = hashes.get(table)
         if trained and not given:
-            raise UserError(f"{uri} was trained with a table '{table}' that is not given; {_remedy(table)}")
-        if trained and given != trained and not (extending and extended(about, table, hashes)):
+            raise UserError(
+                f"{uri} was trained with a table '{table}' that is not given; {_remedy(table)}"
+            )
+        if (
+            trained
+            and given != trained
+            and not (extending and extended(about, table, hashes))
+        ):
             raise UserError(
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {str(given)[:12]} is given; "
                 f"{_remedy(table)}"
             )
     if about.hashes and OPTIONAL in hashes and OPTIONAL not in about.hashes:
-        raise UserError(f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave out --text")
+        raise UserError(
+            f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave out --text"
+        )
 
 
 def load_weights(model: nn.Module, uri: str | Path) -> None:
@@ -335,7 +413,9 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
             check_finite(model, uri)
         except RuntimeError as error:
             first = " ".join(str(error).split())[:300]
-            raise UserError(f"{uri} does not fit the model: {first}; give a checkpoint of this model") from error
+            raise UserError(
+                f"{uri} does not fit the model: {first}; give a checkpoint of this model"
+            ) from error
 
 
 def check_finite(model: nn.Module, uri: str | Path) -> None:
@@ -352,7 +432,9 @@ def load_state(uri: str | Path) -> dict[str, Any]:
     """What `fit` needs to resume. Raises UserError where the checkpoint has none, as that of a served model."""
     with local(uri) as folder:
         if not (folder / STATE).exists():
-            raise UserError(f"{uri} holds no {STATE}, so training cannot resume from it; use the run's last checkpoint")
+            raise UserError(
+                f"{uri} holds no {STATE}, so training cannot resume from it; use the run's last checkpoint"
+            )
         state, *shares = [
             torch.load(whole(folder, name, uri), map_location="cpu", weights_only=True)
             for name in [STATE, *sorted(read(uri).files.keys() - {WEIGHTS, STATE})]

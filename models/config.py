@@ -32,7 +32,11 @@ def instead(key: str, known: Iterable[str]) -> str:
     last, known = key.rsplit(".", 1)[-1], list(known)
     if not known:
         return "it takes no keys"
-    same = [other for other in known if other.rsplit(".", 1)[-1] in (last, ALSO_CALLED.get(last))]
+    same = [
+        other
+        for other in known
+        if other.rsplit(".", 1)[-1] in (last, ALSO_CALLED.get(last))
+    ]
     return f"the nearest key is '{nearest(key, same or known)}'"
 
 
@@ -59,7 +63,9 @@ def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def check_least(config: Any, names: Iterable[str], least: float, section: str = "") -> None:
+def check_least(
+    config: Any, names: Iterable[str], least: float, section: str = ""
+) -> None:
     """ValueError for the first of these fields that is below `least`; one that is None is not given. section: what
     stands before the names in messages, such as `fit.`; the next two take it too."""
     for name in names:
@@ -71,14 +77,20 @@ def check_shares(config: Any, names: Iterable[str], section: str = "") -> None:
     """ValueError for the first of these fields that is no share from 0 to 1."""
     for name in names:
         if not 0 <= (value := getattr(config, name)) <= 1:
-            raise ValueError(f"{section}{name} is {value}, it is a share and must be between 0 and 1")
+            raise ValueError(
+                f"{section}{name} is {value}, it is a share and must be between 0 and 1"
+            )
 
 
 def check_choices(config: Any, section: str = "") -> None:
     """ValueError for the first field that is none of the words of its type, such as Literal["adamw", "adagrad"]."""
     for name, kind in get_type_hints(type(config)).items():
-        if get_origin(kind) is Literal and (value := getattr(config, name)) not in get_args(kind):
-            raise ValueError(f"{section}{name} is {value!r}, it must be one of {', '.join(map(str, get_args(kind)))}")
+        if get_origin(kind) is Literal and (
+            value := getattr(config, name)
+        ) not in get_args(kind):
+            raise ValueError(
+                f"{section}{name} is {value!r}, it must be one of {', '.join(map(str, get_args(kind)))}"
+            )
 
 
 def check_positive(config: Any, names: Iterable[str]) -> None:
@@ -90,10 +102,14 @@ def check_dropout(config: Any, *names: str) -> None:
     """ValueError for the first of these fields that is no share of values to drop."""
     for name in names:
         if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f"{name} {getattr(config, name)} is not in [0, 1); give a share")
+            raise ValueError(
+                f"{name} {getattr(config, name)} is not in [0, 1); give a share"
+            )
 
 
-def check_known(given: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]) -> None:
+def check_known(
+    given: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]
+) -> None:
     """UserError(message(name, nearest)) for the first of `given` that is not among `known`."""
     known = list(known)
     for name in given:
@@ -104,11 +120,16 @@ def check_known(given: Iterable[str], known: Iterable[str], message: Callable[[s
 class OneOfEach(yaml.SafeLoader):
     """YAML in which no key stands twice: the first would be lost without a word."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Any, Any]:
         seen = set[tuple[str, str]]()
         for key, _ in node.value:
             if (key.tag, str(key.value)) in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} stands twice",
+                    problem_mark=key.start_mark,
+                )
             seen.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep)
 
@@ -120,12 +141,20 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
         with filesystem.open_input_stream(path) as stream:
             content = yaml.load(stream.read(), OneOfEach)
     except OSError as error:
-        why = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+        why = (
+            "no such file"
+            if isinstance(error, FileNotFoundError)
+            else " ".join(str(error).split())
+        )
         raise UserError(f"cannot read {uri} ({why}); {remedy}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{uri} is not valid YAML: {' '.join(str(error).split())}; {remedy}") from error
+        raise UserError(
+            f"{uri} is not valid YAML: {' '.join(str(error).split())}; {remedy}"
+        ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{uri} holds {type(content).__name__}, not a mapping; {remedy}")
+        raise UserError(
+            f"{uri} holds {type(content).__name__}, not a mapping; {remedy}"
+        )
     return content
 
 
@@ -139,7 +168,12 @@ def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
     return content
 
 
-def build(kind: type, content: dict[str, Any], where: str = "", named: Callable[[str], str] = "'{}'".format) -> Any:
+def build(
+    kind: type,
+    content: dict[str, Any],
+    where: str = "",
+    named: Callable[[str], str] = "'{}'".format,
+) -> Any:
     """An instance of the dataclass `kind` from plain values, dataclasses within it too. ValueError names the first key
     that is unknown, missing or of another type; `where` is what stands before the keys, and `named` how messages call
     one."""
@@ -151,7 +185,9 @@ def build(kind: type, content: dict[str, Any], where: str = "", named: Callable[
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
-        faults = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")  # a mistyped key is missing too
+        faults = sorted(
+            error.errors(), key=lambda fault: fault["type"] == "missing"
+        )  # a mistyped key is missing too
     fault = faults[0]
     if fault["type"] == "value_error":
         raise ValueError(fault["msg"].removeprefix("Value error, "))
@@ -159,8 +195,14 @@ def build(kind: type, content: dict[str, Any], where: str = "", named: Callable[
     key = where + ".".join(path)
     if fault["type"] == "missing":
         raise ValueError(f"{named(key)} is missing; add such as '{path[-1]}: ...'")
-    quotes = "; write it in quotes" if str in kinds_of(option) and not isinstance(fault["input"], dict | list) else ""
-    raise ValueError(f"{named(key)} is {shown(fault['input'])}, it must be {wanted(option, default)}{quotes}")
+    quotes = (
+        "; write it in quotes"
+        if str in kinds_of(option) and not isinstance(fault["input"], dict | list)
+        else ""
+    )
+    raise ValueError(
+        f"{named(key)} is {shown(fault['input'])}, it must be {wanted(option, default)}{quotes}"
+    )
 
 
 def typed(kind: type, content: dict[str, Any], where: str) -> dict[str, Any]:
@@ -169,22 +211,36 @@ def typed(kind: type, content: dict[str, Any], where: str) -> dict[str, Any]:
     return {key: getattr(built, key) for key in content}
 
 
-def _check_values(kind: type, content: dict[str, Any], where: str, named: Callable[[str], str]) -> None:
+def _check_values(
+    kind: type, content: dict[str, Any], where: str, named: Callable[[str], str]
+) -> None:
     """ValueError for an unknown key, and for true or false in the place of a number, which pydantic takes for 1 and 0,
     or no number in the place of one."""
     hints = get_type_hints(kind)
     known = {f.name: f.default for f in fields(kind)}
     for key, value in content.items():
         if key not in known:
-            raise ValueError(f"unknown key '{where}{key}'; {instead(f'{where}{key}', [where + k for k in known])}")
+            raise ValueError(
+                f"unknown key '{where}{key}'; {instead(f'{where}{key}', [where + k for k in known])}"
+            )
         option = hints[key]
         kinds = {option, *kinds_of(option), *get_args(option)}
-        wrong = isinstance(value, bool) and bool not in kinds and not any(get_origin(k) is Literal for k in kinds)
+        wrong = (
+            isinstance(value, bool)
+            and bool not in kinds
+            and not any(get_origin(k) is Literal for k in kinds)
+        )
         if kinds & {int, float} and (wrong or str(value).lower() == "nan"):
-            raise ValueError(f"{named(where + key)} is {shown(value)}, it must be {wanted(option, known[key])}")
+            raise ValueError(
+                f"{named(where + key)} is {shown(value)}, it must be {wanted(option, known[key])}"
+            )
         for nested in filter(is_dataclass, kinds):
             many = get_origin(option) is dict and isinstance(value, dict)
-            for name, each in {f".{k}": each for k, each in value.items()}.items() if many else [("", value)]:
+            for name, each in (
+                {f".{k}": each for k, each in value.items()}.items()
+                if many
+                else [("", value)]
+            ):
                 if isinstance(each, dict):
                     _check_values(nested, each, f"{where}{key}{name}.", named)  # type: ignore[arg-type]
 
@@ -213,11 +269,26 @@ def kinds_of(kind: Any) -> list[Any]:
 
 def shown(value: Any) -> str:
     """A value as YAML has it."""
-    return "null" if value is None else repr(value).lower() if isinstance(value, bool) else repr(value)
+    return (
+        "null"
+        if value is None
+        else repr(value).lower()
+        if isinstance(value, bool)
+        else repr(value)
+    )
 
 
-KINDS = {int: "a whole number", float: "a number", str: "text", dict: "a mapping such as '{key: value}'"}
-LISTS = {int: "whole numbers such as '[1, 2]'", float: "numbers such as '[0.1, 0.2]'", str: "names such as '[a, b]'"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a mapping such as '{key: value}'",
+}
+LISTS = {
+    int: "whole numbers such as '[1, 2]'",
+    float: "numbers such as '[0.1, 0.2]'",
+    str: "names such as '[a, b]'",
+}
 
 
 def wanted(kind: Any, default: Any = None) -> str:
@@ -232,8 +303,21 @@ def wanted(kind: Any, default: Any = None) -> str:
         elif get_origin(each) is list:
             others.append(f"a list of {LISTS.get(get_args(each)[0], 'values')}")
         elif each is not NoneType:
-            others.append(KINDS.get(get_origin(each) or each, "a mapping" if is_dataclass(each) else "another one"))
+            others.append(
+                KINDS.get(
+                    get_origin(each) or each,
+                    "a mapping" if is_dataclass(each) else "another one",
+                )
+            )
     if not others:
-        return f"one of {', '.join(words)}" if words[2:] or "true" not in words else "true or false"
-    example = f", such as {default}" if isinstance(default, int | float) and default and default is not True else ""
+        return (
+            f"one of {', '.join(words)}"
+            if words[2:] or "true" not in words
+            else "true or false"
+        )
+    example = (
+        f", such as {default}"
+        if isinstance(default, int | float) and default and default is not True
+        else ""
+    )
     return " or ".join([*words, *others]) + example

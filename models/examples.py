@@ -38,7 +38,14 @@ MOST_UNPACKED = 64
 
 
 def plan(
-    family: type[Sharded], uri: str, unit: str, max_history: int, *, shards: int, budget: float, world: int
+    family: type[Sharded],
+    uri: str,
+    unit: str,
+    max_history: int,
+    *,
+    shards: int,
+    budget: float,
+    world: int,
 ) -> tuple[int, int]:
     """(V, P): how one of `world` workers reads its share. In `shards`, held whole, where that fits the `budget` in
     bytes (0: any does), else in buffers of which two do: by the bytes that the rows of the table's first part take, and
@@ -48,8 +55,12 @@ def plan(
     if not budget or disk * MOST_UNPACKED <= budget * world:
         return shards, 1
     first = manifest.files[0]
-    content = family._read(read_parquet(part_uris(uri, manifest)[0], columns, first.sha256), manifest, uri)
-    part = family.of_part("train", unit, max_history, content, 0, Shard(0, range(1), 0, 1))
+    content = family._read(
+        read_parquet(part_uris(uri, manifest)[0], columns, first.sha256), manifest, uri
+    )
+    part = family.of_part(
+        "train", unit, max_history, content, 0, Shard(0, range(1), 0, 1)
+    )
     share = part.nbytes / first.bytes * disk / world
     if share <= budget:
         return shards, 1
@@ -101,15 +112,26 @@ class Sharded:
     """(V, P) what batches count of them (`sizes`); likewise."""
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
-        self.split, self.unit, self.max_history, self.share = split, unit, max_history, share
+        self.split, self.unit, self.max_history, self.share = (
+            split,
+            unit,
+            max_history,
+            share,
+        )
         self._rows_held = np.zeros(len(share.held), np.int64)
-        self.rows_per_buffer, self.examples_per_buffer = np.zeros((2, share.shards, 1), np.int64)
-        self._kept: list[NDArray[np.int64]] | None = None  # of each shard held, the rows that `limit_to` left
+        self.rows_per_buffer, self.examples_per_buffer = np.zeros(
+            (2, share.shards, 1), np.int64
+        )
+        self._kept: list[NDArray[np.int64]] | None = (
+            None  # of each shard held, the rows that `limit_to` left
+        )
 
     def left(self, time: NDArray[np.int64], first: int) -> NDArray[np.bool_]:
         """(n,) which of the part's training requests or rows of these times are trained on; `first` tells parts
         apart."""
-        return (time >= self.since) | (np.random.default_rng([self.seed, first]).random(len(time)) < self.replay)
+        return (time >= self.since) | (
+            np.random.default_rng([self.seed, first]).random(len(time)) < self.replay
+        )
 
     # What a family gives.
 
@@ -137,7 +159,12 @@ class Sharded:
         raise NotImplementedError
 
     def _arrange(
-        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+        self,
+        rows: NDArray[np.int64],
+        shard: int,
+        batch_size: int,
+        steps: int,
+        rng: np.random.Generator,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(the rows in an order of this epoch, (S + 1,) edges of what each step takes of them)."""
         raise NotImplementedError
@@ -150,14 +177,23 @@ class Sharded:
         """What batches count of each row: one, unless a family says otherwise."""
         return np.ones(len(rows), np.int64)
 
-    def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
+    def bounded(
+        self, order: NDArray[np.int64], batch_size: int
+    ) -> Iterator[NDArray[np.int64]]:
         """The rows of `order` in batches of at most `batch_size`, unless of one row."""
         upto, first = np.append(0, np.cumsum(self.sizes(order))), 0
         while first < len(order):
-            last = int(np.searchsorted(upto, upto[first] + batch_size, side="right")) - 1
+            last = (
+                int(np.searchsorted(upto, upto[first] + batch_size, side="right")) - 1
+            )
             yield order[first : (first := max(last, first + 1))]
 
-    def drawn(self, rows: NDArray[np.int64], places: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    def drawn(
+        self,
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        rng: np.random.Generator,
+    ) -> NDArray[np.int64]:
         """The rows of a training batch with what is drawn anew for it. `places` are their places in the epoch, which
         are the same however many workers share the batch."""
         return rows
@@ -187,28 +223,46 @@ class Sharded:
 
     @classmethod
     def load(
-        cls, uri: str, split: str, *, unit: str | None = None, max_history: int | None = None, rank: int = 0,
-        world: int = 1, shards: int = 1,
-    ) -> Self:  # fmt: skip
+        cls,
+        uri: str,
+        split: str,
+        *,
+        unit: str | None = None,
+        max_history: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        shards: int = 1,
+    ) -> Self:
         """The examples of one split, of the shards that this worker holds. `unit` and `max_history` are by default the
         family's."""
         sizes = np.array([part.bytes for part in cls._open(uri)[0].files])
         units = {split: cls.unit if unit is None else unit}
         limit = cls.max_history if max_history is None else max_history
-        return cls.load_share(uri, units, limit, Share.of(sizes, shards, rank, world))[split]
+        return cls.load_share(uri, units, limit, Share.of(sizes, shards, rank, world))[
+            split
+        ]
 
     @classmethod
     def load_share(
-        cls, uri: str, units: Mapping[str, str], max_history: int, share: Share, buffers: int = 1
-    ) -> dict[str, Self]:  # fmt: skip
+        cls,
+        uri: str,
+        units: Mapping[str, str],
+        max_history: int,
+        share: Share,
+        buffers: int = 1,
+    ) -> dict[str, Self]:
         """The examples of several splits, each with its unit, of this worker's share of the table, read once; those of
         training cut into so many buffers."""
         for split in units:
             if split not in cls.splits:
                 *some, last = cls.splits
-                raise UserError(f"models of {cls.kind} have no split '{split}'; choose {', '.join(some)} or {last}")
+                raise UserError(
+                    f"models of {cls.kind} have no split '{split}'; choose {', '.join(some)} or {last}"
+                )
         manifest, columns = cls._open(uri)
-        made = {split: cls(split, unit, max_history, share) for split, unit in units.items()}
+        made = {
+            split: cls(split, unit, max_history, share) for split, unit in units.items()
+        }
         if not manifest.rows:
             raise UserError(f"{uri} has no users; check the filters of jobs.prepare")
         if buffers > 1:
@@ -231,23 +285,41 @@ class Sharded:
     def _cut(self, uri: str, buffers: int) -> None:
         """Makes it that of several buffers."""
         self.uri, self.buffers = uri, buffers
-        self.rows_per_buffer, self.examples_per_buffer = np.zeros((2, self.share.shards, buffers), np.int64)
+        self.rows_per_buffer, self.examples_per_buffer = np.zeros(
+            (2, self.share.shards, buffers), np.int64
+        )
         self._bytes = np.zeros(buffers, np.int64)
         self._brings: tuple[Any, ...] = ()
 
-    def _look(self, content: dict[str, Any], number: int, first_user: int, shard: Shard) -> None:
+    def _look(
+        self, content: dict[str, Any], number: int, first_user: int, shard: Shard
+    ) -> None:
         """Counts the rows of a part."""
-        part = self.of_part(self.split, self.unit, self.max_history, content, first_user, shard)
-        parts = next(held.parts for held in self.share.held if held.number == shard.number)
-        buffer = next(b for b in range(self.buffers) if number in cut(parts, b, self.buffers))
+        part = self.of_part(
+            self.split, self.unit, self.max_history, content, first_user, shard
+        )
+        parts = next(
+            held.parts for held in self.share.held if held.number == shard.number
+        )
+        buffer = next(
+            b for b in range(self.buffers) if number in cut(parts, b, self.buffers)
+        )
         self.rows_per_buffer[shard.number, buffer] += len(part)
-        self.examples_per_buffer[shard.number, buffer] += part.sizes(np.arange(len(part))).sum()
+        self.examples_per_buffer[shard.number, buffer] += part.sizes(
+            np.arange(len(part))
+        ).sum()
         self.requests += part.requests
         self._bytes[buffer] += part.nbytes
 
     @classmethod
     def of_part(
-        cls, split: str, unit: str, max_history: int, content: dict[str, Any], first_user: int, shard: Shard
+        cls,
+        split: str,
+        unit: str,
+        max_history: int,
+        content: dict[str, Any],
+        first_user: int,
+        shard: Shard,
     ) -> Self:
         """The examples of one part that was read."""
         self = cls(split, unit, max_history, Share(1, (shard,), 0, 1))
@@ -258,13 +330,21 @@ class Sharded:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that are held, of the largest buffer."""
-        return held_bytes(vars(self).values()) if self.buffers == 1 else int(self._bytes.max())
+        return (
+            held_bytes(vars(self).values())
+            if self.buffers == 1
+            else int(self._bytes.max())
+        )
 
     @classmethod
     def in_memory(cls, split: str, unit: str, max_history: int, rows: int) -> Self:
         """Examples of no table, still empty: one shard of so many rows, which this worker alone holds."""
-        self = cls(split, unit, max_history, Share(1, (Shard(0, range(0), 0, 1),), 0, 1))
-        self._rows_held[:] = self.rows_per_buffer[:] = self.examples_per_buffer[:] = rows
+        self = cls(
+            split, unit, max_history, Share(1, (Shard(0, range(0), 0, 1),), 0, 1)
+        )
+        self._rows_held[:] = self.rows_per_buffer[:] = self.examples_per_buffer[:] = (
+            rows
+        )
         return self
 
     def bring(self, catalogue: Any, history: bool, complete: bool = True) -> None:
@@ -286,7 +366,9 @@ class Sharded:
     def agree(self, largest: Callable[[list[float]], list[float]]) -> None:
         """Learns how many rows the other workers' shards have; `largest` gives the largest of all workers' values."""
         mine = np.stack([self.rows_per_buffer, self.examples_per_buffer])
-        found = np.array(largest([float(count) for count in mine.flat])).astype(np.int64)
+        found = np.array(largest([float(count) for count in mine.flat])).astype(
+            np.int64
+        )
         self.rows_per_buffer, self.examples_per_buffer = found.reshape(mine.shape)
 
     def _count(self) -> None:
@@ -320,13 +402,22 @@ class Sharded:
             return
         counts = np.diff(limit * upto // upto[-1])
         self._kept = [
-            np.sort(np.random.default_rng(shard.number).permutation(rows)[: counts[shard.number]])
+            np.sort(
+                np.random.default_rng(shard.number).permutation(rows)[
+                    : counts[shard.number]
+                ]
+            )
             for shard, rows in self._shard_rows()
         ]
         # what they hold is known of a worker's own shards alone: of all their mean, which is the same on every worker
         counts = counts[:, None]
-        self.examples_per_buffer = self.examples_per_buffer * counts // np.maximum(self.rows_per_buffer, 1)
-        self._rows_held, self.rows_per_buffer = np.array([len(rows) for rows in self._kept], np.int64), counts
+        self.examples_per_buffer = (
+            self.examples_per_buffer * counts // np.maximum(self.rows_per_buffer, 1)
+        )
+        self._rows_held, self.rows_per_buffer = (
+            np.array([len(rows) for rows in self._kept], np.int64),
+            counts,
+        )
 
     def steps(self, batch_size: int) -> int:
         """S: batches per shuffled epoch of `batch_size` over all workers; the same on every worker, in every epoch."""
@@ -334,7 +425,9 @@ class Sharded:
 
     def _steps(self, batch_size: int) -> NDArray[np.int64]:
         pairs = zip(self.rows_per_buffer.T, self.examples_per_buffer.T, strict=True)
-        return np.array([steps_of(rows, examples, batch_size) for rows, examples in pairs])  # (P,)
+        return np.array(
+            [steps_of(rows, examples, batch_size) for rows, examples in pairs]
+        )  # (P,)
 
     def batches(
         self, batch_size: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = False
@@ -348,18 +441,30 @@ class Sharded:
             return self._shuffled(batch_size, seed, epoch)
         return self.bounded(self.chosen(), batch_size)
 
-    def _shuffled(self, batch_size: int, seed: int, epoch: int) -> Iterator[NDArray[np.int64]]:
+    def _shuffled(
+        self, batch_size: int, seed: int, epoch: int
+    ) -> Iterator[NDArray[np.int64]]:
         self._check_rows()
         steps, mine = self.steps(batch_size), []
         for shard, rows in self._shard_rows():
             rng = np.random.default_rng([seed, epoch, shard.number])
             order, edges = self._arrange(rows, shard.number, batch_size, steps, rng)
             mine.append((order, edges, shard))
-        if self.share.shards > 1:  # one order of the steps for all shards, so that rows of like length meet
+        if (
+            self.share.shards > 1
+        ):  # one order of the steps for all shards, so that rows of like length meet
             rng = np.random.default_rng([seed, epoch, self.share.shards])
         for step in rng.permutation(steps):
-            parts = [np.arange(edges[step], edges[step + 1])[shard.place :: shard.holders] for _, edges, shard in mine]
-            rows = np.concatenate([order[places] for (order, _, _), places in zip(mine, parts, strict=True)])
+            parts = [
+                np.arange(edges[step], edges[step + 1])[shard.place :: shard.holders]
+                for _, edges, shard in mine
+            ]
+            rows = np.concatenate(
+                [
+                    order[places]
+                    for (order, _, _), places in zip(mine, parts, strict=True)
+                ]
+            )
             yield self.drawn(rows, np.concatenate(parts), rng)
 
     def _check_rows(self) -> None:
@@ -371,25 +476,37 @@ class Sharded:
             )
 
     def epoch(
-        self, batch_size: int, *, seed: int, epoch: int, skip: int = 0, few_shapes: bool = False
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        few_shapes: bool = False,
     ) -> Iterator[dict[str, Tensor]]:
         """This worker's part of the shuffled batches from number `skip` on, as tensors, or in `few_shapes`: a buffer
         after the other."""
         self._check_rows()
-        order = np.random.default_rng([seed, epoch, self.share.shards, self.buffers]).permutation(self.buffers)
+        order = np.random.default_rng(
+            [seed, epoch, self.share.shards, self.buffers]
+        ).permutation(self.buffers)
         ends = np.cumsum(self._steps(batch_size)[order])
         first = int(np.searchsorted(ends, skip, side="right"))
         skip -= int(ends[first - 1]) if first else 0
         numbers = order[first:].tolist()
         with ThreadPoolExecutor(1, "buffer") as reader:
-            coming: Iterator[Future[Sharded]] = (reader.submit(self._buffer, number) for number in numbers)
+            coming: Iterator[Future[Sharded]] = (
+                reader.submit(self._buffer, number) for number in numbers
+            )
             following = next(coming, None)
             for number in numbers:
                 assert following is not None
                 examples = following.result()
                 following = next(coming, None)
                 # by its number in all epochs is drawn how a buffer's rows are ordered in this one
-                yield from examples._epoch(batch_size, seed, epoch * self.buffers + number, skip, few_shapes)
+                yield from examples._epoch(
+                    batch_size, seed, epoch * self.buffers + number, skip, few_shapes
+                )
                 skip = 0
 
     def _buffer(self, number: int) -> Sharded:
@@ -397,7 +514,9 @@ class Sharded:
         if self.buffers == 1:
             return self
         share = self.share.buffer(number, self.buffers)
-        examples = self.load_share(self.uri, {self.split: self.unit}, self.max_history, share)[self.split]
+        examples = self.load_share(
+            self.uri, {self.split: self.unit}, self.max_history, share
+        )[self.split]
         examples.rows_per_buffer = self.rows_per_buffer[:, [number]]
         examples.examples_per_buffer = self.examples_per_buffer[:, [number]]
         if self._brings:
@@ -407,7 +526,9 @@ class Sharded:
     def _epoch(
         self, batch_size: int, seed: int, epoch: int, skip: int, few_shapes: bool
     ) -> Iterator[dict[str, Tensor]]:
-        for step, rows in enumerate(self.batches(batch_size, seed=seed, epoch=epoch, shuffle=True)):
+        for step, rows in enumerate(
+            self.batches(batch_size, seed=seed, epoch=epoch, shuffle=True)
+        ):
             if step < skip:
                 continue
             if len(rows):
@@ -416,7 +537,12 @@ class Sharded:
                 yield {**self.filled(batch), ROWS: real} if few_shapes else batch
             else:  # this batch is of other workers' shards: some row, as DDP wants a gradient of everyone
                 any_row = np.zeros(1, np.int64)
-                yield {**self.collate(self.drawn(any_row, any_row, np.random.default_rng(0))), IDLE: torch.ones(1)}
+                yield {
+                    **self.collate(
+                        self.drawn(any_row, any_row, np.random.default_rng(0))
+                    ),
+                    IDLE: torch.ones(1),
+                }
 
     def chosen(self, limit: int = 0) -> NDArray[np.int64]:
         """This worker's rows of an evaluation, in order: all, or of about `limit` examples over all workers, spread
@@ -429,14 +555,26 @@ class Sharded:
         found = []
         for shard, rows in self._shard_rows():
             if 0 < limit < total:
-                first, last = (int(limit * n) // total for n in upto[shard.number : shard.number + 2])
-                number = -(-(last - first) * len(rows) // max(1, int(self.examples_per_buffer[shard.number, 0])))
-                rows = self.ordered(rows)[np.linspace(0, max(0, len(rows) - 1), number).astype(np.int64)]
+                first, last = (
+                    int(limit * n) // total
+                    for n in upto[shard.number : shard.number + 2]
+                )
+                number = -(
+                    -(last - first)
+                    * len(rows)
+                    // max(1, int(self.examples_per_buffer[shard.number, 0]))
+                )
+                rows = self.ordered(rows)[
+                    np.linspace(0, max(0, len(rows) - 1), number).astype(np.int64)
+                ]
             found.append(rows[shard.counts(self.user_rows(rows))])
         return self.ordered(np.concatenate(found))
 
     @property
     def users(self) -> int:
         """Users who have a row here and are of no other worker's evaluation."""
-        users = ((shard, np.unique(self.user_rows(rows))) for shard, rows in self._shard_rows())
+        users = (
+            (shard, np.unique(self.user_rows(rows)))
+            for shard, rows in self._shard_rows()
+        )
         return sum(int(shard.counts(rows).sum()) for shard, rows in users)

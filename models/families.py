@@ -69,7 +69,12 @@ class Family:
     logged = False
     """Whether every training logs its model to MLflow; those of others are logged when they are registered."""
 
-    def catalogue(self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None) -> Any:
+    def catalogue(
+        self,
+        inputs: Inputs,
+        scale: bool = True,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Any:
         """What models are built on; without `scale`, which a checkpoint brings, of the manifest of the sequences.
         `scales` are a checkpoint's (`models/carry.py`)."""
         raise NotImplementedError
@@ -78,7 +83,9 @@ class Family:
         """Hashes of the tables that a catalogue comes from, from their manifests alone."""
         return inputs.hashes(self.tables)
 
-    def trim_catalogue(self, catalogue: Any, examples: Iterable[Any], config: Any) -> Any:
+    def trim_catalogue(
+        self, catalogue: Any, examples: Iterable[Any], config: Any
+    ) -> Any:
         """The catalogue without what batches of the `examples` bring along in training."""
         return catalogue
 
@@ -98,37 +105,61 @@ class Family:
 class Retrieval(Family):
     """Which item comes next, out of the whole catalogue?"""
 
-    name, tables, examples, requests = "retrieval", retrieval_data.TABLES, Examples, RetrievalRequests
+    name, tables, examples, requests = (
+        "retrieval",
+        retrieval_data.TABLES,
+        Examples,
+        RetrievalRequests,
+    )
     measured = retrieval_metrics
     ranks = "catalogue"
     logged = True
 
     def catalogue(
-        self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None
-    ) -> Catalogue:  # fmt: skip
+        self,
+        inputs: Inputs,
+        scale: bool = True,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Catalogue:
         return Catalogue.load(inputs.tables, inputs.sids)
 
     def unread(self, info: Mapping[str, Any]) -> list[str]:
         """What a log says of events beside which items a user took and in which order."""
-        labels = [name for name in info.get("labels") or {} if name != info.get("behaviour")]
-        of_event = {kind: info.get(kind) for kind in ("numbers", "categories")} | {"labels": labels}
-        return [f"{kind} {', '.join(names)}" for kind, names in of_event.items() if names]
+        labels = [
+            name for name in info.get("labels") or {} if name != info.get("behaviour")
+        ]
+        of_event = {kind: info.get(kind) for kind in ("numbers", "categories")} | {
+            "labels": labels
+        }
+        return [
+            f"{kind} {', '.join(names)}" for kind, names in of_event.items() if names
+        ]
 
 
 class Search(Family):
     """Which of these candidates will this user click for this query?"""
 
-    name, tables, examples, requests = "search", search_data.TABLES, SearchExamples, SearchRequests
+    name, tables, examples, requests = (
+        "search",
+        search_data.TABLES,
+        SearchExamples,
+        SearchRequests,
+    )
     measured = search_metrics
     ranks = "candidates"
     reads: ClassVar[Mapping[str, bool]] = {"text": True}
 
     def catalogue(
-        self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None
-    ) -> SearchCatalogue:  # fmt: skip
+        self,
+        inputs: Inputs,
+        scale: bool = True,
+        scales: Mapping[str, Any] | None = None,
+    ) -> SearchCatalogue:
         return SearchCatalogue.load(inputs.tables, inputs.text, scale, scales)
 
-    def trim_catalogue(self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any) -> SearchCatalogue:
+    def trim_catalogue(
+        self, catalogue: SearchCatalogue, examples: Iterable[Any], config: Any
+    ) -> SearchCatalogue:
         return catalogue.leave_pairs_to(examples, config)
 
     def shuffles(self, model: Any, catalogue: SearchCatalogue) -> dict[str, Shuffle]:
@@ -138,15 +169,23 @@ class Search(Family):
 class Actions(Family):
     """What will this user do with this item?"""
 
-    name, tables, examples, requests = "actions", actions_batch.TABLES, ActionsExamples, ActionsRequests
+    name, tables, examples, requests = (
+        "actions",
+        actions_batch.TABLES,
+        ActionsExamples,
+        ActionsRequests,
+    )
     measured = actions_metrics
     ranks = "candidates"
     eval_unit = "user"
     reads: ClassVar[Mapping[str, bool]] = {"text": False}
 
     def catalogue(
-        self, inputs: Inputs, scale: bool = True, scales: Mapping[str, Any] | None = None
-    ) -> ActionsCatalogue:  # fmt: skip
+        self,
+        inputs: Inputs,
+        scale: bool = True,
+        scales: Mapping[str, Any] | None = None,
+    ) -> ActionsCatalogue:
         return ActionsCatalogue.load(inputs.tables, inputs.text, scales)
 
     def parts(self, model: ActionsModel) -> dict[str, int]:

@@ -110,16 +110,33 @@ class FitConfig:
     """Steps between checkpoints within an epoch, for long epochs; 0: at the ends of epochs alone."""
 
     def __post_init__(self) -> None:
-        positive = ("batch_size", "eval_batch_size", "max_epochs", "eval_every_epochs", "log_every_steps")
+        positive = (
+            "batch_size",
+            "eval_batch_size",
+            "max_epochs",
+            "eval_every_epochs",
+            "log_every_steps",
+        )
         check_least(self, positive, 1, "fit.")
-        steps = ("warmup_steps", "checkpoint_every_steps", "eval_every_steps", "patience")
+        steps = (
+            "warmup_steps",
+            "checkpoint_every_steps",
+            "eval_every_steps",
+            "patience",
+        )
         check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
         check_least(self, ("weight_decay", "clip_norm", "memory_budget_gb"), 0, "fit.")
-        if isinstance(self.eval_options, str) or not all(isinstance(key, str) for key in self.eval_options):
-            raise ValueError(f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as {{beam: 20}}")
+        if isinstance(self.eval_options, str) or not all(
+            isinstance(key, str) for key in self.eval_options
+        ):
+            raise ValueError(
+                f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as {{beam: 20}}"
+            )
         for name, usual in {"lr": 0.001, "shard_mb": 32}.items():
             if not getattr(self, name) > 0:
-                raise ValueError(f"fit.{name} is {getattr(self, name)}, it must be above 0; try {usual}")
+                raise ValueError(
+                    f"fit.{name} is {getattr(self, name)}, it must be above 0; try {usual}"
+                )
         check_shares(self, ["warmup_share", "replay"], "fit.")
         check_choices(self, "fit.")
 
@@ -218,7 +235,9 @@ def step_seed(seed: int, rank: int, step: int) -> int:
 
 def autocast(precision: str, device: torch.device) -> Any:
     """The context in which a model runs forward in training."""
-    there = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    there = device.type == "cuda" and torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
     bf16 = precision == "bf16" or (precision == "auto" and there)
     if not bf16:
         return nullcontext()
@@ -268,7 +287,9 @@ def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
         closed.set()
 
 
-def reduce(values: list[float], world: int, device: torch.device, op: Any = None) -> list[float]:
+def reduce(
+    values: list[float], world: int, device: torch.device, op: Any = None
+) -> list[float]:
     """`values` summed (or as `op` says) over the ranks; the same on every rank."""
     if world == 1:
         return values
@@ -311,7 +332,12 @@ class Cursor:
         if self.best is not None and value <= self.best:
             self.waiting += 1
             return False
-        self.best, self.best_epoch, self.best_step, self.waiting = value, self.epoch + 1, self.step, 0
+        self.best, self.best_epoch, self.best_step, self.waiting = (
+            value,
+            self.epoch + 1,
+            self.step,
+            0,
+        )
         return True
 
     def impatient(self, config: FitConfig) -> str:
@@ -326,9 +352,11 @@ class Cursor:
     def next_epoch(self, stop: bool) -> dict[str, Any]:
         """Ends the epoch in progress, and where `stop` the run; what an event says of it."""
         said = {
-            "loss": self.loss / self.step_in_epoch, "seconds": self.seconds,
-            "examples_per_s": self.examples / self.seconds, "data_wait": self.waited / self.seconds,
-        }  # fmt: skip
+            "loss": self.loss / self.step_in_epoch,
+            "seconds": self.seconds,
+            "examples_per_s": self.examples / self.seconds,
+            "data_wait": self.waited / self.seconds,
+        }
         self.epoch, self.step_in_epoch, self.stopped = self.epoch + 1, 0, stop
         self.loss = self.seconds = self.examples = self.waited = 0.0
         return said
@@ -354,7 +382,13 @@ class Meter:
         batch = next(batches)
         self.waited += time.perf_counter() - asked
         idle, rows = batch.pop(IDLE, None) is not None, batch.pop(ROWS, None)
-        self.examples += 0 if idle else len(next(iter(batch.values()))) if rows is None else int(rows)
+        self.examples += (
+            0
+            if idle
+            else len(next(iter(batch.values())))
+            if rows is None
+            else int(rows)
+        )
         return batch, idle
 
     def add(self, found: dict[str, Tensor]) -> None:
@@ -368,27 +402,53 @@ class Meter:
         """That the run is alive, by what this rank alone knows."""
         seconds = max(1e-9, time.perf_counter() - self.began)
         return StillEvent(
-            step=cursor.step, epoch=cursor.epoch + 1, loss=self.loss.item() / max(1, self.steps), steps_in_epoch=steps,
-            examples_per_s=self.examples / seconds * self.world, data_wait=self.waited / seconds,
-        )  # fmt: skip
+            step=cursor.step,
+            epoch=cursor.epoch + 1,
+            loss=self.loss.item() / max(1, self.steps),
+            steps_in_epoch=steps,
+            examples_per_s=self.examples / seconds * self.world,
+            data_wait=self.waited / seconds,
+        )
 
     def read(self, cursor: Cursor) -> dict[str, Any]:
         """Adds the steps since the last reading to the epoch in progress; what an event says of them."""
         names = sorted(self.parts)
-        values = [self.loss.item(), self.examples, self.waited, *(self.parts[name].item() for name in names)]
+        values = [
+            self.loss.item(),
+            self.examples,
+            self.waited,
+            *(self.parts[name].item() for name in names),
+        ]
         loss, examples, waited, *parts = reduce(values, self.world, self.device)
-        mean = {name: part / self.world / self.steps for name, part in zip(names, parts, strict=True)}
-        loss, waited, seconds = loss / self.world, waited / self.world, time.perf_counter() - self.began
+        mean = {
+            name: part / self.world / self.steps
+            for name, part in zip(names, parts, strict=True)
+        }
+        loss, waited, seconds = (
+            loss / self.world,
+            waited / self.world,
+            time.perf_counter() - self.began,
+        )
         cursor.loss, cursor.seconds = cursor.loss + loss, cursor.seconds + seconds
-        cursor.examples, cursor.waited = cursor.examples + examples, cursor.waited + waited
+        cursor.examples, cursor.waited = (
+            cursor.examples + examples,
+            cursor.waited + waited,
+        )
         return {
-            "loss": loss / self.steps, "examples_per_s": examples / seconds, "data_wait": waited / seconds,
+            "loss": loss / self.steps,
+            "examples_per_s": examples / seconds,
+            "data_wait": waited / seconds,
             "parts": mean,
-        }  # fmt: skip
+        }
 
 
 def make_step(
-    model: nn.Module, optimizer: Any, config: FitConfig, device: torch.device, world: int, sharded: bool
+    model: nn.Module,
+    optimizer: Any,
+    config: FitConfig,
+    device: torch.device,
+    world: int,
+    sharded: bool,
 ) -> tuple[Any, Callable[..., tuple[dict[str, Tensor], Tensor]]]:
     """(the model under DDP and compiled where it is so trained, what takes a step with a batch on the device).
 
@@ -397,7 +457,9 @@ def make_step(
     module: Any = model
     if world > 1 and not sharded:
         module = DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
         )
     if config.compile and device.type == "cuda":
         module = compiled(module)
@@ -407,7 +469,9 @@ def make_step(
             with autocast(config.precision, device), of_workers(world, idle):
                 found = module(batch)
             found["loss"].backward()
-            norm = fsdp.whole(nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf))
+            norm = fsdp.whole(
+                nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
+            )
             optimizer.step()
         finally:
             optimizer.zero_grad(set_to_none=True)
@@ -445,7 +509,9 @@ def fit(
     sharded = bool(blocks) and world > 1
     if sharded:
         fsdp.shard(model, blocks, device, world)
-    optimizer, factors = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, lr_multipliers or {})
+    optimizer, factors = make_optimizer(
+        model, config.optimizer, config.lr, config.weight_decay, lr_multipliers or {}
+    )
     cursor = Cursor()
     if state is not None:
         fsdp.load_optimizer(optimizer, state["optimizer"])
@@ -458,14 +524,25 @@ def fit(
     def snapshot() -> State:
         state = {"optimizer": state_of(optimizer), "cursor": vars(cursor).copy()}
         if sharded:
-            state["optimizer"]["state"] = fsdp.share(state["optimizer"]["state"], rank, world)
+            state["optimizer"]["state"] = fsdp.share(
+                state["optimizer"]["state"], rank, world
+            )
             state["weights"] = fsdp.weights(model, keep=rank == 0)
         return state
 
     def fewest(epoch: int) -> int:
-        steps = int(reduce([train_batches.steps(epoch)], world, device, dist.ReduceOp.MIN if world > 1 else None)[0])
+        steps = int(
+            reduce(
+                [train_batches.steps(epoch)],
+                world,
+                device,
+                dist.ReduceOp.MIN if world > 1 else None,
+            )[0]
+        )
         if steps == 0:
-            raise UserError("the training split gives a worker no batch; use fewer workers or a smaller fit.batch_size")
+            raise UserError(
+                "the training split gives a worker no batch; use fewer workers or a smaller fit.batch_size"
+            )
         return steps
 
     def validated(last: bool = False) -> dict[str, Any]:
@@ -476,7 +553,13 @@ def fit(
         is_best = cursor.note(metrics[config.metric])
         why = "" if last else cursor.impatient(config)
         seconds = time.perf_counter() - began
-        return {"metrics": metrics, "examples": count, "eval_seconds": seconds, "is_best": is_best, "why": why}
+        return {
+            "metrics": metrics,
+            "examples": count,
+            "eval_seconds": seconds,
+            "is_best": is_best,
+            "why": why,
+        }
 
     total_steps = fewest(0) * config.max_epochs
     told = clock()
@@ -493,13 +576,21 @@ def fit(
             torch.manual_seed(step_seed(config.seed, rank, cursor.step))
             lr = learning_rate(config, cursor.step, total_steps)
             set_rate(optimizer, factors, lr)
-            found, norm = graphs(batch) if graphs else step_on(to_device(batch, device), idle)
+            found, norm = (
+                graphs(batch) if graphs else step_on(to_device(batch, device), idle)
+            )
             meter.add(found)
             cursor.step, cursor.step_in_epoch = cursor.step + 1, i + 1
             inside = i + 1 < steps
             check = inside and due(config.eval_every_steps, cursor.step)
             logs = due(config.log_every_steps, cursor.step)
-            save = check or (inside and (due(config.checkpoint_every_steps, cursor.step) or (logs and wanted())))
+            save = check or (
+                inside
+                and (
+                    due(config.checkpoint_every_steps, cursor.step)
+                    or (logs and wanted())
+                )
+            )
             if inside and not save and clock() - told >= SILENCE:
                 yield meter.still(cursor, steps)
                 told = clock()
@@ -514,9 +605,16 @@ def fit(
             cursor.stopped = bool(measured.get("why"))
             told = clock() if check else told
             yield StepEvent(
-                step=cursor.step, epoch=epoch + 1, steps_in_epoch=steps, lr=lr, grad_norm=float(norm), **said,
-                **measured, stop=cursor.stopped, state=snapshot() if save else {},
-            )  # fmt: skip
+                step=cursor.step,
+                epoch=epoch + 1,
+                steps_in_epoch=steps,
+                lr=lr,
+                grad_norm=float(norm),
+                **said,
+                **measured,
+                stop=cursor.stopped,
+                state=snapshot() if save else {},
+            )
             if cursor.stopped:
                 return
             meter.clear()
@@ -527,7 +625,12 @@ def fit(
         said = cursor.next_epoch(stop=ended or bool(measured.get("why")))
         told = clock()
         yield EpochEvent(
-            step=cursor.step, epoch=cursor.epoch, **said, **measured, stop=cursor.stopped, state=snapshot()
+            step=cursor.step,
+            epoch=cursor.epoch,
+            **said,
+            **measured,
+            stop=cursor.stopped,
+            state=snapshot(),
         )
         if cursor.stopped:
             return
@@ -539,7 +642,12 @@ def due(every: int, step: int) -> bool:
 
 
 def validation(
-    model: nn.Module, validate: Validate, means: Means | None, config: FitConfig, device: torch.device, world: int
+    model: nn.Module,
+    validate: Validate,
+    means: Means | None,
+    config: FitConfig,
+    device: torch.device,
+    world: int,
 ) -> tuple[dict[str, float], int]:
     """Validation metrics over the rows of all ranks, and the number of rows; equal on every rank."""
     model.eval()
@@ -552,12 +660,21 @@ def validation(
         dist.all_gather_object(parts, mine)
     count = sum(rows for _, rows in parts)
     if count == 0:
-        raise UserError("the validation split has no request; check the split in the tables' manifest")
+        raise UserError(
+            "the validation split has no request; check the split in the tables' manifest"
+        )
     total: Sums = {}
-    for sums, _ in parts:  # in the order of ranks, so that every rank gets the very same
+    for (
+        sums,
+        _,
+    ) in parts:  # in the order of ranks, so that every rank gets the very same
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
-    metrics = means(total) if means else {name: float(value) / count for name, value in total.items()}
+    metrics = (
+        means(total)
+        if means
+        else {name: float(value) / count for name, value in total.items()}
+    )
     if not math.isfinite(metrics[config.metric]):
         raise UserError(
             f"{config.metric} is {metrics[config.metric]} on the {count} rows validated, so none is the best; "
@@ -569,14 +686,24 @@ def validation(
 def best_of(state: State) -> dict[str, Any]:
     """The best validation so far, out of an event's state."""
     cursor = state["cursor"]
-    return {"value": cursor["best"], "epoch": cursor["best_epoch"], "step": cursor["best_step"]}
+    return {
+        "value": cursor["best"],
+        "epoch": cursor["best_epoch"],
+        "step": cursor["best_step"],
+    }
 
 
 def describe(event: Event, config: FitConfig) -> str:
     """One line of progress per epoch, per validation and per silence; and another where the run ends early."""
-    metrics = {name: event.metrics[name] for name in (config.metric, "recall@10") if name in event.metrics}
+    metrics = {
+        name: event.metrics[name]
+        for name in (config.metric, "recall@10")
+        if name in event.metrics
+    }
     line = f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  loss {event.loss:.4f}"
-    line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items()) + (" *" if event.is_best else "")
+    line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items()) + (
+        " *" if event.is_best else ""
+    )
     line += f"  {event.examples_per_s:,.0f} examples/s  data wait {event.data_wait:.0%}"
     if isinstance(event, StillEvent):
         return f"{line}, {number_of(event.steps_in_epoch, 'step')} per epoch"

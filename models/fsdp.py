@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, world: int) -> None:
+def shard(
+    model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, world: int
+) -> None:
     """Cuts the blocks, each by itself, and what else the model has over `world` workers; all have the same weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -62,7 +64,11 @@ def share(state: dict[int, Any], rank: int, world: int) -> dict[int, Any]:
     """Of the optimizer's state of each parameter, whole, that of every `world`-th one, which this rank writes; workers
     gather together."""
     parts = ((number, whole(values)) for number, values in sorted(state.items()))
-    return {number: values for place, (number, values) in enumerate(parts) if place % world == rank}
+    return {
+        number: values
+        for place, (number, values) in enumerate(parts)
+        if place % world == rank
+    }
 
 
 def weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
@@ -72,7 +78,11 @@ def weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     again = {name for tied in names.values() for name in sorted(tied)[1:]}
-    found = ((name, whole(value)) for name, value in model.state_dict().items() if name not in again)
+    found = (
+        (name, whole(value))
+        for name, value in model.state_dict().items()
+        if name not in again
+    )
     return {name: value.cpu().contiguous() for name, value in found if keep}
 
 
@@ -80,13 +90,24 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Loads a whole state; of sharded parameters each worker keeps its part."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
 
     def part(number: int, name: str, value: Any) -> Any:
         parameter = parameters[number]
-        if name == "step" or not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        if (
+            name == "step"
+            or not isinstance(parameter, DTensor)
+            or not isinstance(value, Tensor)
+        ):
             return value
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+        return distribute_tensor(
+            value.to(parameter.device), parameter.device_mesh, parameter.placements
+        )
 
-    kept = {n: {k: part(int(n), k, v) for k, v in values.items()} for n, values in state["state"].items()}
+    kept = {
+        n: {k: part(int(n), k, v) for k, v in values.items()}
+        for n, values in state["state"].items()
+    }
     optimizer.load_state_dict({**state, "state": kept})

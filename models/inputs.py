@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from models.tables import UserError, Version, join, read_manifest
 from models.uri import absolute
 
-MADE = {"sids": ("semantic IDs", "jobs.tokenize"), "text": ("text embeddings", "jobs.encode")}
+MADE = {
+    "sids": ("semantic IDs", "jobs.tokenize"),
+    "text": ("text embeddings", "jobs.encode"),
+}
 """By folder beside the tables: what it holds, and the job that makes it."""
 
 
@@ -45,7 +48,9 @@ class Inputs:
         found: dict[str, str] = {}
         for option, folder in self.given().items():
             for table in tables.get(option, ()):
-                manifest = read_manifest(join(folder, table), None if option == "text" else table)
+                manifest = read_manifest(
+                    join(folder, table), None if option == "text" else table
+                )
                 for name, made_from in manifest.inputs.items():
                     if (given := found.get(name, made_from)) != made_from:
                         job = MADE[option][1] if option in MADE else "jobs.prepare"
@@ -53,7 +58,9 @@ class Inputs:
                             f"{join(folder, table)} was made from other {name} ({made_from[:12]}, these are "
                             f"{given[:12]}); point at tables that belong together or run {job} again"
                         )
-                found[f"text_{table}" if option == "text" else table] = Version.of(manifest)
+                found[f"text_{table}" if option == "text" else table] = Version.of(
+                    manifest
+                )
         return found
 
     def of(self, model: str, reads: Mapping[str, bool]) -> Inputs:
@@ -62,5 +69,9 @@ class Inputs:
         for option, needed in reads.items():
             if needed and not getattr(self, option):
                 holds, job = MADE[option]
-                raise UserError(f"the model '{model}' needs {holds}; give --{option} with the folder that {job} made")
-        return Inputs(self.tables, **{option: getattr(self, option) for option in reads})
+                raise UserError(
+                    f"the model '{model}' needs {holds}; give --{option} with the folder that {job} made"
+                )
+        return Inputs(
+            self.tables, **{option: getattr(self, option) for option in reads}
+        )

@@ -17,7 +17,22 @@ from models.tables import UserError
 BLANKS = " \t\r\n\v\f\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u2060\ufeff"
 """White space, and what has no width."""
 
-NOTHING = ("nan", "null", "(null)", "none", "nil", "na", "n/a", "<na>", "#n/a", "\\n", "nat", "undefined", "-", "--")
+NOTHING = (
+    "nan",
+    "null",
+    "(null)",
+    "none",
+    "nil",
+    "na",
+    "n/a",
+    "<na>",
+    "#n/a",
+    "\\n",
+    "nat",
+    "undefined",
+    "-",
+    "--",
+)
 """How tools write that there is no value, which as ids would make one user or item of many."""
 
 WHOLE = re.compile(r"[+-]?\d+(\.0*|\.\d+[eE]\+?\d+|[eE]\+\d+)")
@@ -37,7 +52,11 @@ def clean_id(text: str) -> str | None:
         if not rest.strip("0") and "e" not in text.lower():
             return whole
         number = Decimal(text)
-        text = format(number.to_integral_value(), "f") if number == number.to_integral_value() else text
+        text = (
+            format(number.to_integral_value(), "f")
+            if number == number.to_integral_value()
+            else text
+        )
     return None if not text or text.lower() in NOTHING else text
 
 
@@ -51,6 +70,8 @@ def item_ids(column: str, values: Iterable[Any]) -> list[str]:
 def item_id(column: str, value: Any) -> str:
     """One id as the catalogue has it: a string, or the digits of an integer."""
     if isinstance(value, bool) or not isinstance(value, str | Integral):
-        raise UserError(f"{column} has {value!r}; an item id is a string, as in the log, or an integer")
+        raise UserError(
+            f"{column} has {value!r}; an item id is a string, as in the log, or an integer"
+        )
     text = value if isinstance(value, str) else str(int(value))
     return clean_id(text) or text

@@ -37,12 +37,18 @@ class LabelOptions:
     def __post_init__(self) -> None:
         for name, weight in self.label_weights.items():
             if not weight >= 0:
-                raise ValueError(f"label_weights has {weight} for '{name}'; give a number from 0 on")
+                raise ValueError(
+                    f"label_weights has {weight} for '{name}'; give a number from 0 on"
+                )
         for name, mask in self.label_masks.items():
             if name == mask:
-                raise ValueError(f"label_masks has '{name}' for itself; name the label that must be true first")
+                raise ValueError(
+                    f"label_masks has '{name}' for itself; name the label that must be true first"
+                )
         if not 0 < self.negative_rate <= 1:
-            raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all")
+            raise ValueError(
+                f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, 1 for all"
+            )
 
     @property
     def correction(self) -> float:
@@ -66,7 +72,9 @@ def weights_of(labels: Sequence[str], weights: Mapping[str, float]) -> list[floa
 
 def check_label(name: str, labels: Sequence[str], option: str) -> None:
     if name not in labels:
-        raise UserError(f"{option} names '{name}', which is no label of the tables; {hint(name, list(labels))}")
+        raise UserError(
+            f"{option} names '{name}', which is no label of the tables; {hint(name, list(labels))}"
+        )
 
 
 def counted(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
@@ -87,13 +95,21 @@ def drawn(labels: Tensor, masks: Sequence[int | None], rate: float) -> Tensor | 
     return counted(labels, masks) & ((labels > 0) | some)
 
 
-def label_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], kept: Tensor | None = None) -> Tensor:
+def label_loss(
+    logits: Tensor, labels: Tensor, weights: Sequence[float], kept: Tensor | None = None
+) -> Tensor:
     """The weighted sum over labels of the mean binary cross-entropy of `logits` (N, K) over the results `kept`
     (N, K), or over all. 0 for a label without any."""
-    terms = functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")  # (N, K)
+    terms = functional.binary_cross_entropy_with_logits(
+        logits.float(), labels.float(), reduction="none"
+    )  # (N, K)
     if kept is None:
-        total = torch.stack([weight * term for weight, term in zip(weights, terms.sum(0), strict=True)]).sum()
+        total = torch.stack(
+            [weight * term for weight, term in zip(weights, terms.sum(0), strict=True)]
+        ).sum()
         return whole_mean(total / max(1, len(terms)), len(terms))
     counts = kept.sum(0)
     means = whole_mean((terms * kept).sum(0) / counts.clamp(min=1), counts)
-    return torch.stack([weight * mean for weight, mean in zip(weights, means, strict=True)]).sum()
+    return torch.stack(
+        [weight * mean for weight, mean in zip(weights, means, strict=True)]
+    ).sum()

@@ -11,8 +11,19 @@ from models.tables import UserError
 from models.text_encoder import loading
 
 KINDS = (
-    "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm",
-)  # fmt: skip
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "olmo2",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "stablelm",
+)
 """Kinds of language models that go by positions, not by where keys stand, and that scale no embeddings or logits: they
 read codes beside their words, and beams beside each other, as a plain one does."""
 
@@ -25,16 +36,27 @@ def pretrained_config(name: str) -> dict[str, Any]:
 
     with loading(name) as source:
         found = AutoConfig.from_pretrained(**source)
-    return {key: value for key, value in found.to_diff_dict().items() if key not in LEFT_OUT}
+    return {
+        key: value for key, value in found.to_diff_dict().items() if key not in LEFT_OUT
+    }
 
 
-def small_config(words: int, width: int, layers: int, heads: int, ffn: int, dropout: float) -> dict[str, Any]:
+def small_config(
+    words: int, width: int, layers: int, heads: int, ffn: int, dropout: float
+) -> dict[str, Any]:
     """Of a LLaMA of these sizes."""
     return {
-        "model_type": "llama", "vocab_size": words, "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": ffn,
-        "attention_dropout": dropout, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": words,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": ffn,
+        "attention_dropout": dropout,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
 
 
 def make(config: dict[str, Any], longest: int) -> nn.Module:
@@ -73,9 +95,16 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of all language models within `model`: what FSDP2 cuts one by one."""
     from transformers import PreTrainedModel
 
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    models = [
+        module for module in model.modules() if isinstance(module, PreTrainedModel)
+    ]
     names = {name for lm in models for name in lm._no_split_modules or ()}
-    return [module for lm in models[:1] for module in lm.modules() if type(module).__name__ in names]
+    return [
+        module
+        for lm in models[:1]
+        for module in lm.modules()
+        if type(module).__name__ in names
+    ]
 
 
 def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
@@ -108,10 +137,16 @@ def load_pretrained(lm: nn.Module, name: str) -> None:
     logging.disable_progress_bar()
     with loading(name) as source:
         found = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    own = {key.replace(".base_layer", ""): value for key, value in lm.state_dict().items() if "lora_" not in key}
+    own = {
+        key.replace(".base_layer", ""): value
+        for key, value in lm.state_dict().items()
+        if "lora_" not in key
+    }
     given = found.state_dict()
     if own.keys() != given.keys():
-        raise UserError(f"{name} has not the weights of the model that was made from its config; give a causal model")
+        raise UserError(
+            f"{name} has not the weights of the model that was made from its config; give a causal model"
+        )
     with torch.no_grad():
         for key, value in own.items():
             value.copy_(given[key])

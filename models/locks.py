@@ -30,7 +30,10 @@ BEAT, SILENT = 5.0, 30.0
 
 @contextmanager
 def locked(
-    place: str, busy: str, wait: float = 0, remedy: str = "choose an output folder that you may write"
+    place: str,
+    busy: str,
+    wait: float = 0,
+    remedy: str = "choose an output folder that you may write",
 ) -> Iterator[None]:
     """Keeps other processes out by the lock file `place`; let go when the process ends, however it ends. One that
     another process holds is waited for `wait` seconds, then UserError says `busy`; one that cannot be written raises
@@ -52,11 +55,15 @@ def locked(
     except Timeout as error:
         raise UserError(busy) from error
     except OSError as error:
-        raise UserError(f"cannot write to {path.parent} ({error.strerror}); {remedy}") from error
+        raise UserError(
+            f"cannot write to {path.parent} ({error.strerror}); {remedy}"
+        ) from error
     try:
         yield
     finally:
-        if os.listdir(path.parent) == [path.name]:  # nothing was written: nothing is left
+        if os.listdir(path.parent) == [
+            path.name
+        ]:  # nothing was written: nothing is left
             path.unlink()  # whoever waits for it sees that it is gone, and makes a new one
         lock.release()
 
@@ -80,7 +87,9 @@ def _leased(place: str, busy: str, wait: float) -> Iterator[None]:
             try:
                 if not lease.write(lease.version):
                     return lost.set()
-            except BaseError:  # a storage that is away for a moment: the next beat may reach it
+            except (
+                BaseError
+            ):  # a storage that is away for a moment: the next beat may reach it
                 continue
 
     with asked(place):
@@ -118,14 +127,24 @@ class _Lease:
         else:
             options = filesystem.__reduce__()[1][0]
             more: dict[str, Any] = {}
-            if endpoint := options["endpoint_override"]:  # of a query without, of AWS_ENDPOINT_URL with its scheme
-                more["endpoint"] = endpoint if "://" in endpoint else f"{options['scheme']}://{endpoint}"
+            if endpoint := options[
+                "endpoint_override"
+            ]:  # of a query without, of AWS_ENDPOINT_URL with its scheme
+                more["endpoint"] = (
+                    endpoint
+                    if "://" in endpoint
+                    else f"{options['scheme']}://{endpoint}"
+                )
             if os.environ.get("AWS_PROFILE"):  # obstore reads none by itself
                 from obstore.auth.boto3 import Boto3CredentialProvider
 
                 more["credential_provider"] = Boto3CredentialProvider()
             self.store = store.S3Store(
-                bucket, region=options["region"], client_options={"allow_http": True}, retry_config=retries, **more
+                bucket,
+                region=options["region"],
+                client_options={"allow_http": True},
+                retry_config=retries,
+                **more,
             )
         self.holder = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
         self.version: Any = None

@@ -21,7 +21,9 @@ def make_optimizer(
     """The optimizer of the trained parameters, and of each of its groups the factor on the learning rate."""
     groups = grouped(model, lr_multipliers)
     given: list[dict[str, Any]] = [
-        {"params": parameters} if decays else {"params": parameters, "weight_decay": 0.0}
+        {"params": parameters}
+        if decays
+        else {"params": parameters, "weight_decay": 0.0}
         for (_, decays), parameters in groups.items()
     ]
     on_gpu = given[0]["params"][0].device.type == "cuda"
@@ -30,7 +32,9 @@ def make_optimizer(
         kind = CapturableAdagrad if on_gpu else torch.optim.Adagrad
         optimizer = kind(given, lr=lr, weight_decay=weight_decay)
     else:
-        optimizer = torch.optim.AdamW(given, lr=lr, weight_decay=weight_decay, fused=True, capturable=on_gpu)
+        optimizer = torch.optim.AdamW(
+            given, lr=lr, weight_decay=weight_decay, fused=True, capturable=on_gpu
+        )
     return optimizer, [factor for factor, _ in groups]
 
 
@@ -44,14 +48,20 @@ class CapturableAdagrad(torch.optim.Adagrad):
             gradients: Any = [p.grad for p in parameters]
             sums = [self.state[p]["sum"] for p in parameters]
             if group["weight_decay"]:
-                gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+                gradients = torch._foreach_add(
+                    gradients, parameters, alpha=group["weight_decay"]
+                )
             torch._foreach_addcmul_(sums, gradients, gradients)
             spread = torch._foreach_add(torch._foreach_sqrt(sums), group["eps"])
-            updates: Any = torch._foreach_mul(torch._foreach_div(gradients, spread), group["lr"])
+            updates: Any = torch._foreach_mul(
+                torch._foreach_div(gradients, spread), group["lr"]
+            )
             torch._foreach_sub_(parameters, updates)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: float) -> None:
+def set_rate(
+    optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: float
+) -> None:
     """Sets the learning rate `lr`, times its factor in each group; on a GPU in a tensor that a CUDA graph reads."""
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         device = group["params"][0].device
@@ -68,7 +78,9 @@ def set_rate(optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: flo
 def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What a checkpoint keeps: the state, with learning rates as numbers."""
     state = optimizer.state_dict()
-    state["param_groups"] = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
+    state["param_groups"] = [
+        {**group, "lr": float(group["lr"])} for group in state["param_groups"]
+    ]
     return state
 
 
@@ -80,22 +92,35 @@ class Spares(Protocol):
         """Those parameters."""
 
 
-def grouped(model: nn.Module, declared: Mapping[str, float]) -> dict[tuple[float, bool], list[nn.Parameter]]:
+def grouped(
+    model: nn.Module, declared: Mapping[str, float]
+) -> dict[tuple[float, bool], list[nn.Parameter]]:
     """The trained parameters by their factor on the learning rate, and whether their weights decay.
 
     `declared` has a factor by the beginning of parameters' names, of which the first that fits counts; all others have
     1. Weights decay but for those that a module of the model gives as `undecayed()`, as its published code spares them.
     UserError for a beginning that no trained parameter has.
     """
-    spared = {id(p) for module in model.modules() if isinstance(module, Spares) for p in module.undecayed()}
+    spared = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, Spares)
+        for p in module.undecayed()
+    }
     found: dict[tuple[float, bool], list[nn.Parameter]] = {}
     used = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            prefix = next((prefix for prefix in declared if name.startswith(prefix)), None)
+            prefix = next(
+                (prefix for prefix in declared if name.startswith(prefix)), None
+            )
             used.add(prefix)
             factor = 1.0 if prefix is None else float(declared[prefix])
-            found.setdefault((factor, id(parameter) not in spared), []).append(parameter)
+            found.setdefault((factor, id(parameter) not in spared), []).append(
+                parameter
+            )
     for prefix in declared.keys() - used:
-        raise UserError(f"lr_multipliers has '{prefix}', but no trained parameter's name begins so; leave it out")
+        raise UserError(
+            f"lr_multipliers has '{prefix}', but no trained parameter's name begins so; leave it out"
+        )
     return found

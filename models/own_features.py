@@ -63,13 +63,20 @@ class Category:
 
     def codes(self, strings: pa.Array) -> NDArray[np.int64]:
         """(n,) the number of each string."""
-        found = strings.dictionary_encode() if not pa.types.is_dictionary(strings.type) else strings
+        found = (
+            strings.dictionary_encode()
+            if not pa.types.is_dictionary(strings.type)
+            else strings
+        )
         words = found.dictionary.cast(pa.large_string())
         if self.buckets:
             number = hash_strings(words) % self.buckets + 1
         else:
             known = pa.array(self.values, pa.large_string())
-            number = pc.fill_null(pc.index_in(words, known), -1).to_numpy().astype(np.int64) + 1
+            number = (
+                pc.fill_null(pc.index_in(words, known), -1).to_numpy().astype(np.int64)
+                + 1
+            )
         index = pc.fill_null(found.indices.cast(pa.int64()), -1).to_numpy()
         return np.append(number, 0)[index]  # index -1 is the appended one
 
@@ -82,16 +89,29 @@ class OwnFeatures:
     categories: tuple[Category, ...] = ()
 
     @classmethod
-    def of(cls, info: Mapping[str, Any], scales: Mapping[str, Any] | None = None) -> Self:
+    def of(
+        cls, info: Mapping[str, Any], scales: Mapping[str, Any] | None = None
+    ) -> Self:
         """As the manifest of sequences says; none where it says nothing. `scales` are those of a checkpoint."""
         said = info.get("own") or {"numbers": [], "categories": []}
-        numbers = (Number(**number) for number in (scales or {}).get("own", said["numbers"]))
-        return cls(tuple(numbers), tuple(Category(**{**c, "values": tuple(c["values"])}) for c in said["categories"]))
+        numbers = (
+            Number(**number) for number in (scales or {}).get("own", said["numbers"])
+        )
+        return cls(
+            tuple(numbers),
+            tuple(
+                Category(**{**c, "values": tuple(c["values"])})
+                for c in said["categories"]
+            ),
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
         """Their columns: numbers, then categories."""
-        return (*(number.name for number in self.numbers), *(category.name for category in self.categories))
+        return (
+            *(number.name for number in self.numbers),
+            *(category.name for category in self.categories),
+        )
 
     def matrix(self, columns: Mapping[str, pa.Array], rows: int) -> NDArray[np.float32]:
         """(rows, X + G): numbers, NaN where there is none, and the numbers of categories' values. A column that is not
@@ -101,7 +121,9 @@ class OwnFeatures:
             found[:, place] = np.nan
             if number.name in columns:
                 values = columns[number.name].cast(pa.float32())
-                found[:, place] = values.to_numpy(zero_copy_only=False)  # null becomes NaN
+                found[:, place] = values.to_numpy(
+                    zero_copy_only=False
+                )  # null becomes NaN
         for place, category in enumerate(self.categories, len(self.numbers)):
             if category.name in columns:
                 found[:, place] = category.codes(columns[category.name])
@@ -131,12 +153,20 @@ class OwnInputs(Standardised, Tables):
     at_times: Tensor
 
     def __init__(self, own: OwnFeatures, width: int, dropout: float) -> None:
-        super().__init__(torch.tensor([n.mean for n in own.numbers]), torch.tensor([n.std for n in own.numbers]))
+        super().__init__(
+            torch.tensor([n.mean for n in own.numbers]),
+            torch.tensor([n.std for n in own.numbers]),
+        )
         self.count, self.dropout = len(own.numbers), dropout
         at_times = [place for place, number in enumerate(own.numbers) if number.missing]
-        self.register_buffer("at_times", torch.tensor(at_times, dtype=torch.long), persistent=False)
+        self.register_buffer(
+            "at_times", torch.tensor(at_times, dtype=torch.long), persistent=False
+        )
         self.tables = nn.ModuleList(
-            nn.Embedding.from_pretrained(torch.randn(c.rows, width) * width**-0.5, freeze=False) for c in own.categories
+            nn.Embedding.from_pretrained(
+                torch.randn(c.rows, width) * width**-0.5, freeze=False
+            )
+            for c in own.categories
         )
         self.names = [None if c.buckets else c.values for c in own.categories]
         self.columns = [
@@ -150,8 +180,16 @@ class OwnInputs(Standardised, Tables):
         """(..., O) of `values` (..., X + G), as `OwnFeatures.matrix` has them."""
         numbers, codes = values[..., : self.count], values[..., self.count :].long()
         scaled = super().forward(numbers)
-        parts = [torch.nan_to_num(scaled), (~torch.isnan(numbers[..., self.at_times])).to(scaled.dtype)]
+        parts = [
+            torch.nan_to_num(scaled),
+            (~torch.isnan(numbers[..., self.at_times])).to(scaled.dtype),
+        ]
         if self.training and self.dropout and len(self.tables):
-            codes = torch.where(torch.rand(codes.shape, device=codes.device) < self.dropout, 0, codes)
-        parts += [table(code) for table, code in zip(self.tables, codes.unbind(-1), strict=True)]
+            codes = torch.where(
+                torch.rand(codes.shape, device=codes.device) < self.dropout, 0, codes
+            )
+        parts += [
+            table(code)
+            for table, code in zip(self.tables, codes.unbind(-1), strict=True)
+        ]
         return torch.cat(parts, -1)

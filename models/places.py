@@ -29,10 +29,16 @@ class FolderKind:
         """Whether it is at the place. What is damaged counts: who reads it says how."""
         with suppress(UserError):
             for folder, table in self.tables:
-                if not has_manifest(join(uri, folder)) or read_manifest(join(uri, folder)).table != table:
+                if (
+                    not has_manifest(join(uri, folder))
+                    or read_manifest(join(uri, folder)).table != table
+                ):
                     return False
         if self.files:
-            return any(file_info(join(uri, name)).type == fs.FileType.File for name in self.files)
+            return any(
+                file_info(join(uri, name)).type == fs.FileType.File
+                for name in self.files
+            )
         return bool(self.tables) or file_info(uri).type == fs.FileType.Directory
 
     @property
@@ -44,20 +50,32 @@ class FolderKind:
 TABLES = FolderKind("a folder that jobs.prepare made", tables=(("items", "items"),))
 SIDS = FolderKind("a folder that jobs.tokenize made", tables=(("sids", "sids"),))
 TEXT = FolderKind("a folder that jobs.encode made", tables=(("items", "embeddings"),))
-CHECKPOINT = FolderKind("the folder of a run of jobs.train, or its checkpoint", files=("config.json", "run.json"))
+CHECKPOINT = FolderKind(
+    "the folder of a run of jobs.train, or its checkpoint",
+    files=("config.json", "run.json"),
+)
 RAW = FolderKind("the folder of a raw log")
 
 PLACES = {
-    "tables": TABLES, "catalogue": TABLES, "sids": SIDS, "extend": SIDS, "text": TEXT, "checkpoint": CHECKPOINT,
-    "input": RAW, "suggest": RAW, "data": RAW,
-}  # fmt: skip
+    "tables": TABLES,
+    "catalogue": TABLES,
+    "sids": SIDS,
+    "extend": SIDS,
+    "text": TEXT,
+    "checkpoint": CHECKPOINT,
+    "input": RAW,
+    "suggest": RAW,
+    "data": RAW,
+}
 """By option."""
 
 
 def reach(**places: str | None) -> None:
     """First contact with what a job will read, by its options, before it starts anything: UserError for what does not
     answer, and for what is none of what the option takes."""
-    given = {option: (uri, file_info(uri).type) for option, uri in places.items() if uri}
+    given = {
+        option: (uri, file_info(uri).type) for option, uri in places.items() if uri
+    }
     for option, (uri, found) in given.items():
         place = PLACES.get(option)
         if place is None or place.is_at(uri):
@@ -65,5 +83,7 @@ def reach(**places: str | None) -> None:
         if found == fs.FileType.NotFound:
             why = "where nothing is"
         else:
-            why = f"which holds no {place.holds}" if place.holds else "which is no folder"
+            why = (
+                f"which holds no {place.holds}" if place.holds else "which is no folder"
+            )
         raise UserError(f"--{option} is {uri}, {why}; give {place.words}")

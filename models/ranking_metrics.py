@@ -44,13 +44,24 @@ CHUNKS = 256
 EXAMPLES = "examples"
 
 NAMES = (
-    "gauc", "gauc_by_impressions", "auc", "auc_error", "log_loss", "normalised_entropy", "calibration", "requests",
-    "requests_one_class", "candidates", "positives",
-)  # fmt: skip
+    "gauc",
+    "gauc_by_impressions",
+    "auc",
+    "auc_error",
+    "log_loss",
+    "normalised_entropy",
+    "calibration",
+    "requests",
+    "requests_one_class",
+    "candidates",
+    "positives",
+)
 """What `ranking_means` gives."""
 
 
-def request_auc(scores: Tensor, labels: Tensor, request: Tensor) -> tuple[Tensor, Tensor]:
+def request_auc(
+    scores: Tensor, labels: Tensor, request: Tensor
+) -> tuple[Tensor, Tensor]:
     """AUC of every request, (R,) float64, ties half; and (R,) bool, whether it has both labels, so that it is defined.
 
     `scores` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate, numbered from 0; a
@@ -75,7 +86,9 @@ def request_auc(scores: Tensor, labels: Tensor, request: Tensor) -> tuple[Tensor
     negatives = size - positives
     below = zeros.index_add(0, request, labels * rank) - positives * (positives - 1) / 2
     valid = (positives > 0) & (negatives > 0)
-    return torch.where(valid, below / (positives * negatives).clamp(min=1), torch.nan), valid
+    return torch.where(
+        valid, below / (positives * negatives).clamp(min=1), torch.nan
+    ), valid
 
 
 @dataclass(frozen=True)
@@ -95,20 +108,37 @@ class Histogram:
         """Of candidates with `logits` (N,), no NaN among them, and `labels` (N,) true or false."""
         bits = (logits.double() + 0.0).view(torch.int64)  # -0 is 0
         positive = labels.double()
-        return cls(((bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF), torch.stack([1 - positive, positive]), 0),))
+        return cls(
+            (
+                (
+                    bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF),
+                    torch.stack([1 - positive, positive]),
+                    0,
+                ),
+            )
+        )
 
     def __add__(self, other: Histogram | float) -> Histogram:
         if not isinstance(other, Histogram):  # the 0 that a sum begins with
             return self
         joined = Histogram((*self.chunks, *other.chunks))
         held = sum(len(key) for key, _, _ in joined.chunks)
-        return joined.merged() if held > 2 * EXACT or len(joined.chunks) > CHUNKS else joined
+        return (
+            joined.merged()
+            if held > 2 * EXACT or len(joined.chunks) > CHUNKS
+            else joined
+        )
 
     __radd__ = __add__
 
     def cpu(self) -> Histogram:
         """The same in the memory of the CPU."""
-        return Histogram(tuple((key.cpu(), counts.cpu(), dropped) for key, counts, dropped in self.chunks))
+        return Histogram(
+            tuple(
+                (key.cpu(), counts.cpu(), dropped)
+                for key, counts, dropped in self.chunks
+            )
+        )
 
     def merged(self) -> Histogram:
         """The same as one chunk of at most `EXACT` bins, ascending."""
@@ -116,13 +146,24 @@ class Histogram:
         key = torch.cat([key >> (dropped - bits) for key, _, bits in self.chunks])
         key, place = key.unique(return_inverse=True)
         more = 0
-        while bool(len(key)) and int(((key[1:] >> more) != (key[:-1] >> more)).sum()) >= EXACT:
+        while (
+            bool(len(key))
+            and int(((key[1:] >> more) != (key[:-1] >> more)).sum()) >= EXACT
+        ):
             more += 1
         if more:
             key, bin_ = (key >> more).unique_consecutive(return_inverse=True)
             place = bin_[place]
         counts = torch.cat([counts for _, counts, _ in self.chunks], 1)
-        return Histogram(((key, counts.new_zeros(2, len(key)).index_add(1, place, counts), dropped + more),))
+        return Histogram(
+            (
+                (
+                    key,
+                    counts.new_zeros(2, len(key)).index_add(1, place, counts),
+                    dropped + more,
+                ),
+            )
+        )
 
     def auc(self) -> tuple[float, float]:
         """(AUC, the most by which it can be off); NaN where a label is missing."""
@@ -136,7 +177,11 @@ class Histogram:
 
 
 def ranking_sums(
-    logits: Tensor, labels: Tensor, request: Tensor, prefix: str = "", correction: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    request: Tensor,
+    prefix: str = "",
+    correction: float = 0.0,
 ) -> dict[str, Any]:
     """Sums over a batch of whole requests that `ranking_means` turns into metrics; names begin with `prefix`.
 
@@ -155,11 +200,15 @@ def ranking_sums(
         "candidates": torch.tensor(len(logits)),
         "positives": labels.sum(),
         "predicted": torch.sigmoid(logits).sum(),
-        "loss": functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum"),
+        "loss": functional.binary_cross_entropy_with_logits(
+            logits, labels, reduction="sum"
+        ),
     }
     if correction:
         sums["predicted_uncorrected"] = torch.sigmoid(logits - correction).sum()
-    sums = {name: value.double() for name, value in sums.items()} | {"histogram": Histogram.of(logits, labels)}
+    sums = {name: value.double() for name, value in sums.items()} | {
+        "histogram": Histogram.of(logits, labels)
+    }
     return {prefix + name: value for name, value in sums.items()}
 
 
@@ -181,42 +230,65 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
     both = total("impressions_both")
     count, positives = total("candidates"), total("positives")
     rate = positives / count if count else 0.0
-    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate) if 0 < rate < 1 else 0.0
+    entropy = (
+        -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+        if 0 < rate < 1
+        else 0.0
+    )
     auc, error = sums[prefix + "histogram"].auc()
     if math.isnan(auc):
         undefined.setdefault(same, []).append(f"{prefix}auc")
     loss = ratio("log_loss", total("loss"), count, "there are no candidates")
     metrics = {
         "gauc": ratio("gauc", total("request_auc"), total("requests_both"), one_class),
-        "gauc_by_impressions": ratio("gauc_by_impressions", total("impression_auc"), both, one_class),
+        "gauc_by_impressions": ratio(
+            "gauc_by_impressions", total("impression_auc"), both, one_class
+        ),
         "auc": auc,
         "auc_error": error,
         "log_loss": loss,
         "normalised_entropy": ratio("normalised_entropy", loss, entropy, same),
-        "calibration": ratio("calibration", total("predicted"), positives, "there is no positive"),
+        "calibration": ratio(
+            "calibration", total("predicted"), positives, "there is no positive"
+        ),
         "requests": total("requests"),
         "requests_one_class": total("requests") - total("requests_both"),
         "candidates": count,
         "positives": positives,
-    }  # fmt: skip
+    }
     if undefined:
-        said = "; ".join(f"{', '.join(names)}: {why}" for why, names in undefined.items())
+        said = "; ".join(
+            f"{', '.join(names)}: {why}" for why, names in undefined.items()
+        )
         warnings.warn(f"not defined and shown as NaN: {said}", stacklevel=2)
     if prefix + "predicted_uncorrected" in sums and positives:
         metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
     return {prefix + name: value for name, value in metrics.items()}
 
 
-def summary(found: dict[str, float], kinds: Sequence[str], who: str = "requests") -> list[str]:
+def summary(
+    found: dict[str, float], kinds: Sequence[str], who: str = "requests"
+) -> list[str]:
     """Two lines per label: its metrics of these `kinds`, with its calibration, and of how many of `who` all labels are
     the same."""
     kinds = (*kinds, "calibration", "calibration_uncorrected")
-    prefixes = sorted(name.removesuffix("requests_one_class") for name in found if name.endswith("requests_one_class"))
+    prefixes = sorted(
+        name.removesuffix("requests_one_class")
+        for name in found
+        if name.endswith("requests_one_class")
+    )
     width = max(10, *(len(prefix) + 1 for prefix in prefixes))
     lines = []
     for prefix in prefixes:
         there = (name for name in kinds if prefix + name in found)
-        lines.append(f"  {prefix:<{width}}" + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in there))
-        one, all_ = (int(found[prefix + name]) for name in ("requests_one_class", "requests"))
-        lines.append(f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc")
+        lines.append(
+            f"  {prefix:<{width}}"
+            + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in there)
+        )
+        one, all_ = (
+            int(found[prefix + name]) for name in ("requests_one_class", "requests")
+        )
+        lines.append(
+            f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc"
+        )
     return lines

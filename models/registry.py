@@ -29,7 +29,12 @@ from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.decoders.t5 import OneLayerConfig, one_layer
 from models.retrieval.joint import EarnConfig, Nezha, NezhaConfig, earn, lr_multipliers
 from models.retrieval.lc_rec import LcRec, LcRecConfig
-from models.retrieval.lc_rec_students import LcRecNezha, LcRecNezhaConfig, LcRecSidMlp, LcRecSidMlpConfig
+from models.retrieval.lc_rec_students import (
+    LcRecNezha,
+    LcRecNezhaConfig,
+    LcRecSidMlp,
+    LcRecSidMlpConfig,
+)
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.recommend import BeamOptions, RecommendOptions
 from models.retrieval.retriever import Retriever
@@ -68,7 +73,9 @@ class Entry:
     resolve: Callable[[Any, Any], Any] = lambda config, catalogue: config
     """`resolve(config, catalogue)`: the config with what it takes from checkpoints that it names, such as a
     teacher's sizes. Asked before training; resolving twice changes nothing."""
-    teach: Callable[[nn.Module, Any, Any], None] = lambda module, config, catalogue: None
+    teach: Callable[[nn.Module, Any, Any], None] = lambda module, config, catalogue: (
+        None
+    )
     """`teach(module, config, catalogue)`: before training, gives a student what it learns from. What only the
     loss needs stays out of the module's weights."""
     teaches: bool = False
@@ -97,7 +104,13 @@ class Entry:
     @property
     def reads(self) -> Mapping[str, bool]:
         """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
-        return {"sids": True} if self.sids else {} if self.tables_alone else self.family.reads
+        return (
+            {"sids": True}
+            if self.sids
+            else {}
+            if self.tables_alone
+            else self.family.reads
+        )
 
     def about(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """What whoever sends it requests has to know, by the `info` of the sequences."""
@@ -116,13 +129,18 @@ class Entry:
 
 
 GENERATIVE: dict[str, Any] = {
-    "unit": "user", "resolve": qgs.resolve, "teach": qgs.teach, "keeps_state": qgs.keeps_state,
-}  # fmt: skip
+    "unit": "user",
+    "resolve": qgs.resolve,
+    "teach": qgs.teach,
+    "keeps_state": qgs.keeps_state,
+}
 
 
 def teacher_of(config: TaughtConfig, catalogue: Catalogue) -> Retriever:
     """The teacher that `config` describes, with random weights."""
-    return build(config_from_dict({"name": config.taught_by, **config.teacher_model}), catalogue)  # type: ignore[return-value]
+    return build(
+        config_from_dict({"name": config.taught_by, **config.teacher_model}), catalogue
+    )  # type: ignore[return-value]
 
 
 def teaching() -> list[str]:
@@ -135,7 +153,9 @@ def teach(model: Any, config: TaughtConfig, catalogue: Catalogue) -> None:
     model.set_teacher(teachers.load(teacher_of(config, catalogue), config))
 
 
-def teach_stage_2(model: Any, config: sid_mlp_pp.SidMlpPpConfig, catalogue: Catalogue) -> None:
+def teach_stage_2(
+    model: Any, config: sid_mlp_pp.SidMlpPpConfig, catalogue: Catalogue
+) -> None:
     """Loads the teacher and stage 1's encoder of a resolved config into stage 2."""
     teach(model, config, catalogue)
     if not config.end_to_end:
@@ -145,15 +165,21 @@ def teach_stage_2(model: Any, config: sid_mlp_pp.SidMlpPpConfig, catalogue: Cata
         model.take_encoder(stage_1)
 
 
-def on_backbone(decoder: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Retriever], Student]:
+def on_backbone(
+    decoder: Callable[[Any, Any], Any],
+) -> Callable[[Any, Any, Retriever], Student]:
     """A student with `decoder(config, backbone)` on its teacher's backbone."""
-    return lambda config, catalogue, teacher: Student(config, catalogue, teacher, decoder(config, teacher.backbone))
+    return lambda config, catalogue, teacher: Student(
+        config, catalogue, teacher, decoder(config, teacher.backbone)
+    )
 
 
 TAUGHT: dict[str, Any] = {
     "unit": "request",
     "sids": True,
-    "resolve": lambda config, catalogue: teachers.resolve(config, catalogue, teaching()),
+    "resolve": lambda config, catalogue: teachers.resolve(
+        config, catalogue, teaching()
+    ),
     "teach": teach,
     "teaches": True,
     "precompute": teacher_cache.precompute,
@@ -161,62 +187,155 @@ TAUGHT: dict[str, Any] = {
 """Of models that learn from a teacher: `build(config, catalogue, teacher)` makes them."""
 
 ATSPEED: dict[str, Any] = {
-    **TAUGHT, "teaches": False, "recommends": atspeed.AtSpeedOptions, "own_measured": atspeed,
-}  # fmt: skip
+    **TAUGHT,
+    "teaches": False,
+    "recommends": atspeed.AtSpeedOptions,
+    "own_measured": atspeed,
+}
 STAGE_1: dict[str, Any] = {**TAUGHT, "teaches": False, "own_measured": sid_mlp_pp}
 STAGE_2: dict[str, Any] = {
-    **TAUGHT, "teach": teach_stage_2,
-    "resolve": lambda config, catalogue: sid_mlp_pp.resolve(config, catalogue, teaching()),
-}  # fmt: skip
+    **TAUGHT,
+    "teach": teach_stage_2,
+    "resolve": lambda config, catalogue: sid_mlp_pp.resolve(
+        config, catalogue, teaching()
+    ),
+}
 
 MODELS: dict[str, Entry] = {
     "popularity": Entry(
-        PopularityConfig, Popularity, RETRIEVAL, unit="behaviour", gradient=False, recommends=RecommendOptions
+        PopularityConfig,
+        Popularity,
+        RETRIEVAL,
+        unit="behaviour",
+        gradient=False,
+        recommends=RecommendOptions,
     ),
-    "sasrec": Entry(SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=RecommendOptions),
-    "tiger": Entry(TigerConfig, Tiger, RETRIEVAL, unit="request", sids=True, teaches=True, recommends=TigerOptions),
+    "sasrec": Entry(
+        SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=RecommendOptions
+    ),
+    "tiger": Entry(
+        TigerConfig,
+        Tiger,
+        RETRIEVAL,
+        unit="request",
+        sids=True,
+        teaches=True,
+        recommends=TigerOptions,
+    ),
     "lc_rec": Entry(
-        LcRecConfig, LcRec, RETRIEVAL, unit="request", sids=True, teaches=True, resolve=lc_rec.resolve,
-        teach=lc_rec.teach, precompute=lc_rec.notes, recommends=BeamOptions, blocks=language_model.blocks,
-    ),
-    "lc_rec_sid_mlp": Entry(LcRecSidMlpConfig, LcRecSidMlp, RETRIEVAL, **TAUGHT, recommends=StudentOptions),
-    "lc_rec_nezha": Entry(
-        LcRecNezhaConfig, LcRecNezha, RETRIEVAL, **TAUGHT, recommends=BeamOptions, lr_multipliers=lr_multipliers,
+        LcRecConfig,
+        LcRec,
+        RETRIEVAL,
+        unit="request",
+        sids=True,
+        teaches=True,
+        resolve=lc_rec.resolve,
+        teach=lc_rec.teach,
+        precompute=lc_rec.notes,
+        recommends=BeamOptions,
         blocks=language_model.blocks,
     ),
-    "sid_mlp": Entry(SidMlpConfig, SidMlp, RETRIEVAL, **TAUGHT, recommends=SidMlpOptions),
-    "one_layer": Entry(OneLayerConfig, on_backbone(one_layer), RETRIEVAL, **TAUGHT, recommends=StudentOptions),
-    "gdn": Entry(GdnConfig, on_backbone(gdn), RETRIEVAL, **TAUGHT, recommends=StudentOptions),
-    "mamba2": Entry(Mamba2Config, on_backbone(mamba2), RETRIEVAL, **TAUGHT, recommends=StudentOptions),
+    "lc_rec_sid_mlp": Entry(
+        LcRecSidMlpConfig, LcRecSidMlp, RETRIEVAL, **TAUGHT, recommends=StudentOptions
+    ),
+    "lc_rec_nezha": Entry(
+        LcRecNezhaConfig,
+        LcRecNezha,
+        RETRIEVAL,
+        **TAUGHT,
+        recommends=BeamOptions,
+        lr_multipliers=lr_multipliers,
+        blocks=language_model.blocks,
+    ),
+    "sid_mlp": Entry(
+        SidMlpConfig, SidMlp, RETRIEVAL, **TAUGHT, recommends=SidMlpOptions
+    ),
+    "one_layer": Entry(
+        OneLayerConfig,
+        on_backbone(one_layer),
+        RETRIEVAL,
+        **TAUGHT,
+        recommends=StudentOptions,
+    ),
+    "gdn": Entry(
+        GdnConfig, on_backbone(gdn), RETRIEVAL, **TAUGHT, recommends=StudentOptions
+    ),
+    "mamba2": Entry(
+        Mamba2Config,
+        on_backbone(mamba2),
+        RETRIEVAL,
+        **TAUGHT,
+        recommends=StudentOptions,
+    ),
     "earn": Entry(EarnConfig, earn, RETRIEVAL, **TAUGHT, recommends=BeamOptions),
     "nezha": Entry(
-        NezhaConfig, Nezha, RETRIEVAL, **TAUGHT, recommends=BeamOptions, lr_multipliers=lr_multipliers
+        NezhaConfig,
+        Nezha,
+        RETRIEVAL,
+        **TAUGHT,
+        recommends=BeamOptions,
+        lr_multipliers=lr_multipliers,
     ),
     "atspeed_s": Entry(AtSpeedSConfig, AtSpeed, RETRIEVAL, **ATSPEED),
     "atspeed_r": Entry(AtSpeedRConfig, AtSpeed, RETRIEVAL, **ATSPEED),
-    "sid_mlp_pp_encoder": Entry(sid_mlp_pp.SidMlpPpEncoderConfig, sid_mlp_pp.SidMlpPpEncoder, RETRIEVAL, **STAGE_1),
-    "sid_mlp_pp": Entry(sid_mlp_pp.SidMlpPpConfig, sid_mlp_pp.SidMlpPp, RETRIEVAL, **STAGE_2, recommends=SidMlpOptions),
+    "sid_mlp_pp_encoder": Entry(
+        sid_mlp_pp.SidMlpPpEncoderConfig,
+        sid_mlp_pp.SidMlpPpEncoder,
+        RETRIEVAL,
+        **STAGE_1,
+    ),
+    "sid_mlp_pp": Entry(
+        sid_mlp_pp.SidMlpPpConfig,
+        sid_mlp_pp.SidMlpPp,
+        RETRIEVAL,
+        **STAGE_2,
+        recommends=SidMlpOptions,
+    ),
     "boosted": Entry(
-        BoostedConfig, Boosted, SEARCH, unit="request", gradient=False, tables_alone=True, carries=False,
+        BoostedConfig,
+        Boosted,
+        SEARCH,
+        unit="request",
+        gradient=False,
+        tables_alone=True,
+        carries=False,
         first_label=True,
     ),
     "base": Entry(RankerConfig, Ranker, SEARCH, unit="user"),
     "hstu": Entry(HSTUConfig, QGS, SEARCH, **GENERATIVE),
-    "hllm": Entry(HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach),
+    "hllm": Entry(
+        HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach
+    ),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
-    "interleaved": Entry(fusions.InterleavedConfig, fusions.Interleaved, ACTIONS, unit="user"),
-    "attn_lfa": Entry(fusions.AttnLFAConfig, fusions.AttnLFA, ACTIONS, unit="user", keeps_state=lambda config: True),
-    "attn_mvp": Entry(fusions.AttnMVPConfig, fusions.AttnMVP, ACTIONS, unit="user", keeps_state=lambda config: True),
+    "interleaved": Entry(
+        fusions.InterleavedConfig, fusions.Interleaved, ACTIONS, unit="user"
+    ),
+    "attn_lfa": Entry(
+        fusions.AttnLFAConfig,
+        fusions.AttnLFA,
+        ACTIONS,
+        unit="user",
+        keeps_state=lambda config: True,
+    ),
+    "attn_mvp": Entry(
+        fusions.AttnMVPConfig,
+        fusions.AttnMVP,
+        ACTIONS,
+        unit="user",
+        keeps_state=lambda config: True,
+    ),
     "attn_dhn": Entry(fusions.AttnDHNConfig, fusions.AttnDHN, ACTIONS, unit="user"),
     "lac": Entry(fusions.LACConfig, fusions.LAC, ACTIONS, unit="user"),
     "genrank": Entry(fusions.GenRankConfig, fusions.GenRank, ACTIONS, unit="cut"),
-}  # fmt: skip
+}
 
 
 def find(name: str) -> Entry:
     """The entry of a model; UserError with the nearest name for one that is unknown."""
     if name not in MODELS:
-        raise UserError(f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}")
+        raise UserError(
+            f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}"
+        )
     return MODELS[name]
 
 
@@ -257,7 +376,9 @@ def config_from_dict(content: dict[str, Any]) -> Any:
     """The config instance of such a mapping; UserError for an unknown model or key or an impossible value."""
     options = dict(content)
     if "name" not in options:
-        raise UserError(f"the model has no name; add name: with one of {', '.join(MODELS)}")
+        raise UserError(
+            f"the model has no name; add name: with one of {', '.join(MODELS)}"
+        )
     name = options.pop("name")
     config = model_config(name)
     known = [f.name for f in fields(config)]
@@ -274,10 +395,14 @@ def config_from_dict(content: dict[str, Any]) -> Any:
 def check_carries(name: str, uri: str | Path) -> None:
     """UserError for a model whose weights fit the tables of its training alone."""
     if not find(name).carries:
-        raise UserError(f"{uri} is of the model '{name}', which takes no tables that extend its own; train it anew")
+        raise UserError(
+            f"{uri} is of the model '{name}', which takes no tables that extend its own; train it anew"
+        )
 
 
-def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.Module, Checkpoint]:
+def load(
+    uri: str | Path, catalogue: Any, name: str | None = None
+) -> tuple[nn.Module, Checkpoint]:
     """The model of a checkpoint in evaluation mode, and the checkpoint's config.
 
     `catalogue` must be of the tables that it was trained on, or of such as extend them (see `checkpoint.check`), with
@@ -286,7 +411,10 @@ def load(uri: str | Path, catalogue: Any, name: str | None = None) -> tuple[nn.M
     about = checkpoint.read(uri)
     checkpoint.check(about, uri, catalogue.hashes, name, extending=True)
     model = build(config_from_dict(about.model), catalogue)
-    if any(value and value != catalogue.hashes[table] for table, value in about.hashes.items()):
+    if any(
+        value and value != catalogue.hashes[table]
+        for table, value in about.hashes.items()
+    ):
         check_carries(about.name, uri)
         carry(model, uri, about, catalogue.num_items)
     else:

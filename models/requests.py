@@ -52,14 +52,21 @@ class Row(dict[str, Any]):
         """`count` entries of a column of lists, `empty` for what is not given."""
         return counted(name, self.given(name), count, empty)
 
-    def by_name(self, name: str, known: Collection[str], count: int) -> dict[str, list[Any]]:
+    def by_name(
+        self, name: str, known: Collection[str], count: int
+    ) -> dict[str, list[Any]]:
         """The `count` entries of each list that a column gives by name; the model reads those that are `known`."""
         found = self.given(name) or {}
         for key in found:
             if key not in known:
                 near = hint(key, known, f"it reads no {name.removeprefix('history_')}")
-                raise UserError(f"{name} has '{key}', which the model does not read; {near}")
-        return {key: counted(f"'{key}' of {name}", values, count) for key, values in found.items()}
+                raise UserError(
+                    f"{name} has '{key}', which the model does not read; {near}"
+                )
+        return {
+            key: counted(f"'{key}' of {name}", values, count)
+            for key, values in found.items()
+        }
 
     def vectors(self, name: str, empty: Floats) -> Floats:
         """(count, width) of a column of vectors, `empty` (count, width) for what is not given."""
@@ -67,7 +74,9 @@ class Row(dict[str, Any]):
         if there is None:
             return empty
         if any(vector is None for vector in there):
-            raise UserError(f"{name} has an entry without numbers; give NaN for what is not known, or leave it out")
+            raise UserError(
+                f"{name} has an entry without numbers; give NaN for what is not known, or leave it out"
+            )
         widths = {len(vector) for vector in there} or {width}
         if len(there) != count or widths != {width}:
             wide = ", ".join(map(str, sorted(widths)))
@@ -75,17 +84,29 @@ class Row(dict[str, Any]):
                 f"{name} has {len(there)} vectors of {wide} numbers, {count} of {width} are expected; the model's "
                 f"metadata names them"
             )
-        values = np.array([list(vector) for vector in there], np.float32).reshape(count, width)
+        values = np.array([list(vector) for vector in there], np.float32).reshape(
+            count, width
+        )
         return finite(name, np.where(np.isnan(values), empty, values))
 
-    def own(self, own: OwnFeatures, of: str, count: int, usual: Mapping[str, pa.Array] | None = None) -> Floats:
+    def own(
+        self,
+        own: OwnFeatures,
+        of: str,
+        count: int,
+        usual: Mapping[str, pa.Array] | None = None,
+    ) -> Floats:
         """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; `usual` has
         columns for those that they do not give."""
         columns, names = dict(usual or {}), own_names(own)
-        for name, values in self.by_name(f"{of}numbers", names.get("numbers", ()), count).items():
+        for name, values in self.by_name(
+            f"{of}numbers", names.get("numbers", ()), count
+        ).items():
             finite(f"'{name}' of {of}numbers", np.array(values, np.float32))
             columns[NUMBER + name] = pa.array(values, pa.float32(), from_pandas=True)
-        for name, values in self.by_name(f"{of}categories", names.get("categories", ()), count).items():
+        for name, values in self.by_name(
+            f"{of}categories", names.get("categories", ()), count
+        ).items():
             columns[CATEGORY + name] = pa.array(values, pa.string(), from_pandas=True)
         return own.matrix(columns, count)
 
@@ -97,7 +118,12 @@ class Row(dict[str, Any]):
                 return {name: later(values) for name, values in value.items()}
             return value if value is None or np.isscalar(value) else value[done:]
 
-        return type(self)({name: later(value) if name.startswith("history") else value for name, value in self.items()})
+        return type(self)(
+            {
+                name: later(value) if name.startswith("history") else value
+                for name, value in self.items()
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +147,10 @@ class Requests:
 
     needs: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}  # oldest first
     """Columns of every request."""
-    takes: ClassVar[Columns] = {"user_id": "string", "history_from": "long"}  # whose state it goes on from, and where
+    takes: ClassVar[Columns] = {
+        "user_id": "string",
+        "history_from": "long",
+    }  # whose state it goes on from, and where
     """Columns that a request may have beside those that follow from the log (`columns`)."""
     gives: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}  # best first
     """Columns of an answer."""
@@ -131,11 +160,19 @@ class Requests:
     }
     """What may be set when the model is loaded, with its defaults."""
 
-    def __init__(self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]
+    ) -> None:
         """Of a bundle."""
-        self.items: list[str] = read_table(f"{folder}/tables/items", "items", ["item_id"])["item_id"].to_pylist()
+        self.items: list[str] = read_table(
+            f"{folder}/tables/items", "items", ["item_id"]
+        )["item_id"].to_pylist()
         self.index = {item: number for number, item in enumerate(self.items)}
-        self.encoder = load_saved(f"{folder}/encoder") if Path(folder, "encoder").exists() else None
+        self.encoder = (
+            load_saved(f"{folder}/encoder")
+            if Path(folder, "encoder").exists()
+            else None
+        )
         """What encodes texts that training has not seen, where the bundle has it."""
 
     def read(self, row: Row) -> Any:
@@ -151,35 +188,49 @@ class Requests:
         """`takes`, and what follows from the log, by the `info` of its sequences: its own features, of candidates and
         of behaviours."""
         own = own_names(OwnFeatures.of(info))
-        return {**cls.takes, **{f"{of}{kind}": f"own_{kind}" for kind in own for of in ("", "history_")}}
+        return {
+            **cls.takes,
+            **{f"{of}{kind}": f"own_{kind}" for kind in own for of in ("", "history_")},
+        }
 
     @classmethod
     def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
         """What whoever sends requests has to know: the names of features, actions and labels, in order."""
-        told = {"labels": info.get("tasks", info.get("labels"))} | {name: info.get(name) for name in NAMES}
+        told = {"labels": info.get("tasks", info.get("labels"))} | {
+            name: info.get(name) for name in NAMES
+        }
         found = {name: list(names) for name, names in told.items() if names is not None}
         return found | own_names(OwnFeatures.of(info))
 
 
-def counted(what: str, values: Iterable[Any] | None, count: int, empty: Any = None) -> list[Any]:
+def counted(
+    what: str, values: Iterable[Any] | None, count: int, empty: Any = None
+) -> list[Any]:
     """`count` values, `empty` where none are given; UserError for another number."""
     found = [empty] * count if values is None else list(values)
     if len(found) != count:
-        raise UserError(f"{what} has {len(found)} entries where {count} are expected; give one each")
+        raise UserError(
+            f"{what} has {len(found)} entries where {count} are expected; give one each"
+        )
     return found
 
 
 def finite(name: str, values: Floats) -> Floats:
     """The values; UserError for an infinite one, which a model would read as a very large number."""
     if np.isinf(values).any():
-        raise UserError(f"{name} has an infinite number; give NaN for what is not known")
+        raise UserError(
+            f"{name} has an infinite number; give NaN for what is not known"
+        )
     return values
 
 
 def own_names(own: OwnFeatures) -> dict[str, list[str]]:
     """The log's own features as requests call them, by the column that gives them; nothing where there are none."""
     starts = {"numbers": NUMBER, "categories": CATEGORY} if own.names else {}
-    return {kind: [x.removeprefix(start) for x in own.names if x.startswith(start)] for kind, start in starts.items()}
+    return {
+        kind: [x.removeprefix(start) for x in own.names if x.startswith(start)]
+        for kind, start in starts.items()
+    }
 
 
 def bundled(folder: str) -> Inputs:

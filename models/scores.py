@@ -17,5 +17,7 @@ def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
     ranked. Waits for a GPU."""
     right = scores.isfinite()
     if count := int((~(right | scores.isneginf() if tail else right)).sum()):
-        raise UserError(f"the model gives {count} of {scores.numel()} scores that are not finite; {DAMAGED}")
+        raise UserError(
+            f"the model gives {count} of {scores.numel()} scores that are not finite; {DAMAGED}"
+        )
     return scores

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from models import checkpoint, registry
 from models.by_user import ByUser
 from models.carry import carry, names_of
-from models.checkpoint import Checkpoint, check, load_state, load_weights, local, step_name
+from models.checkpoint import (
+    Checkpoint,
+    check,
+    load_state,
+    load_weights,
+    local,
+    step_name,
+)
 from models.config import hint
 from models.examples import Sharded, plan
 from models.fit import FitConfig, Sums, captures, reduce, to_device
@@ -46,7 +53,13 @@ class Batches:
         return self.examples.steps(self.batch_size)
 
     def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
-        return self.examples.epoch(self.batch_size, seed=self.seed, epoch=epoch, skip=skip, few_shapes=self.few_shapes)
+        return self.examples.epoch(
+            self.batch_size,
+            seed=self.seed,
+            epoch=epoch,
+            skip=skip,
+            few_shapes=self.few_shapes,
+        )
 
 
 @dataclass
@@ -79,9 +92,14 @@ class Setup:
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
         """Sums of the metrics over this rank's validation rows, and their number."""
         sums, count, _ = score(
-            model, self.entry.measured.measure, self.val, batch_size=self.fit.eval_batch_size, device=self.device,
-            limit=self.fit.eval_examples, options=self.fit.eval_options,
-        )  # fmt: skip
+            model,
+            self.entry.measured.measure,
+            self.val,
+            batch_size=self.fit.eval_batch_size,
+            device=self.device,
+            limit=self.fit.eval_examples,
+            options=self.fit.eval_options,
+        )
         return sums, count
 
     def means(self, sums: Sums) -> dict[str, float]:
@@ -97,27 +115,43 @@ class Setup:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
         examples = self.train.examples
         return Checkpoint(
-            model=registry.config_to_dict(self.config), fit=vars(self.fit).copy(), hashes=dict(self.catalogue.hashes),
-            shards=[examples.share.shards, examples.buffers], learned=self.learned, **fields,
-        )  # fmt: skip
+            model=registry.config_to_dict(self.config),
+            fit=vars(self.fit).copy(),
+            hashes=dict(self.catalogue.hashes),
+            shards=[examples.share.shards, examples.buffers],
+            learned=self.learned,
+            **fields,
+        )
 
     @cached_property
     def learned(self) -> dict[str, Any]:
         """What a checkpoint knows beside weights."""
         scales, names = self.catalogue.scales(), names_of(self.model)
-        return {"scales": scales, "names": names, "until": self.until, "since": self.train.examples.since}
+        return {
+            "scales": scales,
+            "names": names,
+            "until": self.until,
+            "since": self.train.examples.since,
+        }
 
     def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
         """Loads the checkpoint `about` of the run in `folder`; the state that `fit` goes on from, where there is one.
         UserError where it is of another model or of other tables."""
         uri = join(folder, step_name(about.step))
-        check(about, uri, self.catalogue.hashes, registry.config_to_dict(self.config)["name"])
+        check(
+            about,
+            uri,
+            self.catalogue.hashes,
+            registry.config_to_dict(self.config)["name"],
+        )
         with local(uri) as copy:
             load_weights(self.model, copy)
             if not self.entry.gradient:
                 return None
             state = load_state(copy)
-        if about.epoch == about.fit["max_epochs"] < self.fit.max_epochs:  # it had ended, and is to go on
+        if (
+            about.epoch == about.fit["max_epochs"] < self.fit.max_epochs
+        ):  # it had ended, and is to go on
             state["cursor"]["stopped"] = False
         return state
 
@@ -125,9 +159,19 @@ class Setup:
 def inputs_of(name: str, inputs: Inputs) -> Inputs:
     """What the model reads. UserError where the tables are of another family, with the models that fit, and where it
     needs another folder and none is given."""
-    entry, found = registry.find(name), family_of(read_manifest(inputs.sequences, "sequences"))
+    entry, found = (
+        registry.find(name),
+        family_of(read_manifest(inputs.sequences, "sequences")),
+    )
     if found != (family := entry.family.name):
-        fit = ", ".join(other for other, one in registry.MODELS.items() if one.family.name == found) or "none"
+        fit = (
+            ", ".join(
+                other
+                for other, one in registry.MODELS.items()
+                if one.family.name == found
+            )
+            or "none"
+        )
         raise UserError(
             f"the model '{name}' is of {family}, and {inputs.tables} holds tables of {found}; models of {found} are "
             f"{fit}: give a config of one (jobs/configs), or tables that jobs.prepare made with --kind {family}"
@@ -168,21 +212,35 @@ class Loaded:
         about = checkpoint.read(uri)
         catalogue = load_catalogue(about.name, inputs, about)
         trained = replace(catalogue, hashes=of_training(catalogue.hashes, about))
-        config, model = registry.config_from_dict(about.model), registry.load(uri, trained)[0].to(device)
+        config, model = (
+            registry.config_from_dict(about.model),
+            registry.load(uri, trained)[0].to(device),
+        )
         return cls(about, registry.find(about.name), config, model, catalogue)
 
-    def examples(self, inputs: Inputs, split: str, max_history: int | None = None, **share: Any) -> Any:
+    def examples(
+        self, inputs: Inputs, split: str, max_history: int | None = None, **share: Any
+    ) -> Any:
         """Those of a split, with as much history as the model reads."""
-        kind, longest = self.entry.family, self.config.max_history if max_history is None else max_history
+        kind, longest = (
+            self.entry.family,
+            self.config.max_history if max_history is None else max_history,
+        )
         of_model = kind.examples.of_model(self.config)
-        return of_model.load(inputs.sequences, split, unit=kind.eval_unit, max_history=longest, **share)
+        return of_model.load(
+            inputs.sequences, split, unit=kind.eval_unit, max_history=longest, **share
+        )
 
 
 def of_training(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
     """The hashes of tables, as those of the training where only the log is another one: a model that ranks a catalogue
     takes a fresh log of the same items. Others are for `checkpoint.check` to refuse."""
     trained = about.hashes.get("sequences")
-    same = trained and registry.find(about.name).recommends and hashes.get("items") == about.hashes.get("items")
+    same = (
+        trained
+        and registry.find(about.name).recommends
+        and hashes.get("items") == about.hashes.get("items")
+    )
     return {**hashes, "sequences": str(trained)} if same else hashes
 
 
@@ -210,7 +268,16 @@ def set_up(
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
     since = goes_on.learned.get("since", 0) if goes_on else since_of(first, fit)
-    train, val = read_share(entry, sequences, fit, config, rank, world, goes_on.shards if goes_on else None, since)
+    train, val = read_share(
+        entry,
+        sequences,
+        fit,
+        config,
+        rank,
+        world,
+        goes_on.shards if goes_on else None,
+        since,
+    )
     examples: dict[str, Any] = {"train": train, "val": val}
     if world > 1 and train.share.shards > 1:
         for part in (train, val):
@@ -220,7 +287,9 @@ def set_up(
             f"nothing is newer than what {init or 'it'} was trained on; wait for more days, or raise fit.replay"
         )
     if not train.rows_per_buffer.any():
-        raise UserError(f"{sequences} has no train request with a history; check the split of jobs.prepare")
+        raise UserError(
+            f"{sequences} has no train request with a history; check the split of jobs.prepare"
+        )
     catalogue = entry.family.trim_catalogue(catalogue, examples.values(), config)
     torch.manual_seed(fit.seed)
     module = registry.build(config, catalogue).to(device)
@@ -230,18 +299,26 @@ def set_up(
         notes = [f"weights of {init}", *carry(module, init, first, catalogue.num_items)]
     entry.teach(module, config, catalogue)
     notes += entry.precompute(module, config, catalogue, examples)
-    if fit.train_examples:  # after the teacher's outputs, which runs on other examples share
+    if (
+        fit.train_examples
+    ):  # after the teacher's outputs, which runs on other examples share
         train.limit_to(fit.train_examples)
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))
     notes += train.notes()
-    until = read_manifest(sequences, "sequences").info.get("split", {}).get("val_start_ms")
-    return Setup(entry, config, catalogue, module, batches, val, fit, device, world, until, notes)
+    until = (
+        read_manifest(sequences, "sequences").info.get("split", {}).get("val_start_ms")
+    )
+    return Setup(
+        entry, config, catalogue, module, batches, val, fit, device, world, until, notes
+    )
 
 
 def check_init(first: Checkpoint, init: str, hashes: dict[str, str], name: str) -> None:
     """UserError where a model `name` on tables of these hashes cannot begin with the checkpoint `init`."""
     if not registry.find(name).gradient:
-        raise UserError(f"'{name}' is not trained by steps, so it goes on from nothing; leave out --init")
+        raise UserError(
+            f"'{name}' is not trained by steps, so it goes on from nothing; leave out --init"
+        )
     checkpoint.check(first, init, hashes, name, extending=True)
 
 
@@ -263,14 +340,27 @@ def since_of(first: Checkpoint | None, fit: FitConfig) -> int:
 
 
 def read_share(
-    entry: registry.Entry, sequences: str, fit: FitConfig, config: Any, rank: int, world: int,
-    shards: Sequence[int] | None = None, since: int = 0,
-) -> tuple[Sharded, Sharded]:  # fmt: skip
+    entry: registry.Entry,
+    sequences: str,
+    fit: FitConfig,
+    config: Any,
+    rank: int,
+    world: int,
+    shards: Sequence[int] | None = None,
+    since: int = 0,
+) -> tuple[Sharded, Sharded]:
     """This rank's examples of training and of validation. The order of training depends on the number of shards and of
     buffers, so a run that goes on keeps it (`shards`); of a new one it is found by the table and the memory budget."""
-    family, manifest = entry.family.examples.of_model(config), read_manifest(sequences, "sequences")
+    family, manifest = (
+        entry.family.examples.of_model(config),
+        read_manifest(sequences, "sequences"),
+    )
     if since:
-        family = type(family.__name__, (family,), {"since": since, "replay": fit.replay, "seed": fit.seed})
+        family = type(
+            family.__name__,
+            (family,),
+            {"since": since, "replay": fit.replay, "seed": fit.seed},
+        )
     number, buffers = shards or check_budget(entry, fit, sequences, config, world)
     # buffers are of about equally many parts
     sizes = np.array([part.bytes if buffers == 1 else 1 for part in manifest.files])
@@ -305,7 +395,11 @@ def score(
         with torch.no_grad():
             part = measure(model, batch, **(options or {}))
         for name, value in part.items():
-            number = value if isinstance(value, (Histogram, ByUser)) else torch.as_tensor(value, dtype=torch.float64)
+            number = (
+                value
+                if isinstance(value, (Histogram, ByUser))
+                else torch.as_tensor(value, dtype=torch.float64)
+            )
             sums[name] = sums.get(name, 0.0) + number.cpu()  # waits for the device
         seconds += time.perf_counter() - began
         count += len(rows)
@@ -325,18 +419,34 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
     options = registry.recommend_options(name)
     for key in fit.eval_options:
         if key not in options:
-            what = f"{hint(key, options)}; it takes {', '.join(options)}" if options else "it has none"
-            raise UserError(f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}")
+            what = (
+                f"{hint(key, options)}; it takes {', '.join(options)}"
+                if options
+                else "it has none"
+            )
+            raise UserError(
+                f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}"
+            )
 
 
 def check_budget(
     entry: registry.Entry, fit: FitConfig, sequences: str, config: Any, world: int
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Shards of the training table and buffers of each; UserError for a memory budget below the least."""
     family = entry.family.examples.of_model(config)
-    shards = shards_of(read_manifest(sequences, "sequences"), fit.shard_mb, fit.batch_size)
+    shards = shards_of(
+        read_manifest(sequences, "sequences"), fit.shard_mb, fit.batch_size
+    )
     budget = fit.memory_budget_gb * 2**30
-    return plan(family, sequences, entry.unit, config.max_history, shards=shards, budget=budget, world=world)
+    return plan(
+        family,
+        sequences,
+        entry.unit,
+        config.max_history,
+        shards=shards,
+        budget=budget,
+        world=world,
+    )
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

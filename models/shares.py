@@ -77,26 +77,45 @@ class Share:
         held = []
         for number in range(rank % shards, shards, world):
             parts = range(int(edges[number]), int(edges[number + 1]))
-            held.append(Shard(number, parts, rank // shards, -(-(world - number) // shards) if world > shards else 1))
+            held.append(
+                Shard(
+                    number,
+                    parts,
+                    rank // shards,
+                    -(-(world - number) // shards) if world > shards else 1,
+                )
+            )
         return cls(shards, tuple(held), rank, world)
 
     def buffer(self, number: int, buffers: int) -> Self:
         """Of each shard the parts of buffer `number` of `buffers`: runs of about equally many parts."""
-        held = [replace(shard, parts=cut(shard.parts, number, buffers)) for shard in self.held]
+        held = [
+            replace(shard, parts=cut(shard.parts, number, buffers))
+            for shard in self.held
+        ]
         return replace(self, held=tuple(held))
 
-    def tables(self, uri: str, manifest: Manifest, columns: list[str]) -> Iterator[tuple[int, int, int, pa.Table]]:
+    def tables(
+        self, uri: str, manifest: Manifest, columns: list[str]
+    ) -> Iterator[tuple[int, int, int, pa.Table]]:
         """(which of `held`, number of the part, row of the table that is its first, its rows), part by part."""
         first = np.cumsum([0, *(part.rows for part in manifest.files)])
         places = part_uris(uri, manifest)
         for index, shard in enumerate(self.held):
             for part in shard.parts:
-                yield index, part, int(first[part]), read_parquet(places[part], columns, manifest.files[part].sha256)
+                yield (
+                    index,
+                    part,
+                    int(first[part]),
+                    read_parquet(places[part], columns, manifest.files[part].sha256),
+                )
 
 
 def cut(parts: range, number: int, pieces: int) -> range:
     """Piece `number` of `pieces` runs of about equal lengths."""
-    edges = [parts.start + len(parts) * place // pieces for place in (number, number + 1)]
+    edges = [
+        parts.start + len(parts) * place // pieces for place in (number, number + 1)
+    ]
     return range(*edges)
 
 
@@ -113,24 +132,32 @@ def equal_parts(lengths: NDArray, parts: int) -> NDArray[np.int64]:
     if len(lengths) < parts:
         return len(lengths) * number // parts
     total = np.cumsum(lengths)
-    edges = np.concatenate([[0], np.searchsorted(total, total[-1] * number[1:] / parts - 0.5) + 1])
+    edges = np.concatenate(
+        [[0], np.searchsorted(total, total[-1] * number[1:] / parts - 0.5) + 1]
+    )
     edges = np.maximum.accumulate(edges - number) + number
     return np.minimum(edges, len(lengths) - parts + number)
 
 
-def quotas(rows: int, total: int, batch_size: int, steps: int, shard: int, shards: int) -> NDArray[np.int64]:
+def quotas(
+    rows: int, total: int, batch_size: int, steps: int, shard: int, shards: int
+) -> NDArray[np.int64]:
     """(S + 1,) edges of what a shard of `rows` of the `total` rows gives to each step: all of it over the epoch.
 
     Shards round at different steps, so that the batches have `batch_size` rows where shards are equal. One shard
     gives `batch_size` rows to each step but the last.
     """
-    edges = (np.arange(steps + 1) * batch_size * rows + shard * total // shards) // max(1, total)
+    edges = (np.arange(steps + 1) * batch_size * rows + shard * total // shards) // max(
+        1, total
+    )
     edges = np.minimum(edges, rows)
     edges[0], edges[-1] = 0, rows
     return edges
 
 
-def parts_by_turns(sizes: NDArray, steps: int, shard: int, shards: int) -> NDArray[np.int64]:
+def parts_by_turns(
+    sizes: NDArray, steps: int, shard: int, shards: int
+) -> NDArray[np.int64]:
     """(S + 1,) edges of what a shard with rows of these sizes gives to each step: about as much to each.
 
     A row is of the step in which a point of it falls: of other shards another one, so that they round at different
@@ -145,7 +172,9 @@ def parts_by_turns(sizes: NDArray, steps: int, shard: int, shards: int) -> NDArr
     return np.minimum(edges, len(sizes) - steps + number)
 
 
-def steps_of(rows: NDArray[np.int64], examples: NDArray[np.int64], batch_size: int) -> int:
+def steps_of(
+    rows: NDArray[np.int64], examples: NDArray[np.int64], batch_size: int
+) -> int:
     """Batches of about `batch_size` of these examples, in so many rows: no more than rows."""
     return min(-(-int(examples.sum()) // batch_size), int(rows.sum()))
 
@@ -163,7 +192,10 @@ def held_bytes(values: Iterable[Any]) -> int:
 
 def joined(parts: list[dict[str, NDArray]]) -> dict[str, NDArray]:
     """The arrays of all parts end to end, one name after the other, each let go of when it is copied."""
-    return {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+    return {
+        name: np.concatenate([part.pop(name) for part in parts])
+        for name in list(parts[0])
+    }
 
 
 def compact(values: NDArray) -> NDArray:
@@ -186,16 +218,25 @@ def runs(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
     return np.arange(int(lengths.sum())) + np.repeat(begin - starts(lengths), lengths)
 
 
-def spans(owner: NDArray, begin: NDArray, end: NDArray) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+def spans(
+    owner: NDArray, begin: NDArray, end: NDArray
+) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """Of rows that come owner by owner and read `begin` to `end` of what theirs has: (owners, the place of each row's
     among them, of each owner the first that any row reads, and how many there are up to the last)."""
     owners, place = np.unique(owner, return_inverse=True)
     first = np.flatnonzero(np.append(True, owner[1:] != owner[:-1])[: len(owner)])
     low = np.minimum.reduceat(begin, first) if len(first) else begin
-    return owners, place, low, (np.maximum.reduceat(end, first) if len(first) else end) - low
+    return (
+        owners,
+        place,
+        low,
+        (np.maximum.reduceat(end, first) if len(first) else end) - low,
+    )
 
 
-def find_in(there: NDArray, wanted: NDArray) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def find_in(
+    there: NDArray, wanted: NDArray
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """(a place in the ascending `there`, whether it is there) of each of the `wanted`."""
     place = np.minimum(np.searchsorted(there, wanted), max(0, len(there) - 1))
     return place, there[place] == wanted if len(there) else np.zeros(len(wanted), bool)

@@ -29,19 +29,37 @@ def exchanged(values: Tensor, generator: torch.Generator) -> Tensor:
     return values[torch.randperm(len(values), generator=generator).to(values.device)]
 
 
-CONTEXT = ("item", "time", "action", "label", "feature", "viewer", "own", "valid", "learn")
+CONTEXT = (
+    "item",
+    "time",
+    "action",
+    "label",
+    "feature",
+    "viewer",
+    "own",
+    "valid",
+    "learn",
+)
 
 
 @contextmanager
-def context_of_others(model: Any, batch: Batch, generator: torch.Generator) -> Iterator[Batch]:
+def context_of_others(
+    model: Any, batch: Batch, generator: torch.Generator
+) -> Iterator[Batch]:
     """Every user's candidates take another user's context; of it they see what is strictly earlier than they are."""
-    order = torch.randperm(len(batch["item"]), generator=generator).to(batch["item"].device)
+    order = torch.randperm(len(batch["item"]), generator=generator).to(
+        batch["item"].device
+    )
     yield {**batch, **{name: batch[name][order] for name in CONTEXT if name in batch}}
 
 
 @contextmanager
 def candidates_of_others(
-    name: str, places: list[int] | None, model: Any, batch: Batch, generator: torch.Generator
+    name: str,
+    places: list[int] | None,
+    model: Any,
+    batch: Batch,
+    generator: torch.Generator,
 ) -> Any:
     """Every candidate takes `name` of another one, or of a vector the entries at `places`."""
     valid, values = batch["candidate_valid"], batch[f"candidate_{name}"].clone()
@@ -60,10 +78,19 @@ def of_actions(model: Any, catalogue: Any) -> dict[str, Shuffle]:
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(catalogue.features):
         groups.setdefault(f"features: {name.split('_')[0]}", []).append(place)
-    viewer = {"viewer": partial(candidates_of_others, "viewer", None)} if catalogue.viewers else {}
-    counts = {name: partial(candidates_of_others, "feature", places) for name, places in groups.items()}
+    viewer = (
+        {"viewer": partial(candidates_of_others, "viewer", None)}
+        if catalogue.viewers
+        else {}
+    )
+    counts = {
+        name: partial(candidates_of_others, "feature", places)
+        for name, places in groups.items()
+    }
     own = {
-        f"features: {name[len(NUMBER) :]}": partial(candidates_of_others, "own", [place])
+        f"features: {name[len(NUMBER) :]}": partial(
+            candidates_of_others, "own", [place]
+        )
         for place, name in enumerate(catalogue.own.names)
     }
     return {
@@ -76,14 +103,24 @@ def of_actions(model: Any, catalogue: Any) -> dict[str, Shuffle]:
 
 
 @contextmanager
-def history_of_others(model: Any, batch: Batch, generator: torch.Generator) -> Iterator[Batch]:
+def history_of_others(
+    model: Any, batch: Batch, generator: torch.Generator
+) -> Iterator[Batch]:
     """Every request takes what another one's user did before it."""
-    order = torch.randperm(len(batch["request_row"]), generator=generator).to(batch["request_row"].device)
-    yield {**batch, "request_row": batch["request_row"][order], "request_end": batch["request_end"][order]}
+    order = torch.randperm(len(batch["request_row"]), generator=generator).to(
+        batch["request_row"].device
+    )
+    yield {
+        **batch,
+        "request_row": batch["request_row"][order],
+        "request_end": batch["request_end"][order],
+    }
 
 
 @contextmanager
-def text_of_others(model: Any, batch: Batch, generator: torch.Generator) -> Iterator[Batch]:
+def text_of_others(
+    model: Any, batch: Batch, generator: torch.Generator
+) -> Iterator[Batch]:
     """Every candidate takes the text of another one, every request that of another query. Behaviours keep theirs."""
     own = model.text
 
@@ -102,7 +139,9 @@ def text_of_others(model: Any, batch: Batch, generator: torch.Generator) -> Iter
 
 
 @contextmanager
-def features_of_others(places: list[int], model: Any, batch: Batch, generator: torch.Generator) -> Iterator[Batch]:
+def features_of_others(
+    places: list[int], model: Any, batch: Batch, generator: torch.Generator
+) -> Iterator[Batch]:
     """Every candidate takes the features at `places` of another one."""
     values = batch["features"].clone()
     values[:, places] = exchanged(values[:, places], generator)
@@ -112,11 +151,23 @@ def features_of_others(places: list[int], model: Any, batch: Batch, generator: t
 def of_search(model: Any, catalogue: Any) -> dict[str, Shuffle]:
     """By name, what the model ranks by: the history where it reads one, text, and its groups of features."""
     ranker = isinstance(model, Ranker)  # others have trees
-    hidden = set() if ranker and model.shown_at.reads else set(catalogue.unknown_when_ranking)
+    hidden = (
+        set()
+        if ranker and model.shown_at.reads
+        else set(catalogue.unknown_when_ranking)
+    )
     groups = {
-        f"features: {name}": [place for place in places if catalogue.features[place] not in hidden]
+        f"features: {name}": [
+            place for place in places if catalogue.features[place] not in hidden
+        ]
         for name, places in feature_groups(catalogue.features, catalogue.groups).items()
     }
-    known = {name: partial(features_of_others, places) for name, places in groups.items() if places}
-    past = {"history": history_of_others} if isinstance(model, QGS) or not ranker else {}
+    known = {
+        name: partial(features_of_others, places)
+        for name, places in groups.items()
+        if places
+    }
+    past = (
+        {"history": history_of_others} if isinstance(model, QGS) or not ranker else {}
+    )
     return {**past, **({"text": text_of_others} if ranker else {}), **known}

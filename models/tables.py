@@ -43,7 +43,9 @@ SEAL = "seal"
 PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
 """Name of a part: the beginning of its SHA-256."""
 
-OWN = re.compile(r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?")
+OWN = re.compile(
+    r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?"
+)
 """Names of the files that we write into the folder of a table; a file of any other name is the user's."""
 
 INSIDE = re.compile(r"[\w-][\w.-]*", re.ASCII)
@@ -158,9 +160,13 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
         manifest = Manifest(**content)
         check_inside(part.path for part in manifest.files)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{join(uri, MANIFEST)} is damaged ({error}); make the table again") from error
+        raise UserError(
+            f"{join(uri, MANIFEST)} is damaged ({error}); make the table again"
+        ) from error
     if table is not None and manifest.table != table:
-        raise UserError(f"{uri} holds the table '{manifest.table}', not '{table}'; check the path")
+        raise UserError(
+            f"{uri} holds the table '{manifest.table}', not '{table}'; check the path"
+        )
     return manifest
 
 
@@ -184,10 +190,14 @@ def part_uris(uri: str, manifest: Manifest) -> list[str]:
     """URIs of the table's files, each checked to be there at its listed size."""
     filesystem, root = open_uri(uri)
     with asked(uri):
-        infos = filesystem.get_file_info([posixpath.join(root, part.path) for part in manifest.files])
+        infos = filesystem.get_file_info(
+            [posixpath.join(root, part.path) for part in manifest.files]
+        )
     for part, info in zip(manifest.files, infos, strict=True):
         if info.type != fs.FileType.File:
-            raise UserError(f"{join(uri, part.path)} is missing; make the table {uri} again with --overwrite")
+            raise UserError(
+                f"{join(uri, part.path)} is missing; make the table {uri} again with --overwrite"
+            )
         if info.size != part.bytes:
             raise UserError(
                 f"{join(uri, part.path)} has {info.size} bytes, its manifest says {part.bytes}: truncated or "
@@ -197,7 +207,10 @@ def part_uris(uri: str, manifest: Manifest) -> list[str]:
 
 
 def read_parquet(
-    uri: str, columns: list[str] | None = None, sha256: str = "", dictionary: Iterable[str] = ()
+    uri: str,
+    columns: list[str] | None = None,
+    sha256: str = "",
+    dictionary: Iterable[str] = (),
 ) -> pa.Table:
     """One Parquet file, `dictionary` naming columns to keep dictionary-coded; UserError where it is damaged.
 
@@ -210,19 +223,28 @@ def read_parquet(
         with filesystem.open_input_file(path) as file:
             content = file.read_buffer()
         expected = sha256 or (named.group(1) if named else "")
-        if expected and not (found := hashlib.sha256(content).hexdigest()).startswith(expected):
+        if expected and not (found := hashlib.sha256(content).hexdigest()).startswith(
+            expected
+        ):
             raise UserError(
                 f"{uri} is damaged: its SHA-256 is {found[:12]}, not {expected[:12]} as when it was written; make it "
                 f"again with --overwrite"
             )
-        return pq.ParquetFile(pa.BufferReader(content), read_dictionary=list(dictionary)).read(columns=columns)
+        return pq.ParquetFile(
+            pa.BufferReader(content), read_dictionary=list(dictionary)
+        ).read(columns=columns)
     except (pa.ArrowException, OSError) as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{uri} is not a readable Parquet file ({first}); make it again with --overwrite") from error
+        raise UserError(
+            f"{uri} is not a readable Parquet file ({first}); make it again with --overwrite"
+        ) from error
 
 
 def iter_parts(
-    uri: str, table: str | None = None, columns: list[str] | None = None, manifest: Manifest | None = None
+    uri: str,
+    table: str | None = None,
+    columns: list[str] | None = None,
+    manifest: Manifest | None = None,
 ) -> Iterator[pa.Table]:
     """The table's files one after the other, in the order of the manifest: that which is there, unless another is
     given."""
@@ -232,12 +254,17 @@ def iter_parts(
 
 
 def read_table(
-    uri: str, table: str | None = None, columns: list[str] | None = None, manifest: Manifest | None = None
+    uri: str,
+    table: str | None = None,
+    columns: list[str] | None = None,
+    manifest: Manifest | None = None,
 ) -> pa.Table:
     """The whole table, as `iter_parts` reads it."""
     parts = list(iter_parts(uri, table, columns, manifest))
     if not parts:
-        raise UserError(f"the table {uri} has no rows; check the input and the filters of the job that made it")
+        raise UserError(
+            f"the table {uri} has no rows; check the input and the filters of the job that made it"
+        )
     return pa.concat_tables(parts)
 
 
@@ -260,7 +287,8 @@ def up_to_date(uri: str, print_: str) -> bool:
 def writing(uri: str) -> AbstractContextManager[None]:
     """Holds a folder of tables while a job writes them (`locked`)."""
     return locked(
-        join(uri, LOCK), f"{uri} is being written by another process; wait for it or choose another output folder"
+        join(uri, LOCK),
+        f"{uri} is being written by another process; wait for it or choose another output folder",
     )
 
 
@@ -273,18 +301,29 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
     """
     buffer = pa.BufferOutputStream()
     if not options:
-        leaves = [leaf for column in table.schema for leaf in _leaves(column.name, column.type)]
+        leaves = [
+            leaf
+            for column in table.schema
+            for leaf in _leaves(column.name, column.type)
+        ]
         # int64 columns are times, sorted within a user: packed differences are smaller and faster than a dictionary
         times = [path for path, kind in leaves if kind == pa.int64()]
         options = {
             "use_dictionary": [path for path, _ in leaves if path not in times],
             "column_encoding": dict.fromkeys(times, "DELTA_BINARY_PACKED"),
-            "store_schema": not any(pa.types.is_dictionary(kind) for kind in table.schema.types),
+            "store_schema": not any(
+                pa.types.is_dictionary(kind) for kind in table.schema.types
+            ),
         }
     pq.write_table(table, buffer, compression="zstd", compression_level=1, **options)
     content = buffer.getvalue()
     sha256 = hashlib.sha256(content).hexdigest()
-    part = Part(path=f"part-{sha256[:20]}.parquet", bytes=content.size, rows=table.num_rows, sha256=sha256)
+    part = Part(
+        path=f"part-{sha256[:20]}.parquet",
+        bytes=content.size,
+        rows=table.num_rows,
+        sha256=sha256,
+    )
     write_file(join(uri, part.path), content)
     return part
 
@@ -294,7 +333,11 @@ def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
     if isinstance(kind, pa.ListType | pa.FixedSizeListType):
         return _leaves(f"{path}.list.element", kind.value_type)
     if isinstance(kind, pa.StructType):
-        return [leaf for column in kind for leaf in _leaves(f"{path}.{column.name}", column.type)]
+        return [
+            leaf
+            for column in kind
+            for leaf in _leaves(f"{path}.{column.name}", column.type)
+        ]
     return [(path, kind)]
 
 
@@ -311,21 +354,33 @@ def git(*words: str) -> str | None:
     """What git says of the checkout that this code runs from; None where there is none, or no git, as in an image or
     an archive."""
     try:
-        said = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+        said = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     return said.stdout.strip() if said.returncode == 0 else None
 
 
 def describe(
-    table: str, schema: pa.Schema, parts: list[Part], *, config: dict[str, Any], inputs: dict[str, str],
-    info: dict[str, Any] | None = None, timings: dict[str, Any] | None = None, extends: Iterable[str] = (),
-) -> Manifest:  # fmt: skip
+    table: str,
+    schema: pa.Schema,
+    parts: list[Part],
+    *,
+    config: dict[str, Any],
+    inputs: dict[str, str],
+    info: dict[str, Any] | None = None,
+    timings: dict[str, Any] | None = None,
+    extends: Iterable[str] = (),
+) -> Manifest:
     """The manifest of a table of these parts, which `switch` makes the table."""
     return Manifest(
         table=table,
         schema_version=SCHEMA_VERSION,
-        schema=[{"name": f.name, "type": str(f.type), "nullable": str(f.nullable)} for f in schema],
+        schema=[
+            {"name": f.name, "type": str(f.type), "nullable": str(f.nullable)}
+            for f in schema
+        ],
         files=parts,
         rows=sum(part.rows for part in parts),
         hash=digest([part.sha256 for part in parts]),
@@ -348,7 +403,9 @@ def switch(tables: Mapping[str, Manifest]) -> None:
         filesystem, root = open_uri(uri)
         filesystem.create_dir(root, recursive=True)
         there = filesystem.get_file_info(fs.FileSelector(root))
-        if gone := {part.path for part in manifest.files} - {entry.base_name for entry in there}:
+        if gone := {part.path for part in manifest.files} - {
+            entry.base_name for entry in there
+        }:
             raise UserError(
                 f"{join(uri, min(gone))} is gone before its table was complete: another job writes to {uri} too; wait "
                 f"for it, then run this one again or choose another output folder"
@@ -359,7 +416,9 @@ def switch(tables: Mapping[str, Manifest]) -> None:
         clear(uri, {part.path for part in manifest.files} | {MANIFEST})
 
 
-def commit(uri: str, table: str, schema: pa.Schema, parts: list[Part], **described: Any) -> Manifest:
+def commit(
+    uri: str, table: str, schema: pa.Schema, parts: list[Part], **described: Any
+) -> Manifest:
     """Makes the parts the table at `uri`; `described` is what `describe` takes."""
     manifest = describe(table, schema, parts, **described)
     switch({uri: manifest})
@@ -370,8 +429,14 @@ def clear(uri: str, keep: Collection[str] = ()) -> None:
     """Deletes the files of our own (`OWN`) but those of `keep`, and the folder if nothing is left in it."""
     filesystem, root = open_uri(uri)
     left = 0
-    for entry in sorted(filesystem.get_file_info(fs.FileSelector(root)), key=lambda e: e.base_name):  # manifest first
-        if entry.type == fs.FileType.File and OWN.fullmatch(entry.base_name) and entry.base_name not in keep:
+    for entry in sorted(
+        filesystem.get_file_info(fs.FileSelector(root)), key=lambda e: e.base_name
+    ):  # manifest first
+        if (
+            entry.type == fs.FileType.File
+            and OWN.fullmatch(entry.base_name)
+            and entry.base_name not in keep
+        ):
             filesystem.delete_file(entry.path)
         else:
             left += 1
@@ -387,18 +452,30 @@ def check_place(uri: str, table: str) -> bool:
         except UserError:  # a damaged one, to be replaced
             held = table
         if held != table:
-            raise UserError(f"{uri} holds the table '{held}', not '{table}'; choose a new or empty folder")
+            raise UserError(
+                f"{uri} holds the table '{held}', not '{table}'; choose a new or empty folder"
+            )
         return True
     if other := _first_other(uri, lambda name: bool(OWN.fullmatch(name))):
-        raise UserError(f"{uri} holds '{other}', which is no part of a table; choose a new or empty folder")
+        raise UserError(
+            f"{uri} holds '{other}', which is no part of a table; choose a new or empty folder"
+        )
     return False
 
 
-def check_output(uri: str, tables: Mapping[str, str], files: Collection[str] = ()) -> None:
+def check_output(
+    uri: str, tables: Mapping[str, str], files: Collection[str] = ()
+) -> None:
     """UserError where the folder `uri` holds other things than `tables`, {folder: table}, and `files`. One with a
     finished table of these is an earlier output, whatever the user keeps beside it."""
-    earlier = [check_place(join(uri, folder), table) for folder, table in tables.items()]
-    other = None if any(earlier) else _first_other(uri, lambda name: name in tables or name in files)
+    earlier = [
+        check_place(join(uri, folder), table) for folder, table in tables.items()
+    ]
+    other = (
+        None
+        if any(earlier)
+        else _first_other(uri, lambda name: name in tables or name in files)
+    )
     if other:
         raise UserError(
             f"{uri} holds '{other}' and no {next(iter(tables))} made here before; choose a new or empty output folder, "
@@ -411,5 +488,9 @@ def _first_other(uri: str, known: Callable[[str], bool]) -> str | None:
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return None
-    names = sorted(entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(root)))
-    return next((name for name in names if not name.startswith(".") and not known(name)), None)
+    names = sorted(
+        entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(root))
+    )
+    return next(
+        (name for name in names if not name.startswith(".") and not known(name)), None
+    )

@@ -52,7 +52,9 @@ def check_encoder(name: str) -> None:
     near = difflib.get_close_matches(name, BUILT_IN, n=1)
     if near and name not in BUILT_IN and not Path(name).expanduser().is_dir():
         known = " nor ".join(BUILT_IN)
-        raise UserError(f"the encoder {name} is neither a folder nor {known}; the nearest is '{near[0]}'")
+        raise UserError(
+            f"the encoder {name} is neither a folder nor {known}; the nearest is '{near[0]}'"
+        )
 
 
 @lru_cache
@@ -66,7 +68,9 @@ def hub_answers() -> bool:
         return True
     place = urlsplit(ENDPOINT)
     try:
-        socket.create_connection((place.hostname or "", place.port or 443), timeout=5).close()
+        socket.create_connection(
+            (place.hostname or "", place.port or 443), timeout=5
+        ).close()
     except OSError:
         return False
     return True
@@ -74,7 +78,11 @@ def hub_answers() -> bool:
 
 def located(encoder: str) -> str:
     """The folder of an encoder made absolute; none, `minilm` and names of the model hub as they are."""
-    return absolute(encoder) if encoder not in ("", "minilm") and Path(encoder).expanduser().is_dir() else encoder
+    return (
+        absolute(encoder)
+        if encoder not in ("", "minilm") and Path(encoder).expanduser().is_dir()
+        else encoder
+    )
 
 
 def locate_encoder(name: str) -> str:
@@ -100,7 +108,9 @@ def load_encoder(name: str) -> Any:
     disable_progress_bar()
     with loading(name) as source:
         model = AutoModel.from_pretrained(**source)
-    return without_pooler(model.get_encoder() if model.config.is_encoder_decoder else model)
+    return without_pooler(
+        model.get_encoder() if model.config.is_encoder_decoder else model
+    )
 
 
 def load_tokenizer(name: str, max_tokens: int) -> tuple[Any, int]:
@@ -126,15 +136,26 @@ def loading(name: str) -> Iterator[dict[str, Any]]:
     """Where to load the encoder from, as transformers wants it; what goes wrong there becomes a UserError."""
     location = locate_encoder(name)
     folder = Path(location).is_dir()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the error below says it once
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # its retries; the error below says it once
     try:
-        yield {"pretrained_model_name_or_path": location, "local_files_only": folder or not hub_answers()}
+        yield {
+            "pretrained_model_name_or_path": location,
+            "local_files_only": folder or not hub_answers(),
+        }
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0].rstrip(".")
         other = "a folder with a transformers model, a name of the model hub where that can be reached, minilm or tfidf"
         remedy = "check that its folder is complete, or give" if folder else "give"
-        hub = " (HF_HUB_OFFLINE forbids it here: unset that)" if os.environ.get("HF_HUB_OFFLINE") and not folder else ""
-        raise UserError(f"cannot load the encoder {name} ({first}); {remedy} {other}{hub}") from error
+        hub = (
+            " (HF_HUB_OFFLINE forbids it here: unset that)"
+            if os.environ.get("HF_HUB_OFFLINE") and not folder
+            else ""
+        )
+        raise UserError(
+            f"cannot load the encoder {name} ({first}); {remedy} {other}{hub}"
+        ) from error
 
 
 def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
@@ -151,9 +172,15 @@ def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
     used = [name for name, column in named.items() if column.startswith("text_")]
     if template:
         try:
-            used = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+            used = [
+                name
+                for _, name, _, _ in string.Formatter().parse(template)
+                if name is not None
+            ]
         except ValueError as error:
-            raise UserError(f"embed.template {template!r} is malformed ({error}); write '{{title}}'") from error
+            raise UserError(
+                f"embed.template {template!r} is malformed ({error}); write '{{title}}'"
+            ) from error
         if unknown := [name for name in used if name not in named]:
             raise UserError(
                 f"embed.template names {', '.join(unknown)}, the items have {', '.join(sorted(named)) or 'no texts'}"
@@ -171,9 +198,17 @@ def texts_of(items: pa.Table, template: str = "") -> tuple[list[str], int]:
     used = text_columns(items.column_names, template)
     template = template or " ".join(f"{{{name}}}" for name in used)
     found, blank = [], 0
-    for row in zip(*([value or "" for value in items[column].to_pylist()] for column in used.values()), strict=True):
+    for row in zip(
+        *(
+            [value or "" for value in items[column].to_pylist()]
+            for column in used.values()
+        ),
+        strict=True,
+    ):
         blank += not any(value.strip() for value in row)
-        found.append(" ".join(template.format(**dict(zip(used, row, strict=True))).split()))
+        found.append(
+            " ".join(template.format(**dict(zip(used, row, strict=True))).split())
+        )
     return found, blank
 
 
@@ -181,7 +216,13 @@ class TextEncoder:
     """A `transformers` encoder with what is made of its states."""
 
     def __init__(
-        self, name: str, pooling: str, max_tokens: int, batch_size: int, normalize: bool, precision: str = "fp32"
+        self,
+        name: str,
+        pooling: str,
+        max_tokens: int,
+        batch_size: int,
+        normalize: bool,
+        precision: str = "fp32",
     ) -> None:
         import torch
 
@@ -192,7 +233,12 @@ class TextEncoder:
         self.pooling, self.batch_size, self.normalize = pooling, batch_size, normalize
         self.bf16 = precision == "bf16"
 
-    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> Floats:
+    def encode(
+        self,
+        texts: list[str],
+        seconds: list[str] | None = None,
+        separator: bool = False,
+    ) -> Floats:
         """Embeddings (texts, width) float32, in the order of the texts.
 
         `seconds` are read together with the texts, each pair as one input; the longer of the two is cut first.
@@ -210,8 +256,13 @@ class TextEncoder:
                 max_length=self.max_tokens,
                 return_tensors="pt",
             ).to(self.device)
-            with torch.inference_mode(), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-                states = self.model(**batch).last_hidden_state.float()  # (texts, tokens, width)
+            with (
+                torch.inference_mode(),
+                torch.autocast(self.device, torch.bfloat16, enabled=self.bf16),
+            ):
+                states = self.model(
+                    **batch
+                ).last_hidden_state.float()  # (texts, tokens, width)
             if self.pooling == "cls":
                 vectors = states[:, 0]
             else:
@@ -220,9 +271,15 @@ class TextEncoder:
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors, dim=-1)
             if separator:
-                first = (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
+                first = (
+                    (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
+                )
                 seen = states[torch.arange(len(states), device=self.device), first]
-                seen = torch.nn.functional.normalize(seen, dim=-1) if self.normalize else seen
+                seen = (
+                    torch.nn.functional.normalize(seen, dim=-1)
+                    if self.normalize
+                    else seen
+                )
                 vectors = torch.cat([vectors, seen], dim=-1)
             pooled.append(vectors.cpu().numpy())
         return np.concatenate(pooled)
@@ -234,14 +291,24 @@ class TextEncoder:
         with loading(self.name) as source:
             AutoModel.from_pretrained(**source).save_pretrained(Path(folder) / MODEL)
         self.tokenizer.save_pretrained(Path(folder) / MODEL)
-        settings = {name: getattr(self, name) for name in ("pooling", "max_tokens", "batch_size", "normalize")}
-        (Path(folder) / SETTINGS).write_text(json.dumps({**settings, "precision": "bf16" if self.bf16 else "fp32"}))
+        settings = {
+            name: getattr(self, name)
+            for name in ("pooling", "max_tokens", "batch_size", "normalize")
+        }
+        (Path(folder) / SETTINGS).write_text(
+            json.dumps({**settings, "precision": "bf16" if self.bf16 else "fp32"})
+        )
 
 
 class TfidfEncoder:
     """TF-IDF and truncated SVD of words; a text of none of them is all zeros."""
 
-    def __init__(self, words: list[str], idf: NDArray[np.float64], components: NDArray[np.float64]) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        idf: NDArray[np.float64],
+        components: NDArray[np.float64],
+    ) -> None:
         """`idf` (words,); `components` (width, words)."""
         from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -249,19 +316,33 @@ class TfidfEncoder:
         self.vectorizer = TfidfVectorizer(vocabulary=words, **WORDS)
         self.vectorizer.idf_ = idf
 
-    def encode(self, texts: list[str], seconds: list[str] | None = None, separator: bool = False) -> Floats:
+    def encode(
+        self,
+        texts: list[str],
+        seconds: list[str] | None = None,
+        separator: bool = False,
+    ) -> Floats:
         """Embeddings (texts, width) float32; with `seconds`, of both texts as one. It has no [SEP]."""
         from sklearn.preprocessing import normalize
 
-        whole = texts if seconds is None else [f"{a} {b}" for a, b in zip(texts, seconds, strict=True)]
-        found: Floats = normalize(self.vectorizer.transform(whole) @ self.components.T).astype(np.float32)
+        whole = (
+            texts
+            if seconds is None
+            else [f"{a} {b}" for a, b in zip(texts, seconds, strict=True)]
+        )
+        found: Floats = normalize(
+            self.vectorizer.transform(whole) @ self.components.T
+        ).astype(np.float32)
         return found
 
     def save(self, folder: str | Path) -> None:
         """The words and numbers, in a folder."""
         from safetensors.numpy import save_file
 
-        tensors = {"idf": self.vectorizer.idf_, "components": np.ascontiguousarray(self.components)}
+        tensors = {
+            "idf": self.vectorizer.idf_,
+            "components": np.ascontiguousarray(self.components),
+        }
         save_file(tensors, Path(folder) / TFIDF)
         (Path(folder) / SETTINGS).write_text(json.dumps({"words": self.words}))
 

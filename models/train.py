@@ -13,7 +13,9 @@ import os
 import sys
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait sleep, as those of the jobs do
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that wait sleep, as those of the jobs do
 
 import torch
 
@@ -34,7 +36,10 @@ SECTIONS = ["model", "fit", "ray"]
 def check_same(about: Checkpoint, now: Checkpoint, output: str) -> None:
     """Refuses to go on with other settings, or with a teacher that was trained anew."""
     for part in ("model", "fit"):
-        before, wanted = getattr(about, part), json.loads(json.dumps(getattr(now, part), default=str))
+        before, wanted = (
+            getattr(about, part),
+            json.loads(json.dumps(getattr(now, part), default=str)),
+        )
         for key in sorted(before.keys() & wanted.keys()):
             if before[key] != wanted[key]:
                 raise UserError(
@@ -44,16 +49,34 @@ def check_same(about: Checkpoint, now: Checkpoint, output: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: see the module."""
-    parser = argparse.ArgumentParser(prog="python -m models.train", description="Trains one model with PyTorch alone.")
+    parser = argparse.ArgumentParser(
+        prog="python -m models.train",
+        description="Trains one model with PyTorch alone.",
+    )
     parser.add_argument(
-        "--config", required=True, action="append",
+        "--config",
+        required=True,
+        action="append",
         help="YAML file with the sections model and fit, as of jobs.train; of several the later ones win",
-    )  # fmt: skip
+    )
     parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
-    parser.add_argument("--sids", help="folder that jobs.tokenize made, for models that use semantic IDs")
-    parser.add_argument("--text", help="folder that jobs.encode made, for models of search, and if given of actions")
-    parser.add_argument("--output", required=True, help="folder for the checkpoints; run again, it resumes from them")
-    parser.add_argument("--init", help="checkpoint whose weights it begins with, of tables that these may extend")
+    parser.add_argument(
+        "--sids",
+        help="folder that jobs.tokenize made, for models that use semantic IDs",
+    )
+    parser.add_argument(
+        "--text",
+        help="folder that jobs.encode made, for models of search, and if given of actions",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="folder for the checkpoints; run again, it resumes from them",
+    )
+    parser.add_argument(
+        "--init",
+        help="checkpoint whose weights it begins with, of tables that these may extend",
+    )
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -62,16 +85,25 @@ def main(argv: list[str] | None = None) -> None:
         content = read_configs(options.config, "check --config")
         for section, values in content.items():
             if section not in SECTIONS:
-                raise UserError(f"unknown key '{section}'; {instead(section, SECTIONS)}")
+                raise UserError(
+                    f"unknown key '{section}'; {instead(section, SECTIONS)}"
+                )
             if not isinstance(values, dict):
-                raise UserError(f"'{section}' is {values!r}, it must be a mapping; correct the config")
+                raise UserError(
+                    f"'{section}' is {values!r}, it must be a mapping; correct the config"
+                )
         chosen = content.get("model", {})
         name = chosen.pop("name", None)
         if name is None:
-            raise UserError(f"{options.config[-1]} names no model; give the config that it is read after first")
+            raise UserError(
+                f"{options.config[-1]} names no model; give the config that it is read after first"
+            )
         try:
             config = build(FitConfig, content.get("fit", {}), "fit.")
-            chosen = {"name": name, **typed(registry.model_config(name), chosen, "model.")}
+            chosen = {
+                "name": name,
+                **typed(registry.model_config(name), chosen, "model."),
+            }
         except (TypeError, ValueError) as error:
             raise UserError(f"{error}; correct the config") from error
         output = options.output
@@ -94,14 +126,22 @@ def main(argv: list[str] | None = None) -> None:
             print(f"counted; checkpoint {place}")
             return
         for event in fit(
-            setup.model, setup.train, setup.validate, setup.fit, means=setup.means,
-            lr_multipliers=setup.lr_multipliers, state=state, device=device,
-        ):  # fmt: skip
+            setup.model,
+            setup.train,
+            setup.validate,
+            setup.fit,
+            means=setup.means,
+            lr_multipliers=setup.lr_multipliers,
+            state=state,
+            device=device,
+        ):
             if isinstance(event, StillEvent):
                 print(describe(event, setup.fit), flush=True)
             if not event.state:
                 continue
-            about = setup.checkpoint(epoch=event.epoch, step=event.step, best=best_of(event.state))
+            about = setup.checkpoint(
+                epoch=event.epoch, step=event.step, best=best_of(event.state)
+            )
             about.metrics = event.metrics
             if event.metrics or isinstance(event, EpochEvent):
                 print(describe(event, setup.fit), flush=True)

@@ -37,7 +37,8 @@ CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
     **dict.fromkeys(
-        ("http", "https"), "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        ("http", "https"),
+        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
     ),
     "postgresql": "set PGUSER and PGPASSWORD",
 }
@@ -47,20 +48,35 @@ CREDENTIALS = {
 def refuse_secrets(value: Any, what: str = "a URI") -> None:
     """UserError for a URI with a user or a secret parameter, which records and logs would keep; in mappings and lists
     for each of their values. `what` names the value; the message does not print it."""
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+    for inner in (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    ):
         refuse_secrets(inner, what)
     if isinstance(value, str) and SCHEME.match(value) and _has_secret(value):
         scheme = value.partition("://")[0].lower()
-        remedy = CREDENTIALS.get(scheme, "give it to an mlflow server, whose address you give here")
-        raise UserError(f"{what} ({scheme}://...) holds a user, password or key; leave it out and {remedy}")
+        remedy = CREDENTIALS.get(
+            scheme, "give it to an mlflow server, whose address you give here"
+        )
+        raise UserError(
+            f"{what} ({scheme}://...) holds a user, password or key; leave it out and {remedy}"
+        )
 
 
 def _has_secret(uri: str) -> bool:
     shape = urlsplit(uri)
     user, at, host = unquote(shape.netloc).rpartition("@")
-    if (at and user != "anonymous") or re.search(r":\D", host.rpartition("]")[2]):  # a password ends at a / in it
+    if (at and user != "anonymous") or re.search(
+        r":\D", host.rpartition("]")[2]
+    ):  # a password ends at a / in it
         return True
-    names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name, _ in parse_qsl(f"{shape.query}&{shape.fragment}")]
+    names = [
+        re.sub(r"[^a-z0-9]", "", name.lower())
+        for name, _ in parse_qsl(f"{shape.query}&{shape.fragment}")
+    ]
     return any(map(SECRET.search, names))
 
 
@@ -95,7 +111,10 @@ def asked(uri: str) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
         scheme = uri.partition("://")[0].lower() if "://" in uri else ""
-        remedy = REMEDIES.get(scheme, "check the address and its credentials; known are local paths, s3:// and gs://")
+        remedy = REMEDIES.get(
+            scheme,
+            "check the address and its credentials; known are local paths, s3:// and gs://",
+        )
         raise UserError(f"cannot reach {uri} ({first}); {remedy}") from error
 
 
@@ -111,7 +130,10 @@ def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
         return
     options: dict[str, Any] = {}
     if filesystem.type_name == "s3":
-        options = {"connect_timeout": 5.0, "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2)}
+        options = {
+            "connect_timeout": 5.0,
+            "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2),
+        }
     elif filesystem.type_name == "gcs":
         options = {"retry_time_limit": timedelta(seconds=5)}
     if options:  # the same one, as it is pickled
@@ -123,7 +145,9 @@ def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
     except OSError as error:
         if "ACCESS_DENIED" not in str(error):
             raise
-        filesystem.get_file_info(path)  # a part of the bucket may be open to those who may not look at the whole
+        filesystem.get_file_info(
+            path
+        )  # a part of the bucket may be open to those who may not look at the whole
     _met.add(met)
 
 
@@ -136,7 +160,9 @@ def file_info(uri: str) -> fs.FileInfo:
 
 def join(uri: str, *names: str) -> str:
     """`uri` with path elements added, before its query where it has one."""
-    place, sign, query = str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")
+    place, sign, query = (
+        str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")
+    )
     return posixpath.join(place, *names) + sign + query
 
 
@@ -155,7 +181,9 @@ def check_writable(uri: str) -> None:
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "is no folder" if not there.is_dir() else "may not be written by you"
-        raise UserError(f"cannot write to {uri} ({there} {why}); choose an output folder that you may write")
+        raise UserError(
+            f"cannot write to {uri} ({there} {why}); choose an output folder that you may write"
+        )
 
 
 def write_file(uri: str, content: bytes | pa.Buffer) -> None:
@@ -163,11 +191,15 @@ def write_file(uri: str, content: bytes | pa.Buffer) -> None:
     filesystem, path = open_uri(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(f"{path}.{os.getpid()}.tmp")  # `commit` removes one that a killed run leaves
+        temporary = Path(
+            f"{path}.{os.getpid()}.tmp"
+        )  # `commit` removes one that a killed run leaves
         temporary.write_bytes(memoryview(content))
         temporary.replace(path)
         return
-    with filesystem.open_output_stream(path) as stream:  # object stores show a put when it is complete
+    with filesystem.open_output_stream(
+        path
+    ) as stream:  # object stores show a put when it is complete
         stream.write(content)
 
 

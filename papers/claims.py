@@ -20,7 +20,17 @@ from jobs import cli
 from models.tables import UserError
 from papers import kept
 from papers.noninferiority import non_inferiority
-from papers.published import CLAIMS, Pair, Papers, System, check_names, check_there, load, pairs, value_of
+from papers.published import (
+    CLAIMS,
+    Pair,
+    Papers,
+    System,
+    check_names,
+    check_there,
+    load,
+    pairs,
+    value_of,
+)
 from pipelines.comparison.over_users import intervals, same_users
 from pipelines.comparison.plots import controlled, number
 from pipelines.comparison.rows import Row, lower_is_better, ratio, rows_of
@@ -79,9 +89,15 @@ class Claim:
     """Where the metric is claimed to lie."""
 
     def __post_init__(self) -> None:
-        rules = {"left and right": bool(self.left and self.right), "param": bool(self.param), "range": bool(self.range)}
+        rules = {
+            "left and right": bool(self.left and self.right),
+            "param": bool(self.param),
+            "range": bool(self.range),
+        }
         if sum(rules.values()) != 1 or (bool(self.system) == bool(self.left)):
-            raise UserError(f"claim {self.id}: give left and right, or a system with a param or a range")
+            raise UserError(
+                f"claim {self.id}: give left and right, or a system with a param or a range"
+            )
         known = PAIRED if self.left else OF_PARAM if self.param else ("higher",)
         check_names([self.expect], known, f"claim {self.id}, expect")
         check_names([self.as_], ("change", "points", "times"), f"claim {self.id}, as")
@@ -112,8 +128,12 @@ def read_claims(papers: Papers) -> list[Claim]:
     claims = []
     for given in papers.claims:
         content = {"as_" if key == "as" else key: value for key, value in given.items()}
-        check_names(content, [f.name for f in fields(Claim)], f"claim {given.get('id')}")
-        check_there(content, ("id", "source", "says", "metric"), f"claim {given.get('id')}")
+        check_names(
+            content, [f.name for f in fields(Claim)], f"claim {given.get('id')}"
+        )
+        check_there(
+            content, ("id", "source", "says", "metric"), f"claim {given.get('id')}"
+        )
         for key in ("paper", "range", "values"):
             if key in content:
                 content[key] = tuple(content[key])
@@ -125,13 +145,21 @@ def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
     """The claim on every dataset where it was measured, or once as not yet measured."""
     ended = [row for row in rows if any(run.finished for run in row.runs)]
     if claim.left and claim.right:
-        found = pairs(ended, papers.systems[claim.left], papers.systems[claim.right], claim.metric, claim.match)
+        found = pairs(
+            ended,
+            papers.systems[claim.left],
+            papers.systems[claim.right],
+            claim.metric,
+            claim.match,
+        )
         verdicts = [judge_pair(claim, pair, papers) for pair in found]
     elif claim.param:
         verdicts = judge_param(claim, ended, papers.systems[str(claim.system)])
     else:
         verdicts = judge_range(claim, ended, papers.systems[str(claim.system)])
-    return verdicts or [Verdict(claim, OPEN, paper=printed(claim, paper_range(claim, papers)))]
+    return verdicts or [
+        Verdict(claim, OPEN, paper=printed(claim, paper_range(claim, papers)))
+    ]
 
 
 def size_of(claim: Claim, left: float, right: float) -> float:
@@ -149,9 +177,14 @@ def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
     for published in papers.published:
         for dataset in published.datasets:
             change = published.change(dataset, claim.left, claim.metric, claim.right)
-            left, right = (published.value(dataset, name, claim.metric) for name in (claim.left, claim.right))
+            left, right = (
+                published.value(dataset, name, claim.metric)
+                for name in (claim.left, claim.right)
+            )
             if change is not None and left is not None and right is not None:
-                sizes.append(change if claim.as_ == "change" else size_of(claim, left, right))
+                sizes.append(
+                    change if claim.as_ == "change" else size_of(claim, left, right)
+                )
     return (min(sizes), max(sizes)) if sizes else None
 
 
@@ -163,14 +196,28 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
     theirs = paper_range(claim, papers)
     if math.isnan(size):
         return Verdict(
-            claim, OPEN, left.place, paper=printed(claim, theirs), why="nothing to be relative to", rows=rows
+            claim,
+            OPEN,
+            left.place,
+            paper=printed(claim, theirs),
+            why="nothing to be relative to",
+            rows=rows,
         )
     neutral = 1.0 if claim.as_ == "times" else 0.0
     above, why = size - neutral, "direction"
     if claim.expect == "non_inferior":
         if len(values) < SEEDS:
-            return Verdict(claim, OPEN, left.place, show(claim, size), why=f"needs {SEEDS} seeds", rows=rows)
-        p = non_inferiority([ratio(*both) for both in values], 1.0).p  # of one teacher it is the paper's test
+            return Verdict(
+                claim,
+                OPEN,
+                left.place,
+                show(claim, size),
+                why=f"needs {SEEDS} seeds",
+                rows=rows,
+            )
+        p = non_inferiority(
+            [ratio(*both) for both in values], 1.0
+        ).p  # of one teacher it is the paper's test
         good, why = p < 0.05, f"p = {p:.3f}"
     elif claim.expect in ("higher", "lower"):
         good = above > 0 if claim.expect == "higher" else above < 0
@@ -186,9 +233,19 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
         why = f"within {percent(claim.within).lstrip('+')}"
     if "/" not in left.model:
         why += (
-            "; seeds " + " / ".join(str(len({run.seed for run in row.runs})) for row in rows) + interval_of(claim, pair)
+            "; seeds "
+            + " / ".join(str(len({run.seed for run in row.runs})) for row in rows)
+            + interval_of(claim, pair)
         )
-    return Verdict(claim, HOLDS if good else FAILS, left.place, show(claim, size), printed(claim, theirs), why, rows)
+    return Verdict(
+        claim,
+        HOLDS if good else FAILS,
+        left.place,
+        show(claim, size),
+        printed(claim, theirs),
+        why,
+        rows,
+    )
 
 
 def interval_of(claim: Claim, pair: Pair) -> str:
@@ -198,42 +255,81 @@ def interval_of(claim: Claim, pair: Pair) -> str:
     if split != "test" or (same := same_users(pair.runs, options, metric)) is None:
         return ""
     (found,) = intervals(same.difference[None], same.counts)
-    low, high = (show(claim, size_of(claim, same.mean + end, same.mean)) for end in (found.low, found.high))
+    low, high = (
+        show(claim, size_of(claim, same.mean + end, same.mean))
+        for end in (found.low, found.high)
+    )
     return f"; 95% {low} to {high}"
 
 
 def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
     """What a setting does, all else equal, per experiment and trie: of the group with the most values."""
-    without = System(system.model, {name: value for name, value in system.params.items() if name != claim.param})
+    without = System(
+        system.model,
+        {name: value for name, value in system.params.items() if name != claim.param},
+    )
     key = f"model.{claim.param}"
     groups: dict[tuple[str, str], list[Row]] = {}
     for group in controlled([row for row in rows if without.matches(row)], key):
         place_of = (group[0].experiment, group[0].params.get("table.trie", ""))
         if len(group) > len(groups.get(place_of, [])):
             groups[place_of] = group
-    return [judged for group in groups.values() if len(group) > 2 and (judged := judge_line(claim, group)) is not None]
+    return [
+        judged
+        for group in groups.values()
+        if len(group) > 2 and (judged := judge_line(claim, group)) is not None
+    ]
 
 
 def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
     """Rows in order of one param; None where fewer than three have the metric."""
     name = claim.metric
     if "/" not in name or not name.startswith(("val/", "test/", "train/")):
-        name = next((f"{s}/{name}" for s in ("test", "val") if all(r.values(f"{s}/{name}") for r in group)), name)
-    line = [(number(value_of(row, str(claim.param))), row.mean(name)) for row in group if row.values(name)]
+        name = next(
+            (
+                f"{s}/{name}"
+                for s in ("test", "val")
+                if all(r.values(f"{s}/{name}") for r in group)
+            ),
+            name,
+        )
+    line = [
+        (number(value_of(row, str(claim.param))), row.mean(name))
+        for row in group
+        if row.values(name)
+    ]
     if len(line) < 3:
         return None
     figures = [figure for _, figure in line]
     if claim.expect == "best_in":
-        best = (min if lower_is_better(name) else max)(line, key=lambda point: point[1])[0]
-        good, ours, paper = best in claim.values, f"best at {best:g}", " or ".join(f"{v:g}" for v in claim.values)
+        best = (min if lower_is_better(name) else max)(
+            line, key=lambda point: point[1]
+        )[0]
+        good, ours, paper = (
+            best in claim.values,
+            f"best at {best:g}",
+            " or ".join(f"{v:g}" for v in claim.values),
+        )
     elif claim.expect == "falls":
         good = all(later < earlier for earlier, later in pairwise(figures))
         ours, paper = f"{figures[0]:.4g} to {figures[-1]:.4g}", "falls"
     else:
         spread = max(figures) / min(figures) - 1 if min(figures) > 0 else math.inf
-        good, ours, paper = spread <= claim.within, percent(spread), f"within {claim.within:.0%}"
+        good, ours, paper = (
+            spread <= claim.within,
+            percent(spread),
+            f"within {claim.within:.0%}",
+        )
     values = ", ".join(f"{value:g}" for value, _ in line)
-    return Verdict(claim, HOLDS if good else FAILS, group[0].place, ours, paper, f"{name} at {values}", tuple(group))
+    return Verdict(
+        claim,
+        HOLDS if good else FAILS,
+        group[0].place,
+        ours,
+        paper,
+        f"{name} at {values}",
+        tuple(group),
+    )
 
 
 def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
@@ -245,7 +341,13 @@ def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
             value = statistics.fmean(row.values(claim.metric))
             verdict = HOLDS if low <= value <= high else FAILS
             found[(row.experiment, row.params.get("table.trie", ""))] = Verdict(
-                claim, verdict, row.place, f"{value:.4g}", f"{low:g} to {high:g}", claim.metric, (row,)
+                claim,
+                verdict,
+                row.place,
+                f"{value:.4g}",
+                f"{low:g} to {high:g}",
+                claim.metric,
+                (row,),
             )
     return list(found.values())
 
@@ -272,8 +374,11 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
     cells = [
         [v.verdict, v.claim.source, v.claim.says, v.where, v.ours, v.paper, v.why]
         for v in verdicts
-    ]  # fmt: skip
-    counts = {verdict: sum(v.verdict == verdict for v in verdicts) for verdict in (HOLDS, FAILS, OPEN)}
+    ]
+    counts = {
+        verdict: sum(v.verdict == verdict for v in verdicts)
+        for verdict in (HOLDS, FAILS, OPEN)
+    }
     notes = [
         ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".",
         f"A claim that one system is above or below another holds where its direction does and its size lies within "
@@ -281,14 +386,26 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
         "ours: the mean over pairs of runs, each a student and its teacher, or two models of one seed. 95%: the "
         "interval of a bootstrap over users.",
     ]
-    header = ["verdict", "source", "claim", "measured on", "ours", "printed", "decided by"]
+    header = [
+        "verdict",
+        "source",
+        "claim",
+        "measured on",
+        "ours",
+        "printed",
+        "decided by",
+    ]
     return Table("Claims of the papers", header, cells, notes, 7)
 
 
 def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
     """Every claim, decided by rows that are of no simulated log."""
     real = [row for row in rows if not row.simulated]
-    return [verdict for claim in read_claims(papers) for verdict in decide(claim, real, papers)]
+    return [
+        verdict
+        for claim in read_claims(papers)
+        for verdict in decide(claim, real, papers)
+    ]
 
 
 @dataclass
@@ -306,7 +423,13 @@ def run(config: Config) -> None:
     papers = load(config.claims)
     runs, timings = kept.read(config.results)
     with kept.store(runs) as uri:
-        print(verdicts_table(verdicts([*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers)).text())
+        print(
+            verdicts_table(
+                verdicts(
+                    [*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers
+                )
+            ).text()
+        )
 
 
 if __name__ == "__main__":

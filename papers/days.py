@@ -80,19 +80,41 @@ class Log:
 
 LOGS = {
     "kuairand": Log(
-        "kuairand_pure", "kuairand_pure_actions", {}, 5, ("attn_mvp", "actions/attn_lfa"), {"num_layers": 2},
-        {"patience": 0, "max_epochs": 4}, {"replay": 0.2, "max_epochs": 1}, last=14,
+        "kuairand_pure",
+        "kuairand_pure_actions",
+        {},
+        5,
+        ("attn_mvp", "actions/attn_lfa"),
+        {"num_layers": 2},
+        {"patience": 0, "max_epochs": 4},
+        {"replay": 0.2, "max_epochs": 1},
+        last=14,
         shown=("mean/rig", "mean/auc", "eval_loss"),
     ),
     "beauty": Log(
-        "amazon14_beauty", "amazon14_beauty",
-        {"files": "day_*.csv", "time": {"column": "time_ms", "unit": "ms"}, "prepare": {"core": 0, "ties": "strict"}},
-        12, ("tiger_small",), {}, {"patience": 0, "max_epochs": 6, "eval_examples": 1000},
-        {"lr": 0.002, "replay": 0.1, "max_epochs": 1}, last=20, requests=2000,
+        "amazon14_beauty",
+        "amazon14_beauty",
+        {
+            "files": "day_*.csv",
+            "time": {"column": "time_ms", "unit": "ms"},
+            "prepare": {"core": 0, "ties": "strict"},
+        },
+        12,
+        ("tiger_small",),
+        {},
+        {"patience": 0, "max_epochs": 6, "eval_examples": 1000},
+        {"lr": 0.002, "replay": 0.1, "max_epochs": 1},
+        last=20,
+        requests=2000,
     ),
-}  # fmt: skip
+}
 
-ONCE, ANEW, CODES, OLD = "once, in full", "anew, in full", "anew, in full, codes anew", "old catalogue"
+ONCE, ANEW, CODES, OLD = (
+    "once, in full",
+    "anew, in full",
+    "anew, in full, codes anew",
+    "old catalogue",
+)
 POLICIES = {
     "daily": "goes on each day from its last model, with what is newer and a share of what is older (`fit.replay`)",
     "once": "trained on the first tables",
@@ -103,7 +125,10 @@ POLICIES = {
     OLD: "`daily` as it was the day before, with the items of then alone",
 }
 """What they do, in the order of tables."""
-METRICS = {"kuairand": ("mean/rig", "mean/auc"), "beauty": ("recall@10", "recall@10 new", "recall@10 old")}
+METRICS = {
+    "kuairand": ("mean/rig", "mean/auc"),
+    "beauty": ("recall@10", "recall@10 new", "recall@10 old"),
+}
 """By log the metrics of its tables; the first is drawn."""
 WEIGHTS = {"recall@10 new": "share new"}
 """Of a metric of some requests their share."""
@@ -138,16 +163,25 @@ def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
     """Twenty days of equally many rows, a user after the other, by the newest item that each has: Amazon's numbers of
     items rise with time, and the log has no other clock."""
     with gzip.open(raw / "interactions.csv.gz", "rt", newline="") as file:
-        rows = [(row["user_id"], row["item_id"], int(row["order"])) for row in csv.DictReader(file)]
+        rows = [
+            (row["user_id"], row["item_id"], int(row["order"]))
+            for row in csv.DictReader(file)
+        ]
     newest: dict[str, str] = {}
     for user, item, _ in rows:
         newest[user] = max(newest.get(user, ""), item)
     rows.sort(key=lambda row: (newest[row[0]], row[0], row[2]))
     edges = [len(rows) * day // 20 for day in range(21)]
     for day, (first, end) in enumerate(pairwise(edges)):
-        times = (BEGIN + day * DAY + DAY * place // (end - first) for place in range(end - first))
+        times = (
+            BEGIN + day * DAY + DAY * place // (end - first)
+            for place in range(end - first)
+        )
         made = zip(rows[first:end], times, strict=True)
-        yield [["user_id", "item_id", "time_ms"], *([user, item, str(ms)] for (user, item, _), ms in made)]
+        yield [
+            ["user_id", "item_id", "time_ms"],
+            *([user, item, str(ms)] for (user, item, _), ms in made),
+        ]
 
 
 NOTES = {
@@ -171,7 +205,9 @@ def do(job: str, **options: Any) -> None:
     """Runs a job in this process."""
     module = importlib.import_module(f"jobs.{job}")
     module.run(cli.options_for(module, [*words(options)]))
-    torch.set_num_threads(1)  # a job has its own; small steps lose more to a second one than it takes from them
+    torch.set_num_threads(
+        1
+    )  # a job has its own; small steps lose more to a second one than it takes from them
 
 
 class Days:
@@ -183,13 +219,18 @@ class Days:
         self.results = Path(config.results) / f"{config.log}.jsonl"
         lines = self.results.read_text().splitlines() if self.results.exists() else []
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        read = read_configs([str(CONFIGS / f"{name}.yaml") for name in self.log.configs], "papers.days")
+        read = read_configs(
+            [str(CONFIGS / f"{name}.yaml") for name in self.log.configs], "papers.days"
+        )
         self.model = {**read["model"], **self.log.model}
         self.fit = {**read["fit"], **self.log.fit, "seed": config.seed}
         self.sids = self.model["name"] == "tiger"
 
     def inputs(self, day: int, codes: str = "sids") -> Inputs:
-        return Inputs(str(self.folder / f"{day}/tables"), str(self.folder / f"{day}/{codes}") if self.sids else None)
+        return Inputs(
+            str(self.folder / f"{day}/tables"),
+            str(self.folder / f"{day}/{codes}") if self.sids else None,
+        )
 
     def items(self, day: int) -> int:
         return read_manifest(self.inputs(day).tables + "/items").rows
@@ -197,7 +238,10 @@ class Days:
     def prepare(self) -> None:
         """Tables and semantic IDs of each day, which extend those of the day before."""
         raw, log = Path(self.config.data) / self.log.folder, self.log
-        mapping = yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text()) | log.changed
+        mapping = (
+            yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text())
+            | log.changed
+        )
         (self.folder / "raw").mkdir(parents=True, exist_ok=True)
         (self.folder / "source.yaml").write_text(yaml.safe_dump(mapping))
         for file in {*raw.glob("items*"), *raw.glob("video_features*")}:
@@ -216,70 +260,152 @@ class Days:
             shutil.rmtree(here, ignore_errors=True)
             if day > log.first:
                 shutil.copytree(before / "tables", here / "tables")
-            do("prepare", source=self.folder / "source.yaml", input=self.folder / "raw", output=here / "tables",
-               append=True, split={"val_days": 1, "test_days": 1})  # fmt: skip
+            do(
+                "prepare",
+                source=self.folder / "source.yaml",
+                input=self.folder / "raw",
+                output=here / "tables",
+                append=True,
+                split={"val_days": 1, "test_days": 1},
+            )
             if self.sids:
-                self.tokenize(day, "sids", **({"extend": before / "sids"} if day > log.first else {}))
+                self.tokenize(
+                    day,
+                    "sids",
+                    **({"extend": before / "sids"} if day > log.first else {}),
+                )
             done.touch()
 
     def tokenize(self, day: int, codes: str, **more: Any) -> None:
         """Semantic IDs of the day's items."""
         here = self.folder / str(day)
-        do("tokenize", tables=here / "tables", tokenizer="rqkmeans", encoder="tfidf", pca=128,
-           rqkmeans={"levels": 2}, output=here / codes, **more)  # fmt: skip
+        do(
+            "tokenize",
+            tables=here / "tables",
+            tokenizer="rqkmeans",
+            encoder="tfidf",
+            pca=128,
+            rqkmeans={"levels": 2},
+            output=here / codes,
+            **more,
+        )
 
-    def train(self, policy: str, day: int, steps: int = 0, init: str = "", codes: str = "sids") -> tuple[str, int]:
+    def train(
+        self, policy: str, day: int, steps: int = 0, init: str = "", codes: str = "sids"
+    ) -> tuple[str, int]:
         """The checkpoint and the number of its steps, of which about `steps` are asked for, by default all epochs."""
-        place = self.folder / f"runs/{policy}-{day}-{self.config.seed}".replace(", ", "-").replace(" ", "-")
+        place = self.folder / f"runs/{policy}-{day}-{self.config.seed}".replace(
+            ", ", "-"
+        ).replace(" ", "-")
         if (place / "steps").exists():
             return str(place), int(json.loads((place / "steps").read_text()))
         given = self.fit | (self.log.daily if init else {})
         options: FitConfig = build(FitConfig, given, "fit.")
-        setup = set_up(dict(self.model), options, self.inputs(day, codes), init=init or None)
+        setup = set_up(
+            dict(self.model), options, self.inputs(day, codes), init=init or None
+        )
         if steps:
             epochs = -(-steps // setup.train.steps(0))
             setup.train.examples.limit_to(round(steps / epochs * options.batch_size))
             options = replace(options, max_epochs=epochs)
         last = 0
-        for event in fit(setup.model, setup.train, setup.validate, options, means=setup.means,
-                         lr_multipliers=setup.lr_multipliers):  # fmt: skip
+        for event in fit(
+            setup.model,
+            setup.train,
+            setup.validate,
+            options,
+            means=setup.means,
+            lr_multipliers=setup.lr_multipliers,
+        ):
             last = event.step
             if event.metrics:
-                print(f"{policy}, day {day}: epoch {event.epoch}, step {last}, {event.metrics[options.metric]:.4f}, "
-                      f"{event.examples_per_s:.0f} examples/s", flush=True)  # fmt: skip
+                print(
+                    f"{policy}, day {day}: epoch {event.epoch}, step {last}, {event.metrics[options.metric]:.4f}, "
+                    f"{event.examples_per_s:.0f} examples/s",
+                    flush=True,
+                )
             if event.is_best:
-                checkpoint.save(place, setup.model, setup.checkpoint(epoch=event.epoch, step=last))
+                checkpoint.save(
+                    place, setup.model, setup.checkpoint(epoch=event.epoch, step=last)
+                )
         (place / "steps").write_text(str(last))
         return str(place), last
 
-    def measure(self, where: str, day: int, codes: str = "sids", known: int = 0) -> dict[str, float]:
+    def measure(
+        self, where: str, day: int, codes: str = "sids", known: int = 0
+    ) -> dict[str, float]:
         """Metrics of a checkpoint on the day; `known`: items that are recommended, by default all."""
         inputs = self.inputs(day, codes)
         loaded = Loaded.of(where, inputs)
-        examples, new = loaded.examples(inputs, "test"), self.items(day - 1) if day > self.log.first else 0
+        examples, new = (
+            loaded.examples(inputs, "test"),
+            self.items(day - 1) if day > self.log.first else 0,
+        )
         common: dict[str, Any] = {"batch_size": 256, "device": torch.device("cpu")}
         if not self.sids:
-            sums, _, _ = score(loaded.model, loaded.entry.measured.measure, examples, **common)
-            return {name: value for name, value in loaded.entry.measured.means(sums).items() if name in self.log.shown}
-        allowed = allow(loaded.model, torch.arange(self.items(day)) < known) if known else None
+            sums, _, _ = score(
+                loaded.model, loaded.entry.measured.measure, examples, **common
+            )
+            return {
+                name: value
+                for name, value in loaded.entry.measured.means(sums).items()
+                if name in self.log.shown
+            }
+        allowed = (
+            allow(loaded.model, torch.arange(self.items(day)) < known)
+            if known
+            else None
+        )
 
         def hits(model: Any, batch: dict[str, Any]) -> dict[str, float]:
-            found = (model.recommend(batch, 10, allowed=allowed)[0] == batch["target"][:, None]).any(1)
+            found = (
+                model.recommend(batch, 10, allowed=allowed)[0]
+                == batch["target"][:, None]
+            ).any(1)
             of_new = batch["target"] >= new
-            return {"all": float(found.sum()), "new": float(found[of_new].sum()), "of new": float(of_new.sum())}
+            return {
+                "all": float(found.sum()),
+                "new": float(found[of_new].sum()),
+                "of new": float(of_new.sum()),
+            }
 
-        sums, count, _ = score(loaded.model, hits, examples, limit=self.log.requests, **common)
+        sums, count, _ = score(
+            loaded.model, hits, examples, limit=self.log.requests, **common
+        )
         share = float(sums["of new"]) / count if new else float("nan")
-        return {"requests": count, "share new": share, "recall@10": float(sums["all"]) / count,
-                "recall@10 new": float(sums["new"] / sums["of new"]),
-                "recall@10 old": float((sums["all"] - sums["new"]) / (count - sums["of new"]))}  # fmt: skip
+        return {
+            "requests": count,
+            "share new": share,
+            "recall@10": float(sums["all"]) / count,
+            "recall@10 new": float(sums["new"] / sums["of new"]),
+            "recall@10 old": float(
+                (sums["all"] - sums["new"]) / (count - sums["of new"])
+            ),
+        }
 
-    def note(self, policy: str, day: int, where: str, steps: int, codes: str = "sids", known: int = 0) -> None:
+    def note(
+        self,
+        policy: str,
+        day: int,
+        where: str,
+        steps: int,
+        codes: str = "sids",
+        known: int = 0,
+    ) -> None:
         """Keeps what is measured, unless it is there."""
-        key = {"log": self.config.log, "policy": policy, "day": day, "seed": self.config.seed}
+        key = {
+            "log": self.config.log,
+            "policy": policy,
+            "day": day,
+            "seed": self.config.seed,
+        }
         if any(key.items() <= line.items() for line in self.lines):
             return
-        line = key | {"steps": steps, "metrics": self.measure(where, day, codes, known)} | origin()
+        line = (
+            key
+            | {"steps": steps, "metrics": self.measure(where, day, codes, known)}
+            | origin()
+        )
         line["command"] = short(f"python -m papers.days {shlex.join(sys.argv[1:])}")
         self.lines.append(line)
         self.results.parent.mkdir(parents=True, exist_ok=True)
@@ -307,7 +433,12 @@ class Days:
         self.note(ANEW, last, *self.train(ANEW, last, total))
         if self.sids:
             self.tokenize(last, "codes_anew")
-            self.note(CODES, last, *self.train(CODES, last, total, codes="codes_anew"), codes="codes_anew")
+            self.note(
+                CODES,
+                last,
+                *self.train(CODES, last, total, codes="codes_anew"),
+                codes="codes_anew",
+            )
 
 
 def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
@@ -316,37 +447,72 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for line in lines:
         found.setdefault((line["policy"], line["day"]), []).append(line["metrics"])
-    there = [policy for policy in POLICIES if any((policy, day) in found for day in days)]
+    there = [
+        policy for policy in POLICIES if any((policy, day) in found for day in days)
+    ]
     common = [day for day in days if all((policy, day) in found for policy in there)]
-    steps = {policy: sum(line["steps"] for line in lines if line["policy"] == policy) for policy in there}
+    steps = {
+        policy: sum(line["steps"] for line in lines if line["policy"] == policy)
+        for policy in there
+    }
     steps["daily"] += steps.get("once", 0)  # it goes on from it
     seeds = sorted({line["seed"] for line in lines})
 
     def mean(policy: str, some: list[int], name: str) -> float:
         """Over days and seeds; of a metric of requests that are told apart, over these requests."""
         every = [each for day in some for each in found.get((policy, day), ())]
-        weights = [each[WEIGHTS[name]] * each.get("requests", 1) if name in WEIGHTS else 1.0 for each in every]
+        weights = [
+            each[WEIGHTS[name]] * each.get("requests", 1) if name in WEIGHTS else 1.0
+            for each in every
+        ]
         whole = all((policy, day) in found for day in some)
         values = [each[name] for each in every]
         total = sum(weights)
-        return sum(map(operator.mul, values, weights), 0.0) / total if whole and total else math.nan
+        return (
+            sum(map(operator.mul, values, weights), 0.0) / total
+            if whole and total
+            else math.nan
+        )
 
     def cell(value: float) -> str:
         return "-" if math.isnan(value) else f"{value:.4f}"
 
     metric = METRICS[log][0]
     spans = [days] if common in ([], days) else [days, common]
-    told = [f"{some[0]} to {some[-1]}" if len(some) > 1 else str(some[0]) for some in spans]
-    header = ["policy", "steps", *(f"{name}, {span}" for span in told for name in METRICS[log])]
+    told = [
+        f"{some[0]} to {some[-1]}" if len(some) > 1 else str(some[0]) for some in spans
+    ]
+    header = [
+        "policy",
+        "steps",
+        *(f"{name}, {span}" for span in told for name in METRICS[log]),
+    ]
     summary = [
-        [policy, f"{steps[policy] // len(seeds):,}" if policy != OLD else "-",
-         *(cell(mean(policy, some, name)) for some in spans for name in METRICS[log])]
+        [
+            policy,
+            f"{steps[policy] // len(seeds):,}" if policy != OLD else "-",
+            *(
+                cell(mean(policy, some, name))
+                for some in spans
+                for name in METRICS[log]
+            ),
+        ]
         for policy in there
-    ]  # fmt: skip
-    by_day = [[policy, *(cell(mean(policy, [day], metric)) for day in days)] for policy in there]
+    ]
+    by_day = [
+        [policy, *(cell(mean(policy, [day], metric)) for day in days)]
+        for policy in there
+    ]
     if log == "beauty":
-        by_day.append(["share of requests for new items", *(cell(mean("daily", [day], "share new")) for day in days)])
-    notes = [f"{NOTES[log]} Seed {', '.join(map(str, seeds))}; {lines[0]['hardware']}; `{lines[0]['command']}`."]
+        by_day.append(
+            [
+                "share of requests for new items",
+                *(cell(mean("daily", [day], "share new")) for day in days),
+            ]
+        )
+    notes = [
+        f"{NOTES[log]} Seed {', '.join(map(str, seeds))}; {lines[0]['hardware']}; `{lines[0]['command']}`."
+    ]
     tables = [
         Table(f"{log}: all in all", header, summary, notes, words=1),
         Table(f"{log}: {metric} by day", ["policy", *map(str, days)], by_day, words=1),
@@ -354,18 +520,36 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
     with rc_context(STYLE):
         figure, (axes,) = new_figure(1, width=6)
         for number, policy in enumerate(there):
-            points = [(day, mean(policy, [day], metric)) for day in days if (policy, day) in found]
-            axes.plot(*zip(*points, strict=True), color=COLOURS[number], marker="o", ms=3, lw=1.2, label=policy)
+            points = [
+                (day, mean(policy, [day], metric))
+                for day in days
+                if (policy, day) in found
+            ]
+            axes.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[number],
+                marker="o",
+                ms=3,
+                lw=1.2,
+                label=policy,
+            )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         say_axes(axes, "day", metric, legend=True)
-        plot = Plot(f"days-{log}", f"{log}: {metric} by day", "Higher is better.", svg(figure, f"days-{log}"))
+        plot = Plot(
+            f"days-{log}",
+            f"{log}: {metric} by day",
+            "Higher is better.",
+            svg(figure, f"days-{log}"),
+        )
     return tables, plot
 
 
 def pages(results: Path) -> Iterator[tuple[list[Table], Plot]]:
     """What the page shows of each log, from its kept figures."""
     for file in sorted(results.glob("*.jsonl")):
-        yield shown(file.stem, [json.loads(line) for line in file.read_text().splitlines()])
+        yield shown(
+            file.stem, [json.loads(line) for line in file.read_text().splitlines()]
+        )
 
 
 def run(config: Config) -> None:

@@ -47,7 +47,9 @@ SHOWN = 24
 
 
 @torch.no_grad()
-def attention_received(backbone: T5Backbone, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def attention_received(
+    backbone: T5Backbone, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """(layers, B, S): the share of a layer's attention that each position receives, the mean over heads and over all
     positions that ask, 0 at padding; and (B,) how many positions there are (Appendix D.3 of SID-MLP)."""
     tokens, lengths = backbone.inputs(batch)
@@ -74,15 +76,24 @@ def lost_without_trie(scorer: Scorer, trie: Trie, beam: int) -> Tensor:
     """
     log_probs = scorer.start().unsqueeze(1)  # (B, W, C_l)
     score = log_probs.new_zeros(log_probs.shape[:2])
-    node = torch.zeros_like(score, dtype=torch.long)  # (B, W): where each beam stands in the trie, -1 outside of it
+    node = torch.zeros_like(
+        score, dtype=torch.long
+    )  # (B, W): where each beam stands in the trie, -1 outside of it
     lost = []
     for level in range(trie.levels):
         offsets = trie.offsets(level)
-        children = (offsets[node.clamp(min=0) + 1] - offsets[node.clamp(min=0)]).masked_fill(node < 0, 0).sum(1)
+        children = (
+            (offsets[node.clamp(min=0) + 1] - offsets[node.clamp(min=0)])
+            .masked_fill(node < 0, 0)
+            .sum(1)
+        )
         scores = (score.unsqueeze(-1) + log_probs).flatten(1)
         position = select(scores, min(beam, scores.shape[1]))
         parents, token = position // log_probs.shape[-1], position % log_probs.shape[-1]
-        score, node = scores.gather(1, position), trie.descend(level, node.gather(1, parents), token)
+        score, node = (
+            scores.gather(1, position),
+            trie.descend(level, node.gather(1, parents), token),
+        )
         could = children.clamp(max=beam).double()
         kept = (node >= 0).sum(1) / could.clamp(min=1)
         lost.append(1 - kept)
@@ -95,7 +106,12 @@ def shares(rows: list[NDArray[np.float64]]) -> dict[str, Any]:
     """Of the attention that each position of a request receives, (layers, S) each, the share of the first and of the
     last positions by layer, that of as many if all received the same, and the share of requests, by layer, whose most
     attended position is at neither end."""
-    top = np.stack([(row.argmax(1) >= EDGE) & (row.argmax(1) < row.shape[1] - EDGE) for row in rows])
+    top = np.stack(
+        [
+            (row.argmax(1) >= EDGE) & (row.argmax(1) < row.shape[1] - EDGE)
+            for row in rows
+        ]
+    )
     return {
         "first": np.mean([row[:, :EDGE].sum(1) for row in rows], 0).tolist(),
         "last": np.mean([row[:, -EDGE:].sum(1) for row in rows], 0).tolist(),
@@ -108,16 +124,32 @@ def profile(rows: list[NDArray[np.float64]], step: int) -> NDArray[np.float64]:
     """(positions, layers): attention over the request's mean by distance from the start (`step` 1) or the end (-1)."""
     found = []
     for place in range(min(SHOWN, max(row.shape[1] for row in rows))):
-        found.append(np.mean([row[:, ::step][:, place] * row.shape[1] for row in rows if row.shape[1] > place], 0))
+        found.append(
+            np.mean(
+                [
+                    row[:, ::step][:, place] * row.shape[1]
+                    for row in rows
+                    if row.shape[1] > place
+                ],
+                0,
+            )
+        )
     return np.stack(found)
 
 
 def draw(rows: list[NDArray[np.float64]]) -> bytes:
     """The plot of both profiles, as PNG: a line per layer."""
     figure, panels = new_figure(2)
-    for axes, step, label in zip(panels, (1, -1), ("tokens from the start", "tokens from the end"), strict=True):
+    for axes, step, label in zip(
+        panels, (1, -1), ("tokens from the start", "tokens from the end"), strict=True
+    ):
         for layer, line in enumerate(profile(rows, step).T):
-            axes.plot(line, color=COLOURS[layer % len(COLOURS)], lw=1.4, label=f"layer {layer + 1}")
+            axes.plot(
+                line,
+                color=COLOURS[layer % len(COLOURS)],
+                lw=1.4,
+                label=f"layer {layer + 1}",
+            )
         axes.axhline(1.0, color="#999999", lw=0.8, ls="--")
         say_axes(axes, label, "attention received / uniform")
     panels[1].invert_xaxis()  # the end of the history on the right
@@ -143,35 +175,57 @@ def run(config: Config) -> dict[str, Any]:
     Raises UserError for a model that decodes no semantic IDs.
     """
     reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids)
-    loaded = load(config.checkpoint, config.tables, sids=config.sids, split=config.split, device=config.device)
+    loaded = load(
+        config.checkpoint,
+        config.tables,
+        sids=config.sids,
+        split=config.split,
+        device=config.device,
+    )
     model, examples = loaded.model, loaded.examples
     if not isinstance(model, Retriever):
-        raise UserError(f"papers.diagnose looks into models that decode semantic IDs, and '{loaded.name}' does not")
+        raise UserError(
+            f"papers.diagnose looks into models that decode semantic IDs, and '{loaded.name}' does not"
+        )
     beam = model.config.beam if config.beam is None else config.beam
     order = np.argsort(examples.lengths, kind="stable")
-    chosen = order[np.linspace(0, len(order) - 1, min(REQUESTS, len(order))).round().astype(np.int64)]
+    chosen = order[
+        np.linspace(0, len(order) - 1, min(REQUESTS, len(order)))
+        .round()
+        .astype(np.int64)
+    ]
     attention: list[NDArray[np.float64]] = []
     lost = []
     plain = model.backbone if type(model.backbone) is T5Backbone else None
     for begin in range(0, len(chosen), config.batch_size):
-        batch = to_device(examples.collate(chosen[begin : begin + config.batch_size]), loaded.device)
+        batch = to_device(
+            examples.collate(chosen[begin : begin + config.batch_size]), loaded.device
+        )
         if plain:
             received, lengths = (x.cpu() for x in attention_received(plain, batch))
-            attention += [received[:, i, :n].double().numpy() for i, n in enumerate(lengths.tolist())]
+            attention += [
+                received[:, i, :n].double().numpy()
+                for i, n in enumerate(lengths.tolist())
+            ]
         with torch.no_grad():
             scorer = model.decoder.scorer(model.backbone.infer(batch))
         lost.append(lost_without_trie(scorer, model.trie, beam).cpu())
     found: dict[str, Any] = {
-        "checkpoint": loaded.uri, "split": config.split, "requests": len(chosen), "beam": beam,
+        "checkpoint": loaded.uri,
+        "split": config.split,
+        "requests": len(chosen),
+        "beam": beam,
         "lost_without_trie": torch.cat(lost).mean(0).tolist(),
-    }  # fmt: skip
+    }
     print(f"{loaded.name} on {number_of(len(chosen), 'request')} of {config.split}")
     if plain:
         found["attention"] = shares(attention)
         for key, what in (("first", "the first"), ("last", "the last")):
             parts = "  ".join(f"{share:.1%}" for share in found["attention"][key])
             print(f"  attention to {what} {EDGE} positions by layer  {parts}")
-        print(f"  as many of equally attended positions  {found['attention']['uniform']:.1%}")
+        print(
+            f"  as many of equally attended positions  {found['attention']['uniform']:.1%}"
+        )
     parts = "  ".join(f"{share:.1%}" for share in found["lost_without_trie"])
     print(f"  valid codes lost without the trie, by digit, of {beam} beams  {parts}")
     folder = absolute(config.output)

@@ -56,12 +56,17 @@ def new_items(sequences_uri: str, num_items: int) -> Subsets:
     first = np.full(num_items, np.iinfo(np.int64).max)
     times = []
     for part in iter_parts(sequences_uri, "sequences", ["item_index", "timestamp_ms"]):
-        item, time = (pc.list_flatten(part[name]).to_numpy() for name in ("item_index", "timestamp_ms"))  # (E,)
+        item, time = (
+            pc.list_flatten(part[name]).to_numpy()
+            for name in ("item_index", "timestamp_ms")
+        )  # (E,)
         np.minimum.at(first, item, time)
         times.append(time)
     ordered = np.sort(np.concatenate(times))
     # whole numbers: 0.8 * E in floating point can fall on the wrong side of an interaction
-    cuts = {percent: ordered[-(-len(ordered) * percent // 100) - 1] for percent in PERCENTS}
+    cuts = {
+        percent: ordered[-(-len(ordered) * percent // 100) - 1] for percent in PERCENTS
+    }
     return {f"temporal{percent}": first > cut for percent, cut in cuts.items()}
 
 
@@ -72,7 +77,10 @@ def measure(model: Any, batch: dict[str, Tensor], subsets: Subsets) -> dict[str,
     sums: dict[str, float] = {}
     for name, chosen in subsets.items():
         inside = torch.from_numpy(chosen).to(target.device)[target]  # (B,)
-        sums |= {f"{name}/{key}": value for key, value in metric_sums(items[inside], target[inside]).items()}
+        sums |= {
+            f"{name}/{key}": value
+            for key, value in metric_sums(items[inside], target[inside]).items()
+        }
     return sums
 
 
@@ -80,10 +88,16 @@ def means(sums: dict[str, float], subsets: Subsets) -> dict[str, float]:
     """Metrics per request from sums; a subset without requests has `temporal80/examples` 0 and no metrics."""
     metrics: dict[str, float] = {}
     for name in subsets:
-        part = {key.removeprefix(f"{name}/"): value for key, value in sums.items() if key.startswith(f"{name}/")}
+        part = {
+            key.removeprefix(f"{name}/"): value
+            for key, value in sums.items()
+            if key.startswith(f"{name}/")
+        }
         count = part.pop(EXAMPLES)
         metrics[f"{name}/{EXAMPLES}"] = count
-        metrics |= {f"{name}/{key}": value / count for key, value in part.items() if count}
+        metrics |= {
+            f"{name}/{key}": value / count for key, value in part.items() if count
+        }
     return metrics
 
 
@@ -98,17 +112,38 @@ class Config(Options):
 def run(config: Config) -> dict[str, float]:
     """Ranks, prints the metrics of each subset, and writes them beside the checkpoint."""
     reach(checkpoint=config.checkpoint, tables=config.tables, sids=config.sids)
-    subsets = new_items(join(config.tables, "sequences"), read_manifest(join(config.tables, "items"), "items").rows)
-    loaded = load(config.checkpoint, config.tables, sids=config.sids, split=config.split, device=config.device)
+    subsets = new_items(
+        join(config.tables, "sequences"),
+        read_manifest(join(config.tables, "items"), "items").rows,
+    )
+    loaded = load(
+        config.checkpoint,
+        config.tables,
+        sids=config.sids,
+        split=config.split,
+        device=config.device,
+    )
     if registry.find(loaded.name).recommends is None:
-        raise UserError(f"papers.item_shift looks at ranked catalogues and the model '{loaded.name}' ranks none")
+        raise UserError(
+            f"papers.item_shift looks at ranked catalogues and the model '{loaded.name}' ranks none"
+        )
     examples = loaded.examples
     with torch.no_grad():
-        batches = (to_device(examples.collate(rows), loaded.device) for rows in examples.batches(config.batch_size))
-        metrics = means(add_sums(measure(loaded.model, batch, subsets) for batch in batches), subsets)
+        batches = (
+            to_device(examples.collate(rows), loaded.device)
+            for rows in examples.batches(config.batch_size)
+        )
+        metrics = means(
+            add_sums(measure(loaded.model, batch, subsets) for batch in batches),
+            subsets,
+        )
     print(f"{loaded.name} on {config.split}")
     for name in subsets:
-        found = "".join(f", {key} {metrics[f'{name}/{key}']:.4f}" for key in SHOWN if f"{name}/{key}" in metrics)
+        found = "".join(
+            f", {key} {metrics[f'{name}/{key}']:.4f}"
+            for key in SHOWN
+            if f"{name}/{key}" in metrics
+        )
         print(f"  {name}  {metrics[f'{name}/{EXAMPLES}']:,.0f} requests{found}")
     place = join(loaded.uri, f"item_shift-{config.split}.json")
     write_file(place, json.dumps(metrics, indent=2).encode())

@@ -30,7 +30,15 @@ from models.words import number_of
 from pipelines import tracking
 from pipelines.comparison.over_users import evaluated
 from pipelines.comparison.page import write
-from pipelines.comparison.runs import BEST, PARENT, Selection, is_sweep, search, select, trainings
+from pipelines.comparison.runs import (
+    BEST,
+    PARENT,
+    Selection,
+    is_sweep,
+    search,
+    select,
+    trainings,
+)
 
 RESULTS = Path(__file__).with_name("results")
 """The kept runs."""
@@ -72,26 +80,55 @@ def run(config: Config) -> None:
     selection = select(config.tracking_uri, [config.experiment], config.sweep)
     chosen = {run.info.run_id for run in [*selection.runs, *selection.teachers]}
     there = search(selection.client, list(selection.experiments))
-    sweeps = {run.data.tags.get(PARENT) for run in there if run.info.run_id in chosen} - {None}
-    whole = [run for run in there if run.info.run_id in chosen | sweeps or run.data.tags.get(PARENT) in sweeps]
+    sweeps = {
+        run.data.tags.get(PARENT) for run in there if run.info.run_id in chosen
+    } - {None}
+    whole = [
+        run
+        for run in there
+        if run.info.run_id in chosen | sweeps or run.data.tags.get(PARENT) in sweeps
+    ]
     lines = [line_of(selection, run) for run in whole]
     lines.sort(key=lambda line: (line["experiment"], line["start_ms"], line["id"]))
-    write("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines), config.output)
+    write(
+        "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines),
+        config.output,
+    )
     print(f"{number_of(len(lines), 'run')} written to {config.output}")
 
 
 def line_of(selection: Selection, run: Any) -> Line:
     """What is kept of a run."""
-    metrics = {name: value for name, value in run.data.metrics.items() if not name.startswith(LEFT_OUT)}
-    curves = {"train/loss", f"val/{tracking.metric_name(run.data.params.get('fit.metric', ''))}"} & metrics.keys()
-    tags = {name: short(value) for name, value in run.data.tags.items() if name in KEPT or "mlflow." not in name}
+    metrics = {
+        name: value
+        for name, value in run.data.metrics.items()
+        if not name.startswith(LEFT_OUT)
+    }
+    curves = {
+        "train/loss",
+        f"val/{tracking.metric_name(run.data.params.get('fit.metric', ''))}",
+    } & metrics.keys()
+    tags = {
+        name: short(value)
+        for name, value in run.data.tags.items()
+        if name in KEPT or "mlflow." not in name
+    }
     line = {
-        "id": run.info.run_id, "name": run.info.run_name, "experiment": selection.experiments[run.info.experiment_id],
-        "status": run.info.status, "start_ms": run.info.start_time, "end_ms": run.info.end_time,
-        "params": {name: short(value) for name, value in run.data.params.items()}, "tags": tags, "metrics": metrics,
-        "curves": {name: curve(selection.client, run.info.run_id, name) for name in sorted(curves)},
+        "id": run.info.run_id,
+        "name": run.info.run_name,
+        "experiment": selection.experiments[run.info.experiment_id],
+        "status": run.info.status,
+        "start_ms": run.info.start_time,
+        "end_ms": run.info.end_time,
+        "params": {name: short(value) for name, value in run.data.params.items()},
+        "tags": tags,
+        "metrics": metrics,
+        "curves": {
+            name: curve(selection.client, run.info.run_id, name)
+            for name in sorted(curves)
+        },
         "by_user": evaluated(selection.client, run.info.run_id),
-    }  # fmt: skip
+    }
     if is_sweep(run):
         line["grid"] = grid_text(run)
     return line
@@ -99,14 +136,23 @@ def line_of(selection: Selection, run: Any) -> Line:
 
 def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
     """[step, value] in the order of steps."""
-    points = sorted((point.step, float(f"{point.value:.5g}")) for point in client.get_metric_history(run_id, name))
+    points = sorted(
+        (point.step, float(f"{point.value:.5g}"))
+        for point in client.get_metric_history(run_id, name)
+    )
     stride = max(1, -(-len(points) // POINTS))
-    return [list(point) for place, point in enumerate(points) if place % stride == 0 or place == len(points) - 1]
+    return [
+        list(point)
+        for place, point in enumerate(points)
+        if place % stride == 0 or place == len(points) - 1
+    ]
 
 
 def short(value: str) -> str:
     """Every absolute path or URI in the text by its last two parts."""
-    return PLACE.sub(lambda found: "/".join(found[0].rstrip("/").rsplit("/", 2)[-2:]), value)
+    return PLACE.sub(
+        lambda found: "/".join(found[0].rstrip("/").rsplit("/", 2)[-2:]), value
+    )
 
 
 def grid_text(sweep: Any) -> str:
@@ -125,13 +171,21 @@ def read(path: str | Path) -> tuple[list[Line], list[Line]]:
     timings: list[Line] = []
     for file in files:
         try:
-            lines = [json.loads(text) for text in file.read_text().splitlines() if text.strip()]
+            lines = [
+                json.loads(text)
+                for text in file.read_text().splitlines()
+                if text.strip()
+            ]
             for line in lines:
                 (timings if "benchmark" in line else runs).append(line)
                 if "benchmark" not in line and "curves" not in line:
-                    raise UserError(f"a line of {file} is neither a run nor a timing; write it with papers.kept")
+                    raise UserError(
+                        f"a line of {file} is neither a run nor a timing; write it with papers.kept"
+                    )
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"cannot read {file} ({error}); write it with papers.kept") from error
+            raise UserError(
+                f"cannot read {file} ({error}); write it with papers.kept"
+            ) from error
     if not runs and not timings:
         raise UserError(f"{path} holds no runs; write a .jsonl file with papers.kept")
     return runs, timings
@@ -144,11 +198,15 @@ def store(lines: Sequence[Line]) -> Iterator[str]:
         uri = f"sqlite:///{folder}/mlflow.db"
         client = tracking.connect(uri)
         places = {
-            name: client.create_experiment(name, artifact_location=f"{folder}/artifacts")
+            name: client.create_experiment(
+                name, artifact_location=f"{folder}/artifacts"
+            )
             for name in dict.fromkeys(line["experiment"] for line in lines)
         }
         made = {
-            line["id"]: client.create_run(places[line["experiment"]], line["start_ms"], run_name=line["name"])
+            line["id"]: client.create_run(
+                places[line["experiment"]], line["start_ms"], run_name=line["name"]
+            )
             for line in lines
         }
         ids = {before: run.info.run_id for before, run in made.items()}
@@ -159,13 +217,27 @@ def store(lines: Sequence[Line]) -> Iterator[str]:
 
 def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> None:
     """Gives the run what its line says; tags that name a run name the new one."""
-    tags = {name: ids.get(value, value) if name in (PARENT, BEST) else value for name, value in line["tags"].items()}
+    tags = {
+        name: ids.get(value, value) if name in (PARENT, BEST) else value
+        for name, value in line["tags"].items()
+    }
     params = [Param(name, value) for name, value in line["params"].items()]
     last = {name: points[-1][0] for name, points in line["curves"].items()}
-    points = [(name, value, int(step)) for name, curve in line["curves"].items() for step, value in curve[:-1]]
-    steps = {"train/steps": max(last.values())} if last else {}  # of runs from before it was logged
-    points += [(name, value, int(last.get(name, 0))) for name, value in (steps | line["metrics"]).items()]
-    metrics = [Metric(name, value, line["start_ms"], step) for name, value, step in points]
+    points = [
+        (name, value, int(step))
+        for name, curve in line["curves"].items()
+        for step, value in curve[:-1]
+    ]
+    steps = (
+        {"train/steps": max(last.values())} if last else {}
+    )  # of runs from before it was logged
+    points += [
+        (name, value, int(last.get(name, 0)))
+        for name, value in (steps | line["metrics"]).items()
+    ]
+    metrics = [
+        Metric(name, value, line["start_ms"], step) for name, value, step in points
+    ]
     client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
     for start in range(0, max(len(params), len(metrics)), tracking.BATCH):
         part = slice(start, start + tracking.BATCH)

@@ -51,11 +51,25 @@ class Loaded:
     """Where the model is."""
 
 
-def load(uri: str, tables: str, *, sids: str | None = None, text: str | None = None, split: str, device: str) -> Loaded:
+def load(
+    uri: str,
+    tables: str,
+    *,
+    sids: str | None = None,
+    text: str | None = None,
+    split: str,
+    device: str,
+) -> Loaded:
     """Loads the checkpoint, or the best one of a run; UserError for a split without requests."""
-    uri, inputs, where = find_checkpoint(uri), Inputs(tables, sids, text), device_of(device)
+    uri, inputs, where = (
+        find_checkpoint(uri),
+        Inputs(tables, sids, text),
+        device_of(device),
+    )
     made = setup.Loaded.of(uri, inputs, where)
     examples = made.examples(inputs, split)
     if len(examples) == 0:
-        raise UserError(f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split")
+        raise UserError(
+            f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split"
+        )
     return Loaded(uri, made.about.name, made.model, examples, where)

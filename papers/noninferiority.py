@@ -40,10 +40,14 @@ class NonInferiority:
         return self.mean - self.teacher
 
 
-def non_inferiority(student: Sequence[float], teacher: float, margin: float = MARGIN) -> NonInferiority:
+def non_inferiority(
+    student: Sequence[float], teacher: float, margin: float = MARGIN
+) -> NonInferiority:
     """The test for a student's values, one per seed, against the teacher's. ValueError without values."""
     if not student:
-        raise ValueError("there are 0 values of the student, the test needs at least 2; evaluate it on test first")
+        raise ValueError(
+            "there are 0 values of the student, the test needs at least 2; evaluate it on test first"
+        )
     mean = statistics.fmean(student)
     if len(student) == 1:
         return NonInferiority(mean, math.nan, teacher, math.nan)
@@ -52,4 +56,6 @@ def non_inferiority(student: Sequence[float], teacher: float, margin: float = MA
     if deviation == 0:  # all seeds alike: t is without bound
         return NonInferiority(mean, 0.0, teacher, 0.0 if above > 0 else 1.0)
     statistic = above / (deviation / math.sqrt(len(student)))
-    return NonInferiority(mean, deviation, teacher, float(student_t.sf(statistic, len(student) - 1)))
+    return NonInferiority(
+        mean, deviation, teacher, float(student_t.sf(statistic, len(student) - 1))
+    )

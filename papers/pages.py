@@ -46,14 +46,31 @@ def run(config: Config) -> None:
     runs, timings = kept.read(config.results)
     with kept.store(runs) as uri:
         for name in sorted({line["experiment"] for line in runs}):
-            sweeps = [line["name"] for line in runs if line["experiment"] == name and "grid" in line]
+            sweeps = [
+                line["name"]
+                for line in runs
+                if line["experiment"] == name and "grid" in line
+            ]
             for sweep in (None, *sweeps):
                 write_comparison(select(uri, [name], sweep), papers, folder)
-        found = verdicts([*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers)
+        found = verdicts(
+            [*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers
+        )
     for name in sorted({line["benchmark"] for line in timings}):
         own = [line for line in timings if line["benchmark"] == name]
-        origins = [(line["variant"], *(line.get(key, "") for key in ("hardware", "commit", "command"))) for line in own]
-        write_page(f"benchmark/{name}", [*benchmark_tables(rows_of_lines(own)), origins_table(origins)], [], folder)
+        origins = [
+            (
+                line["variant"],
+                *(line.get(key, "") for key in ("hardware", "commit", "command")),
+            )
+            for line in own
+        ]
+        write_page(
+            f"benchmark/{name}",
+            [*benchmark_tables(rows_of_lines(own)), origins_table(origins)],
+            [],
+            folder,
+        )
     write_page("Claims", [verdicts_table(found)], [], folder)
     write_days(Path(config.results) / "days", folder)
     print(f"written to {folder}")
@@ -62,7 +79,10 @@ def run(config: Config) -> None:
 def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None:
     """A page of an experiment or a sweep, with its plots as SVG beside it."""
     comparison = compare(selection)
-    origins = [(str(run.info.run_name), *(run.data.tags.get(tag, "") for tag in ORIGIN)) for run in selection.runs]
+    origins = [
+        (str(run.info.run_name), *(run.data.tags.get(tag, "") for tag in ORIGIN))
+        for run in selection.runs
+    ]
     shown = [
         *tables(comparison),
         *paper_tables(comparison),
@@ -72,7 +92,9 @@ def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None
     words = []
     for plot in plots(comparison, (tokenizers, beams)):
         write(plot.alone(), str(folder / f"{plot.name}.svg"))
-        words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
+        words.append(
+            f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n"
+        )
     write_page(selection.title, shown, words, folder)
 
 
@@ -82,15 +104,23 @@ def write_days(results: Path, folder: Path) -> None:
     for of_log, plot in days.pages(results):
         shown += of_log
         write(plot.alone(), str(folder / f"{plot.name}.svg"))
-        words.append(f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n")
+        words.append(
+            f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n"
+        )
     if shown:
         shown.append(
-            Table("Policies", ["policy", "model"], [[f"`{name}`", text] for name, text in days.POLICIES.items()])
+            Table(
+                "Policies",
+                ["policy", "model"],
+                [[f"`{name}`", text] for name, text in days.POLICIES.items()],
+            )
         )
         write_page("Days", shown, words, folder)
 
 
-def write_page(title: str, shown: Sequence[Table], words: Sequence[str], folder: Path) -> None:
+def write_page(
+    title: str, shown: Sequence[Table], words: Sequence[str], folder: Path
+) -> None:
     """The tables, then the words, as Markdown in a file named by the title."""
     content = "\n".join([*(table.markdown() for table in shown), *words])
     name = re.sub(r"\W+", "-", title.lower())

@@ -20,12 +20,16 @@ def tokenizers(comparison: Comparison) -> list[Drawn]:
     name = f"test/{comparison.metric}"
     pairs: dict[str, tuple[float, Row]] = {}
     sign = 1 if lower_is_better(comparison.metric) else -1
-    for student in sorted(comparison.rows, key=lambda row: sign * row.mean(f"val/{comparison.metric}")):
+    for student in sorted(
+        comparison.rows, key=lambda row: sign * row.mean(f"val/{comparison.metric}")
+    ):
         teachers = [
             run.metrics[name]
             for row in comparison.rows
             for run in row.runs
-            if not row.options and run.weights == student.runs[0].teacher and name in run.metrics
+            if not row.options
+            and run.weights == student.runs[0].teacher
+            and name in run.metrics
         ]
         folder = student.runs[0].sids
         if (
@@ -41,13 +45,30 @@ def tokenizers(comparison: Comparison) -> list[Drawn]:
     figure, (axes,) = new_figure(1)
     for place, (teacher, student) in enumerate(pairs.values()):
         value, deviation = student.mean(name), student.deviation(name)
-        axes.bar(place - 0.2, teacher, 0.38, color=COLOURS[6], label=None if place else "teacher")
+        axes.bar(
+            place - 0.2,
+            teacher,
+            0.38,
+            color=COLOURS[6],
+            label=None if place else "teacher",
+        )
         error = None if math.isnan(deviation) else deviation
-        axes.bar(place + 0.2, value, 0.38, yerr=error, color=COLOURS[0], label=None if place else "student")
+        axes.bar(
+            place + 0.2,
+            value,
+            0.38,
+            yerr=error,
+            color=COLOURS[0],
+            label=None if place else "student",
+        )
         axes.annotate(
-            f"{ratio(value, teacher):.1%}", (place + 0.2, value), xytext=(0, 3), textcoords="offset points",
-            ha="center", fontsize=8,
-        )  # fmt: skip
+            f"{ratio(value, teacher):.1%}",
+            (place + 0.2, value),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     axes.set_xticks(range(len(pairs)), list(pairs))
     axes.set_ylabel(name)
     axes.legend(loc="lower right")
@@ -61,16 +82,28 @@ def beams(comparison: Comparison) -> list[Drawn]:
     lines: dict[tuple[str, str], dict[int, float]] = {}
     for row in comparison.rows:
         if row.beam and row.values(name):
-            checkpoint = row.params.get("checkpoint", "")  # of a run that is an evaluation alone
-            named = f"{row.model} {Path(checkpoint.removesuffix('/best')).name}" if checkpoint else row.name
-            lines.setdefault((checkpoint, named.removesuffix(f" [{row.options}]")), {})[row.beam] = row.mean(name)
+            checkpoint = row.params.get(
+                "checkpoint", ""
+            )  # of a run that is an evaluation alone
+            named = (
+                f"{row.model} {Path(checkpoint.removesuffix('/best')).name}"
+                if checkpoint
+                else row.name
+            )
+            lines.setdefault((checkpoint, named.removesuffix(f" [{row.options}]")), {})[
+                row.beam
+            ] = row.mean(name)
     lines = {told: points for told, points in lines.items() if len(points) > 1}
     if not lines:
         return []
     figure, (axes,) = new_figure(1)
     for place, ((_, label), points) in enumerate(lines.items()):
         counts, values = zip(*sorted(points.items()), strict=True)
-        axes.plot(counts, values, marker="o", color=COLOURS[place % 7], label=legible(label))
+        axes.plot(
+            counts, values, marker="o", color=COLOURS[place % 7], label=legible(label)
+        )
     say_axes(axes, "beams", name, legend=True)
-    caption = "Checkpoints evaluated again with other numbers of beams (SID-MLP, Figure 3c)."
+    caption = (
+        "Checkpoints evaluated again with other numbers of beams (SID-MLP, Figure 3c)."
+    )
     return [("beams", "Beams and accuracy", caption, figure)]

@@ -28,7 +28,17 @@ from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import Scorer
 
-STUDENTS = ("atspeed_s", "atspeed_r", "earn", "nezha", "gdn", "mamba2", "one_layer", "sid_mlp", "sid_mlp_pp")
+STUDENTS = (
+    "atspeed_s",
+    "atspeed_r",
+    "earn",
+    "nezha",
+    "gdn",
+    "mamba2",
+    "one_layer",
+    "sid_mlp",
+    "sid_mlp_pp",
+)
 """The models of the table."""
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -62,8 +72,10 @@ def properties(name: str) -> Properties:
     taken = list(of_teacher(student, teacher))
     of_decoder = list(of_teacher(student, teacher.decoder))
     batch = {
-        "history": torch.randint(0, 40, (3, 5)), "history_length": torch.full((3,), 5), "user": torch.arange(3)
-    }  # fmt: skip
+        "history": torch.randint(0, 40, (3, 5)),
+        "history_length": torch.full((3,), 5),
+        "user": torch.arange(3),
+    }
     with (
         torch.no_grad(),
         patch.dict(os.environ, TRIELINE_KERNELS="0"),
@@ -72,14 +84,20 @@ def properties(name: str) -> Properties:
         scorer.start()
         before = floats(scorer)
         with Operators() as ran:
-            scorer.step(torch.zeros((3, 2), dtype=torch.long), torch.tensor([[0, 1]]).expand(3, 2))
+            scorer.step(
+                torch.zeros((3, 2), dtype=torch.long),
+                torch.tensor([[0, 1]]).expand(3, 2),
+            )
         after = floats(scorer)
     return Properties(
         plug_and_play=not any(weight.requires_grad for weight in taken),
         verify_free=not any(not weight.requires_grad for weight in of_decoder),
         attention_free=not any(name.startswith(ATTENTION) for name in ran.names),
         update_free=before.keys() == after.keys()
-        and all(after[key][0] is value and after[key][1] == count for key, (value, count) in before.items()),
+        and all(
+            after[key][0] is value and after[key][1] == count
+            for key, (value, count) in before.items()
+        ),
     )
 
 
@@ -96,7 +114,10 @@ def of_teacher(student: nn.Module, teacher: nn.Module) -> Iterator[nn.Parameter]
     embeddings are the backbone's."""
     theirs = [weight for weight in teacher.parameters() if weight.ndim > 1]
     for weight in student.parameters():
-        if any(weight.shape == other.shape and torch.equal(weight, other) for other in theirs):
+        if any(
+            weight.shape == other.shape and torch.equal(weight, other)
+            for other in theirs
+        ):
             yield weight
 
 
@@ -111,7 +132,9 @@ def floats(scorer: Scorer) -> dict[str, tuple[Tensor, int]]:
         elif isinstance(value, (list, tuple)):
             for i, each in enumerate(value):
                 look(f"{name}.{i}", each)
-        elif type(value).__module__.startswith("models.") and not isinstance(value, nn.Module):
+        elif type(value).__module__.startswith("models.") and not isinstance(
+            value, nn.Module
+        ):
             for key, each in vars(value).items():  # a module's weights are no state
                 look(f"{name}.{key}", each)
 
@@ -126,7 +149,9 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 

@@ -18,7 +18,14 @@ from typing import Any
 
 from models.config import check_known, read_yaml
 from models.tables import UserError
-from pipelines.comparison.rows import OF_TEACHER, Comparison, Row, Run, lower_is_better, ratio
+from pipelines.comparison.rows import (
+    OF_TEACHER,
+    Comparison,
+    Row,
+    Run,
+    lower_is_better,
+    ratio,
+)
 from pipelines.comparison.table import Table, percent
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
@@ -44,7 +51,9 @@ class System:
             row.options and not ("beam" in self.params and row.options[:5] == "beam-")
         ):
             return False
-        return all(fits(value_of(row, name), wanted) for name, wanted in self.params.items())
+        return all(
+            fits(value_of(row, name), wanted) for name, wanted in self.params.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -65,10 +74,16 @@ class Published:
     def value(self, dataset: str, system: str, metric: str) -> float | None:
         """The printed figure, or None."""
         line = self.datasets[dataset].get(system)
-        value = line[self.metrics.index(metric)] if line and metric in self.metrics else math.nan
+        value = (
+            line[self.metrics.index(metric)]
+            if line and metric in self.metrics
+            else math.nan
+        )
         return None if math.isnan(value) else value
 
-    def change(self, dataset: str, system: str, metric: str, reference: str | None = None) -> float | None:
+    def change(
+        self, dataset: str, system: str, metric: str, reference: str | None = None
+    ) -> float | None:
         """(system - reference) / reference, or None where one is not printed."""
         reference = reference or self.reference
         value = self.value(dataset, system, metric)
@@ -124,7 +139,9 @@ def load(path: str | Path = CLAIMS) -> Papers:
         if "like" in given:
             check_names([given["like"]], systems, f"{path}, system {name}")
             base = systems[given["like"]]
-            systems[name] = System(base.model, {**base.params, **given.get("params", {})})
+            systems[name] = System(
+                base.model, {**base.params, **given.get("params", {})}
+            )
         else:
             check_there(given, ("model",), f"{path}, system {name}")
             systems[name] = System(given["model"], given.get("params", {}))
@@ -138,7 +155,9 @@ def load(path: str | Path = CLAIMS) -> Papers:
             check_names(lines, systems, where)
             for name, line in lines.items():
                 if len(line) != len(given["metrics"]):
-                    raise UserError(f"{where}: {name} has {len(line)} figures for {len(given['metrics'])} metrics")
+                    raise UserError(
+                        f"{where}: {name} has {len(line)} figures for {len(given['metrics'])} metrics"
+                    )
     for claim in content.get("claims", []):
         used = [claim[side] for side in ("left", "right", "system") if side in claim]
         check_names(used, systems, f"{path}, claim {claim.get('id')}")
@@ -147,16 +166,27 @@ def load(path: str | Path = CLAIMS) -> Papers:
 
 def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
     """UserError for a name that is not known."""
-    check_known(given, known, lambda name, near: f"{where}: '{name}' is unknown; the nearest is '{near}'")
+    check_known(
+        given,
+        known,
+        lambda name, near: f"{where}: '{name}' is unknown; the nearest is '{near}'",
+    )
 
 
 def check_there(given: Iterable[str], needed: Iterable[str], where: str) -> None:
     """UserError for a key that is left out."""
     if missing := [name for name in needed if name not in given]:
-        raise UserError(f"{where}: {', '.join(missing)} missing; give {', '.join(needed)}")
+        raise UserError(
+            f"{where}: {', '.join(missing)} missing; give {', '.join(needed)}"
+        )
 
 
-OF_STAGE_1 = {"model.shared_mlp", "model.end_to_end", "model.encoder_layers", "model.encoder_width"}
+OF_STAGE_1 = {
+    "model.shared_mlp",
+    "model.end_to_end",
+    "model.encoder_layers",
+    "model.encoder_width",
+}
 """Params of SID-MLP++ that make its stage 1 another one, so that the encoder's hash differs with them."""
 
 
@@ -173,12 +203,16 @@ class Pair:
 
     def values(self, metric: str) -> list[tuple[float, float]]:
         """(left, right) of each pair of runs; of rows without such pairs, their means."""
-        both = [(one.metrics[metric], other.metrics[metric]) for one, other in self.runs]
+        both = [
+            (one.metrics[metric], other.metrics[metric]) for one, other in self.runs
+        ]
         return both or [(self.left.mean(metric), self.right.mean(metric))]
 
     def change(self, metric: str) -> float:
         """Mean of (left - right) / right over the pairs of runs; NaN where a right is 0."""
-        return statistics.fmean(ratio(one, other) - 1 for one, other in self.values(metric))
+        return statistics.fmean(
+            ratio(one, other) - 1 for one, other in self.values(metric)
+        )
 
 
 def pair_of(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
@@ -192,20 +226,36 @@ def pair_of(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
         if run.teacher == its.weights if match == "teacher" else seed == its.seed:
             told[seed, its.weights if match == "teacher" else ""] = (run, its)
     runs = tuple(told.values())
-    left = replace(lefts[0], runs=list({run.id: run for run, _ in runs}.values()) or lefts[0].runs)
-    return Pair(left, replace(right, runs=list({its.id: its for _, its in runs}.values()) or right.runs), runs)
+    left = replace(
+        lefts[0], runs=list({run.id: run for run, _ in runs}.values()) or lefts[0].runs
+    )
+    return Pair(
+        left,
+        replace(
+            right, runs=list({its.id: its for _, its in runs}.values()) or right.runs
+        ),
+        runs,
+    )
 
 
-def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: str) -> list[Pair]:
+def pairs(
+    rows: Sequence[Row], left: System, right: System, metric: str, match: str
+) -> list[Pair]:
     """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
     then the best right on validation. `match` teacher: right has taught left, each student its own teacher of right's
     seeds; settings: all else alike, and both are of the seeds that they share, where there are any."""
-    named = {name if "." in name else f"model.{name}" for name in (*left.params, *right.params)}
+    named = {
+        name if "." in name else f"model.{name}"
+        for name in (*left.params, *right.params)
+    }
     alike: dict[tuple[Any, ...], tuple[list[Row], Row]] = {}
     for ours in rows:
         for theirs in rows if left.matches(ours) and ours.values(metric) else ():
             if right.matches(theirs) and comparable(ours, theirs, named, match):
-                key = (id(theirs), *ours.alike(but=OF_TEACHER if match == "teacher" else ()))
+                key = (
+                    id(theirs),
+                    *ours.alike(but=OF_TEACHER if match == "teacher" else ()),
+                )
                 alike.setdefault(key, ([], theirs))[0].append(ours)
     groups: dict[tuple[str, str], list[Pair]] = {}
     for lefts, theirs in alike.values():
@@ -215,7 +265,9 @@ def pairs(rows: Sequence[Row], left: System, right: System, metric: str, match: 
             groups.setdefault(place, []).append(pair)
 
     def rank(pair: Pair) -> tuple[float, ...]:
-        fewer, more = sorted(len({run.seed for run in row.runs}) for row in (pair.left, pair.right))
+        fewer, more = sorted(
+            len({run.seed for run in row.runs}) for row in (pair.left, pair.right)
+        )
         return fewer, more, on_val(pair.left, metric), on_val(pair.right, metric)
 
     return [max(group, key=rank) for group in groups.values()]
@@ -226,16 +278,31 @@ def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
     params `named`, where the models are the same or of one benchmark; for `match` teacher right has taught left."""
     if left is right or left.experiment != right.experiment:
         return False
-    how = {key for row in (left, right) for key in row.params if key.startswith("evaluate.")}
+    how = {
+        key
+        for row in (left, right)
+        for key in row.params
+        if key.startswith("evaluate.")
+    }
     how -= {"evaluate.beam"} if "model.beam" in named else set()
     if any(left.params.get(key) != right.params.get(key) for key in how):
         return False
     if match == "teacher":
-        return bool(left.runs[0].teacher) and any(run.weights == left.runs[0].teacher for run in right.runs)
+        return bool(left.runs[0].teacher) and any(
+            run.weights == left.runs[0].teacher for run in right.runs
+        )
     shared = left.params.keys() & right.params.keys()
     if left.model != right.model and "/" not in left.model:
-        shared = {key for key in shared if key.startswith("table.") or key == "model.teacher_hash"}
-    apart = named | {"evaluate.beam", "checkpoint"} | ({"model.encoder_hash"} if named & OF_STAGE_1 else set())
+        shared = {
+            key
+            for key in shared
+            if key.startswith("table.") or key == "model.teacher_hash"
+        }
+    apart = (
+        named
+        | {"evaluate.beam", "checkpoint"}
+        | ({"model.encoder_hash"} if named & OF_STAGE_1 else set())
+    )
     return all(left.params[key] == right.params[key] for key in shared - apart)
 
 
@@ -249,24 +316,42 @@ def on_val(row: Row, metric: str) -> float:
 def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
     """Of the system's rows that have the metric that with the most seeds, then the best on validation."""
     there = [row for row in rows if system.matches(row) and row.values(metric)]
-    return max(there, key=lambda row: (len(row.by_seed(metric)), on_val(row, metric)), default=None)
+    return max(
+        there,
+        key=lambda row: (len(row.by_seed(metric)), on_val(row, metric)),
+        default=None,
+    )
 
 
 def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
     """A table per source and data set that has a system which is measured here, on that data set."""
     made = []
-    for published, name in ((each, name) for each in papers.published for name in each.datasets):
-        rows = [row for row in comparison.rows if row.mean("test/users") == USERS.get(name)]
+    for published, name in (
+        (each, name) for each in papers.published for name in each.datasets
+    ):
+        rows = [
+            row for row in comparison.rows if row.mean("test/users") == USERS.get(name)
+        ]
         printed = replace(published, datasets={name: published.datasets[name]})
-        made.append(compare_with(replace(comparison, rows=rows), printed, papers.systems))
+        made.append(
+            compare_with(replace(comparison, rows=rows), printed, papers.systems)
+        )
     return [table for table in made if table is not None]
 
 
-def compare_with(comparison: Comparison, published: Published, systems: dict[str, System]) -> Table | None:
+def compare_with(
+    comparison: Comparison, published: Published, systems: dict[str, System]
+) -> Table | None:
     """Ours beside one source's; None where no system is measured here, or none that compares with the reference."""
-    names = list(dict.fromkeys(name for lines in published.datasets.values() for name in lines))
+    names = list(
+        dict.fromkeys(name for lines in published.datasets.values() for name in lines)
+    )
     datasets, reference = list(published.datasets), published.reference
-    there = [row for row in comparison.rows if any(systems[name].matches(row) for name in names)]
+    there = [
+        row
+        for row in comparison.rows
+        if any(systems[name].matches(row) for name in names)
+    ]
     several = len({row.place for row in there}) > 1
     cells: list[list[str]] = []
 
@@ -274,28 +359,67 @@ def compare_with(comparison: Comparison, published: Published, systems: dict[str
         absolute = [published.value(dataset, name, metric) for dataset in datasets]
         theirs = [published.change(dataset, name, metric) for dataset in datasets]
         return [
-            name, f"{row.place}: {row.name}" if several else row.name, metric, f"{row.mean(metric):.4f}",
-            *([] if published.relative else ("-" if value is None else f"{value:.4f}" for value in absolute)),
-            *([percent(value) if name != reference else "" for value in (change, *theirs)] if reference else []),
-        ]  # fmt: skip
+            name,
+            f"{row.place}: {row.name}" if several else row.name,
+            metric,
+            f"{row.mean(metric):.4f}",
+            *(
+                []
+                if published.relative
+                else ("-" if value is None else f"{value:.4f}" for value in absolute)
+            ),
+            *(
+                [
+                    percent(value) if name != reference else ""
+                    for value in (change, *theirs)
+                ]
+                if reference
+                else []
+            ),
+        ]
 
     for metric in published.metrics:
         if reference is None:
-            found = [(name, best_row(comparison.rows, systems[name], metric)) for name in names]
-            cells += [line(name, row, metric, None) for name, row in found if row is not None]
+            found = [
+                (name, best_row(comparison.rows, systems[name], metric))
+                for name in names
+            ]
+            cells += [
+                line(name, row, metric, None) for name, row in found if row is not None
+            ]
             continue
-        blocks: dict[tuple, list[list[str]]] = {}  # a reference with what is seen against it; ablations may have others
+        blocks: dict[
+            tuple, list[list[str]]
+        ] = {}  # a reference with what is seen against it; ablations may have others
         for name in names:
             sides = (comparison.rows, systems[name], systems[reference], metric)
-            for pair in [] if name == reference else pairs(*sides, "teacher") or pairs(*sides, "settings"):
-                told = (pair.left.place, pair.right.options, *(run.id for run in pair.right.runs))
-                block = blocks.setdefault(told, [line(reference, pair.right, metric, None)])
+            for pair in (
+                []
+                if name == reference
+                else pairs(*sides, "teacher") or pairs(*sides, "settings")
+            ):
+                told = (
+                    pair.left.place,
+                    pair.right.options,
+                    *(run.id for run in pair.right.runs),
+                )
+                block = blocks.setdefault(
+                    told, [line(reference, pair.right, metric, None)]
+                )
                 block.append(line(name, pair.left, metric, pair.change(metric)))
         cells += [cells for block in blocks.values() for cells in block]
     if not cells:
         return None
     against = f"vs {reference}"
-    header = ["system", "run", "metric", "ours"] + ([] if published.relative else datasets)
-    header += [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)] if reference else []
-    notes = [f"{', '.join(datasets)}: as printed in {published.source}; ours on {comparison.selection.title}."]
+    header = ["system", "run", "metric", "ours"] + (
+        [] if published.relative else datasets
+    )
+    header += (
+        [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)]
+        if reference
+        else []
+    )
+    notes = [
+        f"{', '.join(datasets)}: as printed in {published.source}; ours on {comparison.selection.title}."
+    ]
     return Table(f"Beside the paper: {published.source}", header, cells, notes, 3)

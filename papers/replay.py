@@ -118,7 +118,9 @@ class Replay:
 
     def lines(self) -> list[str]:
         """What is printed."""
-        lines = [f"  replay: estimates on logged clicks, first {self.page} results, 95% interval over users"]
+        lines = [
+            f"  replay: estimates on logged clicks, first {self.page} results, 95% interval over users"
+        ]
         for name in NAMES:
             if name in self.estimates:
                 e, lift = self.estimates[name], self.estimates[f"{name}_lift"]
@@ -136,7 +138,14 @@ def read_log(sequences: str, split: str) -> Log:
     label = f"label_{info['labels'][0]}"
     parts: list[dict[str, Any]] = []
     users = 0
-    wanted = ["item_index", "timestamp_ms", "query_index", "position", "features", "requests"]
+    wanted = [
+        "item_index",
+        "timestamp_ms",
+        "query_index",
+        "position",
+        "features",
+        "requests",
+    ]
     for table in iter_parts(sequences, "sequences", None):
         if not table.num_rows:
             continue
@@ -149,45 +158,92 @@ def read_log(sequences: str, split: str) -> Log:
         dwell = np.zeros(len(flat))
         if known:
             owner = np.repeat(part["owner"][chosen], counts)[click]
-            when, query = (np.repeat(part[name][chosen], counts)[click] for name in ("request_time", "request_query"))
-            columns = (owner, when, query, part["candidate"][flat][click], part["position"][flat][click])
+            when, query = (
+                np.repeat(part[name][chosen], counts)[click]
+                for name in ("request_time", "request_query")
+            )
+            columns = (
+                owner,
+                when,
+                query,
+                part["candidate"][flat][click],
+                part["position"][flat][click],
+            )
             behaviours = (
-                np.repeat(np.arange(table.num_rows), part["lengths"]), part["time"], part["query"], part["item"],
+                np.repeat(np.arange(table.num_rows), part["lengths"]),
+                part["time"],
+                part["query"],
+                part["item"],
                 table["position"].combine_chunks().flatten().to_numpy(),
-            )  # fmt: skip
-            times = pc.fill_null(table[DWELL].combine_chunks().flatten(), 0.0).to_numpy()
-            dwell[click] = matched(columns, behaviours, times, info.get("max_request_spread_ms", 0))
+            )
+            times = pc.fill_null(
+                table[DWELL].combine_chunks().flatten(), 0.0
+            ).to_numpy()
+            dwell[click] = matched(
+                columns, behaviours, times, info.get("max_request_spread_ms", 0)
+            )
         number = request_number(users + part["owner"][chosen], part["place"][chosen])
         parts.append(
             {
-                "user": users + part["owner"][chosen], "request": number, "counts": counts,
-                "position": part["position"][flat].astype(np.int64), "click": click, "dwell": dwell, "known": known,
+                "user": users + part["owner"][chosen],
+                "request": number,
+                "counts": counts,
+                "position": part["position"][flat].astype(np.int64),
+                "click": click,
+                "dwell": dwell,
+                "known": known,
             }
-        )  # fmt: skip
+        )
         users += table.num_rows
     if not parts or not sum(len(part["position"]) for part in parts):
-        raise UserError(f"the split '{split}' of {sequences} has no result to replay; choose another --split")
-    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0] if name != "known"}
+        raise UserError(
+            f"the split '{split}' of {sequences} has no result to replay; choose another --split"
+        )
+    whole = {
+        name: np.concatenate([part[name] for part in parts])
+        for name in parts[0]
+        if name != "known"
+    }
     if not whole["position"].any() and (whole["counts"] > 1).any():
-        raise UserError(f"{sequences} says of no result where it was shown; name the log's `position` in its mapping")
+        raise UserError(
+            f"{sequences} says of no result where it was shown; name the log's `position` in its mapping"
+        )
     dwell = whole.pop("dwell")
     return Log(**whole, dwell=dwell if all(part["known"] for part in parts) else None)
 
 
-def matched(keys: tuple[NDArray, ...], table: tuple[NDArray, ...], values: NDArray, spread: int = 0) -> Floats:
+def matched(
+    keys: tuple[NDArray, ...],
+    table: tuple[NDArray, ...],
+    values: NDArray,
+    spread: int = 0,
+) -> Floats:
     """The value of each key, 0 where the table does not have it (a behaviour that was cut off).
 
     The second column is the time: of a request in `keys`, in `table` of a result, which may be up to `spread` later.
     """
     names = [f"k{i}" for i in range(len(keys))]
     by = [name for name in names if name != "k1"]
-    left = pl.DataFrame({name: key.astype(np.int64) for name, key in zip(names, keys, strict=True)})
-    right = pl.DataFrame({name: key.astype(np.int64) for name, key in zip(names, table, strict=True)})
-    right = right.with_columns(value=pl.Series(values.astype(np.float64))).unique(subset=names, keep="first")
+    left = pl.DataFrame(
+        {name: key.astype(np.int64) for name, key in zip(names, keys, strict=True)}
+    )
+    right = pl.DataFrame(
+        {name: key.astype(np.int64) for name, key in zip(names, table, strict=True)}
+    )
+    right = right.with_columns(value=pl.Series(values.astype(np.float64))).unique(
+        subset=names, keep="first"
+    )
     joined = (
         left.with_row_index("row")
         .sort("k1")
-        .join_asof(right.sort("k1"), on="k1", by=by, strategy="forward", tolerance=spread, check_sortedness=False)
+        .join_asof(
+            right.sort("k1"),
+            on="k1",
+            by=by,
+            strategy="forward",
+            tolerance=spread,
+            check_sortedness=False,
+        )
     )
     return joined.sort("row")["value"].fill_null(0.0).fill_nan(0.0).to_numpy()
 
@@ -204,8 +260,14 @@ def click_rates(log: Log) -> Floats:
     clicks = np.bincount(log.position, log.click, minlength=positions)
     rate = np.zeros(positions)
     for p in range(positions):
-        rate[p] = clicks[p] / shown[p] if shown[p] >= LEAST_SHOWN or (p == 0 and shown[p]) else rate[max(0, p - 1)]
-    rate = isotonic_regression(rate, sample_weight=np.maximum(shown, 1), increasing=False)
+        rate[p] = (
+            clicks[p] / shown[p]
+            if shown[p] >= LEAST_SHOWN or (p == 0 and shown[p])
+            else rate[max(0, p - 1)]
+        )
+    rate = isotonic_regression(
+        rate, sample_weight=np.maximum(shown, 1), increasing=False
+    )
     if not rate[0] > 0:
         raise UserError(
             "no result at the first position was clicked in training, so theta is unknown; take another log"
@@ -214,7 +276,11 @@ def click_rates(log: Log) -> Floats:
 
 
 def new_theta(
-    scores: Floats, counts: NDArray[np.int64], position: NDArray[np.int64], theta: Floats, page: int
+    scores: Floats,
+    counts: NDArray[np.int64],
+    position: NDArray[np.int64],
+    theta: Floats,
+    page: int,
 ) -> Floats:
     """(N,) theta of the place of each result when its request's results are sorted by score, highest first.
 
@@ -235,19 +301,35 @@ def new_theta(
     return found
 
 
-def user_sums(log: Log, scores: Floats, theta: Floats, page: int) -> tuple[NDArray[np.int64], Floats]:
+def user_sums(
+    log: Log, scores: Floats, theta: Floats, page: int
+) -> tuple[NDArray[np.int64], Floats]:
     """Users, and their sums (U, M): results on pages, requests, weighted clicks, searches with a click, dwell."""
-    weight = new_theta(scores, log.counts, log.position, theta, page) / theta[log.position] * log.click
+    weight = (
+        new_theta(scores, log.counts, log.position, theta, page)
+        / theta[log.position]
+        * log.click
+    )
     request = np.repeat(np.arange(len(log.counts)), log.counts)
     total = len(log.counts)
     none = np.ones(total)
     np.multiply.at(none, request, 1 - weight)
-    dwell = np.zeros(total) if log.dwell is None else np.bincount(request, weight * log.dwell, minlength=total)
+    dwell = (
+        np.zeros(total)
+        if log.dwell is None
+        else np.bincount(request, weight * log.dwell, minlength=total)
+    )
     columns = [
-        np.minimum(log.counts, page), log.counts > 0, np.bincount(request, weight, minlength=total), 1 - none, dwell,
-    ]  # fmt: skip
+        np.minimum(log.counts, page),
+        log.counts > 0,
+        np.bincount(request, weight, minlength=total),
+        1 - none,
+        dwell,
+    ]
     users, place = np.unique(log.user, return_inverse=True)
-    return users, np.stack([np.bincount(place, column, minlength=len(users)) for column in columns], 1)
+    return users, np.stack(
+        [np.bincount(place, column, minlength=len(users)) for column in columns], 1
+    )
 
 
 def estimates_of(sums: Floats) -> Floats:
@@ -257,7 +339,11 @@ def estimates_of(sums: Floats) -> Floats:
 
 
 def bootstrap(
-    mine: Floats, base: Floats, seed: int, with_dwell: bool = True, resamples: int = RESAMPLES
+    mine: Floats,
+    base: Floats,
+    seed: int,
+    with_dwell: bool = True,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Estimate]:
     """Metrics and their lifts over the base, from user sums (U, M) of both."""
     rng = np.random.default_rng(seed)
@@ -265,7 +351,9 @@ def bootstrap(
     both = np.concatenate([mine, base], 1)
     drawn = []
     for begin in range(0, resamples, CHUNK):
-        times = rng.multinomial(users, np.full(users, 1 / users), size=min(CHUNK, resamples - begin))
+        times = rng.multinomial(
+            users, np.full(users, 1 / users), size=min(CHUNK, resamples - begin)
+        )
         drawn.append(times @ both)
     sums = np.concatenate([both.sum(0)[None], *drawn])  # the first row is no resample
     own, other = (estimates_of(part) for part in np.split(sums, 2, axis=1))
@@ -286,11 +374,18 @@ def scores_of(loaded: Loaded, log: Log, batch_size: int) -> Floats:
     with torch.no_grad():
         for rows in loaded.examples.batches(batch_size):
             batch = loaded.examples.collate(rows)
-            found = check_finite(loaded.model.score(to_device(batch, loaded.device))[:, 0]).double().cpu().numpy()
+            found = (
+                check_finite(loaded.model.score(to_device(batch, loaded.device))[:, 0])
+                .double()
+                .cpu()
+                .numpy()
+            )
             place = np.searchsorted(log.request, batch["request"].numpy())
             scores[runs(first[place], log.counts[place])] = found
     if np.isnan(scores).any():
-        raise UserError(f"the model '{loaded.name}' gives a score that is no number; train with a lower learning rate")
+        raise UserError(
+            f"the model '{loaded.name}' gives a score that is no number; train with a lower learning rate"
+        )
     return scores
 
 
@@ -316,16 +411,29 @@ def run(config: Config) -> Replay:
     sequences = join(config.tables, "sequences")
     log = read_log(sequences, config.split)
     theta = click_rates(read_log(sequences, "train"))
-    theta = np.concatenate([theta, np.full(max(0, int(log.position.max()) + 1 - len(theta)), theta[-1])])
-    where: dict[str, Any] = {"text": config.text, "split": config.split, "device": config.device}
+    theta = np.concatenate(
+        [theta, np.full(max(0, int(log.position.max()) + 1 - len(theta)), theta[-1])]
+    )
+    where: dict[str, Any] = {
+        "text": config.text,
+        "split": config.split,
+        "device": config.device,
+    }
     loaded = load(config.checkpoint, config.tables, **where)
     other, base_scores = "the logged order", -log.position.astype(np.float64)
     if config.base:
         base = load(config.base, config.tables, **where)
         other, base_scores = base.name, scores_of(base, log, config.batch_size)
-    _, mine = user_sums(log, scores_of(loaded, log, config.batch_size), theta, config.page)
+    _, mine = user_sums(
+        log, scores_of(loaded, log, config.batch_size), theta, config.page
+    )
     _, theirs = user_sums(log, base_scores, theta, config.page)
-    found = Replay(config.page, bootstrap(mine, theirs, 0, log.dwell is not None), other, len(theta))
+    found = Replay(
+        config.page,
+        bootstrap(mine, theirs, 0, log.dwell is not None),
+        other,
+        len(theta),
+    )
     print(f"{loaded.name} on {config.split}")
     print("\n".join(found.lines()))
     place = join(loaded.uri, f"replay-{config.split}.json")

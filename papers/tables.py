@@ -29,7 +29,9 @@ def paper_tables(comparison: Comparison) -> list[Table]:
     ]
 
 
-def non_inferiority_tables(rows: Sequence[Row], metric: str, teachers: Sequence[Row] = ()) -> list[Table]:
+def non_inferiority_tables(
+    rows: Sequence[Row], metric: str, teachers: Sequence[Row] = ()
+) -> list[Table]:
     """Students beside each evaluation of their teacher, told by the hash of its weights, among the rows or `teachers`;
     none without such pairs.
 
@@ -49,9 +51,25 @@ def non_inferiority_tables(rows: Sequence[Row], metric: str, teachers: Sequence[
         values = student.by_seed(name)
         for teacher, value in beside.items() if values else ():
             found = non_inferiority(list(values.values()), value)
-            mean = f"{found.mean:.4f}" + ("" if len(values) == 1 else f" ± {found.deviation:.4f}")
-            p = "needs 2 seeds" if len(values) == 1 else f"{found.p:.3f}{' †' if found.p < 0.05 else ''}"
-            cells.append([student.name, teacher, str(len(values)), mean, f"{value:.4f}", f"{found.difference:+.4f}", p])
+            mean = f"{found.mean:.4f}" + (
+                "" if len(values) == 1 else f" ± {found.deviation:.4f}"
+            )
+            p = (
+                "needs 2 seeds"
+                if len(values) == 1
+                else f"{found.p:.3f}{' †' if found.p < 0.05 else ''}"
+            )
+            cells.append(
+                [
+                    student.name,
+                    teacher,
+                    str(len(values)),
+                    mean,
+                    f"{value:.4f}",
+                    f"{found.difference:+.4f}",
+                    p,
+                ]
+            )
     if not cells:
         return []
     header = ["student", "teacher", "seeds", name, "teacher's", "difference", "p"]
@@ -65,12 +83,20 @@ def non_inferiority_tables(rows: Sequence[Row], metric: str, teachers: Sequence[
 def importance_tables(rows: Sequence[Row]) -> list[Table]:
     """What models lose on test without each of their inputs; none where no run was so evaluated."""
     prefix = "test/importance/"
-    names = {name.removeprefix(prefix) for row in rows for name in row.measured() if name.startswith(prefix)}
+    names = {
+        name.removeprefix(prefix)
+        for row in rows
+        for name in row.measured()
+        if name.startswith(prefix)
+    }
     inputs = sorted(name for name in names if not name.endswith("_sd"))
     there = [row for row in rows if any(row.values(prefix + name) for name in inputs)]
     if not there:
         return []
-    cells = [[row.model, row.name, *(figure(row, prefix + name) for name in inputs)] for row in there]
+    cells = [
+        [row.model, row.name, *(figure(row, prefix + name) for name in inputs)]
+        for row in there
+    ]
     notes = [
         "loss of the metric where an input comes from another request at random (jobs.evaluate --importance true)."
     ]
@@ -84,7 +110,9 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
         if row.model == BASELINE and row.by_seed("test/eval_loss"):
             baselines.setdefault(row.log, row)
     every = entropies(rows)
-    major = [name for task in MAJOR if (name := f"test/{task}/normalised_entropy") in every] or every
+    major = [
+        name for task in MAJOR if (name := f"test/{task}/normalised_entropy") in every
+    ] or every
     names = ["test/eval_loss", "test/mean/normalised_entropy", *major]
     cells = []
     for row in rows:
@@ -96,7 +124,14 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
             cells.append([row.model, row.name, str(len(seeds)), *changes])
     if not cells:
         return []
-    header = ["model", "run", "seeds", "eval loss", "mean NE", *(f"{task_of(name)} NE" for name in major)]
+    header = [
+        "model",
+        "run",
+        "seeds",
+        "eval loss",
+        "mean NE",
+        *(f"{task_of(name)} NE" for name in major),
+    ]
     notes = [
         f"change on test relative to {', '.join(row.name for row in baselines.values())} of the same seed; below 0 is "
         f"better. ±: sample standard deviation over seeds. NE: normalised entropy."
@@ -107,7 +142,11 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
 def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
     """Mean relative change over `seeds`, with its deviation where there are several."""
     ours, theirs = row.by_seed(name), baseline.by_seed(name)
-    changes = [ratio(ours[seed], theirs[seed]) - 1 for seed in seeds if seed in ours and seed in theirs]
+    changes = [
+        ratio(ours[seed], theirs[seed]) - 1
+        for seed in seeds
+        if seed in ours and seed in theirs
+    ]
     if not changes:
         return "-"
     spread = f" ± {statistics.stdev(changes):.2%}" if len(changes) > 1 else ""
@@ -118,18 +157,29 @@ def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
 def parameter_tables(rows: Sequence[Row]) -> list[Table]:
     """Learned numbers by part of each model; one row per model and size."""
     parts = list(
-        dict.fromkeys(n for row in rows for run in row.runs for n in run.metrics if n.startswith("parameters/"))
+        dict.fromkeys(
+            n
+            for row in rows
+            for run in row.runs
+            for n in run.metrics
+            if n.startswith("parameters/")
+        )
     )
     parts.sort(key=lambda name: name == "parameters/total")
     lines = {
-        (row.model, *(f"{row.mean(name):,.0f}" if row.values(name) else "-" for name in parts))
+        (
+            row.model,
+            *(f"{row.mean(name):,.0f}" if row.values(name) else "-" for name in parts),
+        )
         for row in rows
         if any(row.values(name) for name in parts)
     }
     if not lines:
         return []
     header = ["model", *(name.removeprefix("parameters/") for name in parts)]
-    return [Table("Parameters", header, [list(line) for line in sorted(lines)], words=1)]
+    return [
+        Table("Parameters", header, [list(line) for line in sorted(lines)], words=1)
+    ]
 
 
 def origins_table(origins: Sequence[tuple[str, ...]]) -> Table:
@@ -138,4 +188,9 @@ def origins_table(origins: Sequence[tuple[str, ...]]) -> Table:
         [name, hardware, commit[:10], command]
         for name, hardware, commit, command in sorted(origins, key=lambda o: o[0])
     ]
-    return Table("Where the runs are from", ["run", "hardware", "commit", "command"], cells, words=4)
+    return Table(
+        "Where the runs are from",
+        ["run", "hardware", "commit", "command"],
+        cells,
+        words=4,
+    )

@@ -31,7 +31,9 @@ def alive() -> list[dict[str, Any]]:
 
 def machines(nodes: list[dict[str, Any]]) -> int:
     """How many disks they have: nodes of one host and address share theirs."""
-    return len({(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes})
+    return len(
+        {(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes}
+    )
 
 
 def autoscales(nodes: list[dict[str, Any]]) -> bool:
@@ -47,7 +49,10 @@ def room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:
     needs = {kind: need for kind, need in each.items() if need}
     if not needs:
         return len(nodes) and 2**31
-    return sum(min(int(node["Resources"].get(kind, 0) / need) for kind, need in needs.items()) for node in nodes)
+    return sum(
+        min(int(node["Resources"].get(kind, 0) / need) for kind, need in needs.items())
+        for node in nodes
+    )
 
 
 def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
@@ -55,19 +60,31 @@ def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
     nodes = alive()
     if (fits := room(nodes, each)) >= workers:
         return
-    asked = ", ".join(f"{need * workers:g} {kind}s" for kind, need in each.items() if need)
+    asked = ", ".join(
+        f"{need * workers:g} {kind}s" for kind, need in each.items() if need
+    )
     one = " and ".join(f"{need:g} {kind}" for kind, need in each.items() if need)
-    there = ", ".join(f"{sum(n['Resources'].get(kind, 0) for n in nodes):g} {kind}s" for kind in each if each[kind])
+    there = ", ".join(
+        f"{sum(n['Resources'].get(kind, 0) for n in nodes):g} {kind}s"
+        for kind in each
+        if each[kind]
+    )
     has = f"the cluster has {there} on {number_of(len(nodes), 'node')}, room for {fits}"
     who = f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
     if not autoscales(nodes):
-        raise UserError(f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes")
+        raise UserError(
+            f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes"
+        )
     print(f"note: {who}; {has} now, so this waits for its autoscaler to start more")
 
 
 def shared() -> list[Path]:
     """The folders that the environment says are the same on all nodes."""
-    return [Path(folder).absolute() for folder in os.environ.get(SHARED, "").split(":") if folder]
+    return [
+        Path(folder).absolute()
+        for folder in os.environ.get(SHARED, "").split(":")
+        if folder
+    ]
 
 
 def check_places(places: Mapping[str, str | None]) -> None:

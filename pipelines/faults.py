@@ -26,8 +26,17 @@ FULL = re.compile(
 FORBIDDEN = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP response code 403")
 """What Arrow says where S3 or GCS refuses."""
 
-DEAD = {"RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError",
-        "LocalRayletDiedError", "ObjectLostError", "OwnerDiedError", "WorkerHealthCheckTimeoutError"}  # fmt: skip
+DEAD = {
+    "RayActorError",
+    "ActorDiedError",
+    "ActorUnavailableError",
+    "WorkerCrashedError",
+    "NodeDiedError",
+    "LocalRayletDiedError",
+    "ObjectLostError",
+    "OwnerDiedError",
+    "WorkerHealthCheckTimeoutError",
+}
 """Ray's errors where a process or a node was lost."""
 
 BOTO = {"BotoCoreError", "ClientError", "Boto3Error"}
@@ -40,7 +49,9 @@ UNREACHED = {"RaySystemError", "GetTimeoutError", "RpcError"}
 """Ray's errors where Ray itself is gone."""
 
 
-def causes(error: BaseException | None, handled: bool = False) -> Iterator[BaseException]:
+def causes(
+    error: BaseException | None, handled: bool = False
+) -> Iterator[BaseException]:
     """An error and what it was raised from, through the errors of Ray that carry others; with `handled` also what was
     being handled when one was raised."""
     seen: set[int] = set()
@@ -52,8 +63,14 @@ def causes(error: BaseException | None, handled: bool = False) -> Iterator[BaseE
         seen.add(id(current))
         yield current
         stack += [current.__cause__, current.__context__ if handled else None]
-        stack += [getattr(current, name, None) for name in ("cause", "controller_failure", "health_check_failure")]
-        stack += [getattr(current, "_base_exc", None), *getattr(current, "worker_failures", {}).values()]
+        stack += [
+            getattr(current, name, None)
+            for name in ("cause", "controller_failure", "health_check_failure")
+        ]
+        stack += [
+            getattr(current, "_base_exc", None),
+            *getattr(current, "worker_failures", {}).values(),
+        ]
 
 
 def user_error_in(error: BaseException | None) -> UserError | None:
@@ -67,7 +84,9 @@ def user_error_in(error: BaseException | None) -> UserError | None:
 
 def explain(error: BaseException) -> str | None:
     """One line with the cause and the remedy; None for what is no fault of the machines."""
-    found = [one for one in causes(error) if "RayTaskError" not in names(one)]  # its text is a traceback
+    found = [
+        one for one in causes(error) if "RayTaskError" not in names(one)
+    ]  # its text is a traceback
     for one in found:
         if is_full(one):
             return f"the disk is full ({first_line(one)}); free some space, {AGAIN}"
@@ -101,19 +120,35 @@ def explain(error: BaseException) -> str | None:
 
 def lasting(error: BaseException) -> bool:
     """Whether the same would happen again at once: trying again is for what was lost."""
-    return user_error_in(error) is not None or any(is_full(one) or is_closed(one) for one in causes(error))
+    return user_error_in(error) is not None or any(
+        is_full(one) or is_closed(one) for one in causes(error)
+    )
 
 
 def is_full(error: BaseException) -> bool:
     """Whether a disk has no room."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    raised_by_a_write = "RayTaskError" not in names(error) and not isinstance(error, UserError)
-    return full or "OutOfDiskError" in names(error) or bool(raised_by_a_write and FULL.search(str(error)))
+    full = isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+    )
+    raised_by_a_write = "RayTaskError" not in names(error) and not isinstance(
+        error, UserError
+    )
+    return (
+        full
+        or "OutOfDiskError" in names(error)
+        or bool(raised_by_a_write and FULL.search(str(error)))
+    )
 
 
 def is_closed(error: BaseException) -> bool:
     """Whether a storage may not be written."""
-    closed = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    closed = isinstance(error, OSError) and error.errno in (
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+    )
     return closed or bool(isinstance(error, OSError) and FORBIDDEN.search(str(error)))
 
 
@@ -132,6 +167,8 @@ def lost(error: BaseException) -> str:
     """Which process was lost, and what Ray knows of it."""
     text = " ".join(str(error).split())
     who = re.search(r"class_name: (\w+)", text)
-    why = re.search(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", text)
+    why = re.search(
+        r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", text
+    )
     said = why.group(1).rstrip(".") if why else first_line(error)
     return f"{who.group(1)}: {said}"[:250] if who else said[:250]

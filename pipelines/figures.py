@@ -36,7 +36,12 @@ class FewTicks(LogLocator):
     def tick_values(self, vmin: float, vmax: float) -> Any:
         if vmax < 3 * vmin:
             return MaxNLocator(TICKS).tick_values(vmin, vmax)
-        for factors in ((1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+        for factors in (
+            (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
+            (1.0, 2.0, 5.0),
+            (1.0, 3.0),
+            (1.0,),
+        ):
             self.set_params(subs=factors)
             values = super().tick_values(vmin, vmax)
             if sum(vmin <= value <= vmax for value in values) <= TICKS:
@@ -44,9 +49,13 @@ class FewTicks(LogLocator):
         return values
 
 
-def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2) -> tuple[Figure, list[Axes]]:
+def new_figure(
+    columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2
+) -> tuple[Figure, list[Axes]]:
     """A figure with `rows` x `columns` axes."""
-    figure = Figure(figsize=(max(columns * width, 6), rows * height), layout="constrained")
+    figure = Figure(
+        figsize=(max(columns * width, 6), rows * height), layout="constrained"
+    )
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 

@@ -14,7 +14,12 @@ from typing import Any
 import grpc
 import ray
 
-WORKERS = {"env_vars": {"RAY_DATA_SHUFFLE_MAP_WORKER": "1", "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1"}}
+WORKERS = {
+    "env_vars": {
+        "RAY_DATA_SHUFFLE_MAP_WORKER": "1",
+        "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1",
+    }
+}
 """The environments that Ray Data gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the same
 processes, where each kind would start its own: 5 s of starts, which are spared where a log is small. A version with
 other ones starts these."""
@@ -39,7 +44,9 @@ def node_types() -> set[str]:
     with suppress(ImportError, AttributeError, ValueError):
         from ray.experimental.internal_kv import _internal_kv_get
 
-        status = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report", {})
+        status = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get(
+            "autoscaler_report", {}
+        )
         return {*status.get("active_nodes", {}), *status.get("pending_launches", {})}
     return set()
 
@@ -55,7 +62,9 @@ def first_answer(address: str, token: str) -> grpc.StatusCode:
     with grpc.insecure_channel(address) as channel:
         try:
             request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # made at import
-            gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(request, 10, bearer)
+            gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(
+                request, 10, bearer
+            )
         except grpc.RpcError as error:
             code: grpc.StatusCode = error.code()
             return code

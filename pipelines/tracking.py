@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # jobs say where their runs are
+os.environ.setdefault(
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true"
+)  # jobs say where their runs are
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
@@ -40,7 +42,9 @@ from models.uri import read_json, refuse_secrets, write_file
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
-logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback of what is raised anyway
+logging.getLogger("mlflow.store.db.utils").setLevel(
+    logging.CRITICAL
+)  # a traceback of what is raised anyway
 
 BATCH, PARAMS = 1000, 100
 """Metrics and params per request; MLflow takes no more."""
@@ -114,10 +118,17 @@ def named_store(option: str | None) -> str:
     """The tracking URI of the option, the environment, or this folder; UserError where there is none, or no store."""
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri and not Path("runs/mlflow.db").is_file():
-        raise UserError("no MLflow store is named; give --tracking_uri, as jobs.train prints it")
+        raise UserError(
+            "no MLflow store is named; give --tracking_uri, as jobs.train prints it"
+        )
     uri = resolve_uri(uri or f"sqlite:///{Path('runs/mlflow.db').absolute()}", ".")
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():  # MLflow would make it
-        raise UserError(f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints")
+    if (
+        uri.startswith("sqlite:///")
+        and not Path(uri.removeprefix("sqlite:///")).is_file()
+    ):  # MLflow would make it
+        raise UserError(
+            f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints"
+        )
     return uri
 
 
@@ -126,18 +137,27 @@ def unknown(what: str, name: str, uri: str, known: Iterable[str]) -> str:
     known = sorted(set(known) - {"Default"})
     if what == "experiment":
         there = f"there are {', '.join(known)}" if known else "no experiment is there"
-        return f"the experiment '{name}' is not at {uri}; {there}" + (f"; {hint(name, known)}" if known[1:] else "")
+        return f"the experiment '{name}' is not at {uri}; {there}" + (
+            f"; {hint(name, known)}" if known[1:] else ""
+        )
     return f"there is no {what} '{name}' at {uri}; {hint(name, known)}"
 
 
 def settings_of(point: dict[str, Any]) -> str:
     """A trial's values but for its seed: trials with the same are one setting."""
-    return json.dumps({key: value for key, value in point.items() if key != "fit.seed"}, sort_keys=True)
+    return json.dumps(
+        {key: value for key, value in point.items() if key != "fit.seed"},
+        sort_keys=True,
+    )
 
 
 def viewer(uri: str, mlflow: str = "mlflow") -> str:
     """What shows a store: its own address, or a command of the program `mlflow` where it is no server."""
-    return uri if uri.startswith(("http://", "https://")) else f"{mlflow} ui --backend-store-uri {uri}"
+    return (
+        uri
+        if uri.startswith(("http://", "https://"))
+        else f"{mlflow} ui --backend-store-uri {uri}"
+    )
 
 
 def metric_name(name: str) -> str:
@@ -185,8 +205,14 @@ def connect(uri: str) -> MlflowClient:
         return client
     except (MlflowException, OSError, SQLAlchemyError) as error:
         first = " ".join(str(error).split())[:200]
-        what = "MLflow answers with errors" if FAILING in str(error) else "cannot reach MLflow"
-        raise UserError(f"{what} at {uri} ({first}); start it or give another --tracking_uri") from error
+        what = (
+            "MLflow answers with errors"
+            if FAILING in str(error)
+            else "cannot reach MLflow"
+        )
+        raise UserError(
+            f"{what} at {uri} ({first}); start it or give another --tracking_uri"
+        ) from error
 
 
 def make_store(file: str) -> None:
@@ -212,9 +238,14 @@ def expect(uri: str) -> None:
 @contextmanager
 def _few_retries() -> Iterator[None]:
     """A first contact fails within seconds; later requests are retried with MLflow's patience."""
-    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    limits = {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    }
     before = {name: os.environ.get(name) for name in limits}
-    os.environ.update({name: value for name, value in limits.items() if before[name] is None})
+    os.environ.update(
+        {name: value for name, value in limits.items() if before[name] is None}
+    )
     try:
         yield
     finally:
@@ -245,19 +276,27 @@ def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:
     if found is None:
         place = artifacts_in(storage) if uri.startswith("sqlite") else None
         try:
-            return str(client.create_experiment(name, artifact_location=place, tags=VIEW))
+            return str(
+                client.create_experiment(name, artifact_location=place, tags=VIEW)
+            )
         except MlflowException:  # made by another run meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
     if found.lifecycle_stage == "deleted":
-        raise UserError(f"the experiment '{name}' is deleted in MLflow; restore it or choose another --experiment")
+        raise UserError(
+            f"the experiment '{name}' is deleted in MLflow; restore it or choose another --experiment"
+        )
     return str(found.experiment_id)
 
 
 def artifacts_in(storage: str) -> str:
     """Where the runs' artifacts are, of a store that is a file: in the storage folder, which may be a URI."""
-    place = storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().absolute())
+    place = (
+        storage.rstrip("/")
+        if "://" in storage
+        else str(Path(storage).expanduser().absolute())
+    )
     return f"{place}/mlartifacts"
 
 
@@ -291,7 +330,9 @@ def open_run(
     if parent:
         labels["mlflow.parentRunId"] = parent
     place = _experiment(client, uri, experiment, storage)
-    run = _trial_run(client, place, labels) or client.create_run(place, run_name=name, tags=labels)
+    run = _trial_run(client, place, labels) or client.create_run(
+        place, run_name=name, tags=labels
+    )
     params = [Param(key, value[:6000]) for key, value in flattened(config).items()]
     for start in range(0, len(params), PARAMS):
         client.log_batch(run.info.run_id, params=params[start : start + PARAMS])
@@ -318,7 +359,9 @@ def discard(opening: dict[str, str]) -> None:
     """Deletes what an opening that was cut short has made: `uri`, `experiment` and `key`, written down before it."""
     client = connect(opening["uri"])
     if place := client.get_experiment_by_name(opening["experiment"]):
-        for run in client.search_runs([place.experiment_id], f"tags.`{KEY_TAG}` = '{opening['key']}'"):
+        for run in client.search_runs(
+            [place.experiment_id], f"tags.`{KEY_TAG}` = '{opening['key']}'"
+        ):
             client.delete_run(run.info.run_id)
 
 
@@ -326,8 +369,17 @@ def _trial_run(client: MlflowClient, experiment_id: str, tags: dict[str, str]) -
     """The run of the same trial of the same sweep, if there is one."""
     if "mlflow.parentRunId" not in tags or TRIAL_TAG not in tags:
         return None
-    found = client.search_runs([experiment_id], f"tags.`{TRIAL_TAG}` = '{tags[TRIAL_TAG]}'")
-    return next((run for run in found if run.data.tags.get("mlflow.parentRunId") == tags["mlflow.parentRunId"]), None)
+    found = client.search_runs(
+        [experiment_id], f"tags.`{TRIAL_TAG}` = '{tags[TRIAL_TAG]}'"
+    )
+    return next(
+        (
+            run
+            for run in found
+            if run.data.tags.get("mlflow.parentRunId") == tags["mlflow.parentRunId"]
+        ),
+        None,
+    )
 
 
 def reopen(run: RunRef) -> None:
@@ -351,15 +403,26 @@ def lock_of(folder: str) -> str:
 def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
     """Ends those runs of a sweep's trials that say RUNNING: as FAILED where they are in `failed`, else as KILLED."""
     client = connect(run.uri)
-    wanted = f"tags.`mlflow.parentRunId` = '{run.run_id}' and attributes.status = 'RUNNING'"
-    for cut in client.search_runs([client.get_run(run.run_id).info.experiment_id], wanted):
-        client.set_terminated(cut.info.run_id, "FAILED" if cut.info.run_id in failed else "KILLED")
+    wanted = (
+        f"tags.`mlflow.parentRunId` = '{run.run_id}' and attributes.status = 'RUNNING'"
+    )
+    for cut in client.search_runs(
+        [client.get_run(run.run_id).info.experiment_id], wanted
+    ):
+        client.set_terminated(
+            cut.info.run_id, "FAILED" if cut.info.run_id in failed else "KILLED"
+        )
 
 
 def end_dead(client: MlflowClient, run: Any) -> None:
     """Ends a run as KILLED that says RUNNING while nobody holds its folder, which is on this machine."""
     folder = run.data.tags.get(FOLDER_TAG, "")
-    if run.info.status == "RUNNING" and folder and "://" not in folder and Path(folder).is_dir():
+    if (
+        run.info.status == "RUNNING"
+        and folder
+        and "://" not in folder
+        and Path(folder).is_dir()
+    ):
         with suppress(UserError), locked(lock_of(folder), "it is alive"):
             client.set_terminated(run.info.run_id, "KILLED")
 
@@ -374,8 +437,16 @@ def hardware(gpu: str = "") -> str:
     name = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{gpu}; {name}, {os.cpu_count()} cores" if gpu else f"{name}, {os.cpu_count()} cores"
+        name = next(
+            line.split(":", 1)[1].strip()
+            for line in lines
+            if line.startswith("model name")
+        )
+    return (
+        f"{gpu}; {name}, {os.cpu_count()} cores"
+        if gpu
+        else f"{name}, {os.cpu_count()} cores"
+    )
 
 
 def delete(run: RunRef) -> None:
@@ -408,28 +479,52 @@ class Logger:
         self.client = connect(run.uri)
         there = self.client.get_run(run.run_id).data
         self.tags = there.tags
-        self._thread, self._lock, self._pending = ThreadPoolExecutor(1), threading.Lock(), list[Metric]()
+        self._thread, self._lock, self._pending = (
+            ThreadPoolExecutor(1),
+            threading.Lock(),
+            list[Metric](),
+        )
         self._sending: Future[None] | None = None
-        self._last: dict[str, tuple[int, float]] = {  # of each metric the point of the last step
+        self._last: dict[
+            str, tuple[int, float]
+        ] = {  # of each metric the point of the last step
             point.key: (point.step, point.value) for point in there.to_proto().metrics
         }
-        self._send({name: [p for p in points if p[0] > self._step(name)] for name, points in self.curves.items()})
+        self._send(
+            {
+                name: [p for p in points if p[0] > self._step(name)]
+                for name, points in self.curves.items()
+            }
+        )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Logs `metrics` at `step`, those not yet logged before an interruption. Does not wait for MLflow."""
         now = int(time.time() * 1000)
-        finite = {name: (step, float(value), now) for name, value in metrics.items() if math.isfinite(value)}
+        finite = {
+            name: (step, float(value), now)
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        }
         for name, point in finite.items():
             self.curves.setdefault(name, []).append(point)
-        self._send({name: [point] for name, point in finite.items() if self._step(name) < step})
+        self._send(
+            {name: [point] for name, point in finite.items() if self._step(name) < step}
+        )
 
     def update(self, figures: dict[str, float], step: int) -> None:
         """Logs figures of the run as a whole at `step`; of those logged before the ones that have changed, after it."""
         now = int(time.time() * 1000)
         changed = {
-            name: value for name, value in figures.items() if math.isfinite(value) and self._value(name) != float(value)
+            name: value
+            for name, value in figures.items()
+            if math.isfinite(value) and self._value(name) != float(value)
         }
-        self._send({name: [(max(step, self._step(name) + 1), value, now)] for name, value in changed.items()})
+        self._send(
+            {
+                name: [(max(step, self._step(name) + 1), value, now)]
+                for name, value in changed.items()
+            }
+        )
         self.flush()
 
     def flush(self) -> float:
@@ -466,12 +561,17 @@ class Logger:
                 del self._pending[: len(batch)]
 
     def tag(self, **tags: str) -> None:
-        self.client.log_batch(self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self.client.log_batch(
+            self.run.run_id, tags=[RunTag(name, value) for name, value in tags.items()]
+        )
 
     def end(self, status: str = "FINISHED") -> None:
         """FINISHED; or FAILED or KILLED, but for a run that has ended: a stopped trial loses its workers after that."""
         self.flush()
-        if status == "FINISHED" or self.client.get_run(self.run.run_id).info.status == "RUNNING":
+        if (
+            status == "FINISHED"
+            or self.client.get_run(self.run.run_id).info.status == "RUNNING"
+        ):
             self.client.set_terminated(self.run.run_id, status)
 
 
@@ -481,7 +581,11 @@ def system_metrics(run: RunRef) -> Iterator[None]:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor(
-        run.run_id, sampling_interval=10, resume_logging=True, tracking_uri=run.uri, samples_before_logging=1
+        run.run_id,
+        sampling_interval=10,
+        resume_logging=True,
+        tracking_uri=run.uri,
+        samples_before_logging=1,
     )
     monitor.start()
     try:
@@ -502,17 +606,27 @@ def write_curves(folder: str, curves: Curves) -> None:
 def read_curves(folder: str, step: int) -> Curves:
     """The curves in the run's folder, up to the checkpoint of that step."""
     there = (read_json(join(folder, CURVES)) or {}).items()
-    found: Curves = {name: [(at, value, ms) for at, value, ms in points if at <= step] for name, points in there}
+    found: Curves = {
+        name: [(at, value, ms) for at, value, ms in points if at <= step]
+        for name, points in there
+    }
     return {name: points for name, points in found.items() if points}
 
 
 def log_curves(run: RunRef, curves: Curves) -> None:
     """Logs training and validation metrics as `curves.csv` and, drawn, as `curves.png`."""
     client = connect(run.uri)
-    curves = {name: points for name, points in sorted(curves.items()) if name.startswith(("train/", "val/"))}
+    curves = {
+        name: points
+        for name, points in sorted(curves.items())
+        if name.startswith(("train/", "val/"))
+    }
     if not curves:
         return
-    lines = ["metric,step,value", *(f"{name},{s},{v}" for name, points in curves.items() for s, v, _ in points)]
+    lines = [
+        "metric,step,value",
+        *(f"{name},{s},{v}" for name, points in curves.items() for s, v, _ in points),
+    ]
     client.log_text(run.run_id, "\n".join(lines) + "\n", "curves.csv")
     from pipelines.figures import new_figure
 
@@ -534,7 +648,9 @@ def log_curves(run: RunRef, curves: Curves) -> None:
 
 def log_json(run: RunRef, content: Any, name: str) -> None:
     """Logs JSON-like content as an artifact."""
-    connect(run.uri).log_text(run.run_id, json.dumps(content, indent=2, sort_keys=True), name)
+    connect(run.uri).log_text(
+        run.run_id, json.dumps(content, indent=2, sort_keys=True), name
+    )
 
 
 def log_picture(run: RunRef, content: bytes, name: str) -> None:

@@ -37,7 +37,12 @@ SCHEMA = pa.schema(
 
 
 def user(
-    name: str, items: list[int], times: list[int], liked: list[bool], cuts: tuple[int, int], rng: np.random.Generator
+    name: str,
+    items: list[int],
+    times: list[int],
+    liked: list[bool],
+    cuts: tuple[int, int],
+    rng: np.random.Generator,
 ) -> dict[str, Any]:
     """One row; a user shares some of what is liked, and dwells on it and now and then on other things."""
     like = np.asarray(liked, bool)
@@ -60,15 +65,25 @@ BREEDS = ("beagle", "manx", "collie", "siamese", "husky", "bengal")
 
 
 def write_rows(
-    folder: Path, rows: list[dict[str, Any]], items: int, *, viewers: bool = False, content: bool = False,
+    folder: Path,
+    rows: list[dict[str, Any]],
+    items: int,
+    *,
+    viewers: bool = False,
+    content: bool = False,
     parts: int = 1,
-) -> str:  # fmt: skip
+) -> str:
     """TABLES with these rows of `sequences`; even items are dogs. With `viewers` models read the device, with `content`
     items have a title and a price too."""
     tables = str(folder / "tables")
     more = {
-        "text_title": [f"{BREEDS[i % 6]} number{i % 4} {'cat' if i % 2 else 'dog'}" for i in range(items)],
-        "num_price": pa.array([None if i == 3 else i * 1.5 for i in range(items)], pa.float32()),
+        "text_title": [
+            f"{BREEDS[i % 6]} number{i % 4} {'cat' if i % 2 else 'dog'}"
+            for i in range(items)
+        ],
+        "num_price": pa.array(
+            [None if i == 3 else i * 1.5 for i in range(items)], pa.float32()
+        ),
     }
     catalogue = pa.table(
         (more if content else {})
@@ -83,20 +98,44 @@ def write_rows(
     train = [event for row in rows for event in row["tasks"][: row["train_end"]]]
     rates = np.mean(train, 0) if train else np.full(len(TASKS), 0.5)
     info = {
-        "kind": "actions", "tasks": list(TASKS), "actions": list(ACTIONS), "features": list(FEATURES),
-        "feature_mean": [0.5] * len(FEATURES), "feature_std": [0.3] * len(FEATURES), "dataset": "actions-test",
+        "kind": "actions",
+        "tasks": list(TASKS),
+        "actions": list(ACTIONS),
+        "features": list(FEATURES),
+        "feature_mean": [0.5] * len(FEATURES),
+        "feature_std": [0.3] * len(FEATURES),
+        "dataset": "actions-test",
         "viewers": {"device": SEEN} if viewers else {},
-        "definitions": {"inputs": {name: {"label": name, "range": None, "log_unit": None} for name in ACTIONS}},
+        "definitions": {
+            "inputs": {
+                name: {"label": name, "range": None, "log_unit": None}
+                for name in ACTIONS
+            }
+        },
         "base_rates": dict(zip(TASKS, rates.tolist(), strict=True)),
-    }  # fmt: skip
-    write(join(tables, "sequences"), "sequences", pa.Table.from_pylist(rows, SCHEMA), info, {"items": made.hash}, parts)
+    }
+    write(
+        join(tables, "sequences"),
+        "sequences",
+        pa.Table.from_pylist(rows, SCHEMA),
+        info,
+        {"items": made.hash},
+        parts,
+    )
     return tables
 
 
 def write_actions(
-    folder: Path, users: int = 60, items: int = 12, longest: int = 30, seed: int = 0, *, viewers: bool = False,
-    content: bool = False, parts: int = 1,
-) -> str:  # fmt: skip
+    folder: Path,
+    users: int = 60,
+    items: int = 12,
+    longest: int = 30,
+    seed: int = 0,
+    *,
+    viewers: bool = False,
+    content: bool = False,
+    parts: int = 1,
+) -> str:
     """A log of 100 ms, cut at 60 and 80, in which some events share a millisecond.
 
     User 0 has candidates alone, user 1 nothing to be evaluated on.
@@ -107,7 +146,20 @@ def write_actions(
         times = np.sort(rng.integers(0, 100, 4 + int(rng.integers(longest - 3))))
         times = {0: times[times >= 60], 1: times[times < 60]}.get(number, times)
         times = times if len(times) else np.array([70 if number == 0 else 10])
-        item = rng.integers(items - content, size=len(times))  # the last one is shown to nobody
+        item = rng.integers(
+            items - content, size=len(times)
+        )  # the last one is shown to nobody
         liked = (item % 2 == 0) == (number % 2 == 0)
-        rows.append(user(f"user-{number:03d}", item.tolist(), times.tolist(), liked.tolist(), (60, 80), rng))
-    return write_rows(folder, rows, items, viewers=viewers, content=content, parts=parts)
+        rows.append(
+            user(
+                f"user-{number:03d}",
+                item.tolist(),
+                times.tolist(),
+                liked.tolist(),
+                (60, 80),
+                rng,
+            )
+        )
+    return write_rows(
+        folder, rows, items, viewers=viewers, content=content, parts=parts
+    )

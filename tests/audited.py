@@ -24,7 +24,13 @@ def broken(tables: str) -> dict[str, list[str]]:
     return {rule.name: rule.examples for rule in rules if rule.violations}
 
 
-def rewrite(tables: str, folder: Path, change: Change, name: str = "sequences", second: int | None = None) -> str:
+def rewrite(
+    tables: str,
+    folder: Path,
+    change: Change,
+    name: str = "sequences",
+    second: int | None = None,
+) -> str:
     """A copy of the tables in which `change` has changed the rows and the info of one, which has a second part from the
     row `second` on; the tables that were made from it name its new hash."""
     copied, hashes = folder / "tables", dict[str, str]()
@@ -39,8 +45,19 @@ def rewrite(tables: str, folder: Path, change: Change, name: str = "sequences", 
             rows = content.to_pylist()
             change(rows, info)
             pieces = [rows[:second], rows[second:]] if second else [rows]
-            files = [write_part(uri, pa.Table.from_pylist(piece, schema=content.schema)) for piece in pieces]
+            files = [
+                write_part(uri, pa.Table.from_pylist(piece, schema=content.schema))
+                for piece in pieces
+            ]
         inputs = {of: hashes.get(of, known) for of, known in manifest.inputs.items()}
-        made = commit(uri, table, content.schema, files, config=manifest.config, inputs=inputs, info=info)
+        made = commit(
+            uri,
+            table,
+            content.schema,
+            files,
+            config=manifest.config,
+            inputs=inputs,
+            info=info,
+        )
         hashes[table] = made.hash
     return str(copied)

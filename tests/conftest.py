@@ -14,14 +14,22 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-settings.register_profile("tests", deadline=None)  # a busy machine takes longer for an example, once
+settings.register_profile(
+    "tests", deadline=None
+)  # a busy machine takes longer for an example, once
 settings.load_profile("tests")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # on loopback alone, as jobs.cli has it
+os.environ.setdefault(
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
+)  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("RAY_worker_niceness", "0")
-os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # also in what joins the shared Ray
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the project anew
+os.environ.setdefault(
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"
+)  # also in what joins the shared Ray
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # else each process that a test starts compiles the project anew
 
 # Workers without Ray Train are forked from a process that has imported the loop, started when first asked for.
 multiprocessing.set_forkserver_preload(["pipelines.training.worker", "models.registry"])
@@ -113,7 +121,10 @@ def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]
 
     def copy(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        with sqlite3.connect(template) as source, sqlite3.connect(folder / "mlflow.db") as target:
+        with (
+            sqlite3.connect(template) as source,
+            sqlite3.connect(folder / "mlflow.db") as target,
+        ):
             source.backup(target)
         return f"sqlite:///{folder}/mlflow.db"
 
@@ -143,13 +154,18 @@ def s3() -> Iterator[str]:
     server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line per request
     server.start()
-    bucket = f"bucket-{uuid.uuid4().hex[:8]}"  # of its own: a process greets a bucket once
+    bucket = (
+        f"bucket-{uuid.uuid4().hex[:8]}"  # of its own: a process greets a bucket once
+    )
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
-        }.items():  # fmt: skip
+        }.items():
             environment.setenv(name, value)
         boto3.client("s3").create_bucket(Bucket=bucket)
         yield f"s3://{bucket}"

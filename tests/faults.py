@@ -49,11 +49,30 @@ IDLE = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 LONGEST = 900.0
 """Seconds after which a command is said to hang."""
 
-MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "num_heads": 1, "dropout": 0.0, "max_history": 12}
-FIT = {"batch_size": 32, "max_epochs": 4, "patience": 0, "log_every_steps": 5, "checkpoint_every_steps": 10}
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "num_heads": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
+FIT = {
+    "batch_size": 32,
+    "max_epochs": 4,
+    "patience": 0,
+    "log_every_steps": 5,
+    "checkpoint_every_steps": 10,
+}
 FIT |= {"seed": 3, "lr": 0.005}
-TRIALS = {f"model.{key}": value for key, value in MODEL.items()} | {f"fit.{key}": value for key, value in FIT.items()}
-GRID = {"source": "a test", "fixed": {**TRIALS, "fit.max_epochs": 2}, "axes": {"fit.lr": [0.01, 0.002]}}
+TRIALS = {f"model.{key}": value for key, value in MODEL.items()} | {
+    f"fit.{key}": value for key, value in FIT.items()
+}
+GRID = {
+    "source": "a test",
+    "fixed": {**TRIALS, "fit.max_epochs": 2},
+    "axes": {"fit.lr": [0.01, 0.002]},
+}
 
 
 def free_address() -> str:
@@ -65,13 +84,24 @@ def free_address() -> str:
 
 def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
     """An MLflow server on the SQLite file of the folder, once it answers; in a session of its own."""
-    line = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    line = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        address.rpartition(":")[2],
+    ]
     line += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
     line += ["--artifacts-destination", f"{folder}/artifacts"]
     # without the processes for jobs of its own, of which it starts seven
     settings = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with open(folder / "server.log", "a") as log:
-        server = subprocess.Popen(line, env=settings, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(
+            line, env=settings, stdout=log, stderr=log, start_new_session=True
+        )
     while True:
         assert server.poll() is None, (folder / "server.log").read_text()[-2000:]
         with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=60):
@@ -83,40 +113,73 @@ class World:
     """A cluster, an MLflow server, a raw log, and what each command makes of it undisturbed."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is imported
+        os.environ.setdefault(
+            "RAY_AUTH_MODE", "token"
+        )  # which Ray reads when it is imported
         import ray
 
-        if not ray.is_initialized():  # else this process has a token, that of the user's file, and keeps it
+        if (
+            not ray.is_initialized()
+        ):  # else this process has a token, that of the user's file, and keeps it
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         from ray.cluster_utils import Cluster
 
         self.folder = folder
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=self._node(), shutdown_at_exit=False)
+        self.cluster: Any = Cluster(
+            initialize_head=True, head_node_args=self._node(), shutdown_at_exit=False
+        )
         self.nodes = [self.cluster.add_node(**self._node()) for _ in range(2)]
         self.store = free_address()
         self.server = start_mlflow(self.store, folder)
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_TRAIN")}
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("RAY_TRAIN")
+        }
         self.environment = {
-            **ours, "RAY_ADDRESS": self.cluster.address, "MLFLOW_TRACKING_URI": self.store,
-            "TRIELINE_SHARED": str(folder), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            **ours,
+            "RAY_ADDRESS": self.cluster.address,
+            "MLFLOW_TRACKING_URI": self.store,
+            "TRIELINE_SHARED": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
         self.raw = folder / "raw"
         (folder / "model.yaml").write_text(yaml.safe_dump({"model": MODEL, "fit": FIT}))
         (folder / "rates.yaml").write_text(yaml.safe_dump(GRID))
-        simulate = ["--users", "300", "--items", "400", "--events", "6000", "--seed", "3", "--output", str(self.raw)]
+        simulate = [
+            "--users",
+            "300",
+            "--items",
+            "400",
+            "--events",
+            "6000",
+            "--seed",
+            "3",
+            "--output",
+            str(self.raw),
+        ]
         done = self.start(["jobs.simulate", *simulate])
         assert done.wait() == 0, said(done)
 
     @staticmethod
     def _node() -> dict[str, Any]:
-        return {"num_cpus": 2, "object_store_memory": 200 << 20, "include_dashboard": False}
+        return {
+            "num_cpus": 2,
+            "object_store_memory": 200 << 20,
+            "include_dashboard": False,
+        }
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
         """`python -m` of the words, on the cluster."""
         return subprocess.Popen(
-            [sys.executable, "-m", *words], cwd=ROOT, env=self.environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", *words],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
     def mend(self) -> None:
         """Brings back the nodes that are gone."""
@@ -135,8 +198,15 @@ class World:
             found.append(busy := [])
             for raylet in node.all_processes.get("raylet", []):
                 with suppress(psutil.Error):
-                    children = psutil.Process(raylet.process.pid).children(recursive=True)
-                    busy += [c for c in children if named(c).startswith("ray::") and not named(c).startswith(IDLE)]
+                    children = psutil.Process(raylet.process.pid).children(
+                        recursive=True
+                    )
+                    busy += [
+                        c
+                        for c in children
+                        if named(c).startswith("ray::")
+                        and not named(c).startswith(IDLE)
+                    ]
         return found
 
     def lose_node(self, draw: random.Random) -> None:
@@ -167,8 +237,12 @@ class World:
         import ray
         from ray.experimental import internal_kv
 
-        if ray.is_initialized():  # the cluster's end has taken the store of this process's own Ray along
-            internal_kv._initialize_internal_kv(ray._private.worker.global_worker.gcs_client)
+        if (
+            ray.is_initialized()
+        ):  # the cluster's end has taken the store of this process's own Ray along
+            internal_kv._initialize_internal_kv(
+                ray._private.worker.global_worker.gcs_client
+            )
 
 
 @contextmanager
@@ -218,7 +292,9 @@ def hashes(folder: Path) -> dict[str, str]:
 def weights(folder: Path) -> dict[str, str]:
     """SHA-256 of the best weights of each run below the folder."""
     return {
-        str(path.parent.parent.relative_to(folder)): json.loads(path.read_text())["sha256"]["model.safetensors"]
+        str(path.parent.parent.relative_to(folder)): json.loads(path.read_text())[
+            "sha256"
+        ]["model.safetensors"]
         for path in sorted(folder.rglob("best/config.json"))
     }
 
@@ -243,11 +319,17 @@ def logged(world: World, folder: Path) -> dict[str, Any]:
             if key.startswith("system/"):
                 continue
             points = client.get_metric_history(run.info.run_id, key)
-            twice = [step for step, times in Counter(point.step for point in points).items() if times > 1]
+            twice = [
+                step
+                for step, times in Counter(point.step for point in points).items()
+                if times > 1
+            ]
             if twice:
                 raise ValueError(f"{name} has {key} twice at the steps {twice}")
             timed = any(word in key for word in ("seconds", "per_s", "wait"))
-            found[name][key] = sorted((p.step, None if timed else p.value) for p in points)
+            found[name][key] = sorted(
+                (p.step, None if timed else p.value) for p in points
+            )
     return found
 
 
@@ -257,37 +339,94 @@ def trained(world: World, folder: Path) -> dict[str, Any]:
 
 STEPS = {
     "prepare": Step(
-        lambda world, out: ["jobs.prepare", "--source", "jobs/configs/sources/simulated.yaml", "--input",
-                            str(world.raw), "--output", str(out), "--partitions", "6"],
+        lambda world, out: [
+            "jobs.prepare",
+            "--source",
+            "jobs/configs/sources/simulated.yaml",
+            "--input",
+            str(world.raw),
+            "--output",
+            str(out),
+            "--partitions",
+            "6",
+        ],
         lambda world, out: hashes(out),
     ),
     "tokenize": Step(
-        lambda world, out: ["jobs.tokenize", "--tables", str(world.folder / "prepare"), "--tokenizer", "rqkmeans",
-                            "--encoder", "tfidf", "--rqkmeans.codebook_size", "16", "--output", str(out)],
+        lambda world, out: [
+            "jobs.tokenize",
+            "--tables",
+            str(world.folder / "prepare"),
+            "--tokenizer",
+            "rqkmeans",
+            "--encoder",
+            "tfidf",
+            "--rqkmeans.codebook_size",
+            "16",
+            "--output",
+            str(out),
+        ],
         lambda world, out: hashes(out),
         needs=("prepare",),
     ),
     "train": Step(
-        lambda world, out: ["jobs.train", "--config", str(world.folder / "model.yaml"), "--tables",
-                            str(world.folder / "prepare"), "--storage", str(out), "--name", "one", "--experiment",
-                            f"retrieval/{out.name}", "--ray.num_workers", "2", "--ray.threads", "1"],
+        lambda world, out: [
+            "jobs.train",
+            "--config",
+            str(world.folder / "model.yaml"),
+            "--tables",
+            str(world.folder / "prepare"),
+            "--storage",
+            str(out),
+            "--name",
+            "one",
+            "--experiment",
+            f"retrieval/{out.name}",
+            "--ray.num_workers",
+            "2",
+            "--ray.threads",
+            "1",
+        ],
         trained,
         needs=("prepare",),
     ),
     "evaluate": Step(
-        lambda world, out: ["jobs.evaluate", "--checkpoint", str(world.folder / "train/one"), "--tables",
-                            str(world.folder / "prepare"), "--batch_inference", str(out), "--shards", "2"],
+        lambda world, out: [
+            "jobs.evaluate",
+            "--checkpoint",
+            str(world.folder / "train/one"),
+            "--tables",
+            str(world.folder / "prepare"),
+            "--batch_inference",
+            str(out),
+            "--shards",
+            "2",
+        ],
         lambda world, out: hashes(out),
         needs=("prepare", "train"),
     ),
     "sweep": Step(
-        lambda world, out: ["jobs.sweep", "--grid", str(world.folder / "rates.yaml"), "--tables",
-                            str(world.folder / "prepare"), "--storage", str(out), "--name", "swept", "--experiment",
-                            f"retrieval/{out.name}", "--options.test", "false", "--ray.threads", "1"],
+        lambda world, out: [
+            "jobs.sweep",
+            "--grid",
+            str(world.folder / "rates.yaml"),
+            "--tables",
+            str(world.folder / "prepare"),
+            "--storage",
+            str(out),
+            "--name",
+            "swept",
+            "--experiment",
+            f"retrieval/{out.name}",
+            "--options.test",
+            "false",
+            "--ray.threads",
+            "1",
+        ],
         trained,
         needs=("prepare",),
     ),
-}  # fmt: skip
+}
 """In the order in which each needs what those before have made."""
 
 
@@ -328,12 +467,16 @@ def undisturbed(world: World, steps: list[str]) -> dict[str, Undisturbed]:
         process = world.start(STEPS[name].words(world, out))
         words = said(process)
         assert process.wait() == 0, words
-        found[name] = Undisturbed(STEPS[name].result(world, out), time.monotonic() - began)
+        found[name] = Undisturbed(
+            STEPS[name].result(world, out), time.monotonic() - began
+        )
         print(f"{name}: {found[name].seconds:.0f} s undisturbed", flush=True)
     return found
 
 
-def strike(world: World, target: str, driver: subprocess.Popen[str], draw: random.Random) -> str:
+def strike(
+    world: World, target: str, driver: subprocess.Popen[str], draw: random.Random
+) -> str:
     """Kills it; what it was, or nothing."""
     if target == "driver":
         os.killpg(driver.pid, signal.SIGKILL)
@@ -359,13 +502,21 @@ def one_line(words: str) -> str:
     """The last line of a command that failed, which has to say why; else a ValueError."""
     lines = [line for line in words.strip().splitlines() if line]
     last = lines[-1] if lines else ""
-    if not last.startswith("error: ") or any(line.startswith("Traceback (most recent") for line in lines):
+    if not last.startswith("error: ") or any(
+        line.startswith("Traceback (most recent") for line in lines
+    ):
         raise ValueError("it failed without one line: " + " | ".join(lines)[-6000:])
     return last
 
 
 def kill(
-    world: World, name: str, target: str, moment: float, draw: random.Random, number: int, reference: Undisturbed
+    world: World,
+    name: str,
+    target: str,
+    moment: float,
+    draw: random.Random,
+    number: int,
+    reference: Undisturbed,
 ) -> Kill:
     """Starts a command in a fresh folder, kills, starts it again as often as it needs, and compares."""
     step, out = STEPS[name], world.folder / f"{name}-{number}"
@@ -386,7 +537,9 @@ def kill(
                 words, _ = process.communicate(timeout=LONGEST)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                raise ValueError(f"it hangs: {' | '.join(said(process).splitlines()[-3:])}") from None
+                raise ValueError(
+                    f"it hangs: {' | '.join(said(process).splitlines()[-3:])}"
+                ) from None
             found.codes.append(process.returncode)
             if process.returncode > 0:
                 found.lines.append(one_line(words))
@@ -401,19 +554,28 @@ def kill(
 
 def table(found: list[Kill]) -> str:
     """A row per command and what was killed: how often, how it ended, what was lost."""
-    rows = ["| command | killed | times | succeeded by itself | succeeded after the command was repeated | failed |"]
+    rows = [
+        "| command | killed | times | succeeded by itself | succeeded after the command was repeated | failed |"
+    ]
     rows.append("|---|---|---|---|---|---|")
-    for step, target in sorted({(k.step, k.target) for k in found}, key=lambda k: (list(STEPS).index(k[0]), k[1])):
+    for step, target in sorted(
+        {(k.step, k.target) for k in found},
+        key=lambda k: (list(STEPS).index(k[0]), k[1]),
+    ):
         some = [k for k in found if (k.step, k.target) == (step, target)]
         alone = sum(k.codes[:1] == [0] for k in some)
         wrong = sum(bool(k.wrong) for k in some)
-        rows.append(f"| {step} | {target} | {len(some)} | {alone} | {len(some) - alone} | {wrong} |")
+        rows.append(
+            f"| {step} | {target} | {len(some)} | {alone} | {len(some) - alone} | {wrong} |"
+        )
     return "\n".join(rows)
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     options = parser.parse_args()
@@ -423,12 +585,19 @@ def main() -> None:
         references = undisturbed(made, steps)
         for number in range(options.kills):
             step = steps[number % len(steps)]
-            target = draw.choice([t for t in TARGETS if t != "mlflow" or step in ("train", "sweep")])
-            one = kill(made, step, target, draw.random(), draw, number, references[step])
+            target = draw.choice(
+                [t for t in TARGETS if t != "mlflow" or step in ("train", "sweep")]
+            )
+            one = kill(
+                made, step, target, draw.random(), draw, number, references[step]
+            )
             found.append(one)
             end = one.wrong or "same result"
-            print(f"{step:>9} {target:>7} at {one.at_s:5.1f} s: {one.killed[:40] or 'nothing left'}; "
-                  f"{one.codes} in {one.seconds:.0f} s; {end}", flush=True)  # fmt: skip
+            print(
+                f"{step:>9} {target:>7} at {one.at_s:5.1f} s: {one.killed[:40] or 'nothing left'}; "
+                f"{one.codes} in {one.seconds:.0f} s; {end}",
+                flush=True,
+            )
     print(table(found))
     wrong = [each for each in found if each.wrong]
     print(f"{len(found)} kills, {len(wrong)} with another result or end")

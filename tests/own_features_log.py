@@ -27,7 +27,13 @@ SOURCE: dict[str, Any] = {
     "labels": {"click": {"column": "click"}},
     "numbers": ["bm25"],
     "categories": ["city"],
-    "items": {"files": "items.csv", "item": "item", "texts": ["title"], "attributes": ["brand"], "numbers": ["weight"]},
+    "items": {
+        "files": "items.csv",
+        "item": "item",
+        "texts": ["title"],
+        "attributes": ["brand"],
+        "numbers": ["weight"],
+    },
 }
 AS_OF: dict[str, Any] = {
     "prices": {
@@ -49,12 +55,18 @@ CITIES, ITEMS, QUERIES = ("Oslo", "Rome", "Lima"), 30, 5
 BEGIN, HOUR = 1_700_000_000_000, 3_600_000
 
 
-def write_log(folder: Path, users: int = 250, searches: int = 8, shown: int = 5, seed: int = 0) -> None:
+def write_log(
+    folder: Path, users: int = 250, searches: int = 8, shown: int = 5, seed: int = 0
+) -> None:
     """Clicks follow bm25, which some results lack, and whether the item's last sale state is `sale`; the city of a
     search says whether high or low scores count. One city is of the last days alone."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    days = [(BEGIN + day * 24 * HOUR, item) for day in range(0, 30, 3) for item in range(ITEMS)]
+    days = [
+        (BEGIN + day * 24 * HOUR, item)
+        for day in range(0, 30, 3)
+        for item in range(ITEMS)
+    ]
     state = rng.random(len(days)) < 0.5
     prices = pl.DataFrame(
         {
@@ -67,22 +79,40 @@ def write_log(folder: Path, users: int = 250, searches: int = 8, shown: int = 5,
     of = {(item, time): on for (time, item), on in zip(days, state, strict=True)}
     rows = []
     for user in range(users):
-        for number, hour in enumerate(rng.choice(30 * 24 - 2, searches, replace=False).tolist()):
+        for number, hour in enumerate(
+            rng.choice(30 * 24 - 2, searches, replace=False).tolist()
+        ):
             at = BEGIN + (hour + 1) * HOUR + user
-            city = CITIES[int(rng.integers(len(CITIES)))] if at < BEGIN + 28 * 24 * HOUR else "Kyiv"
+            city = (
+                CITIES[int(rng.integers(len(CITIES)))]
+                if at < BEGIN + 28 * 24 * HOUR
+                else "Kyiv"
+            )
             query = int(rng.integers(QUERIES))
-            for position, item in enumerate(rng.choice(ITEMS, shown, replace=False).tolist()):
+            for position, item in enumerate(
+                rng.choice(ITEMS, shown, replace=False).tolist()
+            ):
                 bm25 = float(rng.normal())
-                last = BEGIN + (at - BEGIN - 1) // (72 * HOUR) * 72 * HOUR  # the latest row strictly before
+                last = (
+                    BEGIN + (at - BEGIN - 1) // (72 * HOUR) * 72 * HOUR
+                )  # the latest row strictly before
                 sign = -1 if city == "Rome" else 1
-                click = rng.random() < 1 / (1 + np.exp(-(3 * sign * bm25 + 3 * of[item, last] - 3)))
+                click = rng.random() < 1 / (
+                    1 + np.exp(-(3 * sign * bm25 + 3 * of[item, last] - 3))
+                )
                 rows.append(
                     {
-                        "user": f"u{user}", "item": f"i{item}", "search": f"s{user}-{number}", "query": f"q{query}",
-                        "at": at, "position": position, "click": int(click),
-                        "bm25": None if rng.random() < 0.1 else bm25, "city": city,
+                        "user": f"u{user}",
+                        "item": f"i{item}",
+                        "search": f"s{user}-{number}",
+                        "query": f"q{query}",
+                        "at": at,
+                        "position": position,
+                        "click": int(click),
+                        "bm25": None if rng.random() < 0.1 else bm25,
+                        "city": city,
                     }
-                )  # fmt: skip
+                )
     pl.DataFrame(rows).write_csv(folder / "events.csv")
     prices.write_csv(folder / "prices.csv")
     items = {
@@ -115,20 +145,33 @@ FEED_PREPARE: dict[str, Any] = {
 def write_feed(folder: Path, users: int = 60, events: int = 40, seed: int = 0) -> None:
     """A feed whose likes follow a score and the item's last sale state; `write_log` in the folder first."""
     rng = np.random.default_rng(seed)
-    states = {(id_, since): state == "sale" for id_, since, _, state in pl.read_csv(folder / "prices.csv").rows()}
+    states = {
+        (id_, since): state == "sale"
+        for id_, since, _, state in pl.read_csv(folder / "prices.csv").rows()
+    }
     rows = []
     for user in range(users):
         for hour in sorted(rng.choice(30 * 24 - 2, events, replace=False).tolist()):
-            at, item, score = BEGIN + (hour + 1) * HOUR + user, int(rng.integers(ITEMS)), float(rng.normal())
+            at, item, score = (
+                BEGIN + (hour + 1) * HOUR + user,
+                int(rng.integers(ITEMS)),
+                float(rng.normal()),
+            )
             last = BEGIN + (at - BEGIN - 1) // (72 * HOUR) * 72 * HOUR
-            like = rng.random() < 1 / (1 + np.exp(-(3 * score + 3 * states[f"i{item}", last] - 3)))
+            like = rng.random() < 1 / (
+                1 + np.exp(-(3 * score + 3 * states[f"i{item}", last] - 3))
+            )
             rows.append(
                 {
-                    "user": f"u{user}", "item": f"i{item}", "at": at, "like": int(like),
-                    "share": int(like and rng.random() < 0.5), "score": None if rng.random() < 0.1 else score,
+                    "user": f"u{user}",
+                    "item": f"i{item}",
+                    "at": at,
+                    "like": int(like),
+                    "share": int(like and rng.random() < 0.5),
+                    "score": None if rng.random() < 0.1 else score,
                     "device": "phone" if user % 2 else "tablet",
                 }
-            )  # fmt: skip
+            )
     pl.DataFrame(rows).write_csv(folder / "feed.csv")
 
 
@@ -152,8 +195,13 @@ def make(
 def make_text(folder: Path, tables: str) -> str:
     """Random text of the tables."""
     rng = np.random.default_rng(0)
-    hashes = {name: read_manifest(f"{tables}/{name}").hash for name in ("items", "queries", "sequences")}
+    hashes = {
+        name: read_manifest(f"{tables}/{name}").hash
+        for name in ("items", "queries", "sequences")
+    }
     count = {name: len(read_table(f"{tables}/{name}")) for name in ("items", "queries")}
-    vectors = (rng.standard_normal((count[name], WIDTH)) for name in ("items", "queries"))
+    vectors = (
+        rng.standard_normal((count[name], WIDTH)) for name in ("items", "queries")
+    )
     write_text(str(folder / "text"), hashes, *vectors)
     return str(folder / "text")

@@ -33,7 +33,12 @@ import yaml
 
 LOGS: dict[str, tuple[str, list[str], list[str], str]] = {
     "retrieval": ("simulated", [], [], "--sids"),
-    "search": ("simulated_search", ["--kind", "search"], ["--counts_as_of", "2024-03-01"], "--text"),
+    "search": (
+        "simulated_search",
+        ["--kind", "search"],
+        ["--counts_as_of", "2024-03-01"],
+        "--text",
+    ),
     "actions": ("simulated_feed", ["--kind", "feed"], [], "--text"),
 }
 """By kind: mapping file, options of the simulator and of jobs.prepare, and the option for what is made beside."""
@@ -52,7 +57,14 @@ FITS: dict[str, dict[str, Any]] = {
     "sid_mlp_pp_encoder": {"metric": "neg_mse"},
 }
 """Settings of the trainings of a kind, or of one model."""
-TIGER = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_encoder_layers": 2, "num_decoder_layers": 2}
+TIGER = {
+    "d_model": 32,
+    "d_ff": 64,
+    "num_heads": 2,
+    "d_kv": 16,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+}
 LC_REC = {"width": 32, "num_layers": 2, "num_heads": 2, "ffn_width": 32}
 STUDENT = {"teacher": "tiger", "beam": 20}
 READOUT = {"attention_heads": 2, "ffn_width": 32, "head_width": 32}
@@ -68,14 +80,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lc_rec_nezha": ("retrieval", {"teacher": "lc_rec"}),
     "sid_mlp": ("retrieval", {**STUDENT, **READOUT, "attention_width": 32}),
     "one_layer": ("retrieval", STUDENT),
-    "gdn": ("retrieval", {**STUDENT, "num_layers": 2, "heads": 2, "head_width": 8, "ffn_width": 32}),
-    "mamba2": ("retrieval", {**STUDENT, "num_layers": 2, "width": 32, "head_width": 8, "state": 8}),
+    "gdn": (
+        "retrieval",
+        {**STUDENT, "num_layers": 2, "heads": 2, "head_width": 8, "ffn_width": 32},
+    ),
+    "mamba2": (
+        "retrieval",
+        {**STUDENT, "num_layers": 2, "width": 32, "head_width": 8, "state": 8},
+    ),
     "earn": ("retrieval", STUDENT),
     "nezha": ("retrieval", STUDENT),
     "atspeed_s": ("retrieval", {**STUDENT, **DRAFT}),
     "atspeed_r": ("retrieval", {**STUDENT, **DRAFT}),
-    "sid_mlp_pp_encoder": ("retrieval", {"teacher": "tiger", "encoder_layers": 2, "encoder_width": 32}),
-    "sid_mlp_pp": ("retrieval", {**READOUT, "attention_width": 32, "encoder": "sid_mlp_pp_encoder", "beam": 20}),
+    "sid_mlp_pp_encoder": (
+        "retrieval",
+        {"teacher": "tiger", "encoder_layers": 2, "encoder_width": 32},
+    ),
+    "sid_mlp_pp": (
+        "retrieval",
+        {**READOUT, "attention_width": 32, "encoder": "sid_mlp_pp_encoder", "beam": 20},
+    ),
     "boosted": ("search", {"max_iter": 20}),
     "base": ("search", {}),
     "hstu": ("search", SEQUENCE),
@@ -98,29 +122,67 @@ SWEPT = {"sid_mlp": {"model.alpha": [0.3, 0.7]}}
 
 NOW = 1710028800000
 SEEN = {"history": ["i044", "i006"], "history_query": ["tripod", "steel lamp"]}
-ASKED = {"query": "tripod", "candidates": ["i094", "i000", "i007", "none"], "timestamp_ms": NOW}
+ASKED = {
+    "query": "tripod",
+    "candidates": ["i094", "i000", "i007", "none"],
+    "timestamp_ms": NOW,
+}
 NEW = [
-    {"item_id": "new1", "title": "Husky running", "description": "A dog running in the forest.", "kind": "dog"},
-    {"item_id": "new2", "title": "Manx asleep", "description": "A cat asleep in the attic.", "kind": "cat"},
+    {
+        "item_id": "new1",
+        "title": "Husky running",
+        "description": "A dog running in the forest.",
+        "kind": "dog",
+    },
+    {
+        "item_id": "new2",
+        "title": "Manx asleep",
+        "description": "A cat asleep in the attic.",
+        "kind": "cat",
+    },
 ]
 SHOWN = [[0.8, 1, 0, 0, 0, 0], [0.2, 0, 0, 0, 0, 1]]
 ACTED = {"history_actions": SHOWN, "history_time_ms": [NOW - 9000, NOW - 5000]}
-FEED = {"candidates": ["i002", "new2", "i077", "none"], "new_items": NEW, "timestamp_ms": NOW}
+FEED = {
+    "candidates": ["i002", "new2", "i077", "none"],
+    "new_items": NEW,
+    "timestamp_ms": NOW,
+}
 BEGIN = {"user_id": "u1", "history_from": 0, "candidates": []}
 GO_ON = {"user_id": "u1", "history_from": 2}
 SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
-    "retrieval": ("tiger", {"k": 10}, [[{"history": ["i001", "i017", "none"]}, {"history": []}]]),
-    "search": ("qgs", {"label": "click"}, [
-        [{**ASKED, **SEEN}, {**ASKED, **SEEN, "query": "a query of nobody"}],
-        [{**BEGIN, **SEEN}],
-        [{**ASKED, **GO_ON, "history": ["i007"], "history_query": ["tripod"]}],
-    ]),
-    "actions": ("attn_mvp", {"label": "like"}, [
-        [{**FEED, **ACTED, "history": ["i001", "new1"]}],
-        [{**BEGIN, **ACTED, "history": ["i001", "i003"]}],
-        [{**FEED, **GO_ON, "history": ["i004"], "history_actions": SHOWN[1:], "history_time_ms": [NOW - 1]}],
-    ]),
-}  # fmt: skip
+    "retrieval": (
+        "tiger",
+        {"k": 10},
+        [[{"history": ["i001", "i017", "none"]}, {"history": []}]],
+    ),
+    "search": (
+        "qgs",
+        {"label": "click"},
+        [
+            [{**ASKED, **SEEN}, {**ASKED, **SEEN, "query": "a query of nobody"}],
+            [{**BEGIN, **SEEN}],
+            [{**ASKED, **GO_ON, "history": ["i007"], "history_query": ["tripod"]}],
+        ],
+    ),
+    "actions": (
+        "attn_mvp",
+        {"label": "like"},
+        [
+            [{**FEED, **ACTED, "history": ["i001", "new1"]}],
+            [{**BEGIN, **ACTED, "history": ["i001", "i003"]}],
+            [
+                {
+                    **FEED,
+                    **GO_ON,
+                    "history": ["i004"],
+                    "history_actions": SHOWN[1:],
+                    "history_time_ms": [NOW - 1],
+                }
+            ],
+        ],
+    ),
+}
 """By kind: the model that jobs.train trains and that is served, options of its answers, and the frames it is asked."""
 
 SERVE = """
@@ -138,15 +200,28 @@ print(json.dumps([answers, found], default=lambda x: x.tolist()))
 def table(folder: Path) -> str:
     """A hash of the rows of a folder of Parquet files, in any order."""
     parts = [pq.read_table(part) for part in folder.glob("*.parquet")]
-    rows = [json.dumps(row, sort_keys=True) for part in parts for row in part.to_pylist()]
-    return hashlib.sha256("\n".join([str(parts[0].schema.types), *sorted(rows)]).encode()).hexdigest()
+    rows = [
+        json.dumps(row, sort_keys=True) for part in parts for row in part.to_pylist()
+    ]
+    return hashlib.sha256(
+        "\n".join([str(parts[0].schema.types), *sorted(rows)]).encode()
+    ).hexdigest()
 
 
 def trained(run: Path) -> dict[str, Any]:
     """A hash per tensor of the best checkpoints below a folder, and what was measured of them: by name, all values."""
-    tensors = [x for file in run.rglob("best/*.safetensors") for x in safetensors.numpy.load_file(file).values()]
+    tensors = [
+        x
+        for file in run.rglob("best/*.safetensors")
+        for x in safetensors.numpy.load_file(file).values()
+    ]
     found: dict[str, list[Any]] = {
-        "tensors": [hashlib.sha256(f"{x.dtype}{x.shape}".encode() + x.tobytes()).hexdigest()[:16] for x in tensors]
+        "tensors": [
+            hashlib.sha256(f"{x.dtype}{x.shape}".encode() + x.tobytes()).hexdigest()[
+                :16
+            ]
+            for x in tensors
+        ]
     }
     for file in run.rglob("best/*.json"):
         for name, value in json.loads(file.read_text()).get("metrics", {}).items():
@@ -167,25 +242,39 @@ class Proof:
         """What Python prints."""
         # One thread: sums by another number of threads differ in their last digits.
         own = {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1"}
-        outer = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "RAY_"))}
+        outer = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("MLFLOW_", "RAY_"))
+        }
         command = [sys.executable, *map(str, words)]
         with self.cores:
             if self.error:
                 raise SystemExit(self.error)
-            done = subprocess.run(command, cwd=self.checkout, env=outer | own, capture_output=True, text=True)
+            done = subprocess.run(
+                command,
+                cwd=self.checkout,
+                env=outer | own,
+                capture_output=True,
+                text=True,
+            )
         if done.returncode:
             self.error = f"error: {' '.join(command)} failed in {self.checkout}:\n{done.stderr[-2000:]}"
             raise SystemExit(self.error)
         return done.stdout
 
-    def step(self, name: str, after: list[str], do: Callable[[str], Any], what: str) -> None:
+    def step(
+        self, name: str, after: list[str], do: Callable[[str], Any], what: str
+    ) -> None:
         """Does something of that name after other steps, which are given before it, and keeps what it finds."""
 
         def run() -> None:
             for other in after:
                 self.steps[other].result()
             self.found[f"{name} {what}"] = do(name)
-            print(f"{time.monotonic() - self.started:4.0f} s  {name} {what}", flush=True)
+            print(
+                f"{time.monotonic() - self.started:4.0f} s  {name} {what}", flush=True
+            )
 
         self.steps[f"{name} {what}"] = self.pool.submit(run)
 
@@ -194,32 +283,78 @@ class Proof:
         source, simulate, prepare, option = LOGS[kind]
         raw, made, runs = (self.work / kind / name for name in ("raw", "made", "runs"))
         retrieval, at = kind == "retrieval", made / "tables"
-        inputs = ["--tables", at, option, made / (next(iter(TOKENIZERS)) if retrieval else "text")]
+        inputs = [
+            "--tables",
+            at,
+            option,
+            made / (next(iter(TOKENIZERS)) if retrieval else "text"),
+        ]
         evaluate = ["-m", "jobs.evaluate", *inputs, "--checkpoint"]
         served, params, frames = SERVED[kind]
 
         def make(_: str) -> dict[str, str]:
             self.python("-m", "jobs.simulate", *simulate, *SIZE, "--output", raw)
-            words = ["--source", f"jobs/configs/sources/{source}.yaml", "--input", raw, "--partitions", 2, *prepare]
+            words = [
+                "--source",
+                f"jobs/configs/sources/{source}.yaml",
+                "--input",
+                raw,
+                "--partitions",
+                2,
+                *prepare,
+            ]
             self.python("-m", "jobs.prepare", *words, "--output", at)
             encoder = ["--tables", at, "--encoder", "tfidf"]
             for name, options in TOKENIZERS.items() if retrieval else ():
-                words = ["--embeddings", made / "embeddings", "--tokenizer", name, *options.split()]
-                self.python("-m", "jobs.tokenize", *encoder, *words, "--output", made / name)
+                words = [
+                    "--embeddings",
+                    made / "embeddings",
+                    "--tokenizer",
+                    name,
+                    *options.split(),
+                ]
+                self.python(
+                    "-m", "jobs.tokenize", *encoder, *words, "--output", made / name
+                )
             if not retrieval:
                 self.python("-m", "jobs.encode", *encoder, "--output", made / "text")
-            return {str(at.relative_to(made)): table(at) for at in {part.parent for part in made.rglob("*.parquet")}}
+            return {
+                str(at.relative_to(made)): table(at)
+                for at in {part.parent for part in made.rglob("*.parquet")}
+            }
 
         def train(name: str) -> dict[str, Any]:
-            model = {k: f"{runs}/{v}/best" if k in NAMED else v for k, v in MODELS[name][1].items()}
+            model = {
+                k: f"{runs}/{v}/best" if k in NAMED else v
+                for k, v in MODELS[name][1].items()
+            }
             config = runs.parent / f"{name}.yaml"
             fit = {**FIT, **FITS[kind], **FITS.get(name, {})}
-            config.write_text(yaml.safe_dump({"model": {"name": name, **model}, "fit": fit}))
+            config.write_text(
+                yaml.safe_dump({"model": {"name": name, **model}, "fit": fit})
+            )
             if name == served:
-                where = ["--storage", runs, "--name", name, "--experiment", kind, "--ray.threads", 1]
+                where = [
+                    "--storage",
+                    runs,
+                    "--name",
+                    name,
+                    "--experiment",
+                    kind,
+                    "--ray.threads",
+                    1,
+                ]
                 self.python("-m", "jobs.train", "--config", config, *inputs, *where)
             else:
-                self.python("-m", "models.train", "--config", config, *inputs, "--output", runs / name)
+                self.python(
+                    "-m",
+                    "models.train",
+                    "--config",
+                    config,
+                    *inputs,
+                    "--output",
+                    runs / name,
+                )
             return trained(runs / name)
 
         def test(name: str) -> dict[str, Any]:
@@ -228,32 +363,70 @@ class Proof:
 
         def rank(name: str) -> str:
             top = self.work / kind / "top" / name
-            self.python(*evaluate, runs / name / "best", "--batch-inference", top, "--k", 10)
+            self.python(
+                *evaluate, runs / name / "best", "--batch-inference", top, "--k", 10
+            )
             return table(top)
 
         def sweep(name: str) -> dict[str, Any]:
             grid, storage = self.work / kind / "grid.yaml", self.work / kind / "sweeps"
-            content = {"source": "a test", "config": f"{name}.yaml", "axes": SWEPT[name], "metric": "val/ndcg@10"}
+            content = {
+                "source": "a test",
+                "config": f"{name}.yaml",
+                "axes": SWEPT[name],
+                "metric": "val/ndcg@10",
+            }
             grid.write_text(yaml.safe_dump(content))
-            words = ["--grid", grid, *inputs, "--storage", storage, "--name", "swept", "--ray.threads", 1]
+            words = [
+                "--grid",
+                grid,
+                *inputs,
+                "--storage",
+                storage,
+                "--name",
+                "swept",
+                "--ray.threads",
+                1,
+            ]
             self.python("-m", "jobs.sweep", *words)
             return trained(storage)
 
         def serve(name: str) -> dict[str, Any]:
             uri = f"sqlite:///{runs}/mlflow.db"
-            self.python("-m", "jobs.compare", "--experiment", kind, "--tracking_uri", uri, "--register", name)
+            self.python(
+                "-m",
+                "jobs.compare",
+                "--experiment",
+                kind,
+                "--tracking_uri",
+                uri,
+                "--register",
+                name,
+            )
             config = {"counts": str(at / "counts")} if kind == "search" else {}
-            printed = self.python("-c", SERVE, json.dumps([uri, name, config, params, frames]))
+            printed = self.python(
+                "-c", SERVE, json.dumps([uri, name, config, params, frames])
+            )
             answers, (logged,) = json.loads(printed.splitlines()[-1])
             times = ("seconds", "_per_s", "data_wait")
-            return {"answers": answers} | {k: float(f"{v:.12g}") for k, v in logged.items() if not k.endswith(times)}
+            return {"answers": answers} | {
+                k: float(f"{v:.12g}")
+                for k, v in logged.items()
+                if not k.endswith(times)
+            }
 
         self.step(kind, [], make, "tables")
-        models = {name: options for name, (log, options) in MODELS.items() if log == kind}
+        models = {
+            name: options for name, (log, options) in MODELS.items() if log == kind
+        }
         for name, options in models.items():
             needed = [f"{options[key]} trained" for key in NAMED if key in options]
             self.step(name, [f"{kind} tables", *needed], train, "trained")
-        for what, names, do in (("tested", TESTED, test), ("ranked", RANKED, rank), ("swept", SWEPT, sweep)):
+        for what, names, do in (
+            ("tested", TESTED, test),
+            ("ranked", RANKED, rank),
+            ("swept", SWEPT, sweep),
+        ):
             for name in models.keys() & set(names):
                 self.step(name, [f"{name} trained"], do, what)
         self.step(served, [f"{served} tested"], serve, "served")
@@ -269,7 +442,10 @@ class Proof:
 
 def differences(before: Any, after: Any) -> list[str]:
     """Lines that say what of a result is not the same."""
-    lines, pairs = [], [one if isinstance(one, dict) else {"": one} for one in (before, after)]
+    lines, pairs = (
+        [],
+        [one if isinstance(one, dict) else {"": one} for one in (before, after)],
+    )
     for key in dict.fromkeys([*pairs[0], *pairs[1]]):
         old, new = (json.dumps(pair.get(key)) for pair in pairs)
         if old != new:
@@ -280,18 +456,34 @@ def differences(before: Any, after: Any) -> list[str]:
 def main() -> None:
     """The command line: see the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkout", default=str(Path(__file__).parents[1]), help="the checkout whose commands run")
-    parser.add_argument("--kinds", nargs="+", default=list(LOGS), choices=list(LOGS), help="logs; by default all")
+    parser.add_argument(
+        "--checkout",
+        default=str(Path(__file__).parents[1]),
+        help="the checkout whose commands run",
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        default=list(LOGS),
+        choices=list(LOGS),
+        help="logs; by default all",
+    )
     parser.add_argument("--write", help="file for what is found")
     parser.add_argument("--compare", help="file of --write that it is held against")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
-        found = Proof(Path(options.checkout).absolute(), Path(work)).results(options.kinds)
+        found = Proof(Path(options.checkout).absolute(), Path(work)).results(
+            options.kinds
+        )
     if options.write:
         Path(options.write).write_text(json.dumps(found, indent=2) + "\n")
     if options.compare:
         before = json.loads(Path(options.compare).read_text())
-        other = {name: lines for name in found if (lines := differences(before.get(name), found[name]))}
+        other = {
+            name: lines
+            for name in found
+            if (lines := differences(before.get(name), found[name]))
+        }
         for name, lines in other.items():
             print(f"differs: {name}", *lines[:10], sep="\n")
         print(f"{len(found) - len(other)} of {len(found)} results are the same")

@@ -16,9 +16,15 @@ FIRST = [1, 7, 12, 15]
 """First token of each codebook."""
 ITEMS = 30
 TEACHER: dict[str, Any] = {
-    "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 3, "num_decoder_layers": 2,
-    "n_user_tokens": 2, "max_history": 6,
-}  # fmt: skip
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 3,
+    "num_decoder_layers": 2,
+    "n_user_tokens": 2,
+    "max_history": 6,
+}
 
 
 def catalogue(items: int = ITEMS, sizes: tuple[int, ...] = SIZES) -> Catalogue:
@@ -28,23 +34,38 @@ def catalogue(items: int = ITEMS, sizes: tuple[int, ...] = SIZES) -> Catalogue:
     return Catalogue.from_codes(codes[order[:items]], sizes)
 
 
-def requests(count: int, items: int = ITEMS, seed: int = 1, longest: int = 5) -> dict[str, Tensor]:
+def requests(
+    count: int, items: int = ITEMS, seed: int = 1, longest: int = 5
+) -> dict[str, Tensor]:
     """Requests with histories of 1 to `longest` items, the first one's of 2."""
-    length = torch.randint(1, longest + 1, (count,), generator=torch.Generator().manual_seed(seed))
+    length = torch.randint(
+        1, longest + 1, (count,), generator=torch.Generator().manual_seed(seed)
+    )
     length[0] = min(2, longest)
     return requests_of(length.tolist(), seed, items, longest)
 
 
-def requests_of(lengths: list[int], seed: int = 1, items: int = ITEMS, longest: int = 0) -> dict[str, Tensor]:
+def requests_of(
+    lengths: list[int], seed: int = 1, items: int = ITEMS, longest: int = 0
+) -> dict[str, Tensor]:
     """Requests with histories of these lengths, padded to the longest of them, or to `longest`."""
-    generator, length = torch.Generator().manual_seed(seed), torch.tensor(lengths, dtype=torch.long)
+    generator, length = (
+        torch.Generator().manual_seed(seed),
+        torch.tensor(lengths, dtype=torch.long),
+    )
     width = longest or max(lengths, default=1)
     history = torch.randint(0, items, (len(lengths), width), generator=generator)
     history = history.masked_fill(torch.arange(width) >= length[:, None], PAD)
     user = torch.randint(0, 2**62, (len(lengths),), generator=generator)
     target = torch.randint(0, items, (len(lengths),), generator=generator)
     repeats = (history == target[:, None]).any(1).long()
-    return {"history": history, "history_length": length, "user": user, "target": target, "repeats": repeats}
+    return {
+        "history": history,
+        "history_length": length,
+        "user": user,
+        "target": target,
+        "repeats": repeats,
+    }
 
 
 def tiger(seed: int = 0) -> Tiger:

@@ -32,9 +32,24 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
     "time.": (Time, ()),
     "labels.NAME.": (Label, ()),
     "history.": (History, ()),
-    "items.": (Section, ("files", "item", "texts", "attributes", "numbers", "folder", "optional", "keep")),
+    "items.": (
+        Section,
+        (
+            "files",
+            "item",
+            "texts",
+            "attributes",
+            "numbers",
+            "folder",
+            "optional",
+            "keep",
+        ),
+    ),
     "users.": (Section, ("files", "user", "attributes")),
-    "as_of.NAME.": (Section, ("files", "item", "user", "time", "numbers", "categories")),
+    "as_of.NAME.": (
+        Section,
+        ("files", "item", "user", "time", "numbers", "categories"),
+    ),
     "prepare.": (PrepareConfig, ()),
     "prepare.split.": (SplitConfig, ()),
 }
@@ -77,8 +92,17 @@ EXAMPLES = {
 }
 """Of each key of KINDS what may be written below `search` or `actions`."""
 
-LEFT_OUT = ("prepare.own", "prepare.ray_data", "prepare.split", "time", "history", "items", "users", "as_of",
-            "actions.counts")  # fmt: skip
+LEFT_OUT = (
+    "prepare.own",
+    "prepare.ray_data",
+    "prepare.split",
+    "time",
+    "history",
+    "items",
+    "users",
+    "as_of",
+    "actions.counts",
+)
 """Fields that are no keys, or sections of their own."""
 
 
@@ -89,8 +113,16 @@ def described(kind: type) -> dict[str, str]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(tree, ast.ClassDef)
         for node, below in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
-                text = ast.literal_eval(below.value) if isinstance(below.value, ast.Constant) else ""
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and isinstance(below, ast.Expr)
+            ):
+                text = (
+                    ast.literal_eval(below.value)
+                    if isinstance(below.value, ast.Constant)
+                    else ""
+                )
                 found[node.target.id] = " ".join(str(text).split())
     return found
 
@@ -99,19 +131,28 @@ def _default(field: Field) -> str:
     """A key's value where it is left out, as it is written in YAML."""
     if field.default is MISSING and field.default_factory is MISSING:
         return "required"
-    value: Any = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+    value: Any = (
+        field.default if field.default is not MISSING else field.default_factory()
+    )  # type: ignore[misc]
     if value is None or value in ("", [], {}):
         return ""
     if isinstance(value, list):
-        value = [int(each) if isinstance(each, float) and each.is_integer() else each for each in value]
+        value = [
+            int(each) if isinstance(each, float) and each.is_integer() else each
+            for each in value
+        ]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def rows(sections: dict[str, tuple[type, tuple[str, ...]]]) -> Iterator[tuple[str, str, str]]:
+def rows(
+    sections: dict[str, tuple[type, tuple[str, ...]]],
+) -> Iterator[tuple[str, str, str]]:
     """Each key with what it is and its default, in the order of the sections."""
     for where, (kind, only) in sections.items():
         texts = described(kind)
-        for field in sorted(fields(kind), key=lambda field: field.kw_only):  # how files are written comes last
+        for field in sorted(
+            fields(kind), key=lambda field: field.kw_only
+        ):  # how files are written comes last
             key = where + field.name
             if key not in LEFT_OUT and (not only or field.name in only):
                 text = re.sub(r"(^|\. )None: ", r"\1By default: ", texts[field.name])
@@ -123,7 +164,9 @@ def table(header: str, found: Iterator[tuple[str, ...]]) -> str:
     lines = [header, "|---" * header.count(" | ") + "|---|"]
     for key, *cells in found:
         lines.append(
-            f"| `{key}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("|  |", "| |")
+            f"| `{key}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace(
+                "|  |", "| |"
+            )
         )
     return "\n".join(lines)
 
@@ -140,7 +183,9 @@ def page(text: str) -> str:
         before, begin, rest = text.partition(first)
         _, end, after = rest.partition(last)
         if not begin or not end:
-            raise ValueError(f"the page has no lines '{first}' and '{last}'; write both where the table belongs")
+            raise ValueError(
+                f"the page has no lines '{first}' and '{last}'; write both where the table belongs"
+            )
         text = f"{before}{first}\n{written}\n{last}{after}"
     return text
 

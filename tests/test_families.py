@@ -32,7 +32,10 @@ def probes(source: str) -> bool:
     return any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and (node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3))
+        and (
+            node.func.id == "hasattr"
+            or (node.func.id == "getattr" and len(node.args) == 3)
+        )
         for node in ast.walk(ast.parse(source))
     )
 
@@ -54,14 +57,32 @@ def test_a_probe_is_seen() -> None:
 
 
 def test_the_command_line_has_the_options_of_all_models() -> None:
-    assert set(OPTIONS) == {name for model in MODELS for name in recommend_options(model)}
-    line = ["--checkpoint", "C", "--tables", "T", "--beam", "5", "--constrained", "false"]
+    assert set(OPTIONS) == {
+        name for model in MODELS for name in recommend_options(model)
+    }
+    line = [
+        "--checkpoint",
+        "C",
+        "--tables",
+        "T",
+        "--beam",
+        "5",
+        "--constrained",
+        "false",
+    ]
     assert parse(Config, line).recommending() == {"beam": 5, "constrained": False}
-    with pytest.raises(UserError, match="--path is 'quick', it must be one of fast, plain"):
+    with pytest.raises(
+        UserError, match="--path is 'quick', it must be one of fast, plain"
+    ):
         parse(Config, ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
 
 
 def test_a_family_says_what_it_does_not_read_of_a_log() -> None:
-    info = {"numbers": ["price"], "categories": [], "labels": {"click": "bool", "like": "bool"}, "behaviour": "click"}
+    info = {
+        "numbers": ["price"],
+        "categories": [],
+        "labels": {"click": "bool", "like": "bool"},
+        "behaviour": "click",
+    }
     assert RETRIEVAL.unread(info) == ["numbers price", "labels like"]
     assert RETRIEVAL.unread({}) == []

@@ -41,7 +41,10 @@ def test_imports_follow_the_flow(path: Path) -> None:
 
 
 def test_a_forbidden_import_is_seen() -> None:
-    assert imports("def f():\n    import ray.data\n    from jobs.cli import main") == {"ray", "jobs"}
+    assert imports("def f():\n    import ray.data\n    from jobs.cli import main") == {
+        "ray",
+        "jobs",
+    }
 
 
 def module_of(path: Path) -> str:
@@ -56,7 +59,9 @@ def imported(path: Path, known: set[str]) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {
+                node.module
+            }
     return found & known
 
 
@@ -80,7 +85,15 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     modules = {module_of(path): path for path in FILES}
-    assert circle({name: imported(path, set(modules)) - {name} for name, path in modules.items()}) == []
+    assert (
+        circle(
+            {
+                name: imported(path, set(modules)) - {name}
+                for name, path in modules.items()
+            }
+        )
+        == []
+    )
 
 
 def test_a_circle_is_seen() -> None:

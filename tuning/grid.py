@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from models import registry
-from models.config import build, check_choices, check_least, hint, naming, read_configs, read_yaml, typed
+from models.config import (
+    build,
+    check_choices,
+    check_least,
+    hint,
+    naming,
+    read_configs,
+    read_yaml,
+    typed,
+)
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError
@@ -79,7 +88,14 @@ class Trial:
 
     def inputs(self, shared: Inputs) -> Inputs:
         """What it works on: its own SIDS or TEXT, or else those of the sweep."""
-        return replace(shared, **{name: self.folders[name] for name in ("sids", "text") if name in self.folders})
+        return replace(
+            shared,
+            **{
+                name: self.folders[name]
+                for name in ("sids", "text")
+                if name in self.folders
+            },
+        )
 
 
 @dataclass
@@ -124,29 +140,51 @@ class Grid:
         check_least(self, ["samples"], 1)
         wanted = "val/" if self.kind == "train" else "test/"
         if not self.metric.startswith(wanted):
-            raise ValueError(f"metric is {self.metric!r}, in a grid of kind {self.kind} it starts with {wanted}")
+            raise ValueError(
+                f"metric is {self.metric!r}, in a grid of kind {self.kind} it starts with {wanted}"
+            )
         if unknown := self.smoke.keys() - set(SMOKE):
-            raise ValueError(f"smoke has the key '{unknown.pop()}'; it takes {', '.join(SMOKE)}")
+            raise ValueError(
+                f"smoke has the key '{unknown.pop()}'; it takes {', '.join(SMOKE)}"
+            )
 
     @property
     def keys(self) -> list[str]:
         """The axes: what differs between trials."""
-        return list(dict.fromkeys([*(key for point in self.points for key in point), *self.axes]))
+        return list(
+            dict.fromkeys(
+                [*(key for point in self.points for key in point), *self.axes]
+            )
+        )
 
     def varied(self, smoke: bool, axes: dict[str, list[Any]] | None = None) -> Grid:
         """The grid with its smoke settings, and with axes that the user gives; any grid can be repeated over seeds."""
         grid = self
         if smoke:
-            nested = {key: {**getattr(self, key), **self.smoke.get(key, {})} for key in ("fixed", "axes")}
+            nested = {
+                key: {**getattr(self, key), **self.smoke.get(key, {})}
+                for key in ("fixed", "axes")
+            }
             grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
         for key in axes or {}:
             if key not in grid.axes and key != SEED:
                 near = hint(key, grid.axes, "it has none")
-                raise UserError(f"the grid {self.name} has no axis '{key}' to give values to; {near}")
+                raise UserError(
+                    f"the grid {self.name} has no axis '{key}' to give values to; {near}"
+                )
         grid = replace(grid, axes={**grid.axes, **(axes or {})})
         if grid.seeds:
-            several = {SEED: list(grid.seeds)} if len(grid.seeds) > 1 and SEED not in grid.axes else {}
-            grid = replace(grid, axes={**grid.axes, **several}, fixed={**grid.fixed, SEED: grid.seeds[0]}, seeds=[])
+            several = (
+                {SEED: list(grid.seeds)}
+                if len(grid.seeds) > 1 and SEED not in grid.axes
+                else {}
+            )
+            grid = replace(
+                grid,
+                axes={**grid.axes, **several},
+                fixed={**grid.fixed, SEED: grid.seeds[0]},
+                seeds=[],
+            )
         return grid
 
     def all_points(self) -> list[Point]:
@@ -165,12 +203,27 @@ class Grid:
                     )
             lists = [self.axes[name] or [] for name in group]
             if len({len(values) for values in lists}) > 1:
-                counts = ", ".join(f"{name} has {len(values)}" for name, values in zip(group, lists, strict=True))
-                raise UserError(f"axes that go together in {self.name} need equally many values, but {counts}")
-            columns.append([dict(zip(group, values, strict=True)) for values in zip(*lists, strict=True)])
+                counts = ", ".join(
+                    f"{name} has {len(values)}"
+                    for name, values in zip(group, lists, strict=True)
+                )
+                raise UserError(
+                    f"axes that go together in {self.name} need equally many values, but {counts}"
+                )
+            columns.append(
+                [
+                    dict(zip(group, values, strict=True))
+                    for values in zip(*lists, strict=True)
+                ]
+            )
         if not columns:
-            raise UserError(f"the grid {self.name} is empty: it has neither axes nor points; add axes to its file")
-        return [{key: v for part in parts for key, v in part.items()} for parts in itertools.product(*columns)]
+            raise UserError(
+                f"the grid {self.name} is empty: it has neither axes nor points; add axes to its file"
+            )
+        return [
+            {key: v for part in parts for key, v in part.items()}
+            for parts in itertools.product(*columns)
+        ]
 
     def trials(self, sets: Point | None = None) -> list[Trial]:
         """The trials, in the grid's order; `sets` are settings of all of them that go over the file's.
@@ -179,20 +232,31 @@ class Grid:
         """
         for key in sets or {}:
             if key in self.keys:
-                raise UserError(f"'{key}' is an axis of the grid {self.name}; give --axes.{key} '[...]' instead")
+                raise UserError(
+                    f"'{key}' is an axis of the grid {self.name}; give --axes.{key} '[...]' instead"
+                )
         files = [self.config] if isinstance(self.config, str) else self.config or []
         base = {**dotted(read_configs(files, EXAMPLE)), **self.fixed, **(sets or {})}
         points = self.all_points()
         if self.samples is not None and self.samples < len(points):
-            points = [points[at] for at in sorted(random.Random(0).sample(range(len(points)), self.samples))]
+            points = [
+                points[at]
+                for at in sorted(
+                    random.Random(0).sample(range(len(points)), self.samples)
+                )
+            ]
         made = [self._trial({**base, **point}, point) for point in points]
         if len({trial.id for trial in made}) < len(made):
             raise UserError(f"the grid {self.name} has a point twice; remove one")
         return made
 
     def _trial(self, settings: Point, point: Point) -> Trial:
-        parts: dict[str, dict[str, Any]] = {"model": {}, "fit": {}} if self.kind == "train" else {"evaluate": {}}
-        places = ("sids", "text") if self.kind == "train" else ("sids", "text", "checkpoint")
+        parts: dict[str, dict[str, Any]] = (
+            {"model": {}, "fit": {}} if self.kind == "train" else {"evaluate": {}}
+        )
+        places = (
+            ("sids", "text") if self.kind == "train" else ("sids", "text", "checkpoint")
+        )
         folders: dict[str, str] = {}
         for key, value in settings.items():
             head, _, tail = key.partition(".")
@@ -202,29 +266,52 @@ class Grid:
                 folders[key] = absolute(value)  # as trials run in other folders
             else:
                 known = ", ".join([*(f"{part}.…" for part in parts), *places])
-                raise UserError(f"the grid {self.name} of kind {self.kind} has no use for '{key}'; it takes {known}")
+                raise UserError(
+                    f"the grid {self.name} of kind {self.kind} has no use for '{key}'; it takes {known}"
+                )
         model, fit = parts.get("model", {}), parts.get("fit", {})
         if self.kind == "train":
             self._check(model, fit)
         elif "checkpoint" not in folders:
-            raise UserError("a grid of kind evaluate needs checkpoints; give --axes.checkpoint '[RUN, ...]'")
+            raise UserError(
+                "a grid of kind evaluate needs checkpoints; give --axes.checkpoint '[RUN, ...]'"
+            )
         id_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
-        return Trial(id_, f"{short(point)}-{id_}", point, model, fit, folders, parts.get("evaluate", {}))
+        return Trial(
+            id_,
+            f"{short(point)}-{id_}",
+            point,
+            model,
+            fit,
+            folders,
+            parts.get("evaluate", {}),
+        )
 
     def _check(self, model: dict[str, Any], fit: dict[str, Any]) -> None:
         """Raises UserError where model or training have no such option or value; makes the model's paths absolute."""
         if "name" not in model:
-            raise UserError(f"the grid {self.name} names no model; give it a config, or fixed.model.name")
+            raise UserError(
+                f"the grid {self.name} names no model; give it a config, or fixed.model.name"
+            )
         config = registry.model_config(str(model["name"]))
-        places, encoders = naming(config, "checkpoint", "folder"), naming(config, "encoder")
+        places, encoders = (
+            naming(config, "checkpoint", "folder"),
+            naming(config, "encoder"),
+        )
         for key, value in model.items():
             if key in places | encoders and isinstance(value, str) and value:
                 model[key] = absolute(value) if key in places else located(value)
         metric = self.metric.removeprefix("val/")
         if fit.setdefault("metric", metric) != metric:
-            raise UserError(f"fit.metric is {fit['metric']}, the grid {self.name} ranks by {self.metric}; leave it out")
+            raise UserError(
+                f"fit.metric is {fit['metric']}, the grid {self.name} ranks by {self.metric}; leave it out"
+            )
         try:
-            model |= typed(config, {key: value for key, value in model.items() if key != "name"}, "model.")
+            model |= typed(
+                config,
+                {key: value for key, value in model.items() if key != "name"},
+                "model.",
+            )
             fit |= typed(FitConfig, fit, "fit.")
         except ValueError as error:
             raise UserError(f"the grid {self.name}: {error}") from error
@@ -234,7 +321,10 @@ def load(path: str) -> Grid:
     """The grid of a YAML file; UserError where it is not one."""
     content = {"name": Path(path).stem, **read_yaml(path, EXAMPLE)}
     named = content.get("config") or []
-    content["config"] = [str(Path(path).parent / name) for name in ([named] if isinstance(named, str) else named)]
+    content["config"] = [
+        str(Path(path).parent / name)
+        for name in ([named] if isinstance(named, str) else named)
+    ]
     try:
         grid: Grid = build(Grid, content)
     except ValueError as error:
@@ -246,7 +336,11 @@ def dotted(content: dict[str, Any]) -> Point:
     """The settings of `model` and `fit` of a config under dotted keys, other parts as they are."""
     flat: Point = {}
     for key, value in content.items():
-        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+        flat |= (
+            {f"{key}.{name}": inner for name, inner in value.items()}
+            if isinstance(value, dict)
+            else {key: value}
+        )
     return flat
 
 
@@ -254,6 +348,8 @@ def short(point: Point) -> str:
     """The values in a few characters that can name a folder, such as `alpha-0.7`."""
     words = []
     for key, value in point.items():
-        shown = Path(value).name if isinstance(value, str) and "/" in value else str(value)
+        shown = (
+            Path(value).name if isinstance(value, str) and "/" in value else str(value)
+        )
         words.append(f"{key.rpartition('.')[2]}-{shown}")
     return re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(words))[:60] or "base"

@@ -21,10 +21,14 @@ class Halving(AsyncHyperBandScheduler):
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_add(tune_controller, named(trial))
 
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+    def on_trial_result(
+        self, tune_controller: Any, trial: Any, result: dict[str, Any]
+    ) -> str:
         return super().on_trial_result(tune_controller, named(trial), result)
 
-    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+    def on_trial_complete(
+        self, tune_controller: Any, trial: Any, result: dict[str, Any]
+    ) -> None:
         super().on_trial_complete(tune_controller, named(trial), result)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
@@ -46,20 +50,31 @@ def make_scheduler(scheduler: Scheduler, max_epochs: int) -> TrialScheduler:
     if scheduler.name == "none":
         return FIFOScheduler()
     return Halving(
-        time_attr=EPOCH, metric=VALUE, mode="max", max_t=max(max_epochs, scheduler.grace),
-        grace_period=scheduler.grace, reduction_factor=scheduler.reduction, stop_last_trials=False,
-    )  # fmt: skip
+        time_attr=EPOCH,
+        metric=VALUE,
+        mode="max",
+        max_t=max(max_epochs, scheduler.grace),
+        grace_period=scheduler.grace,
+        reduction_factor=scheduler.reduction,
+        stop_last_trials=False,
+    )
 
 
-def replay(scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]) -> set[str]:
+def replay(
+    scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]
+) -> set[str]:
     """Tells the scheduler what trials reported before an interruption, (milliseconds, epoch, value, name), in order of
     time; returns the names of those that it stops."""
     stopped = set()
     for name in {name for *_, name in past}:
         scheduler.on_trial_add(None, SimpleNamespace(config={TRIAL: name}))  # type: ignore[arg-type]
     for _, epoch, value, name in sorted(past):
-        trial, told = SimpleNamespace(config={TRIAL: name}), {EPOCH: epoch, VALUE: value}
-        if name not in stopped and scheduler.on_trial_result(None, trial, told) == TrialScheduler.STOP:  # type: ignore[arg-type]
+        if name in stopped:
+            continue
+        trial = SimpleNamespace(config={TRIAL: name})
+        result = {EPOCH: epoch, VALUE: value}
+        decision = scheduler.on_trial_result(None, trial, result)  # type: ignore[arg-type]
+        if decision == TrialScheduler.STOP:
             stopped.add(name)
     return stopped
 

@@ -20,10 +20,18 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
 
-os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # MLflow has the metrics; no files beside it
-os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")  # a stopped trial leaves its process to the next one
-os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")  # it would end a sweep as if it were done
-os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the ledger below says what there is to say
+os.environ.setdefault(
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1"
+)  # MLflow has the metrics; no files beside it
+os.environ.setdefault(
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S", "30"
+)  # a stopped trial leaves its process to the next one
+os.environ.setdefault(
+    "TUNE_DISABLE_SIGINT_HANDLER", "1"
+)  # it would end a sweep as if it were done
+os.environ.setdefault(
+    "RAY_AIR_NEW_OUTPUT", "0"
+)  # the ledger below says what there is to say
 
 import ray
 from pyarrow import fs
@@ -42,14 +50,32 @@ from models.words import number_of
 from pipelines import tracking
 from pipelines.evaluation.ranking import check as check_evaluation
 from pipelines.training.record import read_record
-from pipelines.training.run import check_cluster, dataset_name, held, resources, wants_gpu
+from pipelines.training.run import (
+    check_cluster,
+    dataset_name,
+    held,
+    resources,
+    wants_gpu,
+)
 from pipelines.training.settings import RayOptions, check_name
 from pipelines.training.settings import check as check_training
 from tuning.grid import Grid, Trial
 from tuning.halving import Halving, make_scheduler, name_of, past_reports, replay
-from tuning.trial import EPOCH, ERROR, PATIENCE, TRIAL, VALUE, Plan, is_done, run_trial, stop
+from tuning.trial import (
+    EPOCH,
+    ERROR,
+    PATIENCE,
+    TRIAL,
+    VALUE,
+    Plan,
+    is_done,
+    run_trial,
+    stop,
+)
 
-logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)  # misses the files left out above
+logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(
+    logging.ERROR
+)  # misses the files left out above
 
 
 @dataclass
@@ -120,32 +146,50 @@ class Ledger(Callback):
         """Tune writes its callbacks down, to read them where it resumes, which is not done here."""
         return {**self.__dict__, "say": None}
 
-    def on_trial_result(self, iteration: int, trials: list, trial: Any, result: dict, **info: Any) -> None:
+    def on_trial_result(
+        self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
+    ) -> None:
         if ERROR in result:
             self.errors[name_of(trial)] = result[ERROR]
         elif VALUE in result:
-            self.say(f"  {name_of(trial)}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} {result[VALUE]:.4f}")
+            self.say(
+                f"  {name_of(trial)}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} {result[VALUE]:.4f}"
+            )
 
-    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+    def on_trial_complete(
+        self, iteration: int, trials: list, trial: Any, **info: Any
+    ) -> None:
         one = self.plan.trials[name_of(trial)]
         if one.name not in self.errors:
-            with suppress(UserError, OSError):  # its workers go on, and replace their checkpoints: else at the end
+            with suppress(
+                UserError, OSError
+            ):  # its workers go on, and replace their checkpoints: else at the end
                 stop(one, self.plan)
         self.count(one)
 
-    def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+    def on_trial_error(
+        self, iteration: int, trials: list, trial: Any, **info: Any
+    ) -> None:
         one = self.plan.trials[name_of(trial)]
         lines = str(trial.get_pickled_error() or "").strip().splitlines()
-        self.errors[one.name] = lines[-1].strip() if lines else "the process of the trial was lost"
+        self.errors[one.name] = (
+            lines[-1].strip() if lines else "the process of the trial was lost"
+        )
         self.count(one)
 
     def count(self, trial: Trial) -> None:
         """Says what has become of a trial that ended."""
         self.done += 1
         found = outcome(trial, self.plan, self.errors)
-        value = f"  {self.plan.grid.metric} {found.value:.4f}" if found.value is not None else ""
+        value = (
+            f"  {self.plan.grid.metric} {found.value:.4f}"
+            if found.value is not None
+            else ""
+        )
         why = f": {found.error}" if found.error else ""
-        self.say(f"[{self.done}/{len(self.plan.trials)}] {found.name} {found.status}{value}{why}")
+        self.say(
+            f"[{self.done}/{len(self.plan.trials)}] {found.name} {found.status}{value}{why}"
+        )
 
 
 def sweep(
@@ -173,14 +217,30 @@ def sweep(
     began = time.monotonic()
     check_name(name)
     storage = absolute(storage)
-    workers, test = (1, False) if grid.kind == "evaluate" else (ray_options.num_workers, options.test)
-    threads = ray_options.threads or (0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker)))
+    workers, test = (
+        (1, False)
+        if grid.kind == "evaluate"
+        else (ray_options.num_workers, options.test)
+    )
+    threads = ray_options.threads or (
+        0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker))
+    )
     plan = Plan(
-        grid, {t.name: t for t in trials}, inputs, join(storage, name),
-        tracking.resolve_uri(tracking_uri, storage), replace(ray_options, threads=threads), test, command,
-    )  # fmt: skip
+        grid,
+        {t.name: t for t in trials},
+        inputs,
+        join(storage, name),
+        tracking.resolve_uri(tracking_uri, storage),
+        replace(ray_options, threads=threads),
+        test,
+        command,
+    )
     family, hashes = check(plan)
-    plan = replace(plan, experiment=experiment_of(plan, experiment) or f"{family}/{dataset_name(inputs.tables)}")
+    plan = replace(
+        plan,
+        experiment=experiment_of(plan, experiment)
+        or f"{family}/{dataset_name(inputs.tables)}",
+    )
     pending = [trial for trial in trials if not is_done(trial, plan)]
     tracking.connect(plan.uri)
     with held(storage, name, PATIENCE):
@@ -192,10 +252,14 @@ def sweep(
         plan = replace(plan, parent=run.run_id)
         ledger, results = Ledger(plan, len(trials) - len(pending), say), None
         try:
-            say(f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
-                f"{grid.metric}")  # fmt: skip
+            say(
+                f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
+                f"{grid.metric}"
+            )
             if pending:
-                results = run_pending(plan, pending, options.concurrency, workers, ledger)
+                results = run_pending(
+                    plan, pending, options.concurrency, workers, ledger
+                )
                 for trial in pending:
                     if trial.name not in ledger.errors:
                         stop(trial, plan)
@@ -209,7 +273,9 @@ def sweep(
             tracking.Logger(run).end("FAILED")
             raise
     if left := sum(o.status == "unfinished" for o in found):
-        raise UserError(f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line goes on")
+        raise UserError(
+            f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line goes on"
+        )
     if best is None:
         why = next((f" ({o.name}: {o.error})" for o in found if o.error), "")
         raise UserError(
@@ -227,31 +293,53 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
         own = trial.inputs(plan.inputs)
         if plan.grid.kind == "train":
             checked = check_training(
-                model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray,
-                inputs=own, storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
+                model=trial.model,
+                fit=FitConfig(**trial.fit),
+                ray_options=plan.ray,
+                inputs=own,
+                storage=plan.folder,
+                name=trial.name,
+                tracking_uri=plan.uri,
                 remedy=f"choose another --name, or remove {plan.folder}/{trial.name} to begin this trial anew",
-            )  # fmt: skip
+            )
             family = checked.entry.family.name
             hashes.append(checked.hashes)
             continue
-        options = {key: value for key, value in trial.evaluate.items() if key != "batch_size"}
+        options = {
+            key: value for key, value in trial.evaluate.items() if key != "batch_size"
+        }
         _, about, *_ = check_evaluation(trial.folders["checkpoint"], own, options)
-        known, metric = [*about.metrics, "users_per_s", "peak_memory_mb"], plan.grid.metric.removeprefix("test/")
+        known, metric = (
+            [*about.metrics, "users_per_s", "peak_memory_mb"],
+            plan.grid.metric.removeprefix("test/"),
+        )
         if metric not in known:
-            raise UserError(f"the metric of the grid {plan.grid.name} is {plan.grid.metric}, which is not measured; "
-                            f"{hint(metric, known)}; known are {', '.join(known)}")  # fmt: skip
-        if (noted := read_record(join(plan.folder, trial.name))) and noted.get("evaluate") != trial.evaluate:
-            raise UserError(f"{trial.name} was measured with other options in {plan.folder}; choose another --name")
+            raise UserError(
+                f"the metric of the grid {plan.grid.name} is {plan.grid.metric}, which is not measured; "
+                f"{hint(metric, known)}; known are {', '.join(known)}"
+            )
+        if (noted := read_record(join(plan.folder, trial.name))) and noted.get(
+            "evaluate"
+        ) != trial.evaluate:
+            raise UserError(
+                f"{trial.name} was measured with other options in {plan.folder}; choose another --name"
+            )
         family = registry.find(about.name).family.name
         hashes.append(about.hashes)
-    return family, dict(sorted(set.intersection(*(set(read.items()) for read in hashes))))
+    return family, dict(
+        sorted(set.intersection(*(set(read.items()) for read in hashes)))
+    )
 
 
 def experiment_of(plan: Plan, given: str | None) -> str | None:
     """The experiment that the sweep's trials are in, or for a new one the given one; UserError where it is another one,
     or at another place."""
     noted = [read_record(join(plan.folder, name)) for name in plan.trials]
-    for run in (tracking.RunRef(**record["tracking"]) for record in noted if record and "tracking" in record):
+    for run in (
+        tracking.RunRef(**record["tracking"])
+        for record in noted
+        if record and "tracking" in record
+    ):
         if run.uri != plan.uri or given not in (None, run.experiment):
             raise UserError(
                 f"the trials in {plan.folder} are in the experiment {run.experiment} at {run.uri}, not in "
@@ -262,30 +350,60 @@ def experiment_of(plan: Plan, given: str | None) -> str | None:
     return given
 
 
-def open_run(plan: Plan, hashes: dict[str, str], options: Options, smoke: bool = False) -> tracking.RunRef:
+def open_run(
+    plan: Plan, hashes: dict[str, str], options: Options, smoke: bool = False
+) -> tracking.RunRef:
     """The sweep's MLflow run: that of this folder, or a new one."""
-    key, client, grid = sha256(plan.folder.encode()).hexdigest(), tracking.connect(plan.uri), plan.grid
+    key, client, grid = (
+        sha256(plan.folder.encode()).hexdigest(),
+        tracking.connect(plan.uri),
+        plan.grid,
+    )
     begun = any(read_record(join(plan.folder, name)) for name in plan.trials)
     place = client.get_experiment_by_name(plan.experiment)
-    there = client.search_runs([place.experiment_id], f"tags.`{tracking.KEY_TAG}` = '{key}'") if place else []
+    there = (
+        client.search_runs(
+            [place.experiment_id], f"tags.`{tracking.KEY_TAG}` = '{key}'"
+        )
+        if place
+        else []
+    )
     for found in there:
         if not found.data.params:  # it was being made when the sweep was killed
             client.delete_run(found.info.run_id)
-        elif begun or found.info.status != "FINISHED":  # else the folder of a sweep that ended is gone
+        elif (
+            begun or found.info.status != "FINISHED"
+        ):  # else the folder of a sweep that ended is gone
             run = tracking.RunRef(plan.uri, plan.experiment, found.info.run_id)
             tracking.reopen(run)
             return run
     tags = {
-        tracking.KIND_TAG: "sweep", "sweep.grid": grid.name, "sweep.axes": json.dumps(grid.keys),
-        "sweep.metric": grid.metric, "command": plan.command, "mlflow.source.name": "jobs.sweep",
-        tracking.KEY_TAG: key, tracking.FOLDER_TAG: plan.folder, **({tracking.SMOKE_TAG: "true"} if smoke else {}),
-    }  # fmt: skip
+        tracking.KIND_TAG: "sweep",
+        "sweep.grid": grid.name,
+        "sweep.axes": json.dumps(grid.keys),
+        "sweep.metric": grid.metric,
+        "command": plan.command,
+        "mlflow.source.name": "jobs.sweep",
+        tracking.KEY_TAG: key,
+        tracking.FOLDER_TAG: plan.folder,
+        **({tracking.SMOKE_TAG: "true"} if smoke else {}),
+    }
     config = {
-        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)}, "tables": plan.inputs.tables,
-        "ray": asdict(plan.ray), "options": asdict(options),
-    }  # fmt: skip
+        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)},
+        "tables": plan.inputs.tables,
+        "ray": asdict(plan.ray),
+        "options": asdict(options),
+    }
     storage, _, name = plan.folder.rpartition("/")
-    return tracking.open_run(plan.uri, plan.experiment, name, storage, config=config, hashes=hashes, tags=tags)
+    return tracking.open_run(
+        plan.uri,
+        plan.experiment,
+        name,
+        storage,
+        config=config,
+        hashes=hashes,
+        tags=tags,
+    )
 
 
 def run_pending(
@@ -306,26 +424,42 @@ def run_pending(
     needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()}
     if plan.grid.kind == "evaluate":
         concurrency = 1  # it measures how fast they are
-    if workers > 1:  # a trial only waits for its workers: all CPUs are theirs, and Tune wants trials to need something
+    if (
+        workers > 1
+    ):  # a trial only waits for its workers: all CPUs are theirs, and Tune wants trials to need something
         needs = {"memory": 1}
-        room = min(int(ray.cluster_resources().get(kind, 0) / (need * workers)) for kind, need in each.items() if need)
+        room = min(
+            int(ray.cluster_resources().get(kind, 0) / (need * workers))
+            for kind, need in each.items()
+            if need
+        )
         concurrency = max(1, min(concurrency or room, room))
-    points = [{TRIAL: t.name} | {key: t.point.get(key) for key in plan.grid.keys} for t in pending]
+    points = [
+        {TRIAL: t.name} | {key: t.point.get(key) for key in plan.grid.keys}
+        for t in pending
+    ]
     results = tune.Tuner(
         tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
-        param_space={key: tune.choice([point[key] for point in points]) for key in points[0]},
+        param_space={
+            key: tune.choice([point[key] for point in points]) for key in points[0]
+        },
         tune_config=tune.TuneConfig(
             scheduler=scheduler,
             # one process for many trials, but not where a trial waits for workers, which end with its process
             reuse_actors=plan.grid.kind == "train" and workers == 1,
-            search_alg=BasicVariantGenerator(points, max_concurrent=concurrency), num_samples=len(points),
-            trial_name_creator=name_of, trial_dirname_creator=name_of,
+            search_alg=BasicVariantGenerator(points, max_concurrent=concurrency),
+            num_samples=len(points),
+            trial_name_creator=name_of,
+            trial_dirname_creator=name_of,
         ),
         run_config=tune.RunConfig(
-            name="tune", storage_path=plan.folder, verbose=0, callbacks=[ledger],
+            name="tune",
+            storage_path=plan.folder,
+            verbose=0,
+            callbacks=[ledger],
             failure_config=tune.FailureConfig(max_failures=plan.ray.max_failures),
         ),
-    ).fit()  # fmt: skip
+    ).fit()
     filesystem, path = open_uri(join(plan.folder, "tune"))
     if filesystem.get_file_info(path).type == fs.FileType.Directory:
         filesystem.delete_dir(path)
@@ -336,14 +470,19 @@ def outcome(trial: Trial, plan: Plan, errors: dict[str, str]) -> Outcome:
     """What has become of a trial; `errors` are those of this call."""
     folder = join(plan.folder, trial.name)
     noted = read_record(folder)
-    made = Outcome(trial.id, trial.name, trial.point, "unfinished", error=errors.get(trial.name))
+    made = Outcome(
+        trial.id, trial.name, trial.point, "unfinished", error=errors.get(trial.name)
+    )
     made.run_id = noted["tracking"]["run_id"] if noted and "tracking" in noted else None
     if made.error:
         made.status = "failed"
     elif noted and noted["status"] == "finished":
         made.status = "stopped" if noted.get("stopped") else "finished"
         if plan.grid.kind == "evaluate":
-            made.value, made.checkpoint = noted["values"].get(plan.grid.metric), trial.folders["checkpoint"]
+            made.value, made.checkpoint = (
+                noted["values"].get(plan.grid.metric),
+                trial.folders["checkpoint"],
+            )
         else:
             made.checkpoint, made.epochs = join(folder, BEST), noted["epochs"]
             made.value = checkpoint.read(made.checkpoint).metrics.get(plan.metric)
@@ -354,7 +493,9 @@ def best_of(outcomes: list[Outcome]) -> Outcome | None:
     """The best trial of the settings with the most seeds, and of those with the largest mean over their seeds."""
     seeds: dict[str, list[float]] = {}
     for o in outcomes:
-        seeds.setdefault(tracking.settings_of(o.point), []).extend([] if o.value is None else [o.value])
+        seeds.setdefault(tracking.settings_of(o.point), []).extend(
+            [] if o.value is None else [o.value]
+        )
 
     def rank(one: Outcome) -> tuple[float, ...]:
         values = seeds[tracking.settings_of(one.point)]
@@ -371,14 +512,22 @@ def best_trial(folder: str) -> str:
     filesystem, path = open_uri(place)
     there = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     outcomes = []
-    for name in (info.base_name for info in there if re.search("-[0-9a-f]{8}$", info.base_name)):
+    for name in (
+        info.base_name for info in there if re.search("-[0-9a-f]{8}$", info.base_name)
+    ):
         if not (noted := read_record(join(place, name))) or "config" not in noted:
             continue
         if noted["status"] != "finished":
-            raise UserError(f"the trial {name} of the sweep {folder} is not finished; run the sweep's line again, or "
-                            f"give the folder of another trial")  # fmt: skip
-        value = checkpoint.read(join(place, name, BEST)).metrics[noted["config"]["fit"]["metric"]]
-        outcomes.append(Outcome(name[-8:], name, flattened(noted["config"]), noted["status"], value))
+            raise UserError(
+                f"the trial {name} of the sweep {folder} is not finished; run the sweep's line again, or "
+                f"give the folder of another trial"
+            )
+        value = checkpoint.read(join(place, name, BEST)).metrics[
+            noted["config"]["fit"]["metric"]
+        ]
+        outcomes.append(
+            Outcome(name[-8:], name, flattened(noted["config"]), noted["status"], value)
+        )
     return join(place, best.name) if (best := best_of(outcomes)) else folder
 
 
@@ -386,14 +535,23 @@ def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
     """Tells MLflow what became of the trials, and ends the sweep's run; returns the best trial."""
     tracking.log_yaml(run, asdict(grid), "grid.yaml")
     tracking.log_json(run, [asdict(o) for o in outcomes], "trials.json")
-    logger, best, counts = tracking.Logger(run), best_of(outcomes), Counter(o.status for o in outcomes)
+    logger, best, counts = (
+        tracking.Logger(run),
+        best_of(outcomes),
+        Counter(o.status for o in outcomes),
+    )
     if best and best.run_id and best.value is not None:
         logged = tracking.connect(run.uri).get_run(best.run_id).data.metrics
         names = [name for name in logged if name.startswith(("best/", "test/"))]
-        values = {f"best/{tracking.shown_name(name).removeprefix('best/')}": logged[name] for name in names}
+        values = {
+            f"best/{tracking.shown_name(name).removeprefix('best/')}": logged[name]
+            for name in names
+        }
         logger.update(values | {grid.metric: best.value}, len(outcomes))
         logger.tag(**{"sweep.best": best.run_id})
-    logger.update({f"trials/{status}": count for status, count in counts.items()}, len(outcomes))
+    logger.update(
+        {f"trials/{status}": count for status, count in counts.items()}, len(outcomes)
+    )
     # found by their parent: a trial that was killed may not have noted its run yet
     tracking.end_trials(run, {o.run_id for o in outcomes if o.status == "failed"})
     logger.end("KILLED" if counts["unfinished"] else "FINISHED" if best else "FAILED")

@@ -76,9 +76,12 @@ class Plan:
     def tags(self, trial: Trial) -> dict[str, str]:
         """Tags of the trial's MLflow run."""
         return {
-            tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: trial.id, tracking.POINT_TAG: json.dumps(trial.point),
-            "command": self.command, "mlflow.source.name": "jobs.sweep",
-        }  # fmt: skip
+            tracking.KIND_TAG: "trial",
+            tracking.TRIAL_TAG: trial.id,
+            tracking.POINT_TAG: json.dumps(trial.point),
+            "command": self.command,
+            "mlflow.source.name": "jobs.sweep",
+        }
 
 
 def run_trial(config: dict[str, Any], plan: Plan) -> None:
@@ -99,19 +102,34 @@ def fit(trial: Trial, plan: Plan) -> None:
 
     def heard(about: checkpoint.Checkpoint) -> None:
         if plan.metric in about.metrics:
-            tune.report({EPOCH: about.epoch, VALUE: about.metrics[plan.metric], **about.metrics})
+            tune.report(
+                {EPOCH: about.epoch, VALUE: about.metrics[plan.metric], **about.metrics}
+            )
 
     trained = train(
-        model=trial.model, fit=FitConfig(**trial.fit), ray_options=plan.ray,
-        inputs=trial.inputs(plan.inputs), storage=plan.folder, name=trial.name, tracking_uri=plan.uri,
-        experiment=plan.experiment, parent_run=plan.parent, log_model=False, say=quiet, tags=plan.tags(trial),
-        heard=heard, callbacks=[ToTune(plan.metric)] if plan.ray.num_workers > 1 else (), wait=PATIENCE,
-    )  # fmt: skip
+        model=trial.model,
+        fit=FitConfig(**trial.fit),
+        ray_options=plan.ray,
+        inputs=trial.inputs(plan.inputs),
+        storage=plan.folder,
+        name=trial.name,
+        tracking_uri=plan.uri,
+        experiment=plan.experiment,
+        parent_run=plan.parent,
+        log_model=False,
+        say=quiet,
+        tags=plan.tags(trial),
+        heard=heard,
+        callbacks=[ToTune(plan.metric)] if plan.ray.num_workers > 1 else (),
+        wait=PATIENCE,
+    )
     if not is_done(trial, plan):
         result, about = evaluate(
-            trained.checkpoint, trial.inputs(plan.inputs), device=plan.device,
+            trained.checkpoint,
+            trial.inputs(plan.inputs),
+            device=plan.device,
             batch_size=FitConfig(**trial.fit).eval_batch_size,
-        )  # fmt: skip
+        )
         record(result, about)
 
 
@@ -122,10 +140,14 @@ class ToTune(TuneReportCallback):
         super().__init__()
         self.metric = metric
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         """`metrics` of the workers by rank, which all say the same."""
         if self.metric in metrics[0]:
-            super().after_report(run_context, [{**metrics[0], VALUE: metrics[0][self.metric]}], None)
+            super().after_report(
+                run_context, [{**metrics[0], VALUE: metrics[0][self.metric]}], None
+            )
 
 
 def measure(trial: Trial, plan: Plan) -> None:
@@ -135,15 +157,33 @@ def measure(trial: Trial, plan: Plan) -> None:
     batch_size = int(options.pop("batch_size", 256))
     torch.set_num_threads(threads_per_worker(plan.ray.threads, 1))
     result, about = evaluate(
-        trial.folders["checkpoint"], trial.inputs(plan.inputs), batch_size=batch_size, options=options,
+        trial.folders["checkpoint"],
+        trial.inputs(plan.inputs),
+        batch_size=batch_size,
+        options=options,
         device=plan.device,
-    )  # fmt: skip
-    config = {"model": about.model, "fit": about.fit, "evaluate": result.options, "checkpoint": result.checkpoint}
+    )
+    config = {
+        "model": about.model,
+        "fit": about.fit,
+        "evaluate": result.options,
+        "checkpoint": result.checkpoint,
+    }
     run = tracking.open_run(
-        plan.uri, plan.experiment, trial.name, plan.folder, config=config, hashes=about.hashes,
-        parent=plan.parent, tags=plan.tags(trial),
-    )  # fmt: skip
-    peak = torch.cuda.max_memory_allocated() / 2**20 if plan.device == "cuda" else resident_peak_mb()
+        plan.uri,
+        plan.experiment,
+        trial.name,
+        plan.folder,
+        config=config,
+        hashes=about.hashes,
+        parent=plan.parent,
+        tags=plan.tags(trial),
+    )
+    peak = (
+        torch.cuda.max_memory_allocated() / 2**20
+        if plan.device == "cuda"
+        else resident_peak_mb()
+    )
     values = {f"test/{name}": value for name, value in result.metrics.items()}
     values |= {
         "test/users_per_s": result.users_per_s,
@@ -153,10 +193,17 @@ def measure(trial: Trial, plan: Plan) -> None:
     }
     logger = tracking.Logger(run)
     logger.update(values, about.step)
-    logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})  # students find their teacher
+    logger.tag(
+        **{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)}
+    )  # students find their teacher
     tracking.log_json(run, asdict(result), "evaluation-test.json")
     logger.end()
-    noted = {"status": "finished", "tracking": run.to_dict(), "evaluate": trial.evaluate, "values": values}
+    noted = {
+        "status": "finished",
+        "tracking": run.to_dict(),
+        "evaluate": trial.evaluate,
+        "values": values,
+    }
     write_record(folder, noted)
     tune.report({EPOCH: 1, VALUE: values.get(plan.metric, math.nan), **values})
 
@@ -176,13 +223,17 @@ def is_done(trial: Trial, plan: Plan) -> bool:
         return False
     if noted.get("stopped"):
         return True
-    if plan.grid.kind == "train" and is_longer(noted, {"fit": asdict(FitConfig(**trial.fit))}):
+    if plan.grid.kind == "train" and is_longer(
+        noted, {"fit": asdict(FitConfig(**trial.fit))}
+    ):
         return False
     if not plan.test:
         return True
     run = tracking.RunRef(**noted["tracking"])
     measured = tracking.connect(run.uri).get_run(run.run_id).data
-    return "test/examples" in measured.metrics and bool(measured.tags.get(tracking.WEIGHTS_TAG))
+    return "test/examples" in measured.metrics and bool(
+        measured.tags.get(tracking.WEIGHTS_TAG)
+    )
 
 
 def quiet(line: str) -> None:

@@ -69,7 +69,9 @@ class ActionsConfig(LabelOptions):
         sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width id_buckets"
         check_positive(self, sizes.split())
         check_choices(self)
-        check_dropout(self, "dropout", "category_dropout", "id_dropout", "window_overlap")
+        check_dropout(
+            self, "dropout", "category_dropout", "id_dropout", "window_overlap"
+        )
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads {self.num_heads}; change either "
@@ -79,7 +81,12 @@ class ActionsConfig(LabelOptions):
 
 def projection(inputs: int, width: int) -> nn.Sequential:
     """A projection network; the norm puts items and actions on one scale, so that lambda = 1 means as much of each."""
-    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width))
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.GELU(),
+        nn.Linear(width, width),
+        nn.LayerNorm(width),
+    )
 
 
 class ItemNetwork(Tables):
@@ -101,43 +108,80 @@ class ItemNetwork(Tables):
         self.id_dropout, self.has_ids = config.id_dropout, config.item_ids != "none"
         for name in CONTENT:
             table = getattr(catalogue, name)
-            self.register_buffer(name, table.clone().view(items, table.numel() // items), persistent=name != "text")
+            self.register_buffer(
+                name,
+                table.clone().view(items, table.numel() // items),
+                persistent=name != "text",
+            )
         sizes = [self.buckets or items] if self.has_ids else []
         sizes += [int(column.max()) + 1 for column in self.categories.T]
         sizes += [len(values) + 1 for values in catalogue.viewers.values()]
         self.viewers = len(catalogue.viewers)
         self.tables = nn.ModuleList(
-            nn.Embedding.from_pretrained(torch.randn(size, width) * width**-0.5, freeze=False) for size in sizes
+            nn.Embedding.from_pretrained(
+                torch.randn(size, width) * width**-0.5, freeze=False
+            )
+            for size in sizes
         )
-        of_items = list(catalogue.attributes.categories.values()) or [None] * self.categories.shape[1]
-        of_items = [None if values is None else values.to_pylist() for values in of_items]
+        of_items = (
+            list(catalogue.attributes.categories.values())
+            or [None] * self.categories.shape[1]
+        )
+        of_items = [
+            None if values is None else values.to_pylist() for values in of_items
+        ]
         self.names = [*[None] * self.has_ids, *of_items, *catalogue.viewers.values()]
         for place in range(self.categories.shape[1]):
-            nn.init.zeros_(cast(nn.Embedding, self.tables[self.has_ids + place]).weight[0])
+            nn.init.zeros_(
+                cast(nn.Embedding, self.tables[self.has_ids + place]).weight[0]
+            )
         if self.has_ids and self.id_dropout:
             nn.init.zeros_(cast(nn.Embedding, self.tables[0]).weight)
         # normalised vectors of W numbers are small beside features
         self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
-        self.of_text = nn.Linear(self.text.shape[1], width) if self.text.numel() else None
-        self.own = OwnInputs(catalogue.own, width, config.category_dropout) if catalogue.own.names else None
-        wide = len(sizes) * width + self.numbers.shape[1] + (len(self.own.columns) if self.own else 0)
+        self.of_text = (
+            nn.Linear(self.text.shape[1], width) if self.text.numel() else None
+        )
+        self.own = (
+            OwnInputs(catalogue.own, width, config.category_dropout)
+            if catalogue.own.names
+            else None
+        )
+        wide = (
+            len(sizes) * width
+            + self.numbers.shape[1]
+            + (len(self.own.columns) if self.own else 0)
+        )
         wide += width if self.of_text else 0
         self.project = projection(wide, width)
 
     def forward(
-        self, item: Tensor, viewer: Tensor | None = None, own: Tensor | None = None,
+        self,
+        item: Tensor,
+        viewer: Tensor | None = None,
+        own: Tensor | None = None,
         new: dict[str, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """(..., D) of `item` (...) and `viewer` (..., V), both int64, and `own` (..., X + G); without `viewer` nothing
         is known of it. `new` (n, ...) by name is the content of items from I on."""
         viewer = item.new_zeros(*item.shape, self.viewers) if viewer is None else viewer
-        keys = [self.hashed(item if new is None else item.clamp(max=len(self.numbers) - 1))] if self.has_ids else []
+        keys = (
+            [
+                self.hashed(
+                    item if new is None else item.clamp(max=len(self.numbers) - 1)
+                )
+            ]
+            if self.has_ids
+            else []
+        )
         keys += [*self.content("categories", item, new).unbind(-1), *viewer.unbind(-1)]
         parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
         if self.has_ids and new is not None:
             parts[0] = parts[0] * (item < len(self.numbers)).unsqueeze(-1)
         if self.has_ids and self.id_dropout and self.training:
-            parts[0] = parts[0] * (torch.rand(item.shape, device=item.device) >= self.id_dropout).unsqueeze(-1)
+            parts[0] = parts[0] * (
+                torch.rand(item.shape, device=item.device) >= self.id_dropout
+            ).unsqueeze(-1)
         parts.append(self.content("numbers", item, new))
         if self.of_text is not None:
             parts.append(self.of_text(self.gain * self.content("text", item, new)))
@@ -175,7 +219,11 @@ class ActionsModel(nn.Module):
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__()
-        self.config, self.labels, self.train_rates = config, catalogue.labels, catalogue.train_rates
+        self.config, self.labels, self.train_rates = (
+            config,
+            catalogue.labels,
+            catalogue.train_rates,
+        )
         self.weights = weights_of(self.labels, config.label_weights)
         self.masks = mask_places(self.labels, config.label_masks)
         self.correction = config.correction
@@ -183,23 +231,39 @@ class ActionsModel(nn.Module):
         self.actions = projection(len(catalogue.actions), config.width)
         self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
         self.head = MMoE(
-            self.states_width * config.width + len(catalogue.features), len(catalogue.labels), experts=config.experts,
-            expert_width=config.expert_width, tower_width=config.tower_width, dropout=config.dropout,
-        )  # fmt: skip
+            self.states_width * config.width + len(catalogue.features),
+            len(catalogue.labels),
+            experts=config.experts,
+            expert_width=config.expert_width,
+            tower_width=config.tower_width,
+            dropout=config.dropout,
+        )
         if self.train_rates:  # a model starts by predicting each task's rate: at a normalised entropy of 1
             with torch.no_grad():
-                self.head.bias.copy_(torch.tensor(self.train_rates).logit(eps=1e-4) - config.correction)
+                self.head.bias.copy_(
+                    torch.tensor(self.train_rates).logit(eps=1e-4) - config.correction
+                )
 
     def blocks(self, *, strict: bool) -> nn.ModuleList:
         c = self.config
         return nn.ModuleList(
-            CausalBlock(c.width, c.num_heads, c.ffn, c.dropout, strict=strict) for _ in range(c.num_layers)
+            CausalBlock(c.width, c.num_heads, c.ffn, c.dropout, strict=strict)
+            for _ in range(c.num_layers)
         )
 
     def layout(self, batch: Batch) -> Layout:
         """What each event of the batch reads, for a model with `tokens` positions to an event of the context."""
-        context, width = batch["item"].shape[1], self.config.width // self.config.num_heads
-        return Layout.of(earlier(batch), context, width, tied="untied" not in batch, tokens=self.tokens)
+        context, width = (
+            batch["item"].shape[1],
+            self.config.width // self.config.num_heads,
+        )
+        return Layout.of(
+            earlier(batch),
+            context,
+            width,
+            tied="untied" not in batch,
+            tokens=self.tokens,
+        )
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         """(B, L, S) states of context events, then candidates, from `items` (B, L, D) and the context's `actions`
@@ -213,11 +277,16 @@ class ActionsModel(nn.Module):
         items = self.items(*shown, new=new_items(batch))
         states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
         states = states if history else states[:, batch["item"].shape[1] :]
-        return self.head(torch.cat([states, self.features(joined(batch, "feature", history))], 2))
+        return self.head(
+            torch.cat([states, self.features(joined(batch, "feature", history))], 2)
+        )
 
     def score(self, batch: Batch) -> Tensor:
         """(N, K) logits of the N candidates of all users, row by row, padding left out."""
-        return self.logits(batch, history=False)[batch["candidate_valid"]] + self.correction
+        return (
+            self.logits(batch, history=False)[batch["candidate_valid"]]
+            + self.correction
+        )
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """`loss`: per task the mean binary cross-entropy over events that are learned from, summed over tasks;
@@ -227,11 +296,19 @@ class ActionsModel(nn.Module):
         if history:
             learned = torch.cat([batch["learn"], learned], 1)
         logits, label = (
-            x.flatten(0, 1) for x in (self.logits(batch, history=history), joined(batch, "label", history))
+            x.flatten(0, 1)
+            for x in (
+                self.logits(batch, history=history),
+                joined(batch, "label", history),
+            )
         )
-        kept = learned.flatten()[:, None].expand_as(label)  # no selection, for whose size a GPU would have to wait
+        kept = learned.flatten()[:, None].expand_as(
+            label
+        )  # no selection, for whose size a GPU would have to wait
         some = drawn(label, self.masks, self.config.negative_rate)
-        loss = label_loss(logits, label, self.weights, kept if some is None else kept & some)
+        loss = label_loss(
+            logits, label, self.weights, kept if some is None else kept & some
+        )
         events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)
         return {"loss": loss, "padding": 1 - events.float().mean()}
 
@@ -253,9 +330,17 @@ CONTENT = ("numbers", "categories", "text")
 
 def new_items(batch: Batch) -> dict[str, Tensor] | None:
     """What a served request brings of items that are not in the catalogue."""
-    return {name: batch[f"new_{name}"] for name in CONTENT} if "new_numbers" in batch else None
+    return (
+        {name: batch[f"new_{name}"] for name in CONTENT}
+        if "new_numbers" in batch
+        else None
+    )
 
 
 def joined(batch: Batch, name: str, history: bool) -> Tensor:
     """(B, L, ...) of context and candidates, or (B, C, ...) of candidates."""
-    return torch.cat([batch[name], batch[f"candidate_{name}"]], 1) if history else batch[f"candidate_{name}"]
+    return (
+        torch.cat([batch[name], batch[f"candidate_{name}"]], 1)
+        if history
+        else batch[f"candidate_{name}"]
+    )

@@ -70,17 +70,34 @@ class Attributes:
     @classmethod
     def of(cls, items: pa.Table, scales: Mapping[str, Any] | None = None) -> Self:
         """Those of the columns `num_*` and `cat_*`, of numbers those that a checkpoint's `scales` have."""
-        numbers = {name: spread(values(items[name])) for name in items.column_names if name.startswith(NUMBER)}
-        numbers |= {name: tuple(scale) for name, scale in (scales or {}).get("numbers", {}).items() if name in numbers}
-        categories = {name: known(items[name]) for name in items.column_names if name.startswith(CATEGORY)}
+        numbers = {
+            name: spread(values(items[name]))
+            for name in items.column_names
+            if name.startswith(NUMBER)
+        }
+        numbers |= {
+            name: tuple(scale)
+            for name, scale in (scales or {}).get("numbers", {}).items()
+            if name in numbers
+        }
+        categories = {
+            name: known(items[name])
+            for name in items.column_names
+            if name.startswith(CATEGORY)
+        }
         return cls(numbers, categories)
 
     def read(self, items: pa.Table) -> tuple[Tensor, Tensor]:
         """(n, X) float32, standardised over the catalogue, 0 where there is none; (n, G) int64."""
-        numbers, categories = np.zeros((len(items), len(self.numbers))), np.zeros((len(items), len(self.categories)))
+        numbers, categories = (
+            np.zeros((len(items), len(self.numbers))),
+            np.zeros((len(items), len(self.categories))),
+        )
         for place, (name, (mean, deviation)) in enumerate(self.numbers.items()):
             if deviation > 1e-9:
-                numbers[:, place] = np.nan_to_num((values(items[name]) - mean) / deviation)
+                numbers[:, place] = np.nan_to_num(
+                    (values(items[name]) - mean) / deviation
+                )
         for place, (name, there) in enumerate(self.categories.items()):
             found = pc.fill_null(pc.index_in(items[name].cast(pa.string()), there), -1)
             categories[:, place] = found.to_numpy() + 1
@@ -94,7 +111,11 @@ def values(column: pa.ChunkedArray) -> NDArray[np.float64]:
 
 def spread(numbers: NDArray[np.float64]) -> tuple[float, float]:
     """Mean and standard deviation of those that are there; 0 and 0 of none."""
-    return (float(np.nanmean(numbers)), float(np.nanstd(numbers))) if np.isfinite(numbers).any() else (0.0, 0.0)
+    return (
+        (float(np.nanmean(numbers)), float(np.nanstd(numbers)))
+        if np.isfinite(numbers).any()
+        else (0.0, 0.0)
+    )
 
 
 def known(column: pa.ChunkedArray) -> pa.Array:
@@ -122,7 +143,9 @@ class ActionsCatalogue:
     """(F,) standard deviation over training events; 1 for a constant."""
     numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(I, X) float32 attributes of items, or empty."""
-    categories: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    categories: Tensor = field(
+        default_factory=lambda: torch.zeros(0, dtype=torch.int64)
+    )
     """(I, G) int64 attributes of items such as author or type, each dense from 0; or empty."""
     attributes: Attributes = field(default_factory=Attributes)
     """What numbers and categories say of an item, for items that are not among the I."""
@@ -147,10 +170,19 @@ class ActionsCatalogue:
     def scales(self) -> dict[str, Any]:
         """What a checkpoint keeps of how items' and events' numbers and texts are read."""
         own = [asdict(number) for number in self.own.numbers]
-        return {"numbers": self.attributes.numbers, "own": own, "text_size": self.text_size}
+        return {
+            "numbers": self.attributes.numbers,
+            "own": own,
+            "text_size": self.text_size,
+        }
 
     @classmethod
-    def load(cls, tables: str, text: str | None = None, scales: Mapping[str, Any] | None = None) -> Self:
+    def load(
+        cls,
+        tables: str,
+        text: str | None = None,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Self:
         """Reads what jobs.prepare made at `tables` from a source of kind `actions`, and with `text` the items' text
         that jobs.encode made there; `scales` are those of a checkpoint.
 
@@ -167,7 +199,12 @@ class ActionsCatalogue:
         attributes, vectors = Attributes.of(items, scales), torch.zeros(0)
         numbers, categories = attributes.read(items)
         if text is not None:
-            vectors = vectors_of(read_table(join(text, "items")), "embedding", len(items), join(text, "items"))
+            vectors = vectors_of(
+                read_table(join(text, "items")),
+                "embedding",
+                len(items),
+                join(text, "items"),
+            )
         return cls(
             num_items=len(items),
             actions=tuple(info["actions"]),
@@ -182,7 +219,9 @@ class ActionsCatalogue:
             text_size=scales.get("text_size", 0.0),
             viewers=info.get("viewers", {}),
             own=OwnFeatures.of(info, scales),
-            train_rates=tuple(float(info["base_rates"][task]) for task in info["tasks"]),
+            train_rates=tuple(
+                float(info["base_rates"][task]) for task in info["tasks"]
+            ),
             hashes=hashes,
         )
 
@@ -191,7 +230,9 @@ def earlier(batch: Batch) -> Tensor:
     """(B, T + C) int64: how many context events are strictly earlier than each context event and each candidate, by
     timestamp; these are the row's first ones."""
     last = torch.iinfo(torch.int64).max
-    known = batch["time"].masked_fill(~batch["valid"], last)  # ascending, padding included
+    known = batch["time"].masked_fill(
+        ~batch["valid"], last
+    )  # ascending, padding included
     return torch.searchsorted(known, torch.cat([known, batch["candidate_time"]], 1))
 
 

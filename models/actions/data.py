@@ -28,7 +28,16 @@ from models.actions.batch import any_tied
 from models.examples import Sharded
 from models.gpu.graphs import rung
 from models.own_features import OwnFeatures
-from models.shares import Shard, Share, compact, equal_parts, joined, runs, spans, starts
+from models.shares import (
+    Shard,
+    Share,
+    compact,
+    equal_parts,
+    joined,
+    runs,
+    spans,
+    starts,
+)
 from models.tables import Manifest, sequences_manifest
 
 JITTER = 1.1
@@ -94,30 +103,57 @@ class ActionsExamples(Sharded):
         carried = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
         carried += OwnFeatures.of(manifest.info).names
         vectors = ("actions", "tasks", "features")
-        return manifest, ["item_index", "timestamp_ms", *carried, *vectors, "train_end", "val_end"]
+        return manifest, [
+            "item_index",
+            "timestamp_ms",
+            *carried,
+            *vectors,
+            "train_end",
+            "val_end",
+        ]
 
     @classmethod
     def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, Any]:
-        widths = {name: len(manifest.info[name]) for name in ("actions", "tasks", "features")}
-        lengths = pc.list_value_length(table["item_index"].combine_chunks()).to_numpy().astype(np.int64)
-        ends = {name: table[f"{name}_end"].to_numpy().astype(np.int64) for name in ("train", "val")}
-        events = read_part(table, widths, manifest.info.get("viewers", {}), OwnFeatures.of(manifest.info))
+        widths = {
+            name: len(manifest.info[name]) for name in ("actions", "tasks", "features")
+        }
+        lengths = (
+            pc.list_value_length(table["item_index"].combine_chunks())
+            .to_numpy()
+            .astype(np.int64)
+        )
+        ends = {
+            name: table[f"{name}_end"].to_numpy().astype(np.int64)
+            for name in ("train", "val")
+        }
+        events = read_part(
+            table,
+            widths,
+            manifest.info.get("viewers", {}),
+            OwnFeatures.of(manifest.info),
+        )
         return {"events": events, "lengths": lengths, "ends": ends | {"test": lengths}}
 
     def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
         lengths, ends = part["lengths"], part["ends"]
         begin, context, candidates, shared, owner = self._windows(ends)
-        if self.split == "train" and self.since:  # of a row learn the new events, unless all are to be
+        if (
+            self.split == "train" and self.since
+        ):  # of a row learn the new events, unless all are to be
             time, at = part["events"]["time"], starts(lengths)[owner] + begin
             old = np.append(0, np.cumsum(time < self.since))
             known = np.maximum(shared, old[at + context] - old[at])
             again = self.left(np.full(len(owner), self.since - 1), first_user)
             shared = np.where(again, shared, known)
             some = np.flatnonzero(shared < context)
-            begin, context, candidates, shared, owner = (x[some] for x in (begin, context, candidates, shared, owner))
+            begin, context, candidates, shared, owner = (
+                x[some] for x in (begin, context, candidates, shared, owner)
+            )
         users, local, low, count = spans(owner, begin, begin + context + candidates)
         kept = runs(starts(lengths)[users] + low, count)
-        self._events.append({name: value[kept] for name, value in part["events"].items()})
+        self._events.append(
+            {name: value[kept] for name, value in part["events"].items()}
+        )
         self._rows.append(
             {
                 "begin": self._held + (starts(count) - low)[local] + begin,
@@ -136,24 +172,50 @@ class ActionsExamples(Sharded):
         del self._events, self._rows
 
     @classmethod
-    def of(cls, events: dict[str, NDArray], context: NDArray, candidates: NDArray) -> Self:
+    def of(
+        cls, events: dict[str, NDArray], context: NDArray, candidates: NDArray
+    ) -> Self:
         """Requests in memory: of each the `context` (B,) events before it and then its `candidates` (B,), end to end
         in `events` as `read_part` gives them."""
         sizes = context + candidates
-        self = cls.in_memory("test", "user", max(1, int(context.max(initial=1))), len(sizes))
-        self._take(dict(events), starts(sizes), context, candidates, context, np.arange(len(sizes)))
+        self = cls.in_memory(
+            "test", "user", max(1, int(context.max(initial=1))), len(sizes)
+        )
+        self._take(
+            dict(events),
+            starts(sizes),
+            context,
+            candidates,
+            context,
+            np.arange(len(sizes)),
+        )
         return self
 
     def _take(
-        self, events: dict[str, NDArray], begin: NDArray, context: NDArray, candidates: NDArray, shared: NDArray,
+        self,
+        events: dict[str, NDArray],
+        begin: NDArray,
+        context: NDArray,
+        candidates: NDArray,
+        shared: NDArray,
         user: NDArray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Takes `events` over; one column at a time is there twice."""
         self.events = events
-        for name in list(events):  # padding is gathered from an event of zeros behind the last one
+        for name in list(
+            events
+        ):  # padding is gathered from an event of zeros behind the last one
             values = events.pop(name)
-            events[name] = np.concatenate([values, np.zeros((1, *values.shape[1:]), values.dtype)])
-        self.begin, self.context, self.candidates, self.shared, self.user = begin, context, candidates, shared, user
+            events[name] = np.concatenate(
+                [values, np.zeros((1, *values.shape[1:]), values.dtype)]
+            )
+        self.begin, self.context, self.candidates, self.shared, self.user = (
+            begin,
+            context,
+            candidates,
+            shared,
+            user,
+        )
         self.lengths = self.context + self.candidates
 
     def _windows(self, ends: dict[str, NDArray]) -> tuple[NDArray, ...]:
@@ -163,49 +225,89 @@ class ActionsExamples(Sharded):
         `ends` has, by split, how many events of each user are in it or before it."""
         known = ends[self.split]
         if self.split == "train":
-            stride = max(1, self.max_history - int(self.window_overlap * self.max_history))
-            windows = np.where(known > 0, 1 - (-np.maximum(known - self.max_history, 0) // stride), 0)
+            stride = max(
+                1, self.max_history - int(self.window_overlap * self.max_history)
+            )
+            windows = np.where(
+                known > 0, 1 - (-np.maximum(known - self.max_history, 0) // stride), 0
+            )
             owner = np.repeat(np.arange(len(known)), windows)
             place = np.arange(len(owner)) - np.repeat(starts(windows), windows)
             end = known[owner] - (windows[owner] - 1 - place) * stride
             begin = np.maximum(end - self.max_history, 0)
-            return begin, end - begin, np.zeros_like(end), np.where(place > 0, end - begin - stride, 0), owner
+            return (
+                begin,
+                end - begin,
+                np.zeros_like(end),
+                np.where(place > 0, end - begin - stride, 0),
+                owner,
+            )
         past = ends["train" if self.split == "val" else "val"]
         owner = np.flatnonzero(known > past)
         begin = np.maximum(past[owner] - self.max_history, 0)
-        return begin, past[owner] - begin, (known - past)[owner], past[owner] - begin, owner
+        return (
+            begin,
+            past[owner] - begin,
+            (known - past)[owner],
+            past[owner] - begin,
+            owner,
+        )
 
     def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.user[rows]
 
     def _arrange(
-        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+        self,
+        rows: NDArray[np.int64],
+        shard: int,
+        batch_size: int,
+        steps: int,
+        rng: np.random.Generator,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """By length times a random factor, in steps of equally many events and `batch_size` rows in the mean."""
         order = rows[rng.permutation(len(rows))]
-        order = order[np.argsort(self.lengths[order] * rng.uniform(1, JITTER, len(order)), kind="stable")]
+        order = order[
+            np.argsort(
+                self.lengths[order] * rng.uniform(1, JITTER, len(order)), kind="stable"
+            )
+        ]
         return order, equal_parts(self.lengths[order], steps)
 
-    def drawn(self, rows: NDArray[np.int64], places: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    def drawn(
+        self,
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        rng: np.random.Generator,
+    ) -> NDArray[np.int64]:
         """Of unit `cut` (B, 2): row, size of the context."""
         if self.unit != "cut":
             return rows
         share = (rng.random() + places * GOLDEN) % 1
         shared = self.shared[rows]
-        return np.stack([rows, shared + (share * (self.lengths[rows] - shared)).astype(np.int64)], 1)
+        return np.stack(
+            [rows, shared + (share * (self.lengths[rows] - shared)).astype(np.int64)], 1
+        )
 
     def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Contexts within a factor of two together, and of those like numbers of candidates."""
         octave = np.log2(self.context[rows] + 1).astype(np.int64)
         return rows[np.lexsort((self.context[rows], self.candidates[rows], octave))]
 
-    def bounded(self, order: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
+    def bounded(
+        self, order: NDArray[np.int64], batch_size: int
+    ) -> Iterator[NDArray[np.int64]]:
         """The rows of `order` in batches of at most `batch_size` rows and, unless of one row, MOST_PAIRS."""
         first, longest, most = 0, 1, 0
         for i, row in enumerate(order):
-            context, candidates = max(1, int(self.context[row])), int(self.candidates[row])
+            context, candidates = (
+                max(1, int(self.context[row])),
+                int(self.candidates[row]),
+            )
             longest, most = max(longest, context), max(most, candidates)
-            if i > first and (i - first == batch_size or (i - first + 1) * most * (longest + 1) > MOST_PAIRS):
+            if i > first and (
+                i - first == batch_size
+                or (i - first + 1) * most * (longest + 1) > MOST_PAIRS
+            ):
                 yield order[first:i]
                 first, longest, most = i, context, candidates
         if len(order):
@@ -213,17 +315,23 @@ class ActionsExamples(Sharded):
 
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """The rows as the tensors of `models/actions/batch.py`; and `user_row` (B,), the row in the table."""
-        row, context = (rows[:, 0], rows[:, 1]) if rows.ndim == 2 else (rows, self.context[rows])
+        row, context = (
+            (rows[:, 0], rows[:, 1]) if rows.ndim == 2 else (rows, self.context[rows])
+        )
         candidates = self.lengths[row] - context
         batch = {"user_row": torch.from_numpy(self.user[row])}
         past, batch["valid"] = padded(self.begin[row], context, 1)
-        asked, batch["candidate_valid"] = padded(self.begin[row] + context, candidates, 0)
+        asked, batch["candidate_valid"] = padded(
+            self.begin[row] + context, candidates, 0
+        )
         for name, values in self.events.items():
             for prefix, index in (("", past), ("candidate_", asked)):
                 if prefix + name != "candidate_action":
                     found = torch.from_numpy(values[index])
                     batch[prefix + name] = found.to(KINDS.get(name, torch.float32))
-        batch["learn"] = batch["valid"] & torch.from_numpy(np.arange(past.shape[1]) >= self.shared[row, None])
+        batch["learn"] = batch["valid"] & torch.from_numpy(
+            np.arange(past.shape[1]) >= self.shared[row, None]
+        )
         if not any_tied(batch):
             batch["untied"] = torch.zeros(0)
         return batch
@@ -254,14 +362,19 @@ class ActionsExamples(Sharded):
             beside = () if value.ndim == 1 else (0, wide[name.startswith("candidate_")])
             return functional.pad(value, (*(0, 0) * (value.ndim - 2), *beside, 0, more))
 
-        return {name: value if name == "untied" else padded(name, value) for name, value in batch.items()}
+        return {
+            name: value if name == "untied" else padded(name, value)
+            for name, value in batch.items()
+        }
 
 
 KINDS = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 """Types of a batch's tensors that are not float32."""
 
 
-def padded(begin: NDArray, count: NDArray, least: int) -> tuple[NDArray[np.int64], Tensor]:
+def padded(
+    begin: NDArray, count: NDArray, least: int
+) -> tuple[NDArray[np.int64], Tensor]:
     """(index, valid), each (B, width of the largest `count`, at least `least`): begin, begin + 1, ... and -1 behind."""
     place = np.arange(max(least, int(count.max(initial=0))))
     inside = place < count[:, None]
@@ -269,7 +382,10 @@ def padded(begin: NDArray, count: NDArray, least: int) -> tuple[NDArray[np.int64
 
 
 def read_part(
-    table: pa.Table, widths: dict[str, int], viewers: dict[str, list[str]], own: OwnFeatures | None = None
+    table: pa.Table,
+    widths: dict[str, int],
+    viewers: dict[str, list[str]],
+    own: OwnFeatures | None = None,
 ) -> dict[str, NDArray]:
     """Flat arrays over the events of one part. `viewer` (E, V): the number of each value in `viewers`, from 1, or 0."""
     own = own or OwnFeatures()
@@ -282,12 +398,26 @@ def read_part(
         return values.reshape(-1, max(1, widths[name]))[:, : widths[name]]
 
     item = flat("item_index").to_numpy().astype(np.int32)
-    feature = vectors("features") if widths["features"] else np.zeros((len(item), 0), np.float32)
-    known = {name: pc.index_in(flat(f"cat_{name}"), pa.array(values, pa.string())) for name, values in viewers.items()}
-    codes = [pc.fill_null(place, -1).to_numpy(zero_copy_only=False) + 1 for place in known.values()]
+    feature = (
+        vectors("features")
+        if widths["features"]
+        else np.zeros((len(item), 0), np.float32)
+    )
+    known = {
+        name: pc.index_in(flat(f"cat_{name}"), pa.array(values, pa.string()))
+        for name, values in viewers.items()
+    }
+    codes = [
+        pc.fill_null(place, -1).to_numpy(zero_copy_only=False) + 1
+        for place in known.values()
+    ]
     return {
         **({"viewer": np.stack(codes, 1).astype(np.int32)} if codes else {}),
-        **({"own": own.matrix({name: flat(name) for name in own.names}, len(item))} if own.names else {}),
+        **(
+            {"own": own.matrix({name: flat(name) for name in own.names}, len(item))}
+            if own.names
+            else {}
+        ),
         "item": item,
         "time": flat("timestamp_ms").to_numpy(),
         "action": compact(vectors("actions")),

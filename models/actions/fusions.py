@@ -106,7 +106,11 @@ class AttnMVP(StatefulModel):
         super().__init__(config, catalogue)
         self.transformer = self.blocks(strict=True)
         self.norm = nn.LayerNorm(config.width)
-        self.pool = CausalAttention(config.width, config.num_heads, strict=True) if config.late_fusion else None
+        self.pool = (
+            CausalAttention(config.width, config.num_heads, strict=True)
+            if config.late_fusion
+            else None
+        )
         self.caches = config.num_layers + config.late_fusion
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
@@ -114,7 +118,9 @@ class AttnMVP(StatefulModel):
         for block in self.transformer:
             x = block(x, layout, added_values)
         x = self.norm(x)
-        return x if self.pool is None else torch.cat([x, self.pool(x, actions, layout)], 2)
+        return (
+            x if self.pool is None else torch.cat([x, self.pool(x, actions, layout)], 2)
+        )
 
 
 @dataclass
@@ -138,13 +144,18 @@ class AttnDHN(ActionsModel):
         super().__init__(config, catalogue)
         self.item_blocks = self.blocks(strict=True)
         self.action_blocks = self.blocks(strict=False)
-        self.norm, self.action_norm = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.norm, self.action_norm = (
+            nn.LayerNorm(config.width),
+            nn.LayerNorm(config.width),
+        )
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         x, a = items, actions
         past = layout.past()
-        for item_block, action_block in zip(self.item_blocks, self.action_blocks, strict=True):
+        for item_block, action_block in zip(
+            self.item_blocks, self.action_blocks, strict=True
+        ):
             x = item_block(x, layout, a)
             a = action_block(a, past, x[:, : layout.context])
         x = self.norm(x)
@@ -172,8 +183,12 @@ class LAC(ActionsModel):
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         rows, _, width = actions.shape
-        known = torch.cat([self.first.to(actions.dtype).expand(rows, 1, width), actions], 1)  # (B, T + 1, D)
-        x = items + known.gather(1, layout.earlier[..., None].expand(-1, -1, width))  # of the last strictly earlier one
+        known = torch.cat(
+            [self.first.to(actions.dtype).expand(rows, 1, width), actions], 1
+        )  # (B, T + 1, D)
+        x = items + known.gather(
+            1, layout.earlier[..., None].expand(-1, -1, width)
+        )  # of the last strictly earlier one
         for block in self.transformer:
             x = block(x, layout)
         return self.norm(x)

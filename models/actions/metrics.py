@@ -43,36 +43,60 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
     logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
     kept = counted(label, model.masks)
-    user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[valid]
-    sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)}
+    user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[
+        valid
+    ]
+    sums: dict[str, Any] = {
+        EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)
+    }
     for i, name in enumerate(model.labels):
         mine = kept[:, i]
-        sums |= ranking_sums(logits[mine, i], label[mine, i], user[mine], f"{name}/", model.correction)
-        if model.train_rates and model.masks[i] is None:  # of what is masked the rate is another
-            sums[f"{name}/constant_loss"] = constant_loss(label[mine, i].double(), model.train_rates[i])
+        sums |= ranking_sums(
+            logits[mine, i], label[mine, i], user[mine], f"{name}/", model.correction
+        )
+        if (
+            model.train_rates and model.masks[i] is None
+        ):  # of what is masked the rate is another
+            sums[f"{name}/constant_loss"] = constant_loss(
+                label[mine, i].double(), model.train_rates[i]
+            )
     if by_user and not any(mask is not None for mask in model.masks):
-        loss = functional.binary_cross_entropy_with_logits(logits.double(), label.double(), reduction="none").sum(1)
+        loss = functional.binary_cross_entropy_with_logits(
+            logits.double(), label.double(), reduction="none"
+        ).sum(1)
         sums[f"{PREFIX}eval_loss"] = ByUser.of(batch["user_row"][user], loss, by_user)
     return sums
 
 
 def names(catalogue: Any) -> list[str]:
     """Names of what `means` gives for the tasks of a catalogue."""
-    tasks = [f"{task}/{name}" for task in catalogue.labels for name in (*NAMES, "normalised_entropy_train")]
+    tasks = [
+        f"{task}/{name}"
+        for task in catalogue.labels
+        for name in (*NAMES, "normalised_entropy_train")
+    ]
     return [*tasks, "eval_loss", *(f"mean/{name}" for name in AVERAGED), "mean/rig"]
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:
     """Metrics from the sums of all batches and workers."""
-    tasks = [name.removesuffix("/histogram") for name in sums if name.endswith("/histogram")]
+    tasks = [
+        name.removesuffix("/histogram") for name in sums if name.endswith("/histogram")
+    ]
     found: dict[str, float] = {}
     for task in tasks:
         found |= ranking_means(sums, f"{task}/")
         constant = float(sums.get(f"{task}/constant_loss", math.nan))
-        found[f"{task}/normalised_entropy_train"] = float(sums[f"{task}/loss"]) / constant if constant else math.nan
+        found[f"{task}/normalised_entropy_train"] = (
+            float(sums[f"{task}/loss"]) / constant if constant else math.nan
+        )
     found["eval_loss"] = sum(found[f"{task}/log_loss"] for task in tasks)
     for metric in AVERAGED:
-        known = [value for task in tasks if not math.isnan(value := found[f"{task}/{metric}"])]
+        known = [
+            value
+            for task in tasks
+            if not math.isnan(value := found[f"{task}/{metric}"])
+        ]
         found[f"mean/{metric}"] = statistics.fmean(known) if known else math.nan
     found["mean/rig"] = 1 - found["mean/normalised_entropy"]
     return found
@@ -88,7 +112,10 @@ def constant_loss(label: Tensor, rate: float) -> Tensor:
 def summary(metrics: dict[str, float]) -> list[str]:
     """What is told of every task, whose candidates of a user are one request, and of all."""
     kinds = ("gauc", "auc", "log_loss", "normalised_entropy")
-    entropy, by_training = metrics["mean/normalised_entropy"], metrics["mean/normalised_entropy_train"]
+    entropy, by_training = (
+        metrics["mean/normalised_entropy"],
+        metrics["mean/normalised_entropy_train"],
+    )
     return [
         *ranking_metrics.summary(metrics, kinds, "users"),
         f"  loss over tasks {metrics['eval_loss']:.4f}, mean normalised entropy {entropy:.4f} "

@@ -33,7 +33,13 @@ from models.own_features import CATEGORY, NUMBER
 from models.requests import Columns, Request, Requests, Row, bundled
 from models.shares import joined
 from models.tables import Manifest, UserError, join, read_manifest
-from models.text_encoder import Floats, TextEncoder, TfidfEncoder, text_columns, texts_of
+from models.text_encoder import (
+    Floats,
+    TextEncoder,
+    TfidfEncoder,
+    text_columns,
+    texts_of,
+)
 
 LAST, BEFORE = 1 << 62, -(1 << 62)
 """Later and earlier than all times, in ms."""
@@ -41,7 +47,9 @@ LAST, BEFORE = 1 << 62, -(1 << 62)
 
 def text_of(inputs: Inputs) -> Manifest | None:
     """The table of the items' text, where the model reads one."""
-    return read_manifest(join(inputs.text, "items"), "embeddings") if inputs.text else None
+    return (
+        read_manifest(join(inputs.text, "items"), "embeddings") if inputs.text else None
+    )
 
 
 Post = dict[str, Any]
@@ -57,7 +65,11 @@ def columns_of(items: Manifest, text: Manifest | None) -> list[str]:
     """Columns of the items that models read: attributes, and of a model with `text` what that is made of."""
     there = [column["name"] for column in items.schema]
     read = [name for name in there if name.startswith((NUMBER, CATEGORY))]
-    return list(dict.fromkeys([*read, *(text_columns(there, template_of(text)).values() if text else ())]))
+    return list(
+        dict.fromkeys(
+            [*read, *(text_columns(there, template_of(text)).values() if text else ())]
+        )
+    )
 
 
 def name_of(column: str) -> str:
@@ -70,11 +82,19 @@ class NewItems:
     counts as unknown, and so does a category that the catalogue does not have."""
 
     def __init__(
-        self, catalogue: ActionsCatalogue, columns: Sequence[str], encoder: TextEncoder | TfidfEncoder | None = None,
+        self,
+        catalogue: ActionsCatalogue,
+        columns: Sequence[str],
+        encoder: TextEncoder | TfidfEncoder | None = None,
         template: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`columns` as of `columns_of`; `encoder` and `template`, of a model that reads text, as for the catalogue."""
-        self.attributes, self.columns, self.encoder, self.template = catalogue.attributes, columns, encoder, template
+        self.attributes, self.columns, self.encoder, self.template = (
+            catalogue.attributes,
+            columns,
+            encoder,
+            template,
+        )
         self.width = catalogue.text.shape[1] if catalogue.text.numel() else 0
         self.names = list(dict.fromkeys(map(name_of, columns)))
         self.kept: Latest[Floats] = Latest(TEXTS)
@@ -84,7 +104,9 @@ class NewItems:
         found: dict[str, Post] = {}
         for post in posts:
             if not (item := (post or {}).get("item_id")):
-                raise UserError("new_items has an item without item_id; give each the id that candidates call it by")
+                raise UserError(
+                    "new_items has an item without item_id; give each the id that candidates call it by"
+                )
             item = item_id("new_items", item)
             if item in found:
                 raise UserError(f"new_items has '{item}' twice; give each item once")
@@ -99,32 +121,55 @@ class NewItems:
 
     def read(self, posts: Sequence[Post]) -> dict[str, Tensor]:
         """new_numbers, new_categories and new_text (n, ...) as of `models/actions/batch.py`."""
-        columns = {"item_id": pa.array([item_id("new_items", post["item_id"]) for post in posts])}
+        columns = {
+            "item_id": pa.array(
+                [item_id("new_items", post["item_id"]) for post in posts]
+            )
+        }
         for column in self.columns:
-            kind, name = (pa.float32() if column.startswith(NUMBER) else pa.string()), name_of(column)
+            kind, name = (
+                (pa.float32() if column.startswith(NUMBER) else pa.string()),
+                name_of(column),
+            )
             try:
-                columns[column] = pa.array([post.get(name) for post in posts], kind, from_pandas=True)
+                columns[column] = pa.array(
+                    [post.get(name) for post in posts], kind, from_pandas=True
+                )
             except pa.ArrowException as error:
                 what = "numbers" if column.startswith(NUMBER) else "texts"
                 raise UserError(
                     f"'{name}' of new_items is of {what} ({str(error).splitlines()[0]}); give {what}"
                 ) from error
             if column.startswith(NUMBER) and pc.any(pc.is_inf(columns[column])).as_py():
-                raise UserError(f"'{name}' of new_items has an infinite number; leave out what is not known")
+                raise UserError(
+                    f"'{name}' of new_items has an infinite number; leave out what is not known"
+                )
         table = pa.table(columns)
         numbers, categories = self.attributes.read(table)
-        text = self.vectors(texts_of(table, self.template)[0]) if self.width else np.zeros((len(posts), 0), np.float32)
-        return {"new_numbers": numbers, "new_categories": categories, "new_text": torch.from_numpy(text)}
+        text = (
+            self.vectors(texts_of(table, self.template)[0])
+            if self.width
+            else np.zeros((len(posts), 0), np.float32)
+        )
+        return {
+            "new_numbers": numbers,
+            "new_categories": categories,
+            "new_text": torch.from_numpy(text),
+        }
 
     def vectors(self, texts: list[str]) -> Floats:
         """(n, W) of the texts, each encoded once; zeros, with a warning, where there is no encoder."""
         if self.encoder is None:
             warnings.warn(
-                f"the model comes without its text encoder; {len(texts)} new items count as without text", stacklevel=2
+                f"the model comes without its text encoder; {len(texts)} new items count as without text",
+                stacklevel=2,
             )
             return np.zeros((len(texts), self.width), np.float32)
         encoder = self.encoder
-        found = self.kept.of(texts, lambda missing: dict(zip(missing, encoder.encode(missing), strict=True)))
+        found = self.kept.of(
+            texts,
+            lambda missing: dict(zip(missing, encoder.encode(missing), strict=True)),
+        )
         return np.stack(found).astype(np.float32)
 
 
@@ -139,44 +184,76 @@ class ActionsRequests(Requests):
         "history_time_ms": "longs",
     }
 
-    def __init__(self, folder: str, model: Any, catalogue: ActionsCatalogue, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: str,
+        model: Any,
+        catalogue: ActionsCatalogue,
+        settings: Mapping[str, Any],
+    ) -> None:
         super().__init__(folder, model, catalogue, settings)
-        self.length, self.actions, self.own = model.config.max_history, catalogue.actions, catalogue.own
+        self.length, self.actions, self.own = (
+            model.config.max_history,
+            catalogue.actions,
+            catalogue.own,
+        )
         self.wants_ids = model.items.has_ids and not model.config.id_dropout
         self.mean = model.features.mean.numpy()
         self.viewers = {
             name: {value: number for number, value in enumerate(values, 1)}
             for name, values in catalogue.viewers.items()
         }
-        items, text = read_manifest(f"{folder}/tables/items", "items"), text_of(bundled(folder))
-        self.new = NewItems(catalogue, columns_of(items, text), self.encoder, template_of(text))
+        items, text = (
+            read_manifest(f"{folder}/tables/items", "items"),
+            text_of(bundled(folder)),
+        )
+        self.new = NewItems(
+            catalogue, columns_of(items, text), self.encoder, template_of(text)
+        )
 
     @classmethod
     def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
         found = super().columns(info, inputs)
-        for name in info.get("viewers", ()):  # of the request, and of each event of the history, "" for none
+        for name in info.get(
+            "viewers", ()
+        ):  # of the request, and of each event of the history, "" for none
             found |= {f"viewer_{name}": "string", f"history_viewer_{name}": "strings"}
-        told = columns_of(read_manifest(join(inputs.tables, "items"), "items"), text_of(inputs))
-        kinds = {name_of(name): "number" if name.startswith(NUMBER) else "string" for name in told}
+        told = columns_of(
+            read_manifest(join(inputs.tables, "items"), "items"), text_of(inputs)
+        )
+        kinds = {
+            name_of(name): "number" if name.startswith(NUMBER) else "string"
+            for name in told
+        }
         return {**found, "new_items": {"item_id": "string", **kinds}}
 
     @classmethod
     def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super().about(info), "inputs": info.get("definitions", {}).get("inputs", {})}
+        return {
+            **super().about(info),
+            "inputs": info.get("definitions", {}).get("inputs", {}),
+        }
 
     def read(self, row: Row) -> Request:
         candidates, shown = (row.ids(name) for name in ("candidates", "history"))
         brought = self.new.named(row.given("new_items") or ())
         posts = {item: post for item, post in brought.items() if item not in self.index}
-        index = ChainMap({item: number for number, item in enumerate(posts, len(self.index))}, self.index)
+        index = ChainMap(
+            {item: number for number, item in enumerate(posts, len(self.index))},
+            self.index,
+        )
         known = [i for i, item in enumerate(candidates) if item in index]
         times, now = self.times(row, len(shown)), row.given("timestamp_ms")
         now = LAST if now is None else now
         # what is kept of a user may be read by later requests; a candidate reads what is earlier by its time
         end = LAST if row.given("history_from") is not None else now
-        past = [i for i, item in enumerate(shown) if item in index and times[i] < end][-self.length :]
+        past = [i for i, item in enumerate(shown) if item in index and times[i] < end][
+            -self.length :
+        ]
         size, count = len(past), len(known)
-        features = row.vectors("features", np.tile(self.mean, (len(candidates), 1)))[known]
+        features = row.vectors("features", np.tile(self.mean, (len(candidates), 1)))[
+            known
+        ]
         items = [shown[i] for i in past] + [candidates[i] for i in known]
         parts: dict[str, NDArray] = {
             "item": np.array([index[item] for item in items], np.int64),
@@ -186,27 +263,44 @@ class ActionsRequests(Requests):
             "label": np.zeros((size + count, 0), np.float32),
         }
         if self.viewers:
-            parts["viewer"] = np.stack([self.viewer(row, name, len(shown), past, count) for name in self.viewers], 1)
+            parts["viewer"] = np.stack(
+                [
+                    self.viewer(row, name, len(shown), past, count)
+                    for name in self.viewers
+                ],
+                1,
+            )
         if self.own.names:
             of_past = row.own(self.own, "history_", len(shown))[past]
-            parts["own"] = np.concatenate([of_past, row.own(self.own, "", len(candidates))[known]])
+            parts["own"] = np.concatenate(
+                [of_past, row.own(self.own, "", len(candidates))[known]]
+            )
         return Request(candidates, known, size, parts, list(posts.values()))
 
     def times(self, row: Row, size: int) -> list[int]:
         """When each event of the history was, in ms, or its place, before anything that has a time."""
         times = row.column("history_time_ms", size)
         if row.given("history_time_ms") is None:
-            return [BEFORE + int(row.given("history_from") or 0) + place for place in range(size)]
+            return [
+                BEFORE + int(row.given("history_from") or 0) + place
+                for place in range(size)
+            ]
         if None in times:
-            raise UserError("history_time_ms has an entry without a time; give one each, or leave the column out")
+            raise UserError(
+                "history_time_ms has an entry without a time; give one each, or leave the column out"
+            )
         for earlier, later in pairwise(times):
             if later < earlier:
-                raise UserError(f"history_time_ms falls from {earlier} to {later}; give the history oldest first")
+                raise UserError(
+                    f"history_time_ms falls from {earlier} to {later}; give the history oldest first"
+                )
         return times
 
     def taken(self, row: Row, size: int) -> Floats:
         """(size, A) what was done with each item; UserError for what is not graded as in training."""
-        action = row.vectors("history_actions", np.zeros((size, len(self.actions)), np.float32))
+        action = row.vectors(
+            "history_actions", np.zeros((size, len(self.actions)), np.float32)
+        )
         wrong = (action < 0) | (action > 1)
         if wrong.any():
             event, kind = np.argwhere(wrong)[0]
@@ -216,11 +310,15 @@ class ActionsRequests(Requests):
             )
         return action
 
-    def viewer(self, row: Row, name: str, size: int, past: list[int], count: int) -> NDArray[np.int64]:
+    def viewer(
+        self, row: Row, name: str, size: int, past: list[int], count: int
+    ) -> NDArray[np.int64]:
         """(events and candidates,) a viewer-side category: of each event, and that of the request `count` times."""
         then = row.column(f"history_viewer_{name}", size)
         values = [then[i] for i in past] + [row.given(f"viewer_{name}")] * count
-        return np.array([self.viewers[name].get(value, 0) for value in values], np.int64)
+        return np.array(
+            [self.viewers[name].get(value, 0) for value in values], np.int64
+        )
 
     def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
         posts = [post for request in requests for post in request.new]
@@ -232,8 +330,15 @@ class ActionsRequests(Requests):
             )
         sizes = [len(request.parts["item"]) for request in requests]
         events = joined([dict(request.parts) for request in requests])
-        before = np.repeat([*accumulate((len(request.new) for request in requests), initial=0)][:-1], sizes)
-        events["item"] += np.where(events["item"] >= len(self.index), before, 0)  # each request numbers its own
+        before = np.repeat(
+            [*accumulate((len(request.new) for request in requests), initial=0)][:-1],
+            sizes,
+        )
+        events["item"] += np.where(
+            events["item"] >= len(self.index), before, 0
+        )  # each request numbers its own
         context = np.array([request.events for request in requests])
-        batch = ActionsExamples.of(events, context, np.array(sizes) - context).collate(np.arange(len(requests)))
+        batch = ActionsExamples.of(events, context, np.array(sizes) - context).collate(
+            np.arange(len(requests))
+        )
         return batch | (self.new.read(posts) if posts else {})

@@ -57,7 +57,9 @@ class StatefulModel(ActionsModel):
         config, like = self.config, next(self.parameters())
         places, width = config.max_history + 1, config.width
         embedded = like.new_zeros(users, places, width)
-        kept = like.new_zeros(users, self.caches, config.num_heads, places, width // config.num_heads)
+        kept = like.new_zeros(
+            users, self.caches, config.num_heads, places, width // config.num_heads
+        )
         count = torch.zeros(users, dtype=torch.int64, device=like.device)
         time = torch.full((users, places), NEVER, device=like.device)
         return ActionsState(count, time, embedded, embedded.clone(), kept, kept.clone())
@@ -69,25 +71,46 @@ class StatefulModel(ActionsModel):
         most, new = self.config.max_history, batch["valid"].sum(1)
         latest = torch.where(state.time == NEVER, -NEVER, state.time).amax(1)
         if bool((batch["valid"] & (batch["time"] < latest[:, None])).any()):
-            raise ValueError("an event is before one that is kept; give events in order of time, each once")
+            raise ValueError(
+                "an event is before one that is kept; give events in order of time, each once"
+            )
         if bool((new > most).any()):
-            raise ValueError(f"{int(new.max())} events at once exceed max_history {most}; give the latest, or fewer")
+            raise ValueError(
+                f"{int(new.max())} events at once exceed max_history {most}; give the latest, or fewer"
+            )
         over = state.count + new - most
         rows = (over > 0).nonzero()[:, 0]
         if len(rows):
-            gone = torch.maximum(over[rows], torch.full_like(rows, -(-most // 2))).clamp(max=state.count[rows])
+            gone = torch.maximum(
+                over[rows], torch.full_like(rows, -(-most // 2))
+            ).clamp(max=state.count[rows])
             _slide(self, state, rows, gone)
         items = self.items(*(batch.get(name) for name in SHOWN), new=new_items(batch))
-        _read(self, state, items, self.actions(batch["action"]), batch["time"], batch["valid"])
+        _read(
+            self,
+            state,
+            items,
+            self.actions(batch["action"]),
+            batch["time"],
+            batch["valid"],
+        )
         return state
 
     @torch.no_grad()
     def score_state(self, state: ActionsState, batch: Batch) -> Tensor:
         """(N, K) logits of the candidates of `batch`, as `model.score`; its context is not read and may be missing."""
-        items = self.items(*(batch.get(f"candidate_{name}") for name in SHOWN), new=new_items(batch))
+        items = self.items(
+            *(batch.get(f"candidate_{name}") for name in SHOWN), new=new_items(batch)
+        )
         nothing = items[:, :0]
-        states = self.encode(items, nothing, _layout(state, batch["candidate_time"], state.count[:, None][:, :0]))
-        logits = self.head(torch.cat([states, self.features(batch["candidate_feature"])], 2))
+        states = self.encode(
+            items,
+            nothing,
+            _layout(state, batch["candidate_time"], state.count[:, None][:, :0]),
+        )
+        logits = self.head(
+            torch.cat([states, self.features(batch["candidate_feature"])], 2)
+        )
         return logits[batch["candidate_valid"]] + self.correction
 
 
@@ -95,13 +118,22 @@ def _layout(state: ActionsState, time: Tensor, slot: Tensor) -> CachedLayout:
     """Of events or candidates at `time` (B, N), of which those of `slot` are kept."""
     earlier = torch.searchsorted(state.time, time)
     used = int(state.count.max()) + 1
-    caches = zip(state.keys[..., :used, :].unbind(1), state.values[..., :used, :].unbind(1), strict=True)
+    caches = zip(
+        state.keys[..., :used, :].unbind(1),
+        state.values[..., :used, :].unbind(1),
+        strict=True,
+    )
     rope = rotary(earlier, state.keys.shape[-1])
     return CachedLayout(slot.shape[1], earlier, True, rope, caches=caches, slot=slot)
 
 
 def _read(
-    model: ActionsModel, state: ActionsState, items: Tensor, actions: Tensor, time: Tensor, valid: Tensor
+    model: ActionsModel,
+    state: ActionsState,
+    items: Tensor,
+    actions: Tensor,
+    time: Tensor,
+    valid: Tensor,
 ) -> None:
     """Keeps the `valid` of these events (B, T)."""
     slot = state.count[:, None] + valid.cumsum(1) - 1
@@ -114,14 +146,17 @@ def _read(
     model.encode(items, actions, _layout(state, time.masked_fill(~valid, 0), slot))
 
 
-def _slide(model: StatefulModel, state: ActionsState, rows: Tensor, gone: Tensor) -> None:
+def _slide(
+    model: StatefulModel, state: ActionsState, rows: Tensor, gone: Tensor
+) -> None:
     """Drops the oldest `gone` events of each of these rows, and encodes what remains anew."""
     most = state.time.shape[1] - 1
     place = torch.arange(most, device=rows.device) + gone[:, None]
     valid = place < state.count[rows, None]
     place = place.clamp(max=most)
     items, actions = (
-        table[rows].gather(1, place[..., None].expand(-1, -1, table.shape[2])) for table in (state.items, state.actions)
+        table[rows].gather(1, place[..., None].expand(-1, -1, table.shape[2]))
+        for table in (state.items, state.actions)
     )
     fresh = model.new_state(len(rows))
     _read(model, fresh, items, actions, state.time[rows].gather(1, place), valid)

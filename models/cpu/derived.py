@@ -36,7 +36,9 @@ class Derived(nn.Module):
         return Derived, ()
 
 
-def derived(owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Module) -> T:
+def derived(
+    owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Module
+) -> T:
     """`make()`, kept with `owner` until `owner.train()` or `owner.eval()` is called or a parameter, of `owner` or of
     the `others`, is changed in place or moved. Changes that torch does not count (by a fused optimizer, through
     `.data`) and new parameters in the place of old ones need such a call after them.
@@ -49,12 +51,22 @@ def derived(owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Modu
     if torch.compiler.is_compiling() and name in made:  # which cannot look at versions
         return cast(T, made[name][1])
     if name not in made or any(
-        p.data_ptr() != held.data_ptr() or not 0 <= count == _version(p) for p, held, count in made[name][0]
+        p.data_ptr() != held.data_ptr() or not 0 <= count == _version(p)
+        for p, held, count in made[name][0]
     ):
-        now: Weights = [(p, p.detach(), _version(p)) for module in (owner, *others) for p in module.parameters()]
-        device = now[0][0].device.type if now else "cpu"  # of a model that counts, which has buffers alone
+        now: Weights = [
+            (p, p.detach(), _version(p))
+            for module in (owner, *others)
+            for p in module.parameters()
+        ]
+        device = (
+            now[0][0].device.type if now else "cpu"
+        )  # of a model that counts, which has buffers alone
         whole = products("highest") if device == "cuda" else nullcontext()
-        with torch.autocast(device, enabled=False), whole:  # what is kept is of the weights' own precision
+        with (
+            torch.autocast(device, enabled=False),
+            whole,
+        ):  # what is kept is of the weights' own precision
             made[name] = now, make()
     return cast(T, made[name][1])
 

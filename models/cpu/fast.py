@@ -48,17 +48,24 @@ class FastSearch:
 
     @torch.no_grad()
     def __init__(self, student: Retriever) -> None:
-        self.student, self.backbone, self.encoder = student, student.backbone, student.backbone.packed()
+        self.student, self.backbone, self.encoder = (
+            student,
+            student.backbone,
+            student.backbone.packed(),
+        )
         decoder = cast(SidMlpDecoder, student.decoder)
         tokens = self.tokens = decoder.tokens
         readout = self.readout = cast(Readout, decoder.readout)
         attention = readout.attention
         q, k, v = (
-            x.weight.double().unflatten(0, (attention.heads, -1)) for x in (attention.q, attention.k, attention.v)
+            x.weight.double().unflatten(0, (attention.heads, -1))
+            for x in (attention.q, attention.k, attention.v)
         )
         o = attention.o.weight.double().unflatten(1, (attention.heads, -1))  # (D, H, K)
         embedding = decoder.embedding()
-        query_key = torch.einsum("hkd,hke->hed", q, k).flatten(0, 1) * q.shape[1] ** -0.5
+        query_key = (
+            torch.einsum("hkd,hke->hed", q, k).flatten(0, 1) * q.shape[1] ** -0.5
+        )
         value_output = torch.einsum("dhk,hke->dhe", o, v).flatten(1)
         self.query_key = query_key.to(embedding.dtype)  # (H * D, D)
         self.value_output = value_output.to(embedding.dtype)  # (D, H * D)
@@ -66,13 +73,25 @@ class FastSearch:
         heads = [cast(nn.Sequential, head) for head in decoder.heads]
         norms = [cast(nn.LayerNorm, head[1]) for head in heads]
         first = [cast(nn.Linear, head[0]) for head in heads]
-        self.z_weight = torch.cat([layer.weight[:, :dim] for layer in first])  # (L * N, D)
+        self.z_weight = torch.cat(
+            [layer.weight[:, :dim] for layer in first]
+        )  # (L * N, D)
         self.z_bias = torch.cat([layer.bias for layer in first])
         self.rest = [head[1:-1] for head in heads]
         self.outputs = [cast(nn.Linear, head[-1]) for head in heads]
-        codes = [embedding.narrow(0, begin, size) for begin, size in zip(tokens.first, tokens.sizes, strict=True)]
+        codes = [
+            embedding.narrow(0, begin, size)
+            for begin, size in zip(tokens.first, tokens.sizes, strict=True)
+        ]
         self.tables = [
-            torch.cat([code @ w.T for code, w in zip(codes, layer.weight[:, dim:].split(dim, 1), strict=False)])
+            torch.cat(
+                [
+                    code @ w.T
+                    for code, w in zip(
+                        codes, layer.weight[:, dim:].split(dim, 1), strict=False
+                    )
+                ]
+            )
             if level
             else layer.weight.new_zeros(0)
             for level, layer in enumerate(first)
@@ -80,14 +99,18 @@ class FastSearch:
         self.first_row = [begin - tokens.first[0] for begin in tokens.first]
         self.levels = [
             (table, norm.weight, norm.bias, output.weight, output.bias)
-            for table, norm, output in zip(self.tables, norms, self.outputs, strict=True)
+            for table, norm, output in zip(
+                self.tables, norms, self.outputs, strict=True
+            )
         ]  # what `kernels.beam_search` is given
         for level in self.levels:
             for weight in level:
                 check_finite(weight)
         self.epsilon = norms[0].eps
 
-    def __call__(self, batch: dict[str, Tensor], k: int, beam: int, children: bool) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, batch: dict[str, Tensor], k: int, beam: int, children: bool
+    ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), as `beam_search(scorer, trie, k, beam, children)` gives them."""
         return self.beam_search(self.context(batch), k, beam, children)
 
@@ -100,11 +123,17 @@ class FastSearch:
         tokens, lengths = self.tokens.history(batch), self.tokens.lengths(batch)
         if not kernels.ready(self.query_key):
             return self.read(History(self.encoder(tokens, lengths), lengths))
-        states = self.encoder.packed(tokens[real_positions(lengths, tokens.shape[1])], lengths)
+        states = self.encoder.packed(
+            tokens[real_positions(lengths, tokens.shape[1])], lengths
+        )
         begin = functional.pad(lengths.cumsum(0), (1, 0))
         index = torch.arange(len(states))
-        query = self.readout.query(functional.embedding_bag(index, states, begin[:-1], mode="mean"))
-        return self._readout(query, kernels.packed_readout(self._keyed(query), states, begin))
+        query = self.readout.query(
+            functional.embedding_bag(index, states, begin[:-1], mode="mean")
+        )
+        return self._readout(
+            query, kernels.packed_readout(self._keyed(query), states, begin)
+        )
 
     def read(self, history: History) -> Tensor:
         """z (B, D) of the history."""
@@ -115,16 +144,25 @@ class FastSearch:
 
     def _keyed(self, query: Tensor) -> Tensor:
         """(B, H, D): what each head looks for in the states."""
-        return functional.linear(query, self.query_key).unflatten(1, (self.readout.attention.heads, -1))
+        return functional.linear(query, self.query_key).unflatten(
+            1, (self.readout.attention.heads, -1)
+        )
 
     def _readout(self, query: Tensor, mixed: Tensor) -> Tensor:
         """z (B, D) of the query (B, D) and the states as each head weighs them (B, H, D)."""
         readout = self.readout
-        z = readout.norm1(query + functional.linear(mixed.flatten(1), self.value_output))
+        z = readout.norm1(
+            query + functional.linear(mixed.flatten(1), self.value_output)
+        )
         return readout.norm2(z + cast(nn.Sequential, readout.ffn)(z))
 
     def beam_search(
-        self, z: Tensor, k: int, beam: int, children: bool, allowed: Tensor | None = None
+        self,
+        z: Tensor,
+        k: int,
+        beam: int,
+        children: bool,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The search from z (B, D) on."""
         if k < 1 or beam < 1:
@@ -139,15 +177,26 @@ class FastSearch:
         if not torch.compiler.is_compiling() and not len(z):
             return nothing(k, z.device)
         if kernels.ready(joined, self.z_weight):
-            edges = [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)]
-            check_finite(joined)  # the kernel compares what it meets, and NaN is less than nothing
+            edges = [
+                (trie.offsets(level), trie.tokens(level))
+                for level in range(trie.levels)
+            ]
+            check_finite(
+                joined
+            )  # the kernel compares what it meets, and NaN is less than nothing
             kept = () if allowed is None else allowed.split(trie.edges)
-            node, score = kernels.beam_search(joined, self.levels, edges, sizes, self.epsilon, beam, k, children, kept)
+            node, score = kernels.beam_search(
+                joined, self.levels, edges, sizes, self.epsilon, beam, k, children, kept
+            )
             return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
         hidden = joined.chunk(trie.levels, 1)  # per level (B, N)
-        node, parent = torch.zeros((2, z.shape[0], 1), dtype=torch.long, device=z.device).unbind(0)  # (B, W)
+        node, parent = torch.zeros(
+            (2, z.shape[0], 1), dtype=torch.long, device=z.device
+        ).unbind(0)  # (B, W)
         score = torch.zeros(node.shape, device=z.device)
-        rows = z.new_zeros((z.shape[0], 1, 0), dtype=torch.long)  # (B, W, level): table rows of each beam's codes
+        rows = z.new_zeros(
+            (z.shape[0], 1, 0), dtype=torch.long
+        )  # (B, W, level): table rows of each beam's codes
         for level in range(trie.levels):
             if level > 0:
                 token = trie.tokens(level - 1)[node] + self.first_row[level - 1]
@@ -156,39 +205,79 @@ class FastSearch:
             last = level == trie.levels - 1
             renormalised = children and level > 0
             x, row = self._hidden(level, hidden[level], rows, node, score, renormalised)
-            keep, head = k if last else min(beam, trie.edges[level]), self.outputs[level]
+            keep, head = (
+                k if last else min(beam, trie.edges[level]),
+                self.outputs[level],
+            )
             node, parent, score = _best_children(
-                trie, level, x, head, row, node, score, renormalised, keep, last, allowed
+                trie,
+                level,
+                x,
+                head,
+                row,
+                node,
+                score,
+                renormalised,
+                keep,
+                last,
+                allowed,
             )
         return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
 
     def _hidden(
-        self, level: int, hidden: Tensor, rows: Tensor, node: Tensor, score: Tensor, children: bool
+        self,
+        level: int,
+        hidden: Tensor,
+        rows: Tensor,
+        node: Tensor,
+        score: Tensor,
+        children: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """(hidden activations (R, N) of the beams whose head is needed, their row there by beam (B, W), else -1).
 
         The row is None where all have them: on a GPU, which would have to wait to see how many need them.
         `hidden` (B, N) is the part of z.
         """
-        offsets, beams, tables = self.student.trie.offsets(level), rows.shape[1], rows.flatten(0, 1)
+        offsets, beams, tables = (
+            self.student.trie.offsets(level),
+            rows.shape[1],
+            rows.flatten(0, 1),
+        )
         row = None
         if node.device.type == "cpu" and not torch.compiler.is_compiling():
             count = offsets[node + 1] - offsets[node]
-            needed = ((count > 1) & (score > -torch.inf) if children else score > -torch.inf).flatten()
+            needed = (
+                (count > 1) & (score > -torch.inf) if children else score > -torch.inf
+            ).flatten()
             row = torch.where(needed, needed.cumsum(0) - 1, -1).unflatten(0, node.shape)
             needed = needed.nonzero().squeeze(1)  # (R,)
-            tables, hidden = tables.index_select(0, needed), hidden.index_select(0, needed // beams)
+            tables, hidden = (
+                tables.index_select(0, needed),
+                hidden.index_select(0, needed // beams),
+            )
         else:
             hidden = hidden.repeat_interleave(beams, 0)
         if level > 0:
-            hidden = functional.embedding_bag(tables, self.tables[level], mode="sum") + hidden
+            hidden = (
+                functional.embedding_bag(tables, self.tables[level], mode="sum")
+                + hidden
+            )
         return self.rest[level](hidden), row
 
 
 def _best_children(
-    trie: Trie, level: int, x: Tensor, head: nn.Linear, row: Tensor | None, node: Tensor, score: Tensor,
-    children: bool, keep: int, by_score: bool, allowed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    trie: Trie,
+    level: int,
+    x: Tensor,
+    head: nn.Linear,
+    row: Tensor | None,
+    node: Tensor,
+    score: Tensor,
+    children: bool,
+    keep: int,
+    by_score: bool,
+    allowed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(edges, their parents among the beams, scores), each (B, keep): the best continuations of the beams at the
     nodes `node` (B, W) of a level with scores `score` (B, W). `row` (B, W) is a beam's in `x` (R, N), the hidden
     layer of `head`, or -1 where its only child has probability 1; None where every beam has a row. With `children`
@@ -197,7 +286,9 @@ def _best_children(
     `allowed` as in `beam_search`.
     """
     logits = head(x).float()
-    edge, valid = trie.children_of(level, node)  # (B, W, M), rising along the flattened beams
+    edge, valid = trie.children_of(
+        level, node
+    )  # (B, W, M), rising along the flattened beams
     there = valid if allowed is None else valid & allowed.split(trie.edges)[level][edge]
     scores = torch.where(there, score.unsqueeze(-1), -torch.inf)
     edges, real = edge.flatten(0, 1), valid.flatten(0, 1)  # (B * W, M)

@@ -38,19 +38,45 @@ from torch import Tensor
 
 from models.cpu.matmul import plain_inference
 
-SOURCE = resources.files("models.cpu") / "kernels.cpp"  # of a folder, or of the archive of a served model
+SOURCE = (
+    resources.files("models.cpu") / "kernels.cpp"
+)  # of a folder, or of the archive of a served model
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native")
 
 ARGUMENTS: dict[str, list[Any]] = {
-    "packed_attention": [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p],
+    "packed_attention": [
+        c_void_p,
+        c_void_p,
+        *[c_int64] * 3,
+        c_void_p,
+        c_int64,
+        c_void_p,
+    ],
     "packed_readout": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p],
     "scaled_rows": [c_void_p, c_int64, c_int64, c_float, c_void_p],
-    "beam_attention": [c_void_p, POINTER(c_void_p), POINTER(c_void_p), *[c_int64] * 4, c_void_p, c_void_p],
+    "beam_attention": [
+        c_void_p,
+        POINTER(c_void_p),
+        POINTER(c_void_p),
+        *[c_int64] * 4,
+        c_void_p,
+        c_void_p,
+    ],
     "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
-    "beam_search": [c_void_p, POINTER(c_void_p), POINTER(c_int64), *[c_int64] * 3, c_float, c_int64, c_int64, c_bool,
-             c_void_p, c_void_p],
-}  # fmt: skip
+    "beam_search": [
+        c_void_p,
+        POINTER(c_void_p),
+        POINTER(c_int64),
+        *[c_int64] * 3,
+        c_float,
+        c_int64,
+        c_int64,
+        c_bool,
+        c_void_p,
+        c_void_p,
+    ],
+}
 
 
 def ready(*tensors: Tensor) -> bool:
@@ -64,14 +90,22 @@ def ready(*tensors: Tensor) -> bool:
 
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, built if need be; None, with a warning the first time, where they cannot be."""
-    return None if os.environ.get("TRIELINE_KERNELS") == "0" else _library(os.environ.get("CXX") or "c++")
+    return (
+        None
+        if os.environ.get("TRIELINE_KERNELS") == "0"
+        else _library(os.environ.get("CXX") or "c++")
+    )
 
 
 @cache
 def _library(compiler: str) -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, ValueError, RuntimeError) as error:  # of a command with half a quote, of a user without a home
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # of a command with half a quote, of a user without a home
         warnings.warn(
             f"decoding goes without its compiled kernels, slower: {error} (set TRIELINE_KERNELS=0 to silence this)",
             stacklevel=3,
@@ -91,13 +125,21 @@ def _built(compiler: str) -> Path:
     """
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
-    features = [line for line in lines if line.startswith(("flags", "Features"))][:1]  # of x86, of ARM
+    features = [line for line in lines if line.startswith(("flags", "Features"))][
+        :1
+    ]  # of x86, of ARM
     source = SOURCE.read_text()
     about = repr((source, compiler, FLAGS, platform.machine(), features))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trieline"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trieline"
+    )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.lstat().st_uid != os.geteuid() or folder.lstat().st_mode & 0o022:  # links have all bits
-        raise OSError(f"{folder} is not a folder that this user alone can write in; set XDG_CACHE_HOME to another")
+    if (
+        folder.lstat().st_uid != os.geteuid() or folder.lstat().st_mode & 0o022
+    ):  # links have all bits
+        raise OSError(
+            f"{folder} is not a folder that this user alone can write in; set XDG_CACHE_HOME to another"
+        )
     path = folder / f"kernels-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
@@ -109,18 +151,29 @@ def _built(compiler: str) -> Path:
             # without -fopenmp: its functions are those that torch has loaded, so that there is one pool of threads
             ["-shared", part, "-o", str(made)],
         ):
-            done = subprocess.run([command, *FLAGS, *options, *step], input=source, capture_output=True, text=True)
+            done = subprocess.run(
+                [command, *FLAGS, *options, *step],
+                input=source,
+                capture_output=True,
+                text=True,
+            )
             if done.returncode:
                 why = done.stderr.strip().splitlines()[-1:]
-                raise OSError(" ".join([f"{compiler} ended with {done.returncode}", *why]))
+                raise OSError(
+                    " ".join([f"{compiler} ended with {done.returncode}", *why])
+                )
         ctypes.CDLL(str(made))  # what cannot be loaded is not kept
         return made.replace(path)
 
 
-def _checked(name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _checked(
+    name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """`x`, contiguous; a ValueError unless it is of this shape and type and on the CPU."""
     if x.shape != shape or x.dtype != dtype or x.device.type != "cpu":
-        raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; give {shape}, {dtype} on the CPU")
+        raise ValueError(
+            f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; give {shape}, {dtype} on the CPU"
+        )
     return x.contiguous()
 
 
@@ -130,7 +183,9 @@ def _spans(begin: Tensor, rows: int) -> tuple[Tensor, int]:
     edges = begin.tolist()
     sizes = [after - before for before, after in pairwise(edges)]
     if not edges or edges[0] != 0 or edges[-1] != rows or min(sizes, default=0) < 0:
-        raise ValueError(f"begin {edges[:5]} ... {edges[-1:]} does not rise from 0 to the {rows} rows")
+        raise ValueError(
+            f"begin {edges[:5]} ... {edges[-1:]} does not rise from 0 to the {rows} rows"
+        )
     return begin, max(sizes, default=0)
 
 
@@ -143,9 +198,21 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
     inner = qkv.shape[1] // 3 // heads * heads
     qkv = _checked("qkv", qkv, len(qkv), 3 * inner)
     begin, longest = _spans(begin, len(qkv))
-    bias = _checked("bias", bias, heads, max(longest, bias.shape[-1]), max(longest, bias.shape[-1]))
+    bias = _checked(
+        "bias", bias, heads, max(longest, bias.shape[-1]), max(longest, bias.shape[-1])
+    )
     out = qkv.new_empty((len(qkv), inner))
-    _call("packed_attention", qkv, begin, len(begin) - 1, heads, inner // heads, bias, bias.shape[-1], out)
+    _call(
+        "packed_attention",
+        qkv,
+        begin,
+        len(begin) - 1,
+        heads,
+        inner // heads,
+        bias,
+        bias.shape[-1],
+        out,
+    )
     return out
 
 
@@ -153,7 +220,9 @@ def packed_readout(query: Tensor, states: Tensor, begin: Tensor) -> Tensor:
     """(B, H, D): each query of a user, `query` (B, H, D), attends to the user's states without scaling. The states of
     user u are rows `begin[u] : begin[u + 1]` (B + 1,) of `states` (n, D)."""
     begin, _ = _spans(begin, len(states))
-    query = _checked("query", query, len(begin) - 1, *query.shape[1:2], states.shape[-1])
+    query = _checked(
+        "query", query, len(begin) - 1, *query.shape[1:2], states.shape[-1]
+    )
     states = _checked("states", states, len(states), query.shape[-1])
     out = torch.empty_like(query)
     _call("packed_readout", query, states, begin, *query.shape, out)
@@ -168,7 +237,9 @@ def scaled_rows(x: Tensor, epsilon: float) -> Tensor:
     return out
 
 
-def beam_attention(q: Tensor, codes: list[Tensor], places: list[Tensor], bias: Tensor, heads: int) -> Tensor:
+def beam_attention(
+    q: Tensor, codes: list[Tensor], places: list[Tensor], bias: Tensor, heads: int
+) -> Tensor:
     """(N, H * K): attention, without scaling, of the newest code of each beam, `q` (N, H * K), to all of its codes.
 
     `codes` has by level (n_t, 2 * H * K): keys and values of the codes that were there; `places` (N,) the row of
@@ -181,10 +252,25 @@ def beam_attention(q: Tensor, codes: list[Tensor], places: list[Tensor], bias: T
     for x, place in zip(codes, places, strict=True):
         least, most = (int(end) for end in place.aminmax()) if rows else (0, -1)
         if least < 0 or most >= len(x):
-            raise ValueError(f"places from {least} to {most} are not rows of {len(x)} codes")
+            raise ValueError(
+                f"places from {least} to {most} are not rows of {len(x)} codes"
+            )
     out = torch.empty_like(q)
-    pointers = [(c_void_p * len(codes))(*(x.data_ptr() for x in tensors)) for tensors in (codes, places)]
-    _call("beam_attention", q, *pointers, len(codes), rows, heads, inner // heads, bias, out)
+    pointers = [
+        (c_void_p * len(codes))(*(x.data_ptr() for x in tensors))
+        for tensors in (codes, places)
+    ]
+    _call(
+        "beam_attention",
+        q,
+        *pointers,
+        len(codes),
+        rows,
+        heads,
+        inner // heads,
+        bias,
+        out,
+    )
     return out
 
 
@@ -192,16 +278,25 @@ def log_softmax_part(logits: Tensor, first: int, size: int) -> Tensor:
     """(N, size): log-softmax of `logits` (N, V), columns `first : first + size`."""
     logits = _checked("logits", logits, len(logits), logits.shape[-1])
     if not 0 <= first <= first + size <= logits.shape[1]:
-        raise ValueError(f"columns {first} to {first + size} are not among {logits.shape[1]}")
+        raise ValueError(
+            f"columns {first} to {first + size} are not among {logits.shape[1]}"
+        )
     out = logits.new_empty((len(logits), size))
     _call("log_softmax_part", logits, len(logits), logits.shape[1], first, size, out)
     return out
 
 
 def beam_search(
-    hidden: Tensor, heads: Sequence[tuple[Tensor, ...]], trie: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[int],
-    epsilon: float, beam: int, keep: int, children: bool, allowed: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    heads: Sequence[tuple[Tensor, ...]],
+    trie: Sequence[tuple[Tensor, Tensor]],
+    sizes: Sequence[int],
+    epsilon: float,
+    beam: int,
+    keep: int,
+    children: bool,
+    allowed: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
     """(nodes, scores), each (B, keep): the leaves that a student's beam search finds, best first; 0 and -inf past them.
 
     By level, `heads` has the table (rows, M) of what codes before add to the hidden layer, a row per code of the
@@ -212,31 +307,51 @@ def beam_search(
     (E_l,) bool; empty: all.
     """
     if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
-        raise ValueError(f"sizes {list(sizes)}, beam {beam} and keep {keep} need to be there and at least 1")
+        raise ValueError(
+            f"sizes {list(sizes)}, beam {beam} and keep {keep} need to be there and at least 1"
+        )
     width = hidden.shape[-1] // len(sizes)
     hidden = _checked("hidden", hidden, len(hidden), len(sizes) * width)
     levels, nodes = [], 1
-    for level, (head, (offsets, tokens), size) in enumerate(zip(heads, trie, sizes, strict=True)):
+    for level, (head, (offsets, tokens), size) in enumerate(
+        zip(heads, trie, sizes, strict=True)
+    ):
         table, scale, shift, weight, bias = head
         levels += [
             _checked("table", table, sum(sizes[:level]), width) if level else table,
-            _checked("scale", scale, width), _checked("shift", shift, width),
-            _checked("weight", weight, size, width), _checked("bias", bias, size),
+            _checked("scale", scale, width),
+            _checked("shift", shift, width),
+            _checked("weight", weight, size, width),
+            _checked("bias", bias, size),
             _checked("offsets", offsets, nodes + 1, dtype=torch.long),
             _checked("tokens", tokens, len(tokens), dtype=torch.long),
-            _checked("allowed", allowed[level], len(tokens), dtype=torch.bool) if allowed else None,
-        ]  # fmt: skip
+            _checked("allowed", allowed[level], len(tokens), dtype=torch.bool)
+            if allowed
+            else None,
+        ]
         nodes = len(tokens)
     node = torch.empty((len(hidden), keep), dtype=torch.long)
     score = torch.empty((len(hidden), keep))
     _call(
-        "beam_search", hidden, (c_void_p * len(levels))(*(x if x is None else x.data_ptr() for x in levels)),
+        "beam_search",
+        hidden,
+        (c_void_p * len(levels))(*(x if x is None else x.data_ptr() for x in levels)),
         (c_int64 * len(sizes))(*sizes),
-        len(sizes), len(hidden), width, epsilon, beam, keep, children, node, score,
-    )  # fmt: skip
+        len(sizes),
+        len(hidden),
+        width,
+        epsilon,
+        beam,
+        keep,
+        children,
+        node,
+        score,
+    )
     return node, score
 
 
 def _call(name: str, *arguments: Any) -> None:
     """Calls a kernel; tensors go as their addresses and stay alive meanwhile, as the caller holds them."""
-    getattr(library(), name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
+    getattr(library(), name)(
+        *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    )

@@ -60,24 +60,47 @@ class Packed:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight` (out, in), `bias` (out,)."""
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.weight, self.bias = (
+            weight.detach(),
+            None if bias is None else bias.detach(),
+        )
         self.packed: Tensor | None = None
-        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        on_cpu = (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and torch.backends.mkldnn.is_available()
+        )
         # oneDNN's ReLU makes 0 of NaN, and nobody would see that a weight is none
-        if on_cpu and all(bool(part.isfinite().all()) for part in (self.weight, self.bias) if part is not None):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous())
+        if on_cpu and all(
+            bool(part.isfinite().all())
+            for part in (self.weight, self.bias)
+            if part is not None
+        ):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(
+                self.weight.contiguous()
+            )
 
-    def __call__(self, x: Tensor, relu: bool = False, add: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, relu: bool = False, add: Tensor | None = None
+    ) -> Tensor:
         """x W' + b (..., out) of x (..., in), then ReLU if `relu`, or plus `add` (..., out)."""
         if self.packed is None or x.dtype != torch.float32 or not plain_inference():
             y = functional.linear(x, self.weight, self.bias)
             y = y.relu() if relu else y
             return y if add is None else y + add
         if add is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.packed, self.bias, "add")
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "relu" if relu else "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.binary(
+                x, add, self.packed, self.bias, "add"
+            )
+        return torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias, "relu" if relu else "none", [], ""
+        )
 
 
 def plain_inference() -> bool:
     """Whether what is computed on a CPU now is float32 without gradients, and not being traced to be exported."""
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+    return not (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+    )

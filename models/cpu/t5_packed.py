@@ -43,11 +43,17 @@ class PackedEncoder:
         blocks = encoder.blocks
         self.scaled = blocks[0].norm_of(0).scaled
         self.qkv = [
-            Packed(torch.cat([a.q.weight, a.k.weight, a.v.weight]) * block.norm_of(0).weight)
+            Packed(
+                torch.cat([a.q.weight, a.k.weight, a.v.weight])
+                * block.norm_of(0).weight
+            )
             for block, a in ((block, block.attention) for block in blocks)
         ]
         self.o = [Packed(block.attention.o.weight) for block in blocks]
-        self.wi = [Packed(block.feedforward.wi.weight * block.norm_of(-1).weight) for block in blocks]
+        self.wi = [
+            Packed(block.feedforward.wi.weight * block.norm_of(-1).weight)
+            for block in blocks
+        ]
         self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
         self.first = self.qkv[0](self.scaled(embedding.weight))  # (V, 3 * H * K)
 
@@ -56,7 +62,9 @@ class PackedEncoder:
         mean nothing."""
         weight = self.embedding.weight
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-            return self.padded(tokens, padding_mask(lengths, tokens.shape[1], weight.dtype))
+            return self.padded(
+                tokens, padding_mask(lengths, tokens.shape[1], weight.dtype)
+            )
         full = weight.new_zeros((*tokens.shape, self.sizes.d_model))
         if kernels.ready(weight):
             real = real_positions(lengths, tokens.shape[1])
@@ -64,7 +72,10 @@ class PackedEncoder:
             return full
         for rows in buckets(lengths):
             longest = int(lengths[rows].max())
-            states = self.padded(tokens[rows, :longest], padding_mask(lengths[rows], longest, weight.dtype))
+            states = self.padded(
+                tokens[rows, :longest],
+                padding_mask(lengths[rows], longest, weight.dtype),
+            )
             full[rows, :longest] = states.to(full.dtype)
         return full
 
@@ -76,12 +87,16 @@ class PackedEncoder:
         heads = self.sizes.num_heads
         begin = functional.pad(lengths.cumsum(0), (1, 0))
         pieces = -(-len(tokens) // TOKENS)
-        requests = torch.bincount(begin[:-1] * pieces // len(tokens))  # per piece, whose tokens are about as many
+        requests = torch.bincount(
+            begin[:-1] * pieces // len(tokens)
+        )  # per piece, whose tokens are about as many
         edges = functional.pad(requests[requests > 0].cumsum(0), (1, 0)).tolist()
         states = []
         for first, last in itertools.pairwise(edges):
             own = begin[first : last + 1]
-            attend = partial(kernels.packed_attention, begin=own - own[0], bias=bias, heads=heads)
+            attend = partial(
+                kernels.packed_attention, begin=own - own[0], bias=bias, heads=heads
+            )
             states.append(self.states(tokens[own[0] : own[-1]], attend))
         return torch.cat(states)
 
@@ -89,7 +104,9 @@ class PackedEncoder:
         """(B, S, D) of tokens (B, S), all of which are computed; `padding` (B, 1, 1, S) is -inf at padded ones."""
         bias = self.encoder.position_bias(tokens.shape[1])
         bias = bias if padding is None else bias + padding
-        attention = self.encoder.blocks[0].attention  # splits into heads as those of all blocks do
+        attention = self.encoder.blocks[
+            0
+        ].attention  # splits into heads as those of all blocks do
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = attention.split(qkv, 3)
@@ -101,8 +118,14 @@ class PackedEncoder:
         """(..., D) of tokens (...); `attend` makes of (..., 3 * H * K) queries, keys and values the (..., H * K)
         that they mix to."""
         x = self.embedding(tokens)
-        for i, (qkv, o, wi, wo) in enumerate(zip(self.qkv, self.o, self.wi, self.wo, strict=True)):
-            mixed = attend(functional.embedding(tokens, self.first) if i == 0 else qkv(self.norm(x)))
+        for i, (qkv, o, wi, wo) in enumerate(
+            zip(self.qkv, self.o, self.wi, self.wo, strict=True)
+        ):
+            mixed = attend(
+                functional.embedding(tokens, self.first)
+                if i == 0
+                else qkv(self.norm(x))
+            )
             x = o(mixed, add=x)
             x = wo(wi(self.norm(x), relu=True), add=x)
         return self.norm(x) * self.encoder.final_layer_norm.weight

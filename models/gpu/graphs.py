@@ -51,13 +51,17 @@ class Graphs(Generic[Result]):
         self._graphs: dict[Any, tuple[Callable[[], Result], Batch] | None] = {}
         self._made = 0
         if device.type == "cuda":
-            self._side = torch.cuda.Stream(device)  # a default stream cannot be captured, so nothing may be bound to it
+            self._side = torch.cuda.Stream(
+                device
+            )  # a default stream cannot be captured, so nothing may be bound to it
             self._pool = torch.cuda.graph_pool_handle()
         self._waits = False
 
     def __call__(self, batch: Batch) -> Result:
         """What `run` gives of the batch, which may be in pinned memory. The next call overwrites it."""
-        key = tuple((name, value.shape, value.dtype) for name, value in sorted(batch.items()))
+        key = tuple(
+            (name, value.shape, value.dtype) for name, value in sorted(batch.items())
+        )
         if key not in self._graphs:
             self._graphs[key] = None
             return self._first(batch)
@@ -88,9 +92,14 @@ class Graphs(Generic[Result]):
             if "synchronizing CUDA operation" in str(warning.message):
                 self._waits = True
                 place = f"{warning.filename}:{warning.lineno}"
-                warnings.warn(f"without CUDA graphs: {place} reads a value back from the device", stacklevel=3)
+                warnings.warn(
+                    f"without CUDA graphs: {place} reads a value back from the device",
+                    stacklevel=3,
+                )
                 break
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
         return result
 
     def _plain(self, batch: Batch) -> Result:
@@ -100,20 +109,31 @@ class Graphs(Generic[Result]):
         main = torch.cuda.current_stream(self.device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            result = self.run({name: value.to(self.device, non_blocking=True) for name, value in batch.items()})
+            result = self.run(
+                {
+                    name: value.to(self.device, non_blocking=True)
+                    for name, value in batch.items()
+                }
+            )
         main.wait_stream(self._side)
         return result
 
     def _captured(self, batch: Batch) -> tuple[Callable[[], Result], Batch] | None:
         """The graph's launch and the tensors that it reads; None, with a warning, where none can be made."""
-        inputs = {name: value.to(self.device, copy=True) for name, value in batch.items()}
+        inputs = {
+            name: value.to(self.device, copy=True) for name, value in batch.items()
+        }
         if self.device.type != "cuda":
             return lambda: self.run(inputs), inputs
         graph = torch.cuda.CUDAGraph()
         try:  # other threads, such as that which pins batches, go on meanwhile
-            with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, self._pool, self._side, capture_error_mode="thread_local"
+            ):
                 result = self.run(inputs)
-        except Exception as error:  # whatever an operation raises that cannot be captured
+        except (
+            Exception
+        ) as error:  # whatever an operation raises that cannot be captured
             Graphs.on = False
             torch.cuda.synchronize(self.device)
             _free_generator(self.device)

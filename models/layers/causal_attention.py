@@ -34,7 +34,9 @@ BASE = 10_000.0
 
 def rotary(position: Tensor, width: int) -> Tensor:
     """(2, B, 1, L, d / 2) fp32 cosines and sines for heads of an even `width` = d at `position` (B, L), integers."""
-    speed = BASE ** (-torch.arange(0, width, 2, device=position.device, dtype=torch.float32) / width)
+    speed = BASE ** (
+        -torch.arange(0, width, 2, device=position.device, dtype=torch.float32) / width
+    )
     angle = position[:, None, :, None].float() * speed
     return torch.stack([angle.cos(), angle.sin()])
 
@@ -43,13 +45,17 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """(B, H, L, d) turned by `rope` of `rotary`, in the dtype of `x`; channel j is paired with channel j + d / 2."""
     cosine, sine = rope
     left, right = x.chunk(2, -1)
-    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1).to(x.dtype)
+    return torch.cat(
+        [left * cosine - right * sine, right * cosine + left * sine], -1
+    ).to(x.dtype)
 
 
 def shifted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(B, H, T, d): softmax attention in which position t reads 0..t-1 and never itself; zero at t = 0."""
     if q.shape[2] == 1:
-        return (q + k + v) * 0  # of the graph, as DDP wants gradients of all weights in every step
+        return (
+            q + k + v
+        ) * 0  # of the graph, as DDP wants gradients of all weights in every step
     later = causal_product(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1])
     return functional.pad(later, (0, 0, 1, 0))
 
@@ -70,7 +76,9 @@ class Layout:
     """Positions of the context to an event; those of one event read each other, causally."""
 
     @classmethod
-    def of(cls, earlier: Tensor, context: int, width: int, *, tied: bool, tokens: int = 1) -> Self:
+    def of(
+        cls, earlier: Tensor, context: int, width: int, *, tied: bool, tokens: int = 1
+    ) -> Self:
         """For heads of `width`, of events: `earlier` (B, L) counts the `context` ones that are strictly earlier, each
         of so many `tokens` that follow each other; a candidate is one.
 
@@ -85,7 +93,11 @@ class Layout:
 
     def past(self) -> Layout:
         """The context alone."""
-        return replace(self, earlier=self.earlier[:, : self.context], rope=self.rope[:, :, :, : self.context])
+        return replace(
+            self,
+            earlier=self.earlier[:, : self.context],
+            rope=self.rope[:, :, :, : self.context],
+        )
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, strict: bool) -> Tensor:
         """(B, H, L, d): the values that each position reads, by its queries `q` (B, H, L, d); keys and values are of as
@@ -93,13 +105,21 @@ class Layout:
         n = self.context
         past = q[:, :, :n], k[:, :, :n], v[:, :, :n]
         if self.tied:
-            mixed = prefix_product(*past, self.earlier[:, :n], 0 if strict else self.tokens)
+            mixed = prefix_product(
+                *past, self.earlier[:, :n], 0 if strict else self.tokens
+            )
         else:
             mixed = shifted_attention(*past) if strict else causal_product(*past)
         if q.shape[2] == n:
             return mixed
         own = None if strict else (k[:, :, n:], v[:, :, n:])
-        return torch.cat([mixed, prefix_product(q[:, :, n:], *past[1:], self.earlier[:, n:], None, own)], 2)
+        return torch.cat(
+            [
+                mixed,
+                prefix_product(q[:, :, n:], *past[1:], self.earlier[:, n:], None, own),
+            ],
+            2,
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +137,9 @@ class CachedLayout(Layout):
         slot = self.slot[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
         keys.scatter_(2, slot, k[:, :, : self.context])
         values.scatter_(2, slot, v[:, :, : self.context])
-        return prefix_product(q, keys, values, self.earlier, None, None if strict else (k, v))
+        return prefix_product(
+            q, keys, values, self.earlier, None, None if strict else (k, v)
+        )
 
 
 class CausalAttention(nn.Module):
@@ -128,8 +150,15 @@ class CausalAttention(nn.Module):
     def __init__(self, width: int, heads: int, *, strict: bool) -> None:
         super().__init__()
         self.heads, self.strict = heads, strict
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        for projection in (self.q, self.k, self.v, self.o):  # 1.7 times wider than nn.Linear starts
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        for projection in (
+            self.q,
+            self.k,
+            self.v,
+            self.o,
+        ):  # 1.7 times wider than nn.Linear starts
             nn.init.xavier_uniform_(projection.weight)
 
     def forward(self, states: Tensor, values: Tensor, layout: Layout) -> Tensor:
@@ -148,19 +177,33 @@ class CausalAttention(nn.Module):
 class CausalBlock(nn.Module):
     """A pre-norm Transformer block on `CausalAttention`."""
 
-    def __init__(self, width: int, heads: int, ffn: int, dropout: float, *, strict: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, ffn: int, dropout: float, *, strict: bool
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = CausalAttention(width, heads, strict=strict)
         self.ffn = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, ffn), nn.GELU(), nn.Dropout(dropout), nn.Linear(ffn, width)
+            nn.LayerNorm(width),
+            nn.Linear(width, ffn),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(ffn, width),
         )
         self.dropout = dropout
 
-    def forward(self, x: Tensor, layout: Layout, added_values: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, layout: Layout, added_values: Tensor | None = None
+    ) -> Tensor:
         """(B, L, D). `added_values` (B, T, D) is added to the values, never to queries or keys; not where a block
         that is not strict has candidates, for they have no value of their own then."""
         states = self.norm(x)
-        values = states if added_values is None else states[:, : layout.context] + added_values
-        x = x + functional.dropout(self.attention(states, values, layout), self.dropout, self.training)
+        values = (
+            states
+            if added_values is None
+            else states[:, : layout.context] + added_values
+        )
+        x = x + functional.dropout(
+            self.attention(states, values, layout), self.dropout, self.training
+        )
         return x + functional.dropout(self.ffn(x), self.dropout, self.training)

@@ -11,13 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.layers.gated_recurrence import Inputs, RecurrentMixer, ShortConvolution, initial_step_bias, masked
+from models.layers.gated_recurrence import (
+    Inputs,
+    RecurrentMixer,
+    ShortConvolution,
+    initial_step_bias,
+    masked,
+)
 
 
 class GatedDeltaNet(RecurrentMixer):
     """q, k, v after short convolutions, q and k of length 1; decay and beta per head; a gated norm per head."""
 
-    def __init__(self, dim: int, heads: int, head_width: int, expand_v: int, conv: int, chunk: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        head_width: int,
+        expand_v: int,
+        conv: int,
+        chunk: int,
+    ) -> None:
         super().__init__()
         self.heads, self.chunk = heads, chunk
         self.keys, self.values = heads * head_width, heads * head_width * expand_v
@@ -25,7 +39,9 @@ class GatedDeltaNet(RecurrentMixer):
         self.qkv = nn.Linear(dim, 2 * self.keys + self.values, bias=False)
         self.conv = ShortConvolution(2 * self.keys + self.values, conv, bias=False)
         self.rates = nn.Linear(dim, 2 * heads, bias=False)  # of the decay, then of beta
-        self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1e-3, 16).log())  # A_log
+        self.log_rate = nn.Parameter(
+            torch.empty(heads).uniform_(1e-3, 16).log()
+        )  # A_log
         self.step_bias = nn.Parameter(initial_step_bias(heads))
         self.gate = nn.Linear(dim, self.values, bias=False)
         self.norm = nn.RMSNorm(head_width * expand_v, eps=1e-6)
@@ -39,11 +55,18 @@ class GatedDeltaNet(RecurrentMixer):
         )
         step, strength = self.rates(x).to(self.log_rate.dtype).chunk(2, -1)  # (B, L, H)
         log_decay = -self.log_rate.exp() * functional.softplus(step + self.step_bias)
-        log_decay, beta = (masked(part, real).transpose(1, 2) for part in (log_decay, strength.sigmoid()))
-        return Inputs(_unit(q) * q.shape[-1] ** -0.5, _unit(k), v, log_decay, beta, None, window)
+        log_decay, beta = (
+            masked(part, real).transpose(1, 2)
+            for part in (log_decay, strength.sigmoid())
+        )
+        return Inputs(
+            _unit(q) * q.shape[-1] ** -0.5, _unit(k), v, log_decay, beta, None, window
+        )
 
     def outputs(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.out(self.norm(mixed).transpose(1, 2).flatten(2) * functional.silu(self.gate(x)))
+        return self.out(
+            self.norm(mixed).transpose(1, 2).flatten(2) * functional.silu(self.gate(x))
+        )
 
 
 def _unit(x: Tensor) -> Tensor:

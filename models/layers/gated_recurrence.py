@@ -27,9 +27,14 @@ from torch.nn import functional
 
 
 def gated_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None, memory: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None = None,
+    memory: Tensor | None = None,
     chunk: int = 64,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """`out` (B, H, L, V) in the dtype of `v`, and the memory (B, H, K, V) after the last of at least one positions.
 
     `q` and `k` are (B, G, L, K), `v` (B, H, L, V), `log_decay` (B, H, L), none above 0, `beta` (B, H, L) or None for
@@ -42,7 +47,9 @@ def gated_recurrence(
         q, k, v, log_decay = (x.to(precise) for x in (q, k, v, log_decay))
         for begin in range(0, v.shape[2], chunk):
             part = slice(begin, begin + chunk)
-            strength = None if beta is None else beta[..., part].to(precise).unsqueeze(-1)  # (B, H, C, 1)
+            strength = (
+                None if beta is None else beta[..., part].to(precise).unsqueeze(-1)
+            )  # (B, H, C, 1)
             given = q[:, :, part], k[:, :, part], v[:, :, part], log_decay[..., part]
             out, memory = _chunk(*given, strength, memory)
             outs.append(out)
@@ -51,19 +58,37 @@ def gated_recurrence(
 
 
 def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, memory: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    memory: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `gated_recurrence` for the C positions of one chunk; `beta` is (B, H, C, 1)."""
     # (B, H, C): from before the chunk to each position. In float64, as differences of large sums keep few digits.
     total = log_decay.double().cumsum(-1)
-    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=v.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(v.dtype).masked_fill(later, -torch.inf).exp()
-    since, until = (x.to(v.dtype).exp().unsqueeze(-1) for x in (total, total[..., -1:] - total))  # (B, H, C, 1)
+    later = torch.ones(
+        total.shape[-1], total.shape[-1], dtype=torch.bool, device=v.device
+    ).triu(1)
+    between = (
+        (total.unsqueeze(-1) - total.unsqueeze(-2))
+        .to(v.dtype)
+        .masked_fill(later, -torch.inf)
+        .exp()
+    )
+    since, until = (
+        x.to(v.dtype).exp().unsqueeze(-1) for x in (total, total[..., -1:] - total)
+    )  # (B, H, C, 1)
     u = v
     if beta is not None:
         recalled = v if memory is None else v - since * (k @ memory)
-        own = (beta * between * (k @ k.mT)).tril(-1)  # what a position's u takes from those before it in the chunk
-        u = torch.linalg.solve_triangular(own, beta * recalled, upper=False, unitriangular=True)
+        own = (beta * between * (k @ k.mT)).tril(
+            -1
+        )  # what a position's u takes from those before it in the chunk
+        u = torch.linalg.solve_triangular(
+            own, beta * recalled, upper=False, unitriangular=True
+        )
     out = (between * (q @ k.mT)) @ u
     kept = k.mT @ (until * u)
     if memory is not None:
@@ -73,7 +98,13 @@ def _chunk(
 
 
 def gated_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, memory: Tensor, keep: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    memory: Tensor,
+    keep: bool = True,
 ) -> Tensor:
     """`out` (B, H, V) of one more position: `q` and `k` are (B, G, K), `v` (B, H, V), `log_decay` and `beta` (B, H).
 
@@ -84,9 +115,15 @@ def gated_step(
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = (x.to(memory.dtype) for x in (q, k, v))
         decay = log_decay.to(memory.dtype).exp().unsqueeze(-1)  # (B, H, 1)
-        asked = q.unsqueeze(2) if beta is None else torch.stack([q, k], 2)  # (B, G, 1 or 2, K)
+        asked = (
+            q.unsqueeze(2) if beta is None else torch.stack([q, k], 2)
+        )  # (B, G, 1 or 2, K)
         read = decay.unsqueeze(-1) * (asked @ memory)  # (B, H, 1 or 2, V)
-        u = v if beta is None else beta.to(memory.dtype).unsqueeze(-1) * (v - read[:, :, 1])
+        u = (
+            v
+            if beta is None
+            else beta.to(memory.dtype).unsqueeze(-1) * (v - read[:, :, 1])
+        )
         out = read[:, :, 0] + (q * k).sum(-1, keepdim=True) * u
         if keep:
             memory.mul_(decay.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), u.unsqueeze(-2))
@@ -103,7 +140,9 @@ class MixerState(NamedTuple):
 
     def rows(self, index: Tensor) -> MixerState:
         """A copy of the rows `index` (N,)."""
-        return MixerState(self.window.index_select(0, index), self.memory.index_select(0, index))
+        return MixerState(
+            self.window.index_select(0, index), self.memory.index_select(0, index)
+        )
 
 
 class ShortConvolution(nn.Module):
@@ -113,7 +152,11 @@ class ShortConvolution(nn.Module):
         super().__init__()
         bound = size**-0.5  # PyTorch's for a convolution
         self.weight = nn.Parameter(torch.empty(size, channels).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
+            if bias
+            else None
+        )
 
     def forward(self, x: Tensor, window: Tensor | None) -> tuple[Tensor, Tensor]:
         """(B, L, channels) of `x` (B, L, channels) and the window after it; `window` is that before it, None for 0."""
@@ -168,9 +211,15 @@ class RecurrentMixer(nn.Module):
 
     def undecayed(self) -> list[nn.Parameter]:
         """Parameters without weight decay: A_log, dt_bias and D, as in the code of Mamba2 and Gated DeltaNet."""
-        return [p for name, p in self.named_parameters(recurse=False) if name in ("log_rate", "step_bias", "skip")]
+        return [
+            p
+            for name, p in self.named_parameters(recurse=False)
+            if name in ("log_rate", "step_bias", "skip")
+        ]
 
-    def forward(self, x: Tensor, real: Tensor | None = None, last: int | None = None) -> tuple[Tensor, MixerState]:
+    def forward(
+        self, x: Tensor, real: Tensor | None = None, last: int | None = None
+    ) -> tuple[Tensor, MixerState]:
         """(B, L, D) of `x` (B, L, D), or of its `last` positions alone, and the state after all.
 
         `real` (B, L, 1) is 0 at padding, which must come before the other positions of its row, and 1 elsewhere."""
@@ -178,15 +227,27 @@ class RecurrentMixer(nn.Module):
         mixed, memory = gated_recurrence(q, k, v, log_decay, beta, chunk=self.chunk)
         mixed = mixed if skip is None else mixed + skip
         first = 0 if last is None else x.shape[1] - last
-        return self.outputs(mixed[:, :, first:], x[:, first:]), MixerState(window, memory)
+        return self.outputs(mixed[:, :, first:], x[:, first:]), MixerState(
+            window, memory
+        )
 
-    def step(self, x: Tensor, state: MixerState, keep: bool = True) -> tuple[Tensor, MixerState]:
+    def step(
+        self, x: Tensor, state: MixerState, keep: bool = True
+    ) -> tuple[Tensor, MixerState]:
         """(B, D) of one more position `x` (B, D), and the state after it, whose memory is written where that of `state`
         was; with `keep` False it is not, and the state is of no use any more. Without gradients."""
         x = x.unsqueeze(1)
         q, k, v, log_decay, beta, skip, window = self.inputs(x, None, state.window)
         newest = None if beta is None else beta[..., 0]
-        mixed = gated_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], log_decay[..., 0], newest, state.memory, keep)
+        mixed = gated_step(
+            q[:, :, 0],
+            k[:, :, 0],
+            v[:, :, 0],
+            log_decay[..., 0],
+            newest,
+            state.memory,
+            keep,
+        )
         mixed = mixed.unsqueeze(2) if skip is None else mixed.unsqueeze(2) + skip
         return self.outputs(mixed, x)[:, 0], MixerState(window, state.memory)
 

@@ -29,31 +29,62 @@ class HSTULayer(nn.Module):
     """Buckets of log2(1 + seconds) between two positions."""
 
     def __init__(
-        self, width: int, heads: int, length: int, *, causal: bool = True, relative: bool = False, ffn: int = 0,
+        self,
+        width: int,
+        heads: int,
+        length: int,
+        *,
+        causal: bool = True,
+        relative: bool = False,
+        ffn: int = 0,
         dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        self.heads, self.length, self.causal, self.dropout = heads, length, causal, dropout
+        self.heads, self.length, self.causal, self.dropout = (
+            heads,
+            length,
+            causal,
+            dropout,
+        )
         self.norm = nn.LayerNorm(width, eps=self.EPS)
         self.project = nn.Linear(width, 4 * width, bias=False)
         self.mixed_norm = nn.LayerNorm(width, eps=self.EPS)
         self.out = nn.Linear(width, width)
         nn.init.xavier_uniform_(self.out.weight)
-        self.by_distance = nn.Parameter(torch.zeros(2 * length - 1)) if relative else None
-        self.by_time = nn.Parameter(torch.zeros(self.TIME_BUCKETS)) if relative else None
+        self.by_distance = (
+            nn.Parameter(torch.zeros(2 * length - 1)) if relative else None
+        )
+        self.by_time = (
+            nn.Parameter(torch.zeros(self.TIME_BUCKETS)) if relative else None
+        )
         self.ffn = (
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, ffn), nn.ReLU(), nn.Linear(ffn, width)) if ffn else None
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, ffn),
+                nn.ReLU(),
+                nn.Linear(ffn, width),
+            )
+            if ffn
+            else None
         )
         for weight in (self.project.weight, self.by_distance, self.by_time):
             if weight is not None:
                 nn.init.normal_(weight, std=self.STD)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, times: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, times: Tensor | None = None
+    ) -> Tensor:
         """(B, L, D). `mask` (B, L) is true where a position may be attended to; `times` (B, L) int64 ms."""
         count = x.shape[1]
         u, v, q, k = functional.silu(self.project(self.norm(x))).chunk(4, -1)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, L, d)
-        v = v / self.length if mask is None else v * (mask[:, None, :, None] / self.length)
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v)
+        )  # (B, H, L, d)
+        v = (
+            v / self.length
+            if mask is None
+            else v * (mask[:, None, :, None] / self.length)
+        )
         scores = q @ k.transpose(2, 3)  # (B, H, L, L)
         if self.by_distance is not None and self.by_time is not None:
             place = torch.arange(count, device=x.device)
@@ -66,5 +97,11 @@ class HSTULayer(nn.Module):
         if self.causal:
             weights = weights.tril()
         mixed = (weights @ v).transpose(1, 2).flatten(2)
-        x = x + functional.dropout(self.out(self.mixed_norm(mixed) * u), self.dropout, self.training)
-        return x if self.ffn is None else x + functional.dropout(self.ffn(x), self.dropout, self.training)
+        x = x + functional.dropout(
+            self.out(self.mixed_norm(mixed) * u), self.dropout, self.training
+        )
+        return (
+            x
+            if self.ffn is None
+            else x + functional.dropout(self.ffn(x), self.dropout, self.training)
+        )

@@ -47,10 +47,15 @@ def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
 @cache
 def fused_available() -> bool:
     """Whether Triton is installed, as it is with PyTorch for GPUs, and wanted."""
-    return os.environ.get("TRIELINE_KERNELS") != "0" and importlib.util.find_spec("triton") is not None
+    return (
+        os.environ.get("TRIELINE_KERNELS") != "0"
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
-def recurrent_step(state: Tensor, x: Tensor, decay: Tensor, out: Tensor | None = None) -> Tensor:
+def recurrent_step(
+    state: Tensor, x: Tensor, decay: Tensor, out: Tensor | None = None
+) -> Tensor:
     """(B, D) fp32, in `out` if given: the state after one more position, from `state` (B, D) before it and `x` (B, D)
     at it."""
     return torch.addcmul(x.float(), state.float(), decay.float(), out=out)
@@ -70,7 +75,9 @@ class Recurrence(torch.autograd.Function):
         h, decay = ctx.saved_tensors
         # dL/dx_t = g_t = dL/dh_t + decay * g_{t+1};  dL/d decay = sum_t g_t * h_{t-1}
         g = scan(gradients[0], decay, reverse=True)
-        by_decay = (g[:, 1:] * h[:, :-1]).sum((0, 1)) if ctx.needs_input_grad[1] else None
+        by_decay = (
+            (g[:, 1:] * h[:, :-1]).sum((0, 1)) if ctx.needs_input_grad[1] else None
+        )
         return g.to(gradients[0].dtype), by_decay
 
 
@@ -84,14 +91,22 @@ def scan(x: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
     h = padded.view(batch, count, size, width)
     places, chunks, step, edge = range(1, size), range(1, count), -1, size - 1
     if reverse:
-        places, chunks, step, edge = range(size - 2, -1, -1), range(count - 2, -1, -1), 1, 0
+        places, chunks, step, edge = (
+            range(size - 2, -1, -1),
+            range(count - 2, -1, -1),
+            1,
+            0,
+        )
     for i in places:  # every chunk from a state of zero
         h[:, :, i].addcmul_(h[:, :, i + step], decay)
     whole = decay**size
     for n in chunks:  # the state after each chunk
         h[:, n, edge].addcmul_(h[:, n + step, edge], whole)
     if count > 1 and size > 1:
-        power = decay ** torch.arange(1, size, device=x.device, dtype=torch.float32)[:, None]  # (K - 1, D)
+        power = (
+            decay
+            ** torch.arange(1, size, device=x.device, dtype=torch.float32)[:, None]
+        )  # (K - 1, D)
         if reverse:
             h[:, :-1, 1:].addcmul_(h[:, 1:, :1], power.flip(0))
         else:
@@ -104,8 +119,12 @@ class Decay(nn.Module):
 
     def __init__(self, width: int, longest: float = 200.0) -> None:
         super().__init__()
-        memory = torch.logspace(math.log10(2), math.log10(longest), width, dtype=torch.float64)
-        self.logit = nn.Parameter(torch.log(memory - 1).float())  # sigmoid(logit) = 1 - 1 / memory
+        memory = torch.logspace(
+            math.log10(2), math.log10(longest), width, dtype=torch.float64
+        )
+        self.logit = nn.Parameter(
+            torch.log(memory - 1).float()
+        )  # sigmoid(logit) = 1 - 1 / memory
 
     def forward(self) -> Tensor:
         return torch.sigmoid(self.logit.float())

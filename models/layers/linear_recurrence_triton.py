@@ -28,8 +28,19 @@ def combine(first_decay, first, second_decay, second):  # type: ignore[no-untype
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    k, v, decay, h, length, width, k_row, k_step, v_row, v_step, T: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
+    k,
+    v,
+    decay,
+    h,
+    length,
+    width,
+    k_row,
+    k_step,
+    v_row,
+    v_step,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """Writes h (B, L, D). A position of k and v is `k_step` and `v_step` numbers after the one before it."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
@@ -38,20 +49,48 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, length, T):
         t = begin + offset
         mask = (t < length)[:, None] & inside[None, :]
-        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=mask, other=0.0)
-        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=mask, other=0.0)
+        key = tl.load(
+            k + row * k_row + t[:, None] * k_step + channel[None, :],
+            mask=mask,
+            other=0.0,
+        )
+        value = tl.load(
+            v + row * v_row + t[:, None] * v_step + channel[None, :],
+            mask=mask,
+            other=0.0,
+        )
         x = key.to(tl.float32) * value.to(tl.float32)  # (T, C)
-        power, own = tl.associative_scan((tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine)
+        power, own = tl.associative_scan(
+            (tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine
+        )
         tile = own + power * state[None, :]
-        tl.store(h + row * length * width + t[:, None] * width + channel[None, :], tile, mask=mask)
+        tl.store(
+            h + row * length * width + t[:, None] * width + channel[None, :],
+            tile,
+            mask=mask,
+        )
         state = tl.sum(tl.where((offset == T - 1)[:, None], tile, 0.0), 0)
 
 
 @triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
-    grad, k, v, decay, h, dk, dv, by_decay, length, width, k_row, k_step, v_row, v_step,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    grad,
+    k,
+    v,
+    decay,
+    h,
+    dk,
+    dv,
+    by_decay,
+    length,
+    width,
+    k_row,
+    k_step,
+    v_row,
+    v_step,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """Writes dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh (B, L, D) and h. g_t = grad_t + decay * g_{t+1};
     dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
@@ -63,10 +102,20 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         mask = (t >= 0)[:, None] & inside[None, :]
         flat = row * length * width + t[:, None] * width + channel[None, :]
         x = tl.load(grad + flat, mask=mask, other=0.0).to(tl.float32)
-        power, own = tl.associative_scan((tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine)
+        power, own = tl.associative_scan(
+            (tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine
+        )
         g = own + power * state[None, :]
-        key = tl.load(k + row * k_row + t[:, None] * k_step + channel[None, :], mask=mask, other=0.0)
-        value = tl.load(v + row * v_row + t[:, None] * v_step + channel[None, :], mask=mask, other=0.0)
+        key = tl.load(
+            k + row * k_row + t[:, None] * k_step + channel[None, :],
+            mask=mask,
+            other=0.0,
+        )
+        value = tl.load(
+            v + row * v_row + t[:, None] * v_step + channel[None, :],
+            mask=mask,
+            other=0.0,
+        )
         tl.store(dk + flat, g * value.to(tl.float32), mask=mask)
         tl.store(dv + flat, g * key.to(tl.float32), mask=mask)
         before = tl.load(h + flat - width, mask=mask & (t > 0)[:, None], other=0.0)
@@ -85,7 +134,16 @@ class FusedRecurrence(torch.autograd.Function):
         h = torch.empty(k.shape, dtype=torch.float32, device=k.device)
         if h.numel():
             forward_kernel[(batch, triton.cdiv(width, CHANNELS))](
-                k, v, decay, h, length, width, *k.stride()[:2], *v.stride()[:2], T=POSITIONS, C=CHANNELS
+                k,
+                v,
+                decay,
+                h,
+                length,
+                width,
+                *k.stride()[:2],
+                *v.stride()[:2],
+                T=POSITIONS,
+                C=CHANNELS,
             )
         ctx.save_for_backward(k, v, decay, h)
         return h.to(k.dtype)
@@ -98,7 +156,19 @@ class FusedRecurrence(torch.autograd.Function):
         by_decay = torch.zeros(batch, width, dtype=torch.float32, device=k.device)
         if h.numel():
             backward_kernel[(batch, triton.cdiv(width, CHANNELS))](
-                gradients[0].contiguous(), k, v, decay, h, dk, dv, by_decay, length, width, *k.stride()[:2],
-                *v.stride()[:2], T=POSITIONS, C=CHANNELS,
-            )  # fmt: skip
+                gradients[0].contiguous(),
+                k,
+                v,
+                decay,
+                h,
+                dk,
+                dv,
+                by_decay,
+                length,
+                width,
+                *k.stride()[:2],
+                *v.stride()[:2],
+                T=POSITIONS,
+                C=CHANNELS,
+            )
         return dk, dv, by_decay.sum(0)

@@ -16,7 +16,14 @@ class MMoE(nn.Module):
     """Logit of task k = tower_k(sum_e softmax(gate_k(x))_e * expert_e(x)) (Eq. 6 and 7 of MMoE)."""
 
     def __init__(
-        self, width: int, tasks: int, *, experts: int, expert_width: int, tower_width: int, dropout: float = 0.0
+        self,
+        width: int,
+        tasks: int,
+        *,
+        experts: int,
+        expert_width: int,
+        tower_width: int,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.shape, self.dropout = (tasks, experts), dropout
@@ -32,8 +39,13 @@ class MMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) logits of `x` (..., D)."""
-        experts = functional.relu(self.experts(x)).unflatten(-1, (self.shape[1], -1))  # (..., E, w)
+        experts = functional.relu(self.experts(x)).unflatten(
+            -1, (self.shape[1], -1)
+        )  # (..., E, w)
         experts = functional.dropout(experts, self.dropout, self.training)
         gates = self.gates(x).unflatten(-1, self.shape).softmax(-1)  # (..., K, E)
-        towers = torch.einsum("...kw,kwh->...kh", gates @ experts, self.tower) + self.tower_bias
+        towers = (
+            torch.einsum("...kw,kwh->...kh", gates @ experts, self.tower)
+            + self.tower_bias
+        )
         return (functional.relu(towers) * self.out).sum(-1) + self.bias

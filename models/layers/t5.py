@@ -51,7 +51,10 @@ def dropout(x: Tensor, dropout_p: float) -> Tensor:
 def _keep(x: Tensor, dropout_p: float) -> Tensor:
     """A random mask like `x`, False for a share `dropout_p` of it."""
     words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    return words.view(torch.int16)[: x.numel()].view(x.shape) >= round(dropout_p * 2**16) - 2**15
+    return (
+        words.view(torch.int16)[: x.numel()].view(x.shape)
+        >= round(dropout_p * 2**16) - 2**15
+    )
 
 
 class _ReluDropout(torch.autograd.Function):
@@ -80,7 +83,9 @@ class Norm(nn.Module):
         self.epsilon = sizes.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and not torch.is_grad_enabled():  # torch's takes three times longer there
+        if (
+            x.device.type == "cpu" and not torch.is_grad_enabled()
+        ):  # torch's takes three times longer there
             return self.scaled(x) * self.weight
         return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
@@ -107,7 +112,9 @@ class Attention(nn.Module):
         nn.init.normal_(self.o.weight, std=inner**-0.5)
         if position_bias:
             self.relative_attention_bias = nn.Embedding(sizes.buckets, sizes.num_heads)
-            nn.init.normal_(self.relative_attention_bias.weight, std=sizes.d_model**-0.5)
+            nn.init.normal_(
+                self.relative_attention_bias.weight, std=sizes.d_model**-0.5
+            )
 
     def split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         """(B, T, parts * H * K) to `parts` tensors (B, H, T, K)."""
@@ -118,16 +125,22 @@ class Attention(nn.Module):
         weight = torch.cat([getattr(self, name).weight for name in names])
         return self.split(functional.linear(x, weight), len(names))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
+    ) -> Tensor:
         """(B, T, D): attention of q (B, H, T, K) to k and v (B, H, S, K); `bias` is added to the scores."""
         return self.o(self.heads_output(q, k, v, bias, dropout_p))
 
-    def heads_output(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float) -> Tensor:
+    def heads_output(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
+    ) -> Tensor:
         """(B, T, H * K): as `attend`, before the output projection."""
         if (
             dropout_p == 0.0 and q.device.type != "cpu"
         ):  # torch's kernel for CPUs takes ten times longer at these lengths
-            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+            mixed = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, scale=1.0
+            )
         else:
             scores = q @ k.transpose(-1, -2)
             if bias is not None:
@@ -194,15 +207,22 @@ class Block(nn.Module):
 
     def drop(self, self_attention: bool, cross_attention: bool) -> None:
         """Leaves sub-layers out (Tables 2 and 9 of SID-MLP)."""
-        self.has_attention, self.has_cross_attention = not self_attention, not cross_attention
+        self.has_attention, self.has_cross_attention = (
+            not self_attention,
+            not cross_attention,
+        )
         for index, dropped in ((0, self_attention), (1, cross_attention)):
             if dropped:
                 self.layer[index] = nn.Identity()
 
     def forward(
-        self, x: Tensor, bias: Tensor | None, dropout_p: float, states: Tensor | None = None,
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        dropout_p: float,
+        states: Tensor | None = None,
         padding: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """(B, T, D). `bias` covers positions and padding of x; a decoder attends to `states` (B, S, D), whose padding
         mask is `padding`."""
         if self.has_attention:
@@ -211,7 +231,9 @@ class Block(nn.Module):
         if self.has_cross_attention and states is not None:
             (q,) = self.cross_attention.project(self.norm(1, x), "q")
             k, v = self.cross_attention.project(states, "kv")
-            x = x + dropout(self.cross_attention.attend(q, k, v, padding, dropout_p), dropout_p)
+            x = x + dropout(
+                self.cross_attention.attend(q, k, v, padding, dropout_p), dropout_p
+            )
         return x + dropout(self.feedforward(self.norm(-1, x), dropout_p), dropout_p)
 
 
@@ -221,7 +243,9 @@ class Stack(nn.Module):
     def __init__(self, sizes: T5Sizes, decoder: bool) -> None:
         super().__init__()
         count = sizes.num_decoder_layers if decoder else sizes.num_encoder_layers
-        self.block = nn.ModuleList(Block(sizes, decoder, first=i == 0) for i in range(count))
+        self.block = nn.ModuleList(
+            Block(sizes, decoder, first=i == 0) for i in range(count)
+        )
         self.final_layer_norm = Norm(sizes)
         self.sizes, self.decoder = sizes, decoder
 
@@ -239,9 +263,13 @@ class Stack(nn.Module):
         return bias.masked_fill(distance > 0, -torch.inf) if self.decoder else bias
 
     def forward(
-        self, x: Tensor, bias: Tensor | None, dropout_p: float, states: Tensor | None = None,
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        dropout_p: float,
+        states: Tensor | None = None,
         padding: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """(B, T, D) of embedded tokens x (B, T, D); the rest as in `Block`."""
         x = dropout(x, dropout_p)
         for block in self.blocks:

@@ -31,7 +31,13 @@ from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import RecommendOptions, latest, leave_out, recommender
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.speculative import Found, Rule, Speculation, mixed, speculative_search
+from models.retrieval.search.speculative import (
+    Found,
+    Rule,
+    Speculation,
+    mixed,
+    speculative_search,
+)
 from models.retrieval.student import Scores, Student, StudentConfig
 from models.scores import check_finite
 from models.tables import UserError
@@ -66,10 +72,14 @@ class AtSpeedConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("draft_beam", "draft_layers", "draft_d_ff", "draft_heads"))
+        check_positive(
+            self, ("draft_beam", "draft_layers", "draft_d_ff", "draft_heads")
+        )
         check_least(self, ["draft_steps"], 0)
         if self.m:
-            raise ValueError(f"m {self.m} is not 0; a draft begins with the first digit, leave m out")
+            raise ValueError(
+                f"m {self.m} is not 0; a draft begins with the first digit, leave m out"
+            )
 
 
 @dataclass
@@ -111,7 +121,10 @@ def strict_loss(draft: Tensor, teacher: Tensor) -> Tensor:
 def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
     """Alignment of AtSpeed-R for one digit, the mean over the batch, of logits (B, C): the total variation distance,
     which is the chance that a draft is rejected."""
-    return 0.5 * (draft.float().softmax(-1) - teacher.float().softmax(-1)).abs().sum(-1).mean()
+    return (
+        0.5
+        * (draft.float().softmax(-1) - teacher.float().softmax(-1)).abs().sum(-1).mean()
+    )
 
 
 @dataclass
@@ -141,15 +154,27 @@ class AtSpeed(Student):
     decoder: T5Decoder
     target: T5Decoder
 
-    def __init__(self, config: AtSpeedConfig, catalogue: Catalogue, teacher: Retriever) -> None:
+    def __init__(
+        self, config: AtSpeedConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
         backbone, target = teacher.backbone, teacher.decoder
         if not isinstance(backbone, T5Backbone) or not isinstance(target, T5Decoder):
-            raise UserError("AtSpeed verifies with its teacher's T5 decoder; give a TIGER as model.teacher")
+            raise UserError(
+                "AtSpeed verifies with its teacher's T5 decoder; give a TIGER as model.teacher"
+            )
         sizes = replace(
-            backbone.sizes, num_decoder_layers=config.draft_layers, d_ff=config.draft_d_ff,
+            backbone.sizes,
+            num_decoder_layers=config.draft_layers,
+            d_ff=config.draft_d_ff,
             num_heads=config.draft_heads,
-        )  # fmt: skip
-        draft = T5Decoder(backbone.tokens, sizes, backbone.embedding, codebook_logits=True, codebook_scores=True)
+        )
+        draft = T5Decoder(
+            backbone.tokens,
+            sizes,
+            backbone.embedding,
+            codebook_logits=True,
+            codebook_scores=True,
+        )
         super().__init__(config, catalogue, teacher, draft)
         self.target = target.requires_grad_(False).eval()
 
@@ -168,21 +193,31 @@ class AtSpeed(Student):
         history = self.encode(batch)
         logits = self.decoder.teacher_forced(history, codes)
         losses = [
-            (1 - config.alpha) * functional.cross_entropy(draft.float(), codes[:, level])
+            (1 - config.alpha)
+            * functional.cross_entropy(draft.float(), codes[:, level])
             for level, draft in enumerate(logits)
         ]
         if config.alpha > 0:
             align = relaxed_loss if isinstance(config, AtSpeedRConfig) else strict_loss
             taught = self.teacher_logits(batch, history)
             pairs = zip(logits, taught, strict=True)
-            losses += [config.alpha * align(draft / config.tau, teacher / config.tau) for draft, teacher in pairs]
+            losses += [
+                config.alpha * align(draft / config.tau, teacher / config.tau)
+                for draft, teacher in pairs
+            ]
         return {"loss": whole_mean(torch.stack(losses).sum(), len(codes))}
 
     @torch.no_grad()
     def speculate(
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, draft_beam: int | None = None,
-        draft_steps: int | None = None, scores: Scores | None = None, seed: int | None = None,
-    ) -> Found:  # fmt: skip
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        draft_beam: int | None = None,
+        draft_steps: int | None = None,
+        scores: Scores | None = None,
+        seed: int | None = None,
+    ) -> Found:
         """As `recommend`, with the number of the target's passes and of the steps drafted and accepted per request."""
         config, batch = self.config, latest(batch, self.config.max_history)
         how = Speculation(
@@ -197,22 +232,34 @@ class AtSpeed(Student):
             how = replace(how, rule=config.rule)
             keys = request_keys(batch, config.seed if seed is None else seed)
         elif seed is not None:
-            raise ValueError(f"seed {seed} is for what is drawn; AtSpeed-S draws nothing, leave it out")
+            raise ValueError(
+                f"seed {seed} is for what is drawn; AtSpeed-S draws nothing, leave it out"
+            )
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
 
         def draft(rows: Tensor) -> Scorer:
-            return self.decoder.scorer(History(history.states[rows], history.lengths[rows]))
+            return self.decoder.scorer(
+                History(history.states[rows], history.lengths[rows])
+            )
 
         target = T5Target(self.target, history)
-        found = speculative_search(target, draft, self.trie, len(history.lengths), k, how, keys)
+        found = speculative_search(
+            target, draft, self.trie, len(history.lengths), k, how, keys
+        )
         check_finite(found.scores, tail=True)
         return found
 
     @recommender
     def recommend(  # type: ignore[override]  # no search without the trie
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, draft_beam: int | None = None,
-        draft_steps: int | None = None, scores: Scores | None = None, seed: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        draft_beam: int | None = None,
+        draft_steps: int | None = None,
+        scores: Scores | None = None,
+        seed: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), by falling score of the target; options left out are the config's.
 
         Where fewer than k items are found the tail is item -1 with score -inf. `seed` is of AtSpeed-R alone.
@@ -222,9 +269,13 @@ class AtSpeed(Student):
 
 
 def measure(
-    model: AtSpeed, batch: dict[str, Tensor], by_user: int = 0, shown: Tensor | None = None,
-    unseen: bool | None = None, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: AtSpeed,
+    batch: dict[str, Tensor],
+    by_user: int = 0,
+    shown: Tensor | None = None,
+    unseen: bool | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """The family's sums, and those of passes and steps."""
     k, more = max(metrics.CUTOFFS), batch["history"].shape[1] if unseen else 0
     found = model.speculate(batch, k + more, **options)
@@ -232,7 +283,11 @@ def measure(
     if shown is not None:
         metrics.count_shown(shown, items)
     sums = metrics.ranking_sums(items, batch, by_user)
-    steps = {"drafted": found.drafted, "accepted": found.accepted, "target_passes": found.passes}
+    steps = {
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "target_passes": found.passes,
+    }
     return sums | {name: float(count.sum()) for name, count in steps.items()}
 
 
@@ -241,7 +296,9 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     request, of which a beam search needs one per digit."""
     counted = dict(sums)
     drafted, accepted = counted.pop("drafted"), counted.pop("accepted")
-    return metrics.means(counted) | {"acceptance": float(accepted / drafted) if drafted else 0.0}
+    return metrics.means(counted) | {
+        "acceptance": float(accepted / drafted) if drafted else 0.0
+    }
 
 
 def names(catalogue: Any) -> list[str]:

@@ -28,7 +28,14 @@ from models.gpu.graphs import rung
 from models.inputs import Inputs
 from models.retrieval.search.trie import Trie
 from models.shares import Shard, Share, joined, quotas, runs, starts
-from models.tables import Manifest, UserError, join, read_manifest, read_table, sequences_manifest
+from models.tables import (
+    Manifest,
+    UserError,
+    join,
+    read_manifest,
+    read_table,
+    sequences_manifest,
+)
 
 PAD = -1
 """`item_index` at padded positions of a history, and the target where there is none."""
@@ -70,13 +77,17 @@ class Catalogue:
         hashes = Inputs(tables_uri, sids_uri).hashes(TABLES)
         items = read_manifest(join(tables_uri, "items"), "items")
         if items.rows == 0:
-            raise UserError(f"{join(tables_uri, 'items')} has no rows; check the filters of jobs.prepare")
+            raise UserError(
+                f"{join(tables_uri, 'items')} has no rows; check the filters of jobs.prepare"
+            )
         if sids_uri is None:
             return cls(items.rows, hashes=hashes, tables=tables_uri)
 
         sids = read_manifest(join(sids_uri, "sids"), "sids")
         sizes = tuple(int(size) for size in sids.info["codebook_sizes"])
-        codes = codes_of(read_table(join(sids_uri, "sids"), "sids"), join(sids_uri, "sids"))
+        codes = codes_of(
+            read_table(join(sids_uri, "sids"), "sids"), join(sids_uri, "sids")
+        )
         if codes.shape != (items.rows, len(sizes)):
             raise UserError(
                 f"{sids_uri} holds {codes.shape[0]} codes of {codes.shape[1]} levels for {items.rows} items and "
@@ -91,7 +102,9 @@ class Catalogue:
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:
         """A catalogue of the items with these (N, C) codes, for tests and benchmarks."""
-        return cls(len(codes), codes.long(), codebook_sizes, Trie(codes, codebook_sizes))
+        return cls(
+            len(codes), codes.long(), codebook_sizes, Trie(codes, codebook_sizes)
+        )
 
 
 def codes_of(table: pa.Table, name: str) -> Tensor:
@@ -104,7 +117,9 @@ def codes_of(table: pa.Table, name: str) -> Tensor:
         )
     index = table["item_index"].to_numpy()
     if not np.array_equal(index, np.arange(len(index))):
-        raise UserError(f"{name}: item_index is not dense and sorted from 0; run jobs.tokenize again")
+        raise UserError(
+            f"{name}: item_index is not dense and sorted from 0; run jobs.tokenize again"
+        )
     codes = lists.flatten().to_numpy().astype(np.int64).reshape(len(index), -1)
     return torch.from_numpy(codes)
 
@@ -114,19 +129,26 @@ def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
     binary = strings.cast(pa.large_binary())
     if len(binary) == 0:
         return np.zeros(0, np.int64)
-    offsets = np.frombuffer(binary.buffers()[1], np.int64)[binary.offset : binary.offset + len(binary) + 1]
+    offsets = np.frombuffer(binary.buffers()[1], np.int64)[
+        binary.offset : binary.offset + len(binary) + 1
+    ]
     if offsets[-1] == offsets[0]:
         return np.zeros(len(binary), np.int64)
     data = np.frombuffer(binary.buffers()[2], np.uint8)[offsets[0] : offsets[-1]]
     offsets = offsets - offsets[0]
     lengths = np.diff(offsets)
-    powers = np.full(int(lengths.max()), 0x100000001B3, np.uint64)  # FNV's prime, wrapping at 64 bits
+    powers = np.full(
+        int(lengths.max()), 0x100000001B3, np.uint64
+    )  # FNV's prime, wrapping at 64 bits
     powers = np.cumprod(powers)
     place = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
     totals = np.cumsum((data.astype(np.uint64) + np.uint64(1)) * powers[place])
     totals = np.concatenate([np.zeros(1, np.uint64), totals])
     value = totals[offsets[1:]] - totals[offsets[:-1]]
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's finaliser
+    for shift, factor in (
+        (30, 0xBF58476D1CE4E5B9),
+        (27, 0x94D049BB133111EB),
+    ):  # splitmix64's finaliser
         value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
     return ((value ^ (value >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
 
@@ -191,7 +213,12 @@ class Examples(Sharded):
         return manifest, [
             "user_id",
             "item_index",
-            *of_requests(*["timestamp_ms"] * bool(cls.since), "history_end", "candidates", "split"),
+            *of_requests(
+                *["timestamp_ms"] * bool(cls.since),
+                "history_end",
+                "candidates",
+                "split",
+            ),
         ]
 
     @classmethod
@@ -201,26 +228,55 @@ class Examples(Sharded):
     def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
         if self.split == "next":
             end = part["lengths"]
-            owner, target, place = np.arange(len(end)), np.full(len(end), PAD), np.zeros(len(end), np.int64)
+            owner, target, place = (
+                np.arange(len(end)),
+                np.full(len(end), PAD),
+                np.zeros(len(end), np.int64),
+            )
         else:
-            chosen = pc.equal(part["split"], self.split).to_numpy(zero_copy_only=False).nonzero()[0]
+            chosen = (
+                pc.equal(part["split"], self.split)
+                .to_numpy(zero_copy_only=False)
+                .nonzero()[0]
+            )
             if self.split == "train" and self.since:
                 chosen = chosen[self.left(part["time"][chosen], first_user)]
-            owner, end, target, place = (part[name][chosen] for name in ("owner", "end", "target", "place"))
+            owner, end, target, place = (
+                part[name][chosen] for name in ("owner", "end", "target", "place")
+            )
         usable = (end > 0) | (self.unit == "behaviour")
         self.skipped += int((~usable & shard.counts(first_user + owner)).sum())
-        owner, end, target, place = owner[usable], end[usable], target[usable], place[usable]
-        measured = {"repeats": seen_before(part, owner, end, target)} if self.split in ("val", "test") else {}
+        owner, end, target, place = (
+            owner[usable],
+            end[usable],
+            target[usable],
+            place[usable],
+        )
+        measured = (
+            {"repeats": seen_before(part, owner, end, target)}
+            if self.split in ("val", "test")
+            else {}
+        )
         first = np.flatnonzero(self._first_of_row(owner, end))
         row_end = np.maximum.reduceat(end, first) if len(first) else end[:0]
         users, local = np.unique(owner, return_inverse=True)
         # of each user, behaviours from the first of its first row to the last of any
-        new = np.flatnonzero(np.append(True, owner[first][1:] != owner[first][:-1])) if len(first) else first
-        low = np.minimum.reduceat(np.maximum(row_end - self.max_history, 0), new) if len(first) else end[:0]
+        new = (
+            np.flatnonzero(np.append(True, owner[first][1:] != owner[first][:-1]))
+            if len(first)
+            else first
+        )
+        low = (
+            np.minimum.reduceat(np.maximum(row_end - self.max_history, 0), new)
+            if len(first)
+            else end[:0]
+        )
         count = (np.maximum.reduceat(row_end, new) if len(first) else end[:0]) - low
         self._parts.append(
             {
-                "behaviours": part["items"][runs(part["user_start"][users] + low, count)].astype(np.int32),
+                "behaviours": part["items"][
+                    runs(part["user_start"][users] + low, count)
+                ].astype(np.int32),
                 "user_start": self._behaviours + starts(count) - low,
                 "user_hash": part["user_hash"][users],
                 "user_row": first_user + users,
@@ -259,7 +315,9 @@ class Examples(Sharded):
             return np.ones(len(owner), bool)
         new_user = np.append(True, owner[1:] != owner[:-1])
         users = np.flatnonzero(new_user)
-        longest = np.repeat(np.maximum.reduceat(end, users), np.diff(np.append(users, len(owner))))
+        longest = np.repeat(
+            np.maximum.reduceat(end, users), np.diff(np.append(users, len(owner)))
+        )
         stride = max(1, self.max_history // 2)
         window = np.where(longest <= self.max_history, 0, (longest - end) // stride)
         return new_user | np.append(True, window[1:] != window[:-1])
@@ -275,7 +333,12 @@ class Examples(Sharded):
         return request_number(self._user_row[self._owner], self._place)
 
     def _arrange(
-        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+        self,
+        rows: NDArray[np.int64],
+        shard: int,
+        batch_size: int,
+        steps: int,
+        rng: np.random.Generator,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """At random, and by length within the rows of `BUCKET` steps."""
         order = rows[rng.permutation(len(rows))]
@@ -328,7 +391,10 @@ class Examples(Sharded):
         """With longer histories, up to `max_history`, and of unit `user` with targets that are none."""
         length = batch["history"].shape[1]
         wide = min(rung(length), max(length, self.max_history)) - length
-        batch = {**batch, "history": functional.pad(batch["history"], (0, wide), value=PAD)}
+        batch = {
+            **batch,
+            "history": functional.pad(batch["history"], (0, wide), value=PAD),
+        }
         if self.unit == "user":
             more = rung(len(batch["target"])) - len(batch["target"])
             batch["target"] = functional.pad(batch["target"], (0, more), value=PAD)
@@ -338,36 +404,56 @@ class Examples(Sharded):
 
 
 def seen_before(
-    part: dict[str, NDArray], owner: NDArray[np.int64], end: NDArray[np.int64], target: NDArray[np.int64]
+    part: dict[str, NDArray],
+    owner: NDArray[np.int64],
+    end: NDArray[np.int64],
+    target: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
     """(R,) whether the target is among the first `end` behaviours, of which there is one, of the user `owner`, each
     (R,)."""
     size = 1 + max(part["items"].max(initial=0), target.max(initial=0))
     user = np.repeat(np.arange(len(part["lengths"])), part["lengths"])
-    pairs, place = np.unique(user * size + part["items"], return_index=True)  # of each user's item, its first place
+    pairs, place = np.unique(
+        user * size + part["items"], return_index=True
+    )  # of each user's item, its first place
     wanted = owner * size + target
     at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
     return (pairs[at] == wanted) & (place[at] < part["user_start"][owner] + end)
 
 
-def padded(items: NDArray, begin: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.int64]:
+def padded(
+    items: NDArray, begin: NDArray[np.int64], length: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """(B, T) `length` (B,) of the `items` from `begin` (B,) on, then PAD; T is the longest, at least 1."""
     place = np.arange(int(length.max(initial=1)))
     inside = place < length[:, None]
-    return np.where(inside, items[np.where(inside, begin[:, None] + place, 0)], PAD).astype(np.int64)
+    return np.where(
+        inside, items[np.where(inside, begin[:, None] + place, 0)], PAD
+    ).astype(np.int64)
 
 
 def tensors(batch: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
     """The arrays as int64 tensors."""
-    return {name: torch.from_numpy(np.ascontiguousarray(value, np.int64)) for name, value in batch.items()}
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(value, np.int64))
+        for name, value in batch.items()
+    }
 
 
-def batch_of(histories: Sequence[Sequence[int]], user: NDArray[np.int64]) -> dict[str, Tensor]:
+def batch_of(
+    histories: Sequence[Sequence[int]], user: NDArray[np.int64]
+) -> dict[str, Tensor]:
     """What `Examples.collate` gives of histories in no table, for `recommend`: `item_index` of at least one of each
     request, and the hash of its user."""
     length = np.array([len(history) for history in histories], np.int64)
     items = np.array([item for history in histories for item in history], np.int64)
-    return tensors({"history": padded(items, starts(length), length), "history_length": length, "user": user})
+    return tensors(
+        {
+            "history": padded(items, starts(length), length),
+            "history_length": length,
+            "user": user,
+        }
+    )
 
 
 def of_requests(*names: str) -> list[str]:
@@ -384,8 +470,13 @@ def _read_part(table: pa.Table, name: str) -> dict[str, Any]:
     counts = pc.list_value_length(requests).to_numpy().astype(np.int64)
     asked = requests.flatten()
     candidates = pc.struct_field(asked, "candidates")
-    if len(candidates) and pc.min_max(pc.list_value_length(candidates)).as_py() != {"min": 1, "max": 1}:
-        raise UserError(f"{name} has requests with other than one candidate; retrieval needs the target alone")
+    if len(candidates) and pc.min_max(pc.list_value_length(candidates)).as_py() != {
+        "min": 1,
+        "max": 1,
+    }:
+        raise UserError(
+            f"{name} has requests with other than one candidate; retrieval needs the target alone"
+        )
     return {
         "items": lists.flatten().to_numpy(),
         "lengths": lengths,
@@ -396,4 +487,8 @@ def _read_part(table: pa.Table, name: str) -> dict[str, Any]:
         "end": pc.struct_field(asked, "history_end").to_numpy().astype(np.int64),
         "target": candidates.flatten().to_numpy().astype(np.int64),
         "split": pc.struct_field(asked, "split"),
-    } | ({"time": pc.struct_field(asked, "timestamp_ms").to_numpy()} if "timestamp_ms" in asked.type.names else {})
+    } | (
+        {"time": pc.struct_field(asked, "timestamp_ms").to_numpy()}
+        if "timestamp_ms" in asked.type.names
+        else {}
+    )

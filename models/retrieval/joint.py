@@ -109,7 +109,9 @@ class EarnConfig(JointConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.register_layer < 1:
-            raise ValueError(f"register_layer {self.register_layer} is below 1; no layer would read the history")
+            raise ValueError(
+                f"register_layer {self.register_layer} is below 1; no layer would read the history"
+            )
 
 
 class EarnBackbone(ExtendedT5):
@@ -130,7 +132,9 @@ class EarnBackbone(ExtendedT5):
         tokens, lengths = super().inputs(batch)
         prefix = self.tokens.vocabulary
         tokens = functional.pad(functional.pad(tokens, (1, 0), value=prefix), (0, 1))
-        return tokens.scatter(1, lengths.unsqueeze(1) + 1, prefix + 1), lengths + REGISTERS
+        return tokens.scatter(
+            1, lengths.unsqueeze(1) + 1, prefix + 1
+        ), lengths + REGISTERS
 
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States (B, 2, D) of the registers."""
@@ -139,8 +143,12 @@ class EarnBackbone(ExtendedT5):
         x = dropout(functional.embedding(tokens, table), dropout_p)
         position = self.encoder.position_bias(tokens.shape[1])  # (1, H, S, S)
         padding = padding_mask(lengths, tokens.shape[1], table.dtype)
-        at = torch.stack([torch.zeros_like(lengths), lengths - 1], 1)  # (B, 2): where the registers are
-        of_registers = position[0][:, at].transpose(0, 1)  # (B, H, 2, S): to all positions
+        at = torch.stack(
+            [torch.zeros_like(lengths), lengths - 1], 1
+        )  # (B, 2): where the registers are
+        of_registers = position[0][:, at].transpose(
+            0, 1
+        )  # (B, H, 2, S): to all positions
         between = of_registers.take_along_dim(at[:, None, None], 3)  # (B, H, 2, 2)
         if padding is not None:
             position, of_registers = position + padding, of_registers + padding
@@ -157,20 +165,29 @@ class EarnBackbone(ExtendedT5):
         return self.encode(batch)
 
 
-def narrowed(block: Block, x: Tensor, at: Tensor, bias: Tensor, dropout_p: float) -> Tensor:
+def narrowed(
+    block: Block, x: Tensor, at: Tensor, bias: Tensor, dropout_p: float
+) -> Tensor:
     """(B, 2, D): what `block` makes of x (B, S, D) at the positions `at` (B, 2), whose attention to all positions has
     the `bias` (B, H, 2, S). The others' outputs would be dropped, so they are not computed."""
     normed, at = block.norm(0, x), at.unsqueeze(-1)
     (q,) = block.attention.project(normed.take_along_dim(at, 1), "q")
     k, v = block.attention.project(normed, "kv")
-    x = x.take_along_dim(at, 1) + dropout(block.attention.attend(q, k, v, bias, dropout_p), dropout_p)
+    x = x.take_along_dim(at, 1) + dropout(
+        block.attention.attend(q, k, v, bias, dropout_p), dropout_p
+    )
     return x + dropout(block.feedforward(block.norm(-1, x), dropout_p), dropout_p)
 
 
 def earn(config: EarnConfig, catalogue: Catalogue, teacher: Retriever) -> Joint:
     """The model, to take its weights from `teacher`, a TIGER."""
     backbone = EarnBackbone(tiger_of(teacher).backbone, config.register_layer)
-    return Joint(config, catalogue, backbone, T5Decoder(backbone.tokens, backbone.sizes, backbone.embedding))
+    return Joint(
+        config,
+        catalogue,
+        backbone,
+        T5Decoder(backbone.tokens, backbone.sizes, backbone.embedding),
+    )
 
 
 @dataclass
@@ -184,9 +201,13 @@ class NezhaConfig(JointConfig):
         super().__post_init__()
         for part, factor in self.rates.items():
             if part not in PARTS:
-                raise ValueError(f"rates has '{part}'; its parts are {', '.join(PARTS)}")
+                raise ValueError(
+                    f"rates has '{part}'; its parts are {', '.join(PARTS)}"
+                )
             if not factor > 0:
-                raise ValueError(f"rates.{part} is {factor}, it must be above 0; 1 is the base learning rate")
+                raise ValueError(
+                    f"rates.{part} is {factor}, it must be above 0; 1 is the base learning rate"
+                )
 
 
 class NezhaBackbone(ExtendedT5):
@@ -194,7 +215,9 @@ class NezhaBackbone(ExtendedT5):
 
     def __init__(self, teacher: T5Backbone) -> None:
         """`teacher` gives the vocabulary and the sizes."""
-        super().__init__(teacher.tokens, teacher.sizes, teacher.max_history, teacher.tokens.levels)
+        super().__init__(
+            teacher.tokens, teacher.sizes, teacher.max_history, teacher.tokens.levels
+        )
 
     def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """[history, a placeholder per digit]."""
@@ -202,7 +225,9 @@ class NezhaBackbone(ExtendedT5):
         level = torch.arange(self.tokens.levels, device=tokens.device)
         placeholders = (self.tokens.vocabulary + level).expand(len(tokens), -1)
         at = lengths.unsqueeze(1) + level
-        return functional.pad(tokens, (0, len(level))).scatter(1, at, placeholders), lengths + len(level)
+        return functional.pad(tokens, (0, len(level))).scatter(
+            1, at, placeholders
+        ), lengths + len(level)
 
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States (B, 1 + L, D)."""
@@ -214,7 +239,11 @@ class NezhaBackbone(ExtendedT5):
 
 def last_positions(history: History, count: int) -> History:
     """The last `count` positions of each request."""
-    at = history.lengths.unsqueeze(1) - count + torch.arange(count, device=history.lengths.device)
+    at = (
+        history.lengths.unsqueeze(1)
+        - count
+        + torch.arange(count, device=history.lengths.device)
+    )
     states = history.states.take_along_dim(at.unsqueeze(-1), 1)
     return History(states, torch.full_like(history.lengths, count))
 
@@ -224,15 +253,22 @@ class NezhaDecoder(Decoder):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.tokens, self.hidden_width = backbone.tokens, backbone.embedding.embedding_dim
+        self.tokens, self.hidden_width = (
+            backbone.tokens,
+            backbone.embedding.embedding_dim,
+        )
         self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
-        self.heads = nn.ModuleList(nn.Linear(self.hidden_width, size) for size in self.tokens.sizes)
+        self.heads = nn.ModuleList(
+            nn.Linear(self.hidden_width, size) for size in self.tokens.sizes
+        )
         self.transition = nn.GRUCell(self.hidden_width, self.hidden_width)
 
     def move(self, root: Tensor, level: int, codes: Tensor) -> Tensor:
         """(..., D): the root (..., D) after `codes` (...) of the level."""
         chosen = self._embedding[0](codes + self.tokens.first[level])
-        return cast(Tensor, self.transition(chosen.flatten(0, -2), root.flatten(0, -2))).view(root.shape)
+        return cast(
+            Tensor, self.transition(chosen.flatten(0, -2), root.flatten(0, -2))
+        ).view(root.shape)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """(B, L, D): root + h_i of each digit."""
@@ -268,7 +304,11 @@ class RootScorer:
 
     def _score(self) -> Tensor:
         """(B, W, C_level)."""
-        return self.decoder.heads[self.level](self.root + self.own[:, self.level, None]).float().log_softmax(-1)
+        return (
+            self.decoder.heads[self.level](self.root + self.own[:, self.level, None])
+            .float()
+            .log_softmax(-1)
+        )
 
 
 class Nezha(Joint):
@@ -276,11 +316,17 @@ class Nezha(Joint):
 
     config: NezhaConfig
 
-    def __init__(self, config: NezhaConfig, catalogue: Catalogue, teacher: Retriever) -> None:
+    def __init__(
+        self, config: NezhaConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
         backbone = NezhaBackbone(tiger_of(teacher).backbone)
         super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
 
 
 def lr_multipliers(config: NezhaConfig) -> dict[str, float]:
     """Multiples of the learning rate, by the beginning of parameters' names."""
-    return {prefix: factor for part, factor in config.rates.items() for prefix in PARTS[part]}
+    return {
+        prefix: factor
+        for part, factor in config.rates.items()
+        for prefix in PARTS[part]
+    }

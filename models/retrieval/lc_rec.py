@@ -29,7 +29,15 @@ from models.retrieval.backbones.causal_lm import LmBackbone, Segment, joined
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.causal_lm import LmDecoder
 from models.retrieval.parts import SidTokens, real_positions
-from models.retrieval.prompts import TASKS, Pretrained, Tokenizer, Words, encoded_titles, prompt, titles_of
+from models.retrieval.prompts import (
+    TASKS,
+    Pretrained,
+    Tokenizer,
+    Words,
+    encoded_titles,
+    prompt,
+    titles_of,
+)
 from models.retrieval.retriever import Retriever
 from models.tables import UserError
 from models.whole_batch import whole_mean
@@ -82,7 +90,18 @@ class LcRecConfig:
     """Tokens of the words of the prompt that recommending reads, filled in before training."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("width", "num_layers", "num_heads", "ffn_width", "title_tokens", "max_history", "beam"))
+        check_positive(
+            self,
+            (
+                "width",
+                "num_layers",
+                "num_heads",
+                "ffn_width",
+                "title_tokens",
+                "max_history",
+                "beam",
+            ),
+        )
         check_least(self, ("max_words", "lora_rank"), 0)
         if self.width % (2 * self.num_heads):
             raise ValueError(
@@ -91,14 +110,24 @@ class LcRecConfig:
             )
         check_dropout(self, "dropout", "lora_dropout")
         if not 0 < self.task_share <= 1:
-            raise ValueError(f"task_share {self.task_share} is not in (0, 1]; leave tasks out with tasks: [next]")
+            raise ValueError(
+                f"task_share {self.task_share} is not in (0, 1]; leave tasks out with tasks: [next]"
+            )
         if "next" not in self.tasks or not set(self.tasks) <= set(TASKS):
-            raise ValueError(f"tasks are {self.tasks}; give 'next', which recommending asks, and others of {TASKS}")
+            raise ValueError(
+                f"tasks are {self.tasks}; give 'next', which recommending asks, and others of {TASKS}"
+            )
 
 
-def tokenizer_of(config: LcRecConfig, titles: list[str] | None, rows: int = 0) -> Tokenizer:
+def tokenizer_of(
+    config: LcRecConfig, titles: list[str] | None, rows: int = 0
+) -> Tokenizer:
     """The words of the language model, whose embedding has so many `rows` where it is a pretrained one."""
-    return Pretrained(config.lm, rows) if config.lm else Words(titles or [], config.max_words)
+    return (
+        Pretrained(config.lm, rows)
+        if config.lm
+        else Words(titles or [], config.max_words)
+    )
 
 
 def resolve(config: LcRecConfig, catalogue: Catalogue) -> LcRecConfig:
@@ -111,7 +140,12 @@ def resolve(config: LcRecConfig, catalogue: Catalogue) -> LcRecConfig:
         made = language_model.pretrained_config(config.lm)
     else:
         made = language_model.small_config(
-            tokenizer.size, config.width, config.num_layers, config.num_heads, config.ffn_width, config.dropout
+            tokenizer.size,
+            config.width,
+            config.num_layers,
+            config.num_heads,
+            config.ffn_width,
+            config.dropout,
         )
     tasks = config.tasks if titles is not None else ["next"]
     return replace(config, lm_model=made, prompt=prompt(tokenizer, "next"), tasks=tasks)
@@ -129,34 +163,63 @@ class LcRec(Retriever):
         tokens = SidTokens(catalogue, 1)
         items = config.max_history * (tokens.levels + len(config.prompt["between"]))
         words = sum(len(part) for part in config.prompt.values())
-        response = tokens.levels if config.tasks == ["next"] else max(tokens.levels, config.title_tokens + words)
-        longest = items + words + response  # a title's prompt may be of more words than the codes'
+        response = (
+            tokens.levels
+            if config.tasks == ["next"]
+            else max(tokens.levels, config.title_tokens + words)
+        )
+        longest = (
+            items + words + response
+        )  # a title's prompt may be of more words than the codes'
         lm = language_model.make(config.lm_model, longest)
         tied = language_model.tied(lm)
         if config.lora_rank:
-            language_model.add_lora(lm, config.lora_rank, config.lora_alpha, config.lora_dropout)
+            language_model.add_lora(
+                lm, config.lora_rank, config.lora_alpha, config.lora_dropout
+            )
         backbone = LmBackbone(tokens, lm, config.prompt, config.max_history)
         super().__init__(config, catalogue, backbone, LmDecoder(backbone, tied))
-        self._texts: tuple[Texts, ...] = ()  # no submodule: it is no part of the weights
+        self._texts: tuple[
+            Texts, ...
+        ] = ()  # no submodule: it is no part of the weights
 
     def set_texts(self, texts: Texts) -> None:
         """Takes the titles that the tasks beside `next` are of."""
         device = self.tokens.items.device
-        self._texts = (replace(texts, titles=texts.titles.to(device), lengths=texts.lengths.to(device)),)
+        self._texts = (
+            replace(
+                texts, titles=texts.titles.to(device), lengths=texts.lengths.to(device)
+            ),
+        )
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cross-entropy of the responses' tokens, the mean over rows of each row's mean (unit `request`); and that of
         each task, where there are several."""
         count = len(batch["target"])
-        found = {"next": self.response_loss(self.backbone.prompts(batch), self.backbone.response(batch["target"]))}
+        found = {
+            "next": self.response_loss(
+                self.backbone.prompts(batch), self.backbone.response(batch["target"])
+            )
+        }
         weights = {"next": count}
         for task in self.config.tasks if self._texts else []:
             if task != "next":
                 weights[task] = max(1, round(self.config.task_share * count))
-                found[task] = self.response_loss(*self._texts[0].example(self.backbone, task, batch, weights[task]))
-        loss = torch.stack([weights[task] * found[task] for task in found]).sum() / sum(weights.values())
+                found[task] = self.response_loss(
+                    *self._texts[0].example(self.backbone, task, batch, weights[task])
+                )
+        loss = torch.stack([weights[task] * found[task] for task in found]).sum() / sum(
+            weights.values()
+        )
         loss = whole_mean(loss, count)
-        return {"loss": loss, **({f"{task}_loss": found[task].detach() for task in found} if len(found) > 1 else {})}
+        return {
+            "loss": loss,
+            **(
+                {f"{task}_loss": found[task].detach() for task in found}
+                if len(found) > 1
+                else {}
+            ),
+        }
 
     def response_loss(self, prompts: list[Segment], response: Segment) -> Tensor:
         """Mean over rows of the mean cross-entropy of the tokens of `response` (R, n), whose real ones come first,
@@ -164,15 +227,25 @@ class LcRec(Retriever):
         target, mask = response
         tokens, lengths = joined([*prompts, response])
         states = self.backbone.run(self.backbone.embed(tokens))[0]
-        first = lengths - mask.sum(1) - 1  # the state that gives the first token of the response
+        first = (
+            lengths - mask.sum(1) - 1
+        )  # the state that gives the first token of the response
         at = first.unsqueeze(1) + torch.arange(target.shape[1], device=target.device)
-        given = states.take_along_dim(at.clamp(max=tokens.shape[1] - 1).unsqueeze(-1), 1)  # (R, n, D)
+        given = states.take_along_dim(
+            at.clamp(max=tokens.shape[1] - 1).unsqueeze(-1), 1
+        )  # (R, n, D)
         lm: Any = self.backbone.lm
         of_words = lm.get_output_embeddings()(given)  # (R, n, V)
-        logits = torch.cat([of_words, functional.linear(given, self.decoder.rows())], -1).float()
+        logits = torch.cat(
+            [of_words, functional.linear(given, self.decoder.rows())], -1
+        ).float()
         is_code = target >= self.backbone.vocabulary
-        row = torch.where(is_code, target - self.tokens.first[0], target)  # codes stand behind the words
-        losses = functional.cross_entropy(logits.flatten(0, 1), row.flatten(), reduction="none").view_as(target)
+        row = torch.where(
+            is_code, target - self.tokens.first[0], target
+        )  # codes stand behind the words
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1), row.flatten(), reduction="none"
+        ).view_as(target)
         return ((losses * mask).sum(1) / mask.sum(1)).mean()
 
 
@@ -201,12 +274,19 @@ class Texts:
 
     def title(self, items: Tensor) -> Segment:
         """The titles of `items` (R,)."""
-        return self.titles[items], real_positions(self.lengths[items], self.titles.shape[1])
+        return self.titles[items], real_positions(
+            self.lengths[items], self.titles.shape[1]
+        )
 
     def written(self, items: Tensor) -> Segment:
         """The titles of `items` (R,) as responses, which end."""
         tokens, mask = self.title(items)
-        tokens, lengths = joined([(tokens, mask), (torch.full_like(tokens[:, :1], self.end), mask[:, :1] | True)])
+        tokens, lengths = joined(
+            [
+                (tokens, mask),
+                (torch.full_like(tokens[:, :1], self.end), mask[:, :1] | True),
+            ]
+        )
         return tokens, real_positions(lengths, tokens.shape[1])
 
     def example(
@@ -221,9 +301,19 @@ class Texts:
             items, given = part["target"], backbone.history_tokens(part)
         else:
             items = torch.randint(0, len(self.titles), (rows,), device=device)
-            given = self.title(items) if task == "title_to_item" else backbone.response(items)
-        prompts = [backbone.constant(before, items), given, backbone.constant(after, items)]
-        return prompts, backbone.response(items) if task == "title_to_item" else self.written(items)
+            given = (
+                self.title(items)
+                if task == "title_to_item"
+                else backbone.response(items)
+            )
+        prompts = [
+            backbone.constant(before, items),
+            given,
+            backbone.constant(after, items),
+        ]
+        return prompts, backbone.response(
+            items
+        ) if task == "title_to_item" else self.written(items)
 
 
 def teach(module: Any, config: LcRecConfig, catalogue: Catalogue) -> None:
@@ -243,16 +333,25 @@ def teach(module: Any, config: LcRecConfig, catalogue: Catalogue) -> None:
     tokenizer = tokenizer_of(config, titles, module.backbone.vocabulary)
     tokens, lengths = encoded_titles(tokenizer, titles, config.title_tokens)
     words = {task: prompt(tokenizer, task) for task in tasks}
-    around = {task: (torch.tensor(words[task]["before"]), torch.tensor(words[task]["after"])) for task in tasks}
+    around = {
+        task: (torch.tensor(words[task]["before"]), torch.tensor(words[task]["after"]))
+        for task in tasks
+    }
     module.set_texts(Texts(tokens, lengths, around, tokenizer.end))
 
 
-def notes(module: Any, config: LcRecConfig, catalogue: Catalogue, examples: dict[str, Any]) -> list[str]:
+def notes(
+    module: Any, config: LcRecConfig, catalogue: Catalogue, examples: dict[str, Any]
+) -> list[str]:
     """A line about what is trained beside recommending."""
     others = [task for task in config.tasks if task != "next"]
     if not others:
-        return [f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"]
-    return [f"tasks: next, and beside it {', '.join(others)} on the items' text '{config.title}'"]
+        return [
+            f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"
+        ]
+    return [
+        f"tasks: next, and beside it {', '.join(others)} on the items' text '{config.title}'"
+    ]
 
 
 @torch.no_grad()

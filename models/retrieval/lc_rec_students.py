@@ -72,9 +72,13 @@ class LcRecSidMlpConfig(StudentConfig):
     def of_heads(self) -> SidMlpConfig:
         """SID-MLP's options that hold here too."""
         return SidMlpConfig(
-            attention_heads=self.attention_heads, attention_width=self.width, ffn_width=self.ffn_width,
-            head_width=self.head_width, dropout=self.dropout, m=self.m,
-        )  # fmt: skip
+            attention_heads=self.attention_heads,
+            attention_width=self.width,
+            ffn_width=self.ffn_width,
+            head_width=self.head_width,
+            dropout=self.dropout,
+            m=self.m,
+        )
 
 
 class EarlyReadout(nn.Module):
@@ -94,12 +98,19 @@ class EarlyReadout(nn.Module):
             nn.Linear(config.ffn_width, width),
         )
 
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    ) -> Tensor:
         """(B, N) of `query` (B, N), `keys` and `values` (B, P, E), and `mask` (B, 1, 1, P) to be added to scores."""
         q = self.q(query).unflatten(-1, (self.heads, 1, -1))  # (B, H, 1, K)
-        k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (self.k(keys), self.v(values)))
+        k, v = (
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x in (self.k(keys), self.v(values))
+        )
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
-        weights = scores.softmax(-1).masked_fill(mask < 0, 0.0)  # of an empty history none, however long others are
+        weights = scores.softmax(-1).masked_fill(
+            mask < 0, 0.0
+        )  # of an empty history none, however long others are
         x = self.norm1(query + self.o((weights @ v).flatten(1)))
         return self.norm2(x + self.ffn(x))
 
@@ -113,15 +124,21 @@ class EarlyReadouts(nn.Module):
         layers, self.width = backbone.shape()
         self.layer = (config.layer or max(1, layers // 4)) - 1
         if self.layer >= layers:
-            raise UserError(f"layer {config.layer} exceeds the {layers} of the language model; give one of them")
+            raise UserError(
+                f"layer {config.layer} exceeds the {layers} of the language model; give one of them"
+            )
         self.query = nn.Linear(backbone.embedding.embedding_dim, config.width)
-        self.layers = nn.ModuleList(EarlyReadout(self.width, config) for _ in range(config.readout_layers))
+        self.layers = nn.ModuleList(
+            EarlyReadout(self.width, config) for _ in range(config.readout_layers)
+        )
 
     def read(self, history: History) -> Tensor:
         """(B, S, 2 E): keys and values of the layer."""
         if history.memory is None:
             return history.states  # a table of `teacher_cache` has nothing else
-        return torch.cat([x.transpose(1, 2).flatten(2) for x in history.memory[self.layer]], -1)
+        return torch.cat(
+            [x.transpose(1, 2).flatten(2) for x in history.memory[self.layer]], -1
+        )
 
     def forward(self, history: History) -> Tensor:
         """z (B, N)."""
@@ -141,7 +158,9 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
     def __init__(self, config: LcRecSidMlpConfig, backbone: LmBackbone) -> None:
         self._make = (config, backbone)
         super().__init__(config.of_heads(), backbone, config.width)
-        self.project = nn.Linear(backbone.embedding.embedding_dim, config.width, bias=False)
+        self.project = nn.Linear(
+            backbone.embedding.embedding_dim, config.width, bias=False
+        )
 
     def _make_readout(self, dim: int) -> EarlyReadouts:
         config, backbone = self._make
@@ -151,7 +170,12 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
         """(V, N): of each token, the teacher's projected."""
         if torch.is_grad_enabled():
             return self.project(super().embedding())
-        return derived(self, "embedding", lambda: self.project(SidMlpDecoder.embedding(self)), self._embedding[0])
+        return derived(
+            self,
+            "embedding",
+            lambda: self.project(SidMlpDecoder.embedding(self)),
+            self._embedding[0],
+        )
 
 
 class LcRecSidMlp(Student):
@@ -159,7 +183,9 @@ class LcRecSidMlp(Student):
 
     config: LcRecSidMlpConfig
 
-    def __init__(self, config: LcRecSidMlpConfig, catalogue: Catalogue, teacher: Retriever) -> None:
+    def __init__(
+        self, config: LcRecSidMlpConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
         own = LcRecSidMlpDecoder(config, lc_rec_of(teacher).backbone)
         self._readouts = (cast(EarlyReadouts, own.readout),)
         super().__init__(config, catalogue, teacher, own)
@@ -200,13 +226,17 @@ class NezhaLmBackbone(LmBackbone):
     def prompts(self, batch: dict[str, Tensor]) -> list[Segment]:
         """With the placeholders behind them."""
         first = self.vocabulary + self.tokens.vocabulary
-        placeholders = first + torch.arange(self.tokens.levels, device=self.before.device)
+        placeholders = first + torch.arange(
+            self.tokens.levels, device=self.before.device
+        )
         return [*super().prompts(batch), self.constant(placeholders, batch["history"])]
 
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States (B, 1 + L, D)."""
         tokens, lengths = self.inputs(batch)
-        return last_positions(History(self.run(self.embed(tokens))[0], lengths), 1 + self.tokens.levels)
+        return last_positions(
+            History(self.run(self.embed(tokens))[0], lengths), 1 + self.tokens.levels
+        )
 
 
 class LcRecNezha(Joint):
@@ -215,11 +245,15 @@ class LcRecNezha(Joint):
     config: LcRecNezhaConfig
     backbone: NezhaLmBackbone
 
-    def __init__(self, config: LcRecNezhaConfig, catalogue: Catalogue, teacher: Retriever) -> None:
+    def __init__(
+        self, config: LcRecNezhaConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
         backbone = NezhaLmBackbone(lc_rec_of(teacher))
         lm = cast(Any, backbone.lm)
         if not language_model.tied(lm):
-            lm.get_output_embeddings().requires_grad_(False)  # that of words, which nothing asks for
+            lm.get_output_embeddings().requires_grad_(
+                False
+            )  # that of words, which nothing asks for
         super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
 
     def set_teacher(self, teacher: Retriever) -> None:

@@ -35,15 +35,21 @@ def hit_rank(items: Tensor, target: Tensor) -> Tensor:
     return torch.where(hits.any(1), hits.long().argmax(1), items.shape[1])
 
 
-def metric_sums(items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
+def metric_sums(
+    items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS
+) -> dict[str, float]:
     """Sums over the batch, for the ranked items (B, K) and `target` (B,), and `examples`, the count: of `recall@k`, 1
     where the target is among the first k, and of `ndcg@k`, there 1 / log2(2 + rank), as the ideal DCG is 1."""
     if not 1 <= min(cutoffs) <= max(cutoffs) <= items.shape[1]:
-        raise ValueError(f"cutoffs {cutoffs} are not within the {items.shape[1]} ranked items; rank more of them")
+        raise ValueError(
+            f"cutoffs {cutoffs} are not within the {items.shape[1]} ranked items; rank more of them"
+        )
     rank = hit_rank(items, target).double()
     gain = 1 / torch.log2(rank + 2)
     sums = {f"recall@{k}": float((rank < k).double().sum()) for k in cutoffs}
-    sums |= {f"ndcg@{k}": float(torch.where(rank < k, gain, 0.0).sum()) for k in cutoffs}
+    sums |= {
+        f"ndcg@{k}": float(torch.where(rank < k, gain, 0.0).sum()) for k in cutoffs
+    }
     return {**sums, EXAMPLES: float(len(target))}
 
 
@@ -62,7 +68,10 @@ def exposure(shown: Tensor, trained: Tensor) -> dict[str, float]:
     return {
         "coverage@10": float((counts > 0).double().mean()),
         "new_items@10": float(shown[trained == 0].sum() / total),
-        "gini@10": float(2 * (places @ counts) / (len(counts) * total) - (len(counts) + 1) / len(counts)),
+        "gini@10": float(
+            2 * (places @ counts) / (len(counts) * total)
+            - (len(counts) + 1) / len(counts)
+        ),
     }
 
 
@@ -73,29 +82,47 @@ def names(catalogue: Any) -> list[str]:
 
 
 def measure(
-    model: Any, batch: dict[str, Tensor], by_user: int = 0, shown: Tensor | None = None, **options: Any
+    model: Any,
+    batch: dict[str, Tensor],
+    by_user: int = 0,
+    shown: Tensor | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """`ranking_sums` of the model's ranking of the full catalogue, which `shown` counts too (`count_shown`); `options`
     go to its `recommend`."""
     items, _ = model.recommend(batch, max(CUTOFFS), **options)
     if shown is not None:
         count_shown(shown, items)
-    read = {name: value.cpu() for name, value in batch.items() if name in ("target", "repeats", "user_row")}
-    return ranking_sums(items.cpu(), read, by_user)  # where each of the many sums waits for nothing
+    read = {
+        name: value.cpu()
+        for name, value in batch.items()
+        if name in ("target", "repeats", "user_row")
+    }
+    return ranking_sums(
+        items.cpu(), read, by_user
+    )  # where each of the many sums waits for nothing
 
 
-def ranking_sums(items: Tensor, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
+def ranking_sums(
+    items: Tensor, batch: dict[str, Tensor], by_user: int = 0
+) -> dict[str, Any]:
     """`metric_sums` of the ranked items (B, K), those of the requests that repeat no item (`FIRST`), and of every
     `by_user`th user, of none for 0, recall@10 and ndcg@10, the latter of requests that repeat no item too."""
     target, first = batch["target"], batch["repeats"] == 0
-    of_first = {FIRST + name: value for name, value in metric_sums(items[first], target[first]).items()}
+    of_first = {
+        FIRST + name: value
+        for name, value in metric_sums(items[first], target[first]).items()
+    }
     sums: dict[str, Any] = metric_sums(items, target) | of_first
     if by_user:
         rank = hit_rank(items, target)
         ndcg = torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0)
         values = {"recall@10": (rank < 10).double(), "ndcg@10": ndcg}
         values[f"{FIRST}ndcg@10"] = torch.where(first, ndcg, torch.nan)
-        sums |= {PREFIX + name: ByUser.of(batch["user_row"], value, by_user) for name, value in values.items()}
+        sums |= {
+            PREFIX + name: ByUser.of(batch["user_row"], value, by_user)
+            for name, value in values.items()
+        }
     return sums
 
 
@@ -112,19 +139,33 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     """Means per example from sums. Those of `FIRST` are per example of theirs, whose number stays; 0 where none is."""
     count = sums.get(EXAMPLES, 0.0)
     if not count:
-        raise ValueError("no examples were evaluated, so there is no mean; check the split")
+        raise ValueError(
+            "no examples were evaluated, so there is no mean; check the split"
+        )
     first = max(1.0, sums.get(FIRST + EXAMPLES, 0.0))
-    found = {name: float(value / (first if name.startswith(FIRST) else count)) for name, value in sums.items()}
+    found = {
+        name: float(value / (first if name.startswith(FIRST) else count))
+        for name, value in sums.items()
+    }
     del found[EXAMPLES]
-    return found | {name: float(sums[name]) for name in [FIRST + EXAMPLES] if name in sums}
+    return found | {
+        name: float(sums[name]) for name in [FIRST + EXAMPLES] if name in sums
+    }
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
     """A line of cutoffs, one of each metric at them, and one of `exposure` where that is measured."""
     lines = ["  K       " + "".join(f"{k:>9}" for k in CUTOFFS)]
     for metric in ("recall", "ndcg"):
-        lines.append(f"  {metric:<8}" + "".join(f"{metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS))
+        lines.append(
+            f"  {metric:<8}"
+            + "".join(f"{metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS)
+        )
     told = {"coverage@10": "coverage", "new_items@10": "new items", "gini@10": "Gini"}
-    if found := [f"{words} {metrics[name]:.4f}" for name, words in told.items() if name in metrics]:
+    if found := [
+        f"{words} {metrics[name]:.4f}"
+        for name, words in told.items()
+        if name in metrics
+    ]:
         lines.append(f"  top 10  {', '.join(found)}")
     return lines

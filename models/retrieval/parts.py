@@ -32,9 +32,15 @@ def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | 
     """(B, 1, 1, longest), to be added to the scores of attention: 0 at the first `lengths` (B,) positions and -inf
     after them; None, on a CPU, where nothing is padded."""
     outside = ~real_positions(lengths, longest)
-    if outside.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(outside.any()):
+    if (
+        outside.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not bool(outside.any())
+    ):
         return None  # a GPU would have to wait for the answer
-    mask = torch.zeros(outside.shape, dtype=dtype, device=outside.device).masked_fill(outside, -torch.inf)
+    mask = torch.zeros(outside.shape, dtype=dtype, device=outside.device).masked_fill(
+        outside, -torch.inf
+    )
     return mask[:, None, None]
 
 
@@ -58,7 +64,11 @@ class History:
     def rows(self, begin: int, end: int) -> History:
         """Those of the requests from `begin` to before `end`."""
         query = None if self.query is None else self.query[begin:end]
-        memory = None if self.memory is None else [(k[begin:end], v[begin:end]) for k, v in self.memory]
+        memory = (
+            None
+            if self.memory is None
+            else [(k[begin:end], v[begin:end]) for k, v in self.memory]
+        )
         return History(self.states[begin:end], self.lengths[begin:end], query, memory)
 
     @property
@@ -79,7 +89,9 @@ class SidTokens(nn.Module):
     def __init__(self, catalogue: Catalogue, n_user_tokens: int) -> None:
         super().__init__()
         if catalogue.sids is None or catalogue.trie is None:
-            raise UserError("the model needs semantic IDs; give --sids with what jobs.tokenize made")
+            raise UserError(
+                "the model needs semantic IDs; give --sids with what jobs.tokenize made"
+            )
         self.sizes = list(catalogue.codebook_sizes)
         self.first = [1 + sum(self.sizes[:level]) for level in range(len(self.sizes))]
         self.first_user, self.n_user_tokens = 1 + sum(self.sizes), n_user_tokens
@@ -100,9 +112,18 @@ class SidTokens(nn.Module):
     def history(self, batch: dict[str, Tensor]) -> Tensor:
         """(B, S) `[user, L codes per item, end]` of each request, 0 after it; S = 2 + L * T for histories (B, T)."""
         history = batch["history"]
-        codes = torch.where((history == PAD).unsqueeze(-1), 0, self.items[history.clamp(min=0)])  # (B, T, L)
+        codes = torch.where(
+            (history == PAD).unsqueeze(-1), 0, self.items[history.clamp(min=0)]
+        )  # (B, T, L)
         user = self.first_user + batch["user"] % self.n_user_tokens
-        tokens = torch.cat([user.unsqueeze(1), codes.flatten(1), history.new_zeros((history.shape[0], 1))], 1)
+        tokens = torch.cat(
+            [
+                user.unsqueeze(1),
+                codes.flatten(1),
+                history.new_zeros((history.shape[0], 1)),
+            ],
+            1,
+        )
         return tokens.scatter(1, self.lengths(batch).unsqueeze(1) - 1, self.end)
 
     def codes(self, items: Tensor) -> Tensor:
@@ -171,7 +192,10 @@ class Decoder(nn.Module):
     def targets(self, codes: Tensor) -> list[Tensor]:
         """(B,) of each level from `first_level` on: where in the level's logits those of `codes` (B, L) are."""
         levels = range(self.first_level, self.tokens.levels)
-        return [codes[:, level] + (self.tokens.first[level] - self.span(level)[0]) for level in levels]
+        return [
+            codes[:, level] + (self.tokens.first[level] - self.span(level)[0])
+            for level in levels
+        ]
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """(B, L - first_level, N): what the logits of each code of `codes` (B, L) are made of, given those before."""

@@ -52,8 +52,14 @@ class Words:
 
     def __init__(self, titles: Iterable[str], most: int) -> None:
         """The words of the instructions, then the `most` most frequent others of `titles`; ties in their order."""
-        fixed = {word: 0 for text in (*INSTRUCTIONS.values(), FORM, SEPARATOR) for word in split(text)}
-        counts = Counter(word for title in titles for word in split(title) if word not in fixed)
+        fixed = {
+            word: 0
+            for text in (*INSTRUCTIONS.values(), FORM, SEPARATOR)
+            for word in split(text)
+        }
+        counts = Counter(
+            word for title in titles for word in split(title) if word not in fixed
+        )
         chosen = sorted(counts, key=lambda word: (-counts[word], word))[:most]
         self.number = {word: 3 + i for i, word in enumerate([*fixed, *chosen])}
         self.size, self.begin, self.end = 3 + len(self.number), [1], 2
@@ -71,7 +77,9 @@ class Pretrained:
         self.size = size
         self.begin = [] if self.own.bos_token_id is None else [self.own.bos_token_id]
         if self.own.eos_token_id is None:
-            raise UserError(f"the tokenizer of {name} has no end token, which titles end with; give another model.lm")
+            raise UserError(
+                f"the tokenizer of {name} has no end token, which titles end with; give another model.lm"
+            )
         self.end = self.own.eos_token_id
 
     def encode(self, text: str) -> list[int]:
@@ -99,13 +107,17 @@ def prompt(tokenizer: Tokenizer, task: str) -> dict[str, list[int]]:
 def titles_of(catalogue: Catalogue, column: str) -> list[str] | None:
     """Of each item the text `column` of the items table, "" where it has none; None where the log has no such text."""
     uri, name = join(catalogue.tables, "items"), f"text_{column}"
-    if not catalogue.tables or name not in [each["name"] for each in read_manifest(uri, "items").schema]:
+    if not catalogue.tables or name not in [
+        each["name"] for each in read_manifest(uri, "items").schema
+    ]:
         return None
     table = read_table(uri, "items", ["item_index", name]).sort_by("item_index")
     return [text or "" for text in table[name].to_pylist()]
 
 
-def encoded_titles(tokenizer: Tokenizer, titles: Sequence[str], most: int) -> tuple[Tensor, Tensor]:
+def encoded_titles(
+    tokenizer: Tokenizer, titles: Sequence[str], most: int
+) -> tuple[Tensor, Tensor]:
     """((N, M) tokens of the titles' first `most`, 0 after them; (N,) their numbers)."""
     rows = [tokenizer.encode(title)[:most] for title in titles]
     lengths = torch.tensor([len(row) for row in rows])

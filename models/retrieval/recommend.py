@@ -72,21 +72,34 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 
     @functools.wraps(search)
     def recommend(
-        self: Any, batch: dict[str, Tensor], k: int, *args: Any, allowed: Tensor | None = None,
-        unseen: bool | None = None, precision: str | None = None, compile: bool | None = None, **options: Any,
-    ) -> Ranked:  # fmt: skip
+        self: Any,
+        batch: dict[str, Tensor],
+        k: int,
+        *args: Any,
+        allowed: Tensor | None = None,
+        unseen: bool | None = None,
+        precision: str | None = None,
+        compile: bool | None = None,
+        **options: Any,
+    ) -> Ranked:
         if not len(batch["history"]):
             return nothing(k, batch["history"].device)
         more = batch["history"].shape[1] if unseen else 0  # as many as can be left out
-        more = rung(more) if more and batch["history"].device.type == "cuda" else more  # for few graphs
-        read = latest(batch, self.config.max_history) | ({} if allowed is None else {"allowed": allowed})
+        more = (
+            rung(more) if more and batch["history"].device.type == "cuda" else more
+        )  # for few graphs
+        read = latest(batch, self.config.max_history) | (
+            {} if allowed is None else {"allowed": allowed}
+        )
 
         def found(given: dict[str, Tensor]) -> Ranked:
             return search(self, given, k + more, *args, **options)
 
         if batch["history"].device.type == "cuda":
             asked = f"graphs of {k + more} {args} {sorted(options.items())} {precision} {compile}"
-            items, scores = _replayed(self, asked, read, found, precision or "highest", bool(compile))
+            items, scores = _replayed(
+                self, asked, read, found, precision or "highest", bool(compile)
+            )
         else:
             items, scores = found(read)
             check_finite(scores, tail=True)
@@ -103,14 +116,22 @@ READ = ("history", "history_length", "user", "allowed")
 
 
 def _replayed(
-    model: Any, asked: str, batch: dict[str, Tensor], search: Callable[[dict[str, Tensor]], Ranked], precision: str,
+    model: Any,
+    asked: str,
+    batch: dict[str, Tensor],
+    search: Callable[[dict[str, Tensor]], Ranked],
+    precision: str,
     fused: bool,
-) -> Ranked:  # fmt: skip
+) -> Ranked:
     """The search on a GPU, by a CUDA graph where one is there for as many requests and as long histories."""
-    given = filled({name: batch[name] for name in READ if name in batch}, model.config.max_history)
+    given = filled(
+        {name: batch[name] for name in READ if name in batch}, model.config.max_history
+    )
 
     def make() -> Graphs[Ranked]:
-        search(given)  # makes what is derived of the weights, which is no part of a graph
+        search(
+            given
+        )  # makes what is derived of the weights, which is no part of a graph
         run = compiled(search) if fused else search
 
         def with_precision(given: dict[str, Tensor]) -> Ranked:
@@ -139,7 +160,9 @@ def filled(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
 
 def nothing(k: int, device: torch.device) -> Ranked:
     """The answer to no request."""
-    return torch.zeros((0, k), dtype=torch.long, device=device), torch.zeros((0, k), device=device)
+    return torch.zeros((0, k), dtype=torch.long, device=device), torch.zeros(
+        (0, k), device=device
+    )
 
 
 def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
@@ -166,16 +189,24 @@ def best_allowed(scores: Tensor, k: int, batch: dict[str, Tensor]) -> Ranked:
     return items.masked_fill(scores == -torch.inf, -1), scores
 
 
-def leave_out(items: Tensor, scores: Tensor, batch: dict[str, Tensor], k: int) -> Ranked:
+def leave_out(
+    items: Tensor, scores: Tensor, batch: dict[str, Tensor], k: int
+) -> Ranked:
     """The first k of the ranked items (B, K) that are not in the histories (B, T); the tail is -1 and -inf."""
     history = batch["history"]
     places = torch.arange(history.shape[1], device=history.device)
-    known = history.masked_fill(places >= batch["history_length"][:, None], -1).sort(1).values
+    known = (
+        history.masked_fill(places >= batch["history_length"][:, None], -1)
+        .sort(1)
+        .values
+    )
     place = torch.searchsorted(known, items.contiguous()).clamp(max=known.shape[1] - 1)
     seen = (known.gather(1, place) == items) & (items >= 0)
     order = seen.int().sort(dim=1, stable=True).indices[:, :k]
     gone = seen.gather(1, order)
-    return items.gather(1, order).masked_fill(gone, -1), scores.gather(1, order).masked_fill(gone, -torch.inf)
+    return items.gather(1, order).masked_fill(gone, -1), scores.gather(
+        1, order
+    ).masked_fill(gone, -torch.inf)
 
 
 def latest(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
@@ -185,5 +216,7 @@ def latest(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
         return batch
     length = batch["history_length"]
     first = (length - longest).clamp(min=0).unsqueeze(1)
-    cut = history.gather(1, first + torch.arange(longest, device=history.device))  # (B, longest)
+    cut = history.gather(
+        1, first + torch.arange(longest, device=history.device)
+    )  # (B, longest)
     return batch | {"history": cut, "history_length": length.clamp(max=longest)}

@@ -44,14 +44,20 @@ class RetrievalRequests(Requests):
 
     def batch(self, requests: Sequence[History]) -> dict[str, Tensor]:
         """Of requests with a history."""
-        users = hash_strings(pa.array([request.user for request in requests], pa.string()))
+        users = hash_strings(
+            pa.array([request.user for request in requests], pa.string())
+        )
         return batch_of([request.items for request in requests], users)
 
     def allowed(self, ids: Sequence[Any]) -> Tensor:
         """(N,) bool, by item_index, of a set of items; ids that the catalogue does not have are skipped."""
-        places = [self.index[item] for item in item_ids("allowed", ids) if item in self.index]
+        places = [
+            self.index[item] for item in item_ids("allowed", ids) if item in self.index
+        ]
         if not places:
             raise UserError(
                 f"allowed has {len(ids)} ids, and none of an item of the catalogue; leave it out to rank all items"
             )
-        return torch.zeros(len(self.items), dtype=torch.bool).index_fill(0, torch.tensor(places), True)
+        return torch.zeros(len(self.items), dtype=torch.bool).index_fill(
+            0, torch.tensor(places), True
+        )

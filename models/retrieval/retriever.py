@@ -27,9 +27,15 @@ class Retriever(nn.Module):
     """A module with these parts, trained on the target's codes; any of them can be a student's teacher. A subclass that
     learns or searches in another way has its own `forward` or `recommend`."""
 
-    def __init__(self, config: Any, catalogue: Catalogue, backbone: Backbone, decoder: Decoder) -> None:
+    def __init__(
+        self, config: Any, catalogue: Catalogue, backbone: Backbone, decoder: Decoder
+    ) -> None:
         super().__init__()
-        self.config, self.trie, self.tokens = config, cast(Trie, catalogue.trie), backbone.tokens
+        self.config, self.trie, self.tokens = (
+            config,
+            cast(Trie, catalogue.trie),
+            backbone.tokens,
+        )
         self.backbone, self.decoder = backbone, decoder
 
     def encode(self, batch: dict[str, Tensor]) -> History:
@@ -39,19 +45,27 @@ class Retriever(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean cross-entropy over the L codes of each target, each given those before it (unit `request`)."""
         codes = self.tokens.codes(batch["target"])
-        return self.loss(self.decoder.teacher_forced(self.encode(batch), codes), self.decoder.targets(codes))
+        return self.loss(
+            self.decoder.teacher_forced(self.encode(batch), codes),
+            self.decoder.targets(codes),
+        )
 
     @staticmethod
     def loss(logits: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, Tensor]:
         """Mean cross-entropy over positions, each with logits (B, O) and targets (B,)."""
         losses = [
-            functional.cross_entropy(level.float(), target) for level, target in zip(logits, targets, strict=True)
+            functional.cross_entropy(level.float(), target)
+            for level, target in zip(logits, targets, strict=True)
         ]
         return {"loss": whole_mean(torch.stack(losses).mean(), len(targets[0]))}
 
     @recommender
     def recommend(
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, constrained: bool | None = None
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k): items by falling log-probability of their codes.
 
@@ -59,7 +73,13 @@ class Retriever(nn.Module):
         alone, as in the papers that this is compared with. Where fewer than k items are found the tail is item -1 with
         score -inf.
         """
-        return self.find(self.backbone.infer(batch), k, beam, constrained, allowed=batch.get("allowed"))
+        return self.find(
+            self.backbone.infer(batch),
+            k,
+            beam,
+            constrained,
+            allowed=batch.get("allowed"),
+        )
 
     def find(
         self,
@@ -77,8 +97,14 @@ class Retriever(nn.Module):
         constrained = self.config.constrained if constrained is None else constrained
         at_once = max(1, CARRIED // max(1, max(1, beam) * self.decoder.beam_bytes))
         if at_once < len(history.lengths):
-            pieces = [history.rows(i, i + at_once) for i in range(0, len(history.lengths), at_once)]
-            found = [self.find(piece, k, beam, constrained, children, allowed) for piece in pieces]
+            pieces = [
+                history.rows(i, i + at_once)
+                for i in range(0, len(history.lengths), at_once)
+            ]
+            found = [
+                self.find(piece, k, beam, constrained, children, allowed)
+                for piece in pieces
+            ]
             items, scores = zip(*found, strict=True)
             return torch.cat(items), torch.cat(scores)
         scorer = self.decoder.scorer(history)

@@ -38,9 +38,13 @@ class SASRecConfig:
     """Latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("dim", "num_layers", "num_heads", "feedforward_dim", "max_history"))
+        check_positive(
+            self, ("dim", "num_layers", "num_heads", "feedforward_dim", "max_history")
+        )
         if self.dim % self.num_heads:
-            raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; change either")
+            raise ValueError(
+                f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; change either"
+            )
         check_dropout(self, "dropout")
 
 
@@ -61,9 +65,15 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, share: float) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.attention_norm(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         # (B, H, T, D / H): padding is on the right, so a causal mask alone keeps it out of real positions
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=share)
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=share
+        )
         x = x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), share)
         return x + functional.dropout(self.feedforward(self.feedforward_norm(x)), share)
 
@@ -98,10 +108,16 @@ class SASRec(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mean cross-entropy over the M targets of a batch of unit `user`."""
-        states = self.states(batch["history"], self.config.dropout if self.training else 0.0)
-        states = states[batch["target_row"], batch["target_position"]]  # (M, D): the last state before each request
+        states = self.states(
+            batch["history"], self.config.dropout if self.training else 0.0
+        )
+        states = states[
+            batch["target_row"], batch["target_position"]
+        ]  # (M, D): the last state before each request
         target = batch["target"]
-        mean = functional.cross_entropy(states @ self.item.weight.T, target, ignore_index=PAD)
+        mean = functional.cross_entropy(
+            states @ self.item.weight.T, target, ignore_index=PAD
+        )
         return {"loss": whole_mean(mean, (target != PAD).sum())}
 
     @recommender
@@ -113,5 +129,7 @@ class SASRec(nn.Module):
         """
         rows = torch.arange(len(batch["history"]), device=batch["history"].device)
         length = batch["history_length"]
-        last = self.states(batch["history"])[rows, length - 1].masked_fill(length[:, None] == 0, 0.0)  # (B, D)
+        last = self.states(batch["history"])[rows, length - 1].masked_fill(
+            length[:, None] == 0, 0.0
+        )  # (B, D)
         return best_allowed(last @ self.item.weight.T, k, batch)

@@ -32,7 +32,9 @@ class SidMlpOptions(StudentOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.constrained is False and self.path:
-            raise ValueError("--path is of the search in the trie, and --constrained is false; leave one of them out")
+            raise ValueError(
+                "--path is of the search in the trie, and --constrained is false; leave one of them out"
+            )
 
 
 class SidMlp(Student):
@@ -41,27 +43,45 @@ class SidMlp(Student):
     config: SidMlpConfig
     decoder: SidMlpDecoder
 
-    def __init__(self, config: SidMlpConfig, catalogue: Catalogue, teacher: Retriever) -> None:
-        super().__init__(config, catalogue, teacher, SidMlpDecoder(config, teacher.backbone))
+    def __init__(
+        self, config: SidMlpConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
+        super().__init__(
+            config, catalogue, teacher, SidMlpDecoder(config, teacher.backbone)
+        )
 
     def fast_supported(self) -> bool:
         """Whether the fast path covers this variant: the paper's main model."""
         config = self.config
         return (
             config.m == 0
-            and (config.prefix, config.readout, config.logits) == ("concat", "attention", "codebook")
+            and (config.prefix, config.readout, config.logits)
+            == ("concat", "attention", "codebook")
             and config.context_ffn
         )
 
     @recommender
     def recommend(
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, scores: Scores | None = None,
-        constrained: bool | None = None, path: Path | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        scores: Scores | None = None,
+        constrained: bool | None = None,
+        path: Path | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """As `Student.recommend`; `path` is that of the config where left out."""
-        if (path or self.config.path) == "plain" or constrained is False or not self.fast_supported():
-            return self.search(self.encode(batch), k, beam, scores, constrained, batch.get("allowed"))
+        if (
+            (path or self.config.path) == "plain"
+            or constrained is False
+            or not self.fast_supported()
+        ):
+            return self.search(
+                self.encode(batch), k, beam, scores, constrained, batch.get("allowed")
+            )
         search, outputs = fast_search(self), self.teacher_outputs("encoder", batch)
         z = search.read(outputs) if outputs else search.context(batch)
         beam = self.config.beam if beam is None else beam
-        return search.beam_search(z, k, beam, self.among_children(scores), batch.get("allowed"))
+        return search.beam_search(
+            z, k, beam, self.among_children(scores), batch.get("allowed")
+        )

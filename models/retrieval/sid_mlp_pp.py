@@ -49,7 +49,9 @@ class SidMlpPpEncoderConfig(EncoderSizes, TaughtConfig):
 class SidMlpPpEncoder(nn.Module):
     """Stage 1: the encoder alone, trained to give the teacher's encoder states. It recommends nothing."""
 
-    def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue, teacher: Retriever) -> None:
+    def __init__(
+        self, config: SidMlpPpEncoderConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
         super().__init__()
         if type(teacher.backbone) is not T5Backbone:
             raise UserError(
@@ -58,9 +60,13 @@ class SidMlpPpEncoder(nn.Module):
             )
         self.config = config
         self.backbone = MlpBackbone(teacher.backbone, config)
-        self._untrained = (teacher,)  # no submodule: it is no part of the student's weights
+        self._untrained = (
+            teacher,
+        )  # no submodule: it is no part of the student's weights
         self._teacher: tuple[Retriever, ...] = ()
-        self._states: States | None = None  # the table of `teacher_cache`, while training
+        self._states: States | None = (
+            None  # the table of `teacher_cache`, while training
+        )
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Takes the embeddings from `teacher`, and keeps it, outside of the weights, for its states.
@@ -69,8 +75,12 @@ class SidMlpPpEncoder(nn.Module):
         to the 0.2 of a trained TIGER, more than a small log has.
         """
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
-        self.backbone.norm.weight.data.copy_(cast(T5Backbone, teacher.backbone).encoder.final_layer_norm.weight)
-        self._teacher = (teacher.requires_grad_(False).eval().to(self.backbone.tokens.items.device),)
+        self.backbone.norm.weight.data.copy_(
+            cast(T5Backbone, teacher.backbone).encoder.final_layer_norm.weight
+        )
+        self._teacher = (
+            teacher.requires_grad_(False).eval().to(self.backbone.tokens.items.device),
+        )
 
     @property
     def teacher(self) -> Retriever:
@@ -82,8 +92,19 @@ class SidMlpPpEncoder(nn.Module):
 
     def teacher_queries(self) -> list[Query]:
         """What `teacher_cache` can keep: the teacher's states."""
-        config = {"width": self.backbone.embedding.embedding_dim, "teacher_model": self.config.teacher_model}
-        return [Query("encoder", self.config.teacher_hash, config, self._encoded, ("train", "val"))]
+        config = {
+            "width": self.backbone.embedding.embedding_dim,
+            "teacher_model": self.config.teacher_model,
+        }
+        return [
+            Query(
+                "encoder",
+                self.config.teacher_hash,
+                config,
+                self._encoded,
+                ("train", "val"),
+            )
+        ]
 
     def _encoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         history = self.teacher.encode(batch)
@@ -108,11 +129,17 @@ class SidMlpPpEncoder(nn.Module):
         """Mean squared error over the real tokens' states (Sec. 3.5, stage 1)."""
         error, _, real = self.matched(batch)
         tokens = real.sum()
-        return {"loss": whole_mean(error.square().sum() / (tokens * error.shape[-1]), tokens)}
+        return {
+            "loss": whole_mean(
+                error.square().sum() / (tokens * error.shape[-1]), tokens
+            )
+        }
 
 
 @torch.no_grad()
-def measure(model: SidMlpPpEncoder, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Tensor]:
+def measure(
+    model: SidMlpPpEncoder, batch: dict[str, Tensor], by_user: int = 0
+) -> dict[str, Tensor]:
     """Sums over the batch for `means`, in float64; nothing by user."""
     error, target, real = (x.double() for x in model.matched(batch))
     return {
@@ -157,9 +184,13 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
         SidMlpConfig.__post_init__(self)
         EncoderSizes.__post_init__(self)
         if self.end_to_end and self.encoder:
-            raise ValueError(f"encoder {self.encoder} is of stage 1, and end_to_end has none; leave one of them out")
+            raise ValueError(
+                f"encoder {self.encoder} is of stage 1, and end_to_end has none; leave one of them out"
+            )
         if self.m:
-            raise ValueError(f"m {self.m}: the teacher's decoder cannot read the student's encoder; set m 0")
+            raise ValueError(
+                f"m {self.m}: the teacher's decoder cannot read the student's encoder; set m 0"
+            )
 
 
 class SidMlpPp(SidMlp):
@@ -168,7 +199,9 @@ class SidMlpPp(SidMlp):
     config: SidMlpPpConfig
     backbone: MlpBackbone
 
-    def __init__(self, config: SidMlpPpConfig, catalogue: Catalogue, teacher: Retriever) -> None:
+    def __init__(
+        self, config: SidMlpPpConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
         super().__init__(config, catalogue, teacher)
         self.backbone = MlpBackbone(teacher.backbone, config)
         self.backbone.requires_grad_(config.end_to_end).embedding.requires_grad_(False)
@@ -203,12 +236,23 @@ class SidMlpPp(SidMlp):
         if self.config.end_to_end:
             return rest
         sizes = {
-            name: value for name, value in asdict(self.config).items() if name in EncoderSizes.__dataclass_fields__
+            name: value
+            for name, value in asdict(self.config).items()
+            if name in EncoderSizes.__dataclass_fields__
         }
-        return [replace(encoder, weights=self.config.encoder_hash, config={**encoder.config, **sizes}), *rest]
+        return [
+            replace(
+                encoder,
+                weights=self.config.encoder_hash,
+                config={**encoder.config, **sizes},
+            ),
+            *rest,
+        ]
 
 
-def resolve(config: SidMlpPpConfig, catalogue: Catalogue, known: Collection[str]) -> SidMlpPpConfig:
+def resolve(
+    config: SidMlpPpConfig, catalogue: Catalogue, known: Collection[str]
+) -> SidMlpPpConfig:
     """`config` with teacher and stage 1 filled in from their checkpoints; the teacher is stage 1's where none is named,
     and one of the models `known`.
 
@@ -224,7 +268,11 @@ def resolve(config: SidMlpPpConfig, catalogue: Catalogue, known: Collection[str]
     uri = teachers.locate(config.encoder, "encoder")
     about = checkpoint.read(uri)
     checkpoint.check(about, uri, dict(catalogue.hashes), STAGE_1)
-    config = teachers.resolve(replace(config, teacher=config.teacher or about.model["teacher"]), catalogue, known)
+    config = teachers.resolve(
+        replace(config, teacher=config.teacher or about.model["teacher"]),
+        catalogue,
+        known,
+    )
     if about.model["teacher_hash"] != config.teacher_hash:
         raise UserError(
             f"the encoder {uri} matches another teacher ({about.model['teacher_hash'][:12]}) than {config.teacher} "

@@ -80,7 +80,9 @@ class StudentConfig(TaughtConfig):
         check_least(self, ["m"], 0)
         check_choices(self)
         if not self.tau > 0:
-            raise ValueError(f"tau {self.tau} is not above 0; give a temperature such as 1")
+            raise ValueError(
+                f"tau {self.tau} is not above 0; give a temperature such as 1"
+            )
 
 
 @dataclass
@@ -93,10 +95,14 @@ class StudentOptions(BeamOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.constrained is False and self.scores:
-            raise ValueError("--scores is of the search in the trie, and --constrained is false; leave one of them out")
+            raise ValueError(
+                "--scores is of the search in the trie, and --constrained is false; leave one of them out"
+            )
 
 
-def distillation_loss(student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float) -> Tensor:
+def distillation_loss(
+    student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float
+) -> Tensor:
     """Equation 3 of SID-MLP for one digit, the mean over the batch.
 
     alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau)) + (1 - alpha) CE(student, target), for
@@ -107,7 +113,9 @@ def distillation_loss(student: Tensor, teacher: Tensor | None, target: Tensor, a
     if teacher is None:
         return loss
     soft = (teacher.float() / tau).log_softmax(-1)
-    divergence = functional.kl_div((student / tau).log_softmax(-1), soft, reduction="batchmean", log_target=True)
+    divergence = functional.kl_div(
+        (student / tau).log_softmax(-1), soft, reduction="batchmean", log_target=True
+    )
     return loss + alpha * tau**2 * divergence
 
 
@@ -127,13 +135,19 @@ class TakesOver(Decoder):
         return self.own.span(level)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        raise UserError(f"a student that takes over after {self.first_level} codes is no teacher; give one with m 0")
+        raise UserError(
+            f"a student that takes over after {self.first_level} codes is no teacher; give one with m 0"
+        )
 
     def teacher_forced(self, history: History, codes: Tensor) -> Sequence[Tensor]:
-        return self.own.teacher_forced(history, codes)[self.first_level - self.own.first_level :]
+        return self.own.teacher_forced(history, codes)[
+            self.first_level - self.own.first_level :
+        ]
 
     def scorer(self, history: History) -> Scorer:
-        return BothScorers(self.teacher.scorer(history), self.own.scorer(history), self.first_level)
+        return BothScorers(
+            self.teacher.scorer(history), self.own.scorer(history), self.first_level
+        )
 
 
 class BothScorers:
@@ -158,16 +172,32 @@ class Student(Retriever):
 
     config: StudentConfig
 
-    def __init__(self, config: StudentConfig, catalogue: Catalogue, teacher: Retriever, decoder: Decoder) -> None:
+    def __init__(
+        self,
+        config: StudentConfig,
+        catalogue: Catalogue,
+        teacher: Retriever,
+        decoder: Decoder,
+    ) -> None:
         """`teacher` gives the backbone, and its decoder for the first m digits."""
         levels = decoder.tokens.levels
         if config.m >= levels:
-            raise UserError(f"m {config.m} leaves no digit of {levels} to the student; give a smaller m")
+            raise UserError(
+                f"m {config.m} leaves no digit of {levels} to the student; give a smaller m"
+            )
         if config.m:
-            decoder = TakesOver(teacher.decoder.requires_grad_(False), decoder, config.m)
-        super().__init__(config, catalogue, teacher.backbone.requires_grad_(False).eval(), decoder)
-        self._teacher: tuple[Retriever, ...] = ()  # no submodule: it is no part of the student's weights
-        self._teacher_outputs: dict[str, States] = {}  # tables of `teacher_cache`, while training
+            decoder = TakesOver(
+                teacher.decoder.requires_grad_(False), decoder, config.m
+            )
+        super().__init__(
+            config, catalogue, teacher.backbone.requires_grad_(False).eval(), decoder
+        )
+        self._teacher: tuple[
+            Retriever, ...
+        ] = ()  # no submodule: it is no part of the student's weights
+        self._teacher_outputs: dict[
+            str, States
+        ] = {}  # tables of `teacher_cache`, while training
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -182,7 +212,9 @@ class Student(Retriever):
         self.take_backbone(teacher)
         if isinstance(self.decoder, TakesOver):
             self.decoder.teacher.load_state_dict(teacher.decoder.state_dict())
-        self._teacher = (teacher.requires_grad_(False).eval().to(self.tokens.items.device),)
+        self._teacher = (
+            teacher.requires_grad_(False).eval().to(self.tokens.items.device),
+        )
 
     def take_backbone(self, teacher: Retriever) -> None:
         """Takes the weights of the teacher's backbone."""
@@ -192,7 +224,9 @@ class Student(Retriever):
     def teacher(self) -> Retriever:
         """The teacher that training learns from. Raises UserError where there is none."""
         if not self._teacher:
-            raise UserError("the student has no teacher to learn from; train it by jobs.train with model.teacher set")
+            raise UserError(
+                "the student has no teacher to learn from; train it by jobs.train with model.teacher set"
+            )
         return self._teacher[0]
 
     def encode(self, batch: dict[str, Tensor]) -> History:
@@ -205,10 +239,16 @@ class Student(Retriever):
     def teacher_outputs(self, name: str, batch: dict[str, Tensor]) -> History | None:
         """What the table `name` of `teacher_cache` has of the batch's requests; None where it does not have them all,
         as in all but training and its validation."""
-        found = self._teacher_outputs[name].padded(batch) if name in self._teacher_outputs else None
+        found = (
+            self._teacher_outputs[name].padded(batch)
+            if name in self._teacher_outputs
+            else None
+        )
         if found is None or name != "encoder" or not self.backbone.gives_query:
             return found
-        query = found.states[:, 0, : self.backbone.embedding.embedding_dim]  # as `_encoded` has put it there
+        query = found.states[
+            :, 0, : self.backbone.embedding.embedding_dim
+        ]  # as `_encoded` has put it there
         return History(found.states[:, 1:, : self.kept_width], found.lengths - 1, query)
 
     @property
@@ -235,12 +275,16 @@ class Student(Retriever):
         return self.teacher.decoder.hidden(self.teacher_history(batch, history), codes)
 
     @torch.no_grad()
-    def teacher_logits(self, batch: dict[str, Tensor], history: History) -> list[Tensor]:
+    def teacher_logits(
+        self, batch: dict[str, Tensor], history: History
+    ) -> list[Tensor]:
         """(B, O_l) of each of the student's digits: the teacher's logits given the target's codes before, cut to what
         the student predicts."""
         found = self.teacher_outputs("decoder", batch)
         teacher = self.teacher.decoder
-        logits = teacher.logits(found.states if found else self.teacher_hidden(batch, history))
+        logits = teacher.logits(
+            found.states if found else self.teacher_hidden(batch, history)
+        )
         cut = []
         for level in range(self.decoder.first_level, self.tokens.levels):
             (begin, count), (first, _) = self.decoder.span(level), teacher.span(level)
@@ -251,42 +295,74 @@ class Student(Retriever):
         """What `teacher_cache` can keep: states of a backbone that is not trained, and the teacher's outputs."""
         model = {"teacher_model": self.config.teacher_model}
         width = {"width": max(self.kept_width, self.backbone.embedding.embedding_dim)}
-        found = [Query("encoder", self.config.teacher_hash, model | width, self._encoded, ("train", "val"))]
+        found = [
+            Query(
+                "encoder",
+                self.config.teacher_hash,
+                model | width,
+                self._encoded,
+                ("train", "val"),
+            )
+        ]
         if self.config.alpha > 0:
             width = {"width": self.teacher.decoder.hidden_width}
-            found.append(Query("decoder", self.config.teacher_hash, model | width, self._decoded, ("train",)))
+            found.append(
+                Query(
+                    "decoder",
+                    self.config.teacher_hash,
+                    model | width,
+                    self._decoded,
+                    ("train",),
+                )
+            )
         return found
 
     def _encoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         history = self.encode(batch)
         if history.query is None:
             return self.kept(history), history.lengths
-        first, rest = history.query.unsqueeze(1), self.kept(history)  # the query goes before, as another position
+        first, rest = (
+            history.query.unsqueeze(1),
+            self.kept(history),
+        )  # the query goes before, as another position
         width = max(first.shape[2], rest.shape[2])
-        padded = [functional.pad(part, (0, width - part.shape[2])) for part in (first, rest)]
+        padded = [
+            functional.pad(part, (0, width - part.shape[2])) for part in (first, rest)
+        ]
         return torch.cat(padded, 1), history.lengths + 1
 
     def _decoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        hidden = self.teacher.decoder.hidden(self.teacher.encode(batch), self.tokens.codes(batch["target"]))
+        hidden = self.teacher.decoder.hidden(
+            self.teacher.encode(batch), self.tokens.codes(batch["target"])
+        )
         return hidden, torch.full_like(batch["target"], hidden.shape[1])
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Equation 3 summed over the student's digits, each given the target's before it (unit `request`)."""
         config, codes = self.config, self.tokens.codes(batch["target"])
         history = self.encode(batch)
-        logits, targets = self.decoder.teacher_forced(history, codes), self.decoder.targets(codes)
+        logits, targets = (
+            self.decoder.teacher_forced(history, codes),
+            self.decoder.targets(codes),
+        )
         taught: Sequence[Tensor | None] = [None] * len(targets)
         if config.alpha > 0:
             taught = self.teacher_logits(batch, history)
         triples = zip(logits, taught, targets, strict=True)
-        losses = [distillation_loss(*triple, config.alpha, config.tau) for triple in triples]
+        losses = [
+            distillation_loss(*triple, config.alpha, config.tau) for triple in triples
+        ]
         return {"loss": whole_mean(torch.stack(losses).sum(), len(codes))}
 
     @recommender
     def recommend(
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, scores: Scores | None = None,
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        scores: Scores | None = None,
         constrained: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), by falling score; the search is the teacher's (see `beam_search`).
 
         Options left out are the config's. Without the trie (`constrained` False) there are no valid children
@@ -305,7 +381,14 @@ class Student(Retriever):
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """As `recommend`, by the decoder's scorer."""
-        return self.find(history, k, beam, constrained is not False, self.among_children(scores), allowed)
+        return self.find(
+            history,
+            k,
+            beam,
+            constrained is not False,
+            self.among_children(scores),
+            allowed,
+        )
 
     def among_children(self, scores: Scores | None) -> bool:
         """Whether log-probabilities are normalised over the valid children of a prefix; None is the config's."""

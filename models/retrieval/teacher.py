@@ -41,8 +41,13 @@ def resolve(config: C, catalogue: Catalogue, known: Collection[str]) -> C:
     try:
         checkpoint.check(about, uri, dict(catalogue.hashes))
     except UserError as error:
-        raise UserError(f"the teacher {error}, for teacher and student alike") from error
-    found: dict[str, Any] = {"teacher_model": dict(about.model), "teacher_hash": checkpoint.weights_hash(uri)}
+        raise UserError(
+            f"the teacher {error}, for teacher and student alike"
+        ) from error
+    found: dict[str, Any] = {
+        "teacher_model": dict(about.model),
+        "teacher_hash": checkpoint.weights_hash(uri),
+    }
     for name, value in found.items():
         given = getattr(config, name)
         if given and given != value:
@@ -58,7 +63,9 @@ def load(teacher: Retriever, config: TaughtConfig) -> Retriever:
     """The model `teacher` of `config.teacher_model` with its weights, frozen and in evaluation mode. UserError where
     the checkpoint is gone, or not the one that `config` was resolved with."""
     if not config.teacher:
-        raise UserError("model.teacher is not set; give the folder of the trained teacher")
+        raise UserError(
+            "model.teacher is not set; give the folder of the trained teacher"
+        )
     uri = locate(config.teacher)
     if config.teacher_hash not in ("", weights := checkpoint.weights_hash(uri)):
         raise UserError(

@@ -52,7 +52,9 @@ from models.words import number_of
 SCHEMA = pa.schema(
     [
         pa.field("request", pa.int64(), nullable=False),  # `request_number`
-        pa.field("states", pa.list_(pa.field("element", pa.float16())), nullable=False),  # vectors, one after the other
+        pa.field(
+            "states", pa.list_(pa.field("element", pa.float16())), nullable=False
+        ),  # vectors, one after the other
     ]
 )
 
@@ -92,7 +94,12 @@ class Query:
 class States:
     """Vectors of half precision by request, in a memory-mapped file."""
 
-    def __init__(self, requests: NDArray[np.int64], lengths: NDArray[np.int64], values: NDArray[np.float16]) -> None:
+    def __init__(
+        self,
+        requests: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        values: NDArray[np.float16],
+    ) -> None:
         """`values` (sum of lengths, D) has the vectors of `requests` one after the other."""
         order = np.argsort(requests)
         self.requests, self.lengths = requests[order], lengths[order]
@@ -102,17 +109,23 @@ class States:
     def padded(self, batch: dict[str, Tensor]) -> History | None:
         """The batch's requests with float32 vectors (B, S, D), zero at padding; None where one of them is not here, or
         is no request of the log."""
-        if "request" not in batch or bool((batch.get("target", batch["request"]) == PAD).any()):
+        if "request" not in batch or bool(
+            (batch.get("target", batch["request"]) == PAD).any()
+        ):
             return None
         numbers = batch["request"].cpu().numpy()
         index = np.searchsorted(self.requests, numbers)
-        if (index == len(self.requests)).any() or (self.requests[index] != numbers).any():
+        if (index == len(self.requests)).any() or (
+            self.requests[index] != numbers
+        ).any():
             return None
         device = batch["request"].device
         lengths = self.lengths[index]
         position = np.arange(int(lengths.max()))
         inside = position < lengths[:, None]
-        rows = np.where(inside, self.starts[index][:, None] + position, self.starts[index][:, None])
+        rows = np.where(
+            inside, self.starts[index][:, None] + position, self.starts[index][:, None]
+        )
         states = torch.from_numpy(self.values[rows]).to(device).float()
         if not inside.all():
             states.masked_fill_(torch.from_numpy(~inside).to(device).unsqueeze(-1), 0.0)
@@ -120,7 +133,9 @@ class States:
 
 
 @torch.no_grad()
-def precompute(model: Any, config: Any, catalogue: Catalogue, examples: dict[str, Examples]) -> list[str]:
+def precompute(
+    model: Any, config: Any, catalogue: Catalogue, examples: dict[str, Examples]
+) -> list[str]:
     """Gives a student the tables of its `teacher_cache`, for this rank's `examples` of each split; a line about each.
 
     Tables that are not there yet are made: every rank calls this, makes its rows, and waits for the others. A run
@@ -140,8 +155,14 @@ def precompute(model: Any, config: Any, catalogue: Catalogue, examples: dict[str
     for query in model.teacher_queries():
         parts = [examples[split] for split in query.splits]
         inputs = {**catalogue.hashes, "weights": query.weights}
-        settings = {**query.config, "max_history": parts[0].max_history, "splits": list(query.splits)}
-        uri = join(config.teacher_cache, f"{query.name}-{fingerprint(settings, inputs)[:16]}")
+        settings = {
+            **query.config,
+            "max_history": parts[0].max_history,
+            "splits": list(query.splits),
+        }
+        uri = join(
+            config.teacher_cache, f"{query.name}-{fingerprint(settings, inputs)[:16]}"
+        )
         with _held(uri) if share.rank == 0 else nullcontext() as there:
             there = _agree(there, share.world)
             if not there:
@@ -150,18 +171,30 @@ def precompute(model: Any, config: Any, catalogue: Catalogue, examples: dict[str
                 if share.rank == 0:
                     timings = {"seconds": round(time.monotonic() - began, 3)}
                     written = [part for of_rank in ranks for part in of_rank]
-                    commit(uri, query.name, SCHEMA, written, config=settings, inputs=inputs, timings=timings)
+                    commit(
+                        uri,
+                        query.name,
+                        SCHEMA,
+                        written,
+                        config=settings,
+                        inputs=inputs,
+                        timings=timings,
+                    )
                 _agree(None, share.world)
         known[query.name], manifest = _open(uri, query, parts)
         size = sum(part.bytes for part in manifest.files) / 2**20
         what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
         count = number_of(manifest.rows, "request")
-        lines.append(f"teacher cache: {query.name} states of {count}, {size:,.1f} MiB at half precision, {what}: {uri}")
+        lines.append(
+            f"teacher cache: {query.name} states of {count}, {size:,.1f} MiB at half precision, {what}: {uri}"
+        )
     model.set_teacher_outputs(known)
     return lines
 
 
-def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.device | str) -> list[Part]:
+def _write(
+    uri: str, outputs: Outputs, parts: list[Examples], device: torch.device | str
+) -> list[Part]:
     """Writes the rows of this rank's requests."""
     made: list[Part] = []
     tables: list[pa.Table] = []
@@ -177,8 +210,14 @@ def _write(uri: str, outputs: Outputs, parts: list[Examples], device: torch.devi
                     f"model.teacher_cache out"
                 )
             ends = np.append(0, np.cumsum(lengths.cpu().numpy() * states.shape[2]))
-            lists = pa.ListArray.from_arrays(ends.astype(np.int32), pa.array(values.flatten().numpy()))
-            tables.append(pa.Table.from_arrays([pa.array(batch["request"].numpy()), lists], schema=SCHEMA))
+            lists = pa.ListArray.from_arrays(
+                ends.astype(np.int32), pa.array(values.flatten().numpy())
+            )
+            tables.append(
+                pa.Table.from_arrays(
+                    [pa.array(batch["request"].numpy()), lists], schema=SCHEMA
+                )
+            )
             if sum(table.nbytes for table in tables) > PART_BYTES:
                 made.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
                 tables = []
@@ -197,12 +236,17 @@ def _open(uri: str, query: Query, parts: list[Examples]) -> tuple[States, Manife
         file = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, it is gone with the last who has it open
         for part in part_uris(uri, manifest):
             table = read_parquet(part)
-            numbers, lists = table["request"].to_numpy(), table["states"].combine_chunks()
+            numbers, lists = (
+                table["request"].to_numpy(),
+                table["states"].combine_chunks(),
+            )
             ends = lists.offsets.to_numpy().astype(np.int64)
             mine = np.isin(numbers, wanted)
             requests.append(numbers[mine])
             lengths.append((np.diff(ends) // width)[mine])
-            file.write(lists.values.to_numpy()[np.repeat(mine, np.diff(ends))].tobytes())
+            file.write(
+                lists.values.to_numpy()[np.repeat(mine, np.diff(ends))].tobytes()
+            )
         known = np.concatenate(requests)
         if missing := len(np.setdiff1d(wanted, known)):
             raise UserError(f"it lacks {missing:,} of {len(wanted):,} requests")
@@ -215,7 +259,11 @@ def _open(uri: str, query: Query, parts: list[Examples]) -> tuple[States, Manife
         raise UserError(
             f"the teacher cache {uri} cannot be used ({error}); remove the folder {uri}, and the next training makes it"
         ) from error
-    return States(known, np.concatenate(lengths), np.memmap(file, np.float16, "r").reshape(-1, width)), manifest
+    return States(
+        known,
+        np.concatenate(lengths),
+        np.memmap(file, np.float16, "r").reshape(-1, width),
+    ), manifest
 
 
 @contextmanager
@@ -226,7 +274,9 @@ def _held(uri: str) -> Iterator[bool]:
         yield True
         return
     remedy = "give model.teacher_cache a folder that you may write"
-    with locked(join(uri, LOCK), f"{uri} is being made by another process", math.inf, remedy):
+    with locked(
+        join(uri, LOCK), f"{uri} is being made by another process", math.inf, remedy
+    ):
         yield has_manifest(uri)
 
 

@@ -61,7 +61,14 @@ class TigerConfig:
     """Whether training also asks for the end token after the codes, as T5's labels have it; search stops before it."""
 
     def __post_init__(self) -> None:
-        positive = ("d_model", "d_ff", "num_heads", "d_kv", "num_encoder_layers", "num_decoder_layers")
+        positive = (
+            "d_model",
+            "d_ff",
+            "num_heads",
+            "d_kv",
+            "num_encoder_layers",
+            "num_decoder_layers",
+        )
         check_positive(self, (*positive, "n_user_tokens", "max_history", "beam"))
         check_dropout(self, "dropout")
         check_choices(self)
@@ -69,9 +76,15 @@ class TigerConfig:
     def sizes(self, vocabulary: int) -> T5Sizes:
         """Of T5, for a vocabulary of so many tokens."""
         return T5Sizes(
-            vocabulary, self.d_model, self.d_ff, self.num_heads, self.d_kv, self.num_encoder_layers,
-            self.num_decoder_layers, self.dropout,
-        )  # fmt: skip
+            vocabulary,
+            self.d_model,
+            self.d_ff,
+            self.num_heads,
+            self.d_kv,
+            self.num_encoder_layers,
+            self.num_decoder_layers,
+            self.dropout,
+        )
 
 
 @dataclass
@@ -93,36 +106,58 @@ class Tiger(Retriever):
         tokens = SidTokens(catalogue, config.n_user_tokens)
         sizes = config.sizes(tokens.vocabulary)
         backbone = T5Backbone(tokens, sizes, config.max_history)
-        super().__init__(config, catalogue, backbone, T5Decoder(tokens, sizes, backbone.embedding))
+        super().__init__(
+            config, catalogue, backbone, T5Decoder(tokens, sizes, backbone.embedding)
+        )
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """As `Retriever.forward`; with `end_token` over L + 1 positions."""
         if not self.config.end_token:
             return super().forward(batch)
         codes = self.tokens.codes(batch["target"])
-        given = functional.pad(codes + self.tokens.offset, (1, 0))  # (B, L + 1): the start, then all codes
+        given = functional.pad(
+            codes + self.tokens.offset, (1, 0)
+        )  # (B, L + 1): the start, then all codes
         logits = self.decoder.logits(self.decoder.states(self.encode(batch), given))
         end = torch.full_like(batch["target"], self.tokens.end)
         return self.loss(logits, [*self.decoder.targets(codes), end])
 
     @recommender
     def recommend(
-        self, batch: dict[str, Tensor], k: int, beam: int | None = None, decoder: DecodeBy | None = None,
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        decoder: DecodeBy | None = None,
         constrained: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """As `Retriever.recommend`; `decoder` is that of the config where left out."""
         decoder = decoder or self.config.decoder
         if decoder == "shared_kv":
-            return self.find(self.backbone.infer(batch), k, beam, constrained, allowed=batch.get("allowed"))
+            return self.find(
+                self.backbone.infer(batch),
+                k,
+                beam,
+                constrained,
+                allowed=batch.get("allowed"),
+            )
         return generate(
-            self.by_transformers(), *self.with_mask(batch), self.trie, self.tokens.first, k,
-            self.config.beam if beam is None else beam, use_cache=decoder == "hf",
-            constrained=self.config.constrained if constrained is None else constrained, allowed=batch.get("allowed"),
-        )  # fmt: skip
+            self.by_transformers(),
+            *self.with_mask(batch),
+            self.trie,
+            self.tokens.first,
+            k,
+            self.config.beam if beam is None else beam,
+            use_cache=decoder == "hf",
+            constrained=self.config.constrained if constrained is None else constrained,
+            allowed=batch.get("allowed"),
+        )
 
     def by_transformers(self) -> Any:
         """The library's model over these weights."""
-        return derived(self, "transformers", lambda: as_transformers(self.backbone, self.decoder))
+        return derived(
+            self, "transformers", lambda: as_transformers(self.backbone, self.decoder)
+        )
 
     def with_mask(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(B, S) the tokens of the histories, and 1 where they are no padding."""

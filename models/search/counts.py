@@ -36,8 +36,15 @@ COUNTED_BY = ("windows_days", "delay_minutes", "ctr_prior", "ctr_strength", "beh
 def hours(time: NDArray[np.int64]) -> NDArray[np.float64]:
     """(N, 4): hour and weekday of `time` (N,) ms, in UTC, on circles."""
     columns = []
-    for period, start in ((DAY_MS, 0), (7 * DAY_MS, 3 * DAY_MS)):  # 1 January 1970 was a Thursday
-        angle = 2 * np.pi * ((time + start) % period // (HOUR_MS if period == DAY_MS else DAY_MS))
+    for period, start in (
+        (DAY_MS, 0),
+        (7 * DAY_MS, 3 * DAY_MS),
+    ):  # 1 January 1970 was a Thursday
+        angle = (
+            2
+            * np.pi
+            * ((time + start) % period // (HOUR_MS if period == DAY_MS else DAY_MS))
+        )
         angle /= 24 if period == DAY_MS else 7
         columns += [np.sin(angle), np.cos(angle)]
     return np.stack(columns, 1)
@@ -53,11 +60,22 @@ class Rows:
     """(rows + 1, n); the last row is of what was never there."""
 
     @classmethod
-    def of(cls, table: pa.Table, names: Sequence[str], features: Sequence[str], never: Mapping[str, float]) -> Self:
+    def of(
+        cls,
+        table: pa.Table,
+        names: Sequence[str],
+        features: Sequence[str],
+        never: Mapping[str, float],
+    ) -> Self:
         """Of the rows of `table` with the columns `names`."""
-        columns = [np.append(table[name].to_numpy(), np.float32(never[name])) for name in names]
+        columns = [
+            np.append(table[name].to_numpy(), np.float32(never[name])) for name in names
+        ]
         values = np.stack(columns, 1) if columns else np.zeros((len(table) + 1, 0))
-        return cls(np.array([features.index(name) for name in names], np.int64), values.astype(np.float32))
+        return cls(
+            np.array([features.index(name) for name in names], np.int64),
+            values.astype(np.float32),
+        )
 
 
 @dataclass(frozen=True)
@@ -74,34 +92,51 @@ class Counts:
     """item row x queries + query row of each pair, ascending."""
 
     @classmethod
-    def load(cls, uri: str, features: Sequence[str], settings: Mapping[str, Any]) -> Self:
+    def load(
+        cls, uri: str, features: Sequence[str], settings: Mapping[str, Any]
+    ) -> Self:
         """Reads the table at `uri` for a model of these built-in features; `settings` are those of its log, as the
         manifest of its sequences has them. Raises UserError where the table was made with others."""
         info = read_manifest(uri, "counts").info
         for name in COUNTED_BY:
-            here, there = ({**each["search"], "behaviour": each["behaviour"]}[name] for each in (info, settings))
+            here, there = (
+                {**each["search"], "behaviour": each["behaviour"]}[name]
+                for each in (info, settings)
+            )
             if here != there:
                 raise UserError(
                     f"{uri} was counted with {name} {here}, the tables of the model with {there}; prepare the log with "
                     f"the model's source file"
                 )
         table = read_table(uri, "counts")
-        has_item, has_query = (pc.is_valid(table[name]) for name in ("item_id", "query"))
+        has_item, has_query = (
+            pc.is_valid(table[name]) for name in ("item_id", "query")
+        )
         parts = {
             "item": table.filter(pc.and_not(has_item, has_query)),
             "query": table.filter(pc.and_not(has_query, has_item)),
             "pair": table.filter(pc.and_(has_item, has_query)),
         }
         item, query = (
-            pc.index_in(parts["pair"][name], parts[of][name].combine_chunks()).to_numpy().astype(np.int64)
+            pc.index_in(parts["pair"][name], parts[of][name].combine_chunks())
+            .to_numpy()
+            .astype(np.int64)
             for of, name in (("item", "item_id"), ("query", "query"))
         )
         key = item * len(parts["query"]) + query
         order = np.argsort(key)
         parts["pair"] = parts["pair"].take(pa.array(order))
-        rows = {of: Rows.of(part, info["features"][of], features, info["never"]) for of, part in parts.items()}
-        items, queries = parts["item"]["item_id"].to_pylist(), parts["query"]["query"].to_pylist()
-        by_id = [{id_: row for row, id_ in enumerate(each)} for each in (items, queries)]
+        rows = {
+            of: Rows.of(part, info["features"][of], features, info["never"])
+            for of, part in parts.items()
+        }
+        items, queries = (
+            parts["item"]["item_id"].to_pylist(),
+            parts["query"]["query"].to_pylist(),
+        )
+        by_id = [
+            {id_: row for row, id_ in enumerate(each)} for each in (items, queries)
+        ]
         return cls(rows, by_id[0], by_id[1], key[order])
 
     def fill(self, vectors: Floats, items: Sequence[str], query: str | None) -> None:
@@ -110,5 +145,11 @@ class Counts:
         asked = self.queries.get(query or "", -1)
         place, there = find_in(self.pairs, item * len(self.queries) + asked)
         there &= (item >= 0) & (asked >= 0)
-        for of, row in {"item": item, "query": np.full(len(item), asked), "pair": np.where(there, place, -1)}.items():
-            vectors[:, self.of[of].places] = self.of[of].values[row]  # row -1 is the last one
+        for of, row in {
+            "item": item,
+            "query": np.full(len(item), asked),
+            "pair": np.where(there, place, -1),
+        }.items():
+            vectors[:, self.of[of].places] = self.of[of].values[
+                row
+            ]  # row -1 is the last one

@@ -28,8 +28,24 @@ from torch.nn import functional
 from models.gpu.graphs import rung
 from models.inputs import Inputs
 from models.own_features import OwnFeatures
-from models.retrieval.data import BUCKET, PAD, Examples, hash_strings, of_requests, request_number
-from models.shares import Shard, Share, find_in, joined, parts_by_turns, runs, spans, starts
+from models.retrieval.data import (
+    BUCKET,
+    PAD,
+    Examples,
+    hash_strings,
+    of_requests,
+    request_number,
+)
+from models.shares import (
+    Shard,
+    Share,
+    find_in,
+    joined,
+    parts_by_turns,
+    runs,
+    spans,
+    starts,
+)
 from models.tables import (
     Manifest,
     UserError,
@@ -45,7 +61,10 @@ from models.text_tables import size_of, vectors_of
 MOST_REQUESTS = 64
 """Requests that share a row at most, so that many searches without a click are no row that a batch cannot hold."""
 
-TABLES = {"tables": ("items", "queries", "sequences"), "text": ("items", "queries", "pairs")}
+TABLES = {
+    "tables": ("items", "queries", "sequences"),
+    "text": ("items", "queries", "pairs"),
+}
 """Tables that a catalogue comes from, by folder of `Inputs`."""
 
 NO_QUERY = -1
@@ -114,44 +133,72 @@ class SearchCatalogue:
 
     def scales(self) -> dict[str, Any]:
         """What a checkpoint keeps of how texts and the log's own numbers are read."""
-        return {"own": [asdict(number) for number in self.own.numbers], "text_size": self.text_size}
+        return {
+            "own": [asdict(number) for number in self.own.numbers],
+            "text_size": self.text_size,
+        }
 
     @classmethod
     def load(
-        cls, tables: str, text: str | None, scale: bool = True, scales: Mapping[str, Any] | None = None
-    ) -> Self:  # fmt: skip
+        cls,
+        tables: str,
+        text: str | None,
+        scale: bool = True,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Self:
         """Reads what jobs.prepare made at `tables` and jobs.encode at `text`; without it, text is 0 wide.
 
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
         which a checkpoint brings with it, as it does its `scales`. Raises UserError where they do not belong together.
         """
-        hashes, uri = Inputs(tables, text=text).hashes(TABLES), join(tables, "sequences")
+        hashes, uri = (
+            Inputs(tables, text=text).hashes(TABLES),
+            join(tables, "sequences"),
+        )
         sequences = sequences_manifest(uri, "search")
-        items, queries = (read_manifest(join(tables, name), name) for name in ("items", "queries"))
+        items, queries = (
+            read_manifest(join(tables, name), name) for name in ("items", "queries")
+        )
         info, own = sequences.info, OwnFeatures.of(sequences.info, scales)
         features = len(info["features"])
-        mean, std = feature_scale(uri, features) if scale else (torch.zeros(features), torch.ones(features))
+        mean, std = (
+            feature_scale(uri, features)
+            if scale
+            else (torch.zeros(features), torch.ones(features))
+        )
         return cls(
             num_items=items.rows,
             num_queries=queries.rows,
             labels=tuple(info["labels"]),
             features=(*info["features"], *own.names),
-            **(load_text(text, items, queries.rows) if text else no_text(items.rows, queries.rows)),
+            **(
+                load_text(text, items, queries.rows)
+                if text
+                else no_text(items.rows, queries.rows)
+            ),
             text_size=(scales or {}).get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,
             own=own,
             unknown_when_ranking=tuple(info["unknown_when_ranking"]),
-            groups={group["name"]: tuple(group["features"]) for group in info["groups"]},
+            groups={
+                group["name"]: tuple(group["features"]) for group in info["groups"]
+            },
             hashes=hashes,
         )
 
     def of_pairs(self, keys: NDArray[np.int64]) -> Self:
         """The same with the text of the pairs at `keys` alone, where it has it; of one pair at least."""
         place, found = find_in(self.pair_keys.numpy(), keys)
-        rows = torch.from_numpy(place[found] if found.any() else np.zeros(min(1, len(self.pair_keys)), np.int64))
+        rows = torch.from_numpy(
+            place[found]
+            if found.any()
+            else np.zeros(min(1, len(self.pair_keys)), np.int64)
+        )
         joint = None if self.joint is None else self.joint[rows]
-        return replace(self, pair_keys=self.pair_keys[rows], pairs=self.pairs[rows], joint=joint)
+        return replace(
+            self, pair_keys=self.pair_keys[rows], pairs=self.pairs[rows], joint=joint
+        )
 
     def leave_pairs_to(self, examples: Iterable[SearchExamples], config: Any) -> Self:
         """The same without text of pairs, which `examples` bring with their batches from now on, for a model of
@@ -162,24 +209,40 @@ class SearchCatalogue:
             part.bring(self, config.history_pairs)
         none = self.pairs[:0].clone()
         joint = None if self.joint is None else none
-        return replace(self, pairs=none, pair_keys=self.pair_keys[:0].clone(), joint=joint)
+        return replace(
+            self, pairs=none, pair_keys=self.pair_keys[:0].clone(), joint=joint
+        )
 
 
 def load_text(text: str, items: Manifest, queries: int) -> dict[str, Any]:
     """Fields of a catalogue from what jobs.encode made; UserError where its tables do not belong together."""
-    there = [name for name in ("items", "queries", "pairs", "tokens") if has_manifest(join(text, name))]
+    there = [
+        name
+        for name in ("items", "queries", "pairs", "tokens")
+        if has_manifest(join(text, name))
+    ]
     encoders = [encoded_by(read_manifest(join(text, name))) for name in there]
     if any(encoder != encoders[0] for encoder in encoders):
-        raise UserError(f"the tables of {text} were encoded with several settings; run jobs.encode again")
+        raise UserError(
+            f"the tables of {text} were encoded with several settings; run jobs.encode again"
+        )
     of_items = embeddings(text, "items", items.rows)
     pairs = read_table(join(text, "pairs"))
-    item, query = (pairs[name].to_numpy().astype(np.int64) for name in ("item_index", "query_index"))
+    item, query = (
+        pairs[name].to_numpy().astype(np.int64)
+        for name in ("item_index", "query_index")
+    )
     key = pair_key(item, query, queries)
     order = np.argsort(key, kind="stable")
-    of_pairs = [vectors_of(pairs, name, len(key), join(text, "pairs"))[order]
-                for name in ("embedding", "joint") if name in pairs.column_names]  # fmt: skip
+    of_pairs = [
+        vectors_of(pairs, name, len(key), join(text, "pairs"))[order]
+        for name in ("embedding", "joint")
+        if name in pairs.column_names
+    ]
     return {
-        "queries": embeddings(text, "queries", queries) if queries else of_items[:0].clone(),
+        "queries": embeddings(text, "queries", queries)
+        if queries
+        else of_items[:0].clone(),
         "items": of_items,
         "pairs": of_pairs[0],
         "pair_keys": torch.from_numpy(key[order]),
@@ -190,13 +253,21 @@ def load_text(text: str, items: Manifest, queries: int) -> dict[str, Any]:
 
 def no_text(items: int, queries: int) -> dict[str, Any]:
     """The same fields for models that read no text."""
-    widths = {"queries": torch.zeros(queries, 0), "items": torch.zeros(items, 0), "pairs": torch.zeros(0, 0)}
+    widths = {
+        "queries": torch.zeros(queries, 0),
+        "items": torch.zeros(items, 0),
+        "pairs": torch.zeros(0, 0),
+    }
     return {**widths, "pair_keys": torch.zeros(0, dtype=torch.long)}
 
 
 def encoded_by(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
     """The encoder of a table of texts, and its settings; pairs may have a [SEP] state beside."""
-    settings = {name: value for name, value in manifest.config.items() if name != "query_condition"}
+    settings = {
+        name: value
+        for name, value in manifest.config.items()
+        if name != "query_condition"
+    }
     return manifest.inputs.get("encoder"), settings
 
 
@@ -208,9 +279,16 @@ def load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
     if manifest.inputs.get("items") != items.hash:
         raise UserError(f"{uri} was made from other items; run jobs.encode again")
     lists = read_table(uri, "tokens")["tokens"].combine_chunks()
-    begin = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy(), dtype=np.int64))
+    begin = np.append(
+        0, np.cumsum(pc.list_value_length(lists).to_numpy(), dtype=np.int64)
+    )
     tokens = torch.from_numpy(lists.flatten().to_numpy().copy())
-    return DocumentTokens(tokens, torch.from_numpy(begin), manifest.info["pooling"], manifest.info["normalize"])
+    return DocumentTokens(
+        tokens,
+        torch.from_numpy(begin),
+        manifest.info["pooling"],
+        manifest.info["normalize"],
+    )
 
 
 def pair_key(item: Any, query: Any, num_queries: int) -> Any:
@@ -228,7 +306,12 @@ def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:
     for table in iter_parts(uri, "sequences", ["requests"]):
         requests = table["requests"].combine_chunks().flatten()
         train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
-        values = pc.struct_field(train, "features").flatten().to_numpy().reshape(-1, max(1, features))[:, :features]
+        values = (
+            pc.struct_field(train, "features")
+            .flatten()
+            .to_numpy()
+            .reshape(-1, max(1, features))[:, :features]
+        )
         if len(values):
             found = torch.from_numpy(values.astype(np.float64))
             std = found.std(0, correction=0)
@@ -270,16 +353,33 @@ class SearchExamples(Examples):
     @classmethod
     def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
         manifest = sequences_manifest(uri, "search")
-        asked = ("timestamp_ms", "query_index", "history_end", "split", "candidates", "positions", "features")
+        asked = (
+            "timestamp_ms",
+            "query_index",
+            "history_end",
+            "split",
+            "candidates",
+            "positions",
+            "features",
+        )
         labels = (f"label_{name}" for name in manifest.info["labels"])
         own = OwnFeatures.of(manifest.info).names
-        mine = ["user_id", "item_index", "timestamp_ms", "query_index", "features", *own]
+        mine = [
+            "user_id",
+            "item_index",
+            "timestamp_ms",
+            "query_index",
+            "features",
+            *own,
+        ]
         return manifest, [*mine, *of_requests(*asked, *labels, *own)]
 
     @classmethod
     def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
         labels = [f"label_{name}" for name in manifest.info["labels"]]
-        part = read_part(table, labels, len(manifest.info["features"]), OwnFeatures.of(manifest.info))
+        part = read_part(
+            table, labels, len(manifest.info["features"]), OwnFeatures.of(manifest.info)
+        )
         return part | {"user_hash": hash_strings(table["user_id"].combine_chunks())}
 
     def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
@@ -291,7 +391,9 @@ class SearchExamples(Examples):
         first = np.ones(len(chosen), bool)
         first[1:] = (owner[1:] != owner[:-1]) | (begin[1:] != begin[:-1])
         number = np.arange(len(chosen))
-        first |= (number - np.maximum.accumulate(np.where(first, number, 0))) % MOST_REQUESTS == 0
+        first |= (
+            number - np.maximum.accumulate(np.where(first, number, 0))
+        ) % MOST_REQUESTS == 0
         users, local, low, count = spans(owner, begin, end)
         behaviour = runs(starts(part["lengths"])[users] + low, count)
         counts = part["counts"][chosen]
@@ -312,7 +414,10 @@ class SearchExamples(Examples):
                 "request_time": part["request_time"][chosen],
                 "counts": counts.astype(np.int32),
                 "candidate_start": self._candidates + starts(counts),
-                **{name: part[name][flat] for name in ("candidate", "position", "labels", "features")},
+                **{
+                    name: part[name][flat]
+                    for name in ("candidate", "position", "labels", "features")
+                },
             }
         )
         self._users += len(users)
@@ -323,12 +428,19 @@ class SearchExamples(Examples):
 
     @classmethod
     def of_model(cls, config: Any) -> type[Self]:
-        settings = {"window_overlap": config.window_overlap, "batch_of": config.batch_of}
+        settings = {
+            "window_overlap": config.window_overlap,
+            "batch_of": config.batch_of,
+        }
         return type(cls.__name__, (cls,), settings)
 
     def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
         super().__init__(split, unit, max_history, share)
-        self._stride = 1 if unit == "request" else max(1, int(max_history * (1 - self.window_overlap)))
+        self._stride = (
+            1
+            if unit == "request"
+            else max(1, int(max_history * (1 - self.window_overlap)))
+        )
         self._by_requests = self.batch_of == "requests" or split != "train"
         self._candidates = 0
 
@@ -344,27 +456,46 @@ class SearchExamples(Examples):
         `columns` holds item, time, query and history_features, (behaviours, ...) end to end, `lengths` (R,) of each;
         the request_query (R,); and, end to end, the candidate and features (N, ...), `counts` (R,) of each.
         """
-        self = cls.in_memory("test", "request", max(1, int(lengths.max(initial=1))), len(lengths))
+        self = cls.in_memory(
+            "test", "request", max(1, int(lengths.max(initial=1))), len(lengths)
+        )
         number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
         self._take(
             {
-                **columns, "counts": counts, "user_start": starts(lengths), "user_hash": none,
-                "user_row": number, "owner": number, "begin": none, "end": lengths, "first": number,
-                "place": none, "request_time": none, "candidate_start": starts(counts),
+                **columns,
+                "counts": counts,
+                "user_start": starts(lengths),
+                "user_hash": none,
+                "user_row": number,
+                "owner": number,
+                "begin": none,
+                "end": lengths,
+                "first": number,
+                "place": none,
+                "request_time": none,
+                "candidate_start": starts(counts),
                 "position": np.zeros(len(columns["candidate"]), np.int64),
                 "labels": np.zeros((len(columns["candidate"]), 0), bool),
             }
-        )  # fmt: skip
+        )
         return self
 
     def _take(self, columns: dict[str, NDArray]) -> None:
         self.columns = columns
-        self._owner, self._end, self._place = (columns[name] for name in ("owner", "end", "place"))
+        self._owner, self._end, self._place = (
+            columns[name] for name in ("owner", "end", "place")
+        )
         self._user_row, first = columns["user_row"], columns["first"]
         self._first = np.append(first, len(self._end))
-        self._row_end = np.maximum.reduceat(self._end, first) if len(first) else self._end[:0]
+        self._row_end = (
+            np.maximum.reduceat(self._end, first) if len(first) else self._end[:0]
+        )
         self.lengths = self._row_end - columns["begin"]
-        again = np.append(False, self._owner[first[1:]] == self._owner[first[:-1]]) if len(first) else first == -1
+        again = (
+            np.append(False, self._owner[first[1:]] == self._owner[first[:-1]])
+            if len(first)
+            else first == -1
+        )
         learned = np.where(again, np.append(0, self._row_end[:-1]), 0)[: len(first)]
         self._new = np.clip(learned - columns["begin"], 1, None)
 
@@ -377,7 +508,9 @@ class SearchExamples(Examples):
         if history:
             own = np.union1d(own, _keys(c["item"], c["query"], catalogue.num_queries))
         self.brought = catalogue.of_pairs(own)
-        if complete and len(missing := np.setdiff1d(own, self.brought.pair_keys.numpy())):
+        if complete and len(
+            missing := np.setdiff1d(own, self.brought.pair_keys.numpy())
+        ):
             item, query = divmod(int(missing[0]), catalogue.num_queries + 1)
             raise UserError(
                 f"the text has no embedding of item {item} with query {query - 1}; run jobs.encode again on these "
@@ -390,16 +523,29 @@ class SearchExamples(Examples):
 
     def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Requests of each row, unless batches count users."""
-        return np.diff(self._first).astype(np.int64)[rows] if self._by_requests else super().sizes(rows)
+        return (
+            np.diff(self._first).astype(np.int64)[rows]
+            if self._by_requests
+            else super().sizes(rows)
+        )
 
     def _arrange(
-        self, rows: NDArray[np.int64], shard: int, batch_size: int, steps: int, rng: np.random.Generator
+        self,
+        rows: NDArray[np.int64],
+        shard: int,
+        batch_size: int,
+        steps: int,
+        rng: np.random.Generator,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """At random, and by length within the requests of `BUCKET` steps."""
         if not self._by_requests:
             return super()._arrange(rows, shard, batch_size, steps, rng)
         order = rows[rng.permutation(len(rows))]
-        bucket = np.cumsum(self.sizes(order)) * steps // (BUCKET * max(1, int(self.sizes(order).sum())))
+        bucket = (
+            np.cumsum(self.sizes(order))
+            * steps
+            // (BUCKET * max(1, int(self.sizes(order).sum())))
+        )
         order = order[np.lexsort((self.lengths[order], bucket))]
         return order, parts_by_turns(self.sizes(order), steps, shard, self.share.shards)
 
@@ -416,15 +562,25 @@ class SearchExamples(Examples):
         """
         c = self.columns
         first = self._first[rows].astype(np.int64)
-        count, length, begin = self._first[rows + 1] - first, self.lengths[rows], c["begin"][rows]
+        count, length, begin = (
+            self._first[rows + 1] - first,
+            self.lengths[rows],
+            c["begin"][rows],
+        )
         user = self._owner[first]
         place = np.arange(max(1, int(length.max(initial=1))))
         inside = place < length[:, None]
         index = np.where(inside, (c["user_start"][user] + begin)[:, None] + place, 0)
 
         def history(name: str, empty: int) -> NDArray:
-            values = c[name][index] if len(c[name]) else np.zeros((*index.shape, *c[name].shape[1:]), c[name].dtype)
-            return np.where(inside.reshape(inside.shape + (1,) * (values.ndim - 2)), values, empty)
+            values = (
+                c[name][index]
+                if len(c[name])
+                else np.zeros((*index.shape, *c[name].shape[1:]), c[name].dtype)
+            )
+            return np.where(
+                inside.reshape(inside.shape + (1,) * (values.ndim - 2)), values, empty
+            )
 
         request = runs(first, count)
         counts = c["counts"][request]
@@ -441,12 +597,17 @@ class SearchExamples(Examples):
             "request_end": self._end[request] - np.repeat(begin, count),
             "request_query": c["request_query"][request],
             "request_time": c["request_time"][request],
-            "request": request_number(self._user_row[self._owner[request]], self._place[request]),
+            "request": request_number(
+                self._user_row[self._owner[request]], self._place[request]
+            ),
             "candidate": c["candidate"][candidate],
             "candidate_request": np.repeat(np.arange(len(request)), counts),
             "candidate_position": c["position"][candidate],
         }
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(value, np.int64)) for name, value in batch.items()}
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(value, np.int64))
+            for name, value in batch.items()
+        }
         tensors["history_features"] = torch.from_numpy(history("history_features", 0))
         tensors["labels"] = torch.from_numpy(c["labels"][candidate])
         tensors["features"] = torch.from_numpy(c["features"][candidate])
@@ -454,7 +615,9 @@ class SearchExamples(Examples):
             asked = np.repeat(batch["request_query"], counts)
             keys = _keys(batch["candidate"], asked, self.brought.num_queries)
             if self.history_pairs:
-                past = _keys(batch["history"], batch["history_query"], self.brought.num_queries)
+                past = _keys(
+                    batch["history"], batch["history_query"], self.brought.num_queries
+                )
                 keys = np.union1d(keys, past)
             text = self.brought.of_pairs(keys)
             tensors |= {"pair_keys": text.pair_keys, "pairs": text.pairs}
@@ -476,7 +639,11 @@ class SearchExamples(Examples):
         """With more rows, behaviours, requests, candidates and pairs, that are none; `real` (N,) are the candidates."""
         length = batch["history"].shape[1]
         wide = min(rung(length), max(length, self.max_history)) - length
-        more = {name: rung(len(batch[name])) - len(batch[name]) for name in SIZED if name in batch}
+        more = {
+            name: rung(len(batch[name])) - len(batch[name])
+            for name in SIZED
+            if name in batch
+        }
         empty = {
             "history": PAD,
             "history_query": NO_QUERY,
@@ -485,8 +652,14 @@ class SearchExamples(Examples):
         }
 
         def padded(name: str, value: Tensor) -> Tensor:
-            rows = next(more[of] for of, named in SIZED.items() if name.startswith(named))
-            beside = (*(0, 0) * (value.ndim - 2), 0, wide) if name in HISTORIES else (0, 0) * (value.ndim - 1)
+            rows = next(
+                more[of] for of, named in SIZED.items() if name.startswith(named)
+            )
+            beside = (
+                (*(0, 0) * (value.ndim - 2), 0, wide)
+                if name in HISTORIES
+                else (0, 0) * (value.ndim - 1)
+            )
             return functional.pad(value, (*beside, 0, rows), value=empty.get(name, 0))
 
         batch = {**batch, "real": torch.ones(len(batch["candidate"]), dtype=torch.bool)}
@@ -496,19 +669,27 @@ class SearchExamples(Examples):
 HISTORIES = ("history", "history_query", "history_time", "history_features")
 """Tensors of a batch by row and behaviour."""
 SIZED = {
-    "pair_keys": ("pair", "joint"), "request_query": ("request",), "user": ("user", "history"),
+    "pair_keys": ("pair", "joint"),
+    "request_query": ("request",),
+    "user": ("user", "history"),
     "candidate": ("candidate", "labels", "features", "real"),
-}  # fmt: skip
+}
 """A tensor of each size of a batch, and the beginnings of the names of those of that size."""
 
 
 def _keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:
     """Ascending `pair_key` of the pairs that have an item and a query."""
     there = (item >= 0) & (query != NO_QUERY)
-    return np.unique(pair_key(item[there].astype(np.int64), query[there].astype(np.int64), num_queries))
+    return np.unique(
+        pair_key(
+            item[there].astype(np.int64), query[there].astype(np.int64), num_queries
+        )
+    )
 
 
-def read_part(table: pa.Table, labels: list[str], features: int, own: OwnFeatures | None = None) -> dict[str, NDArray]:
+def read_part(
+    table: pa.Table, labels: list[str], features: int, own: OwnFeatures | None = None
+) -> dict[str, NDArray]:
     """Flat arrays of one part: of its behaviours, its requests and their candidates. `features` counts those of the
     table's vectors, beside which `own` ones have columns of their own."""
     own = own or OwnFeatures()
@@ -533,9 +714,15 @@ def read_part(table: pa.Table, labels: list[str], features: int, own: OwnFeature
     past = {name: table[name].combine_chunks().flatten() for name in own.names}
     now = {name: pc.struct_field(requests, name).flatten() for name in own.names}
 
-    def with_own(vectors: NDArray, columns: dict[str, pa.Array], rows: int) -> NDArray[np.float32]:
+    def with_own(
+        vectors: NDArray, columns: dict[str, pa.Array], rows: int
+    ) -> NDArray[np.float32]:
         built_in = vectors.astype(np.float32).reshape(rows, features)
-        return np.concatenate([built_in, own.matrix(columns, rows)], 1) if own.names else built_in
+        return (
+            np.concatenate([built_in, own.matrix(columns, rows)], 1)
+            if own.names
+            else built_in
+        )
 
     return {
         "lengths": pc.list_value_length(items).to_numpy().astype(np.int64),

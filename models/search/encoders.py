@@ -14,7 +14,12 @@ from torch.nn import functional
 from models.cpu.derived import derived
 from models.cpu.matmul import Packed
 from models.layers.hstu import HSTULayer
-from models.layers.linear_recurrence import Decay, key_value_recurrence, linear_recurrence, recurrent_step
+from models.layers.linear_recurrence import (
+    Decay,
+    key_value_recurrence,
+    linear_recurrence,
+    recurrent_step,
+)
 from models.tables import UserError
 from models.text_encoder import load_encoder
 
@@ -35,7 +40,9 @@ class LinearHSTULayer(nn.Module):
     def projections(self, h: Tensor) -> tuple[Tensor, ...]:
         """Q, K, V, U (Eq. 6), each of the shape of `h`."""
         projected = self.project(self.norm(h))
-        return functional.silu(projected, inplace=not torch.is_grad_enabled()).chunk(4, -1)
+        return functional.silu(projected, inplace=not torch.is_grad_enabled()).chunk(
+            4, -1
+        )
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, T, D) from (B, T, D): all positions at once."""
@@ -49,7 +56,9 @@ class LinearHSTU(nn.Module):
 
     def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LinearHSTULayer(width, dropout) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            LinearHSTULayer(width, dropout) for _ in range(num_layers)
+        )
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
         """(B, T, D) states; padding is on the right, where no real position sees it. Times are not read."""
@@ -66,8 +75,12 @@ class LinearHSTU(nn.Module):
         with torch.no_grad():
             products, decays = derived(self, "packed", self.packed)
             after = torch.empty_like(states, dtype=torch.float32)
-            for product, decay, state, new in zip(products, decays, states, after, strict=True):
-                q, k, v, u = functional.silu(product(functional.rms_norm(h, h.shape[-1:])), inplace=True).chunk(4, -1)
+            for product, decay, state, new in zip(
+                products, decays, states, after, strict=True
+            ):
+                q, k, v, u = functional.silu(
+                    product(functional.rms_norm(h, h.shape[-1:])), inplace=True
+                ).chunk(4, -1)
                 recurrent_step(state, k.mul_(v), decay, out=new)  # Eq. 7 and 8
                 h = torch.addcmul(h, q.mul_(new.to(q.dtype)), u)  # Eq. 9 and 10
             return h, after
@@ -95,10 +108,13 @@ class LinearHSTU(nn.Module):
 class HSTU(nn.Module):
     """Layers of HSTU with a bias by distance and time."""
 
-    def __init__(self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            HSTULayer(width, heads, length, relative=True, dropout=dropout) for _ in range(num_layers)
+            HSTULayer(width, heads, length, relative=True, dropout=dropout)
+            for _ in range(num_layers)
         )
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
@@ -110,15 +126,31 @@ class HSTU(nn.Module):
 class CausalBert(nn.Module):
     """BERT with a causal mask, over embeddings instead of words, as user tower of HLLM."""
 
-    def __init__(self, width: int, num_layers: int, heads: int, ffn: int, length: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        num_layers: int,
+        heads: int,
+        ffn: int,
+        length: int,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         from transformers import BertConfig, BertModel
 
         config = BertConfig(
-            vocab_size=1, hidden_size=width, num_hidden_layers=num_layers, num_attention_heads=heads,
-            intermediate_size=ffn, max_position_embeddings=length, hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout, is_decoder=True, use_cache=False, pad_token_id=None,
-        )  # fmt: skip
+            vocab_size=1,
+            hidden_size=width,
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            intermediate_size=ffn,
+            max_position_embeddings=length,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            is_decoder=True,
+            use_cache=False,
+            pad_token_id=None,
+        )
         self.bert = BertModel(config, add_pooling_layer=False)
         self.bert.embeddings.word_embeddings = None  # type: ignore[assignment]  # its input are embeddings
 
@@ -141,7 +173,9 @@ def load_pretrained(path: str) -> BertModel:
     """The pretrained BERT at `path`, a folder, a name of the model hub or `minilm`; UserError where there is none."""
     found = load_encoder(path)
     if found.config.model_type != "bert":
-        raise UserError(f"the encoder {path} is a {found.config.model_type}, no BERT; give one that is")
+        raise UserError(
+            f"the encoder {path} is a {found.config.model_type}, no BERT; give one that is"
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -150,13 +184,21 @@ def copy_pretrained(encoder: CausalBert, path: str) -> None:
     source = load_pretrained(path)
     mine, theirs = encoder.bert, source
     if sizes_of(mine.config) != sizes_of(theirs.config):
-        raise UserError(f"the BERT at {path} has {sizes_of(theirs.config)}, the model {sizes_of(mine.config)}")
+        raise UserError(
+            f"the BERT at {path} has {sizes_of(theirs.config)}, the model {sizes_of(mine.config)}"
+        )
     mine.encoder.load_state_dict(theirs.encoder.state_dict())
     length = mine.config.max_position_embeddings
     known = theirs.embeddings.position_embeddings.weight
     if length > len(known):
-        raise UserError(f"max_history {length} exceeds the {len(known)} positions of {path}; lower max_history")
+        raise UserError(
+            f"max_history {length} exceeds the {len(known)} positions of {path}; lower max_history"
+        )
     with torch.no_grad():
         mine.embeddings.position_embeddings.weight.copy_(known[:length])
-        mine.embeddings.token_type_embeddings.weight.copy_(theirs.embeddings.token_type_embeddings.weight)
-        mine.embeddings.LayerNorm.load_state_dict(theirs.embeddings.LayerNorm.state_dict())
+        mine.embeddings.token_type_embeddings.weight.copy_(
+            theirs.embeddings.token_type_embeddings.weight
+        )
+        mine.embeddings.LayerNorm.load_state_dict(
+            theirs.embeddings.LayerNorm.state_dict()
+        )

@@ -54,9 +54,17 @@ class ItemTower(nn.Module):
             )
         config = AutoConfig.for_model(**model)
         lengths = documents.begin.diff()
-        wanted = {"vocab_size": int(documents.tokens.max()) + 1, "max_position_embeddings": int(lengths.max())}
-        known = {name: getattr(config, name, None) or number for name, number in wanted.items()}
-        if catalogue.items.shape[1] != config.hidden_size or any(known[name] < wanted[name] for name in wanted):
+        wanted = {
+            "vocab_size": int(documents.tokens.max()) + 1,
+            "max_position_embeddings": int(lengths.max()),
+        }
+        known = {
+            name: getattr(config, name, None) or number
+            for name, number in wanted.items()
+        }
+        if catalogue.items.shape[1] != config.hidden_size or any(
+            known[name] < wanted[name] for name in wanted
+        ):
             raise UserError(
                 f"the text needs width {catalogue.items.shape[1]} and at least {wanted}, the item tower has width "
                 f"{config.hidden_size} and {known}; give the encoder of jobs.encode as model.item_tower"
@@ -86,7 +94,11 @@ class ItemTower(nn.Module):
         ordered, states = item[order.to(item.device)], []
         for begin, end in itertools.pairwise(pieces):
             piece = (ordered[begin:end], longest[begin])
-            states.append(checkpoint(self.states, *piece, use_reentrant=False) if again else self.states(*piece))
+            states.append(
+                checkpoint(self.states, *piece, use_reentrant=False)
+                if again
+                else self.states(*piece)
+            )
         return torch.cat(states)[order.argsort().to(item.device)]
 
     def states(self, item: Tensor, longest: int) -> Tensor:
@@ -94,7 +106,9 @@ class ItemTower(nn.Module):
         begin, place = self.begin[item], torch.arange(longest, device=item.device)
         inside = place < (self.begin[item + 1] - begin)[:, None]  # (U, S)
         tokens = self.tokens[torch.where(inside, begin[:, None] + place, 0)].long()
-        states = self.encoder(input_ids=tokens, attention_mask=inside.long()).last_hidden_state.float()  # (U, S, W)
+        states = self.encoder(
+            input_ids=tokens, attention_mask=inside.long()
+        ).last_hidden_state.float()  # (U, S, W)
         if self.pooling == "cls":
             pooled = states[:, 0]
         else:
@@ -106,7 +120,9 @@ def encoder_model(path: str) -> dict[str, Any]:
     """What makes an encoder like the pretrained one at `path` again: its kind, and what differs from its defaults."""
     found = load_encoder(path).config.to_diff_dict()
     return {
-        name: value for name, value in found.items() if name not in ("architectures", "dtype", "transformers_version")
+        name: value
+        for name, value in found.items()
+        if name not in ("architectures", "dtype", "transformers_version")
     }
 
 
@@ -139,7 +155,9 @@ class HLLMConfig(QGSConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.item_tower and self.token != "item":
-            raise ValueError(f"item_tower is '{self.item_tower}', which token '{self.token}' does not read; use item")
+            raise ValueError(
+                f"item_tower is '{self.item_tower}', which token '{self.token}' does not read; use item"
+            )
 
 
 class HLLM(QGS):
@@ -147,7 +165,9 @@ class HLLM(QGS):
 
     def __init__(self, config: HLLMConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
-        self.item_tower = ItemTower(config.item_model, catalogue) if config.item_model else None
+        self.item_tower = (
+            ItemTower(config.item_model, catalogue) if config.item_model else None
+        )
 
     def document(self, item: Tensor) -> Tensor:
         if self.item_tower is None:
@@ -158,11 +178,17 @@ class HLLM(QGS):
 def resolve(config: Any, catalogue: Any) -> Any:
     """The config with the sizes of the pretrained encoders that it names."""
     config = qgs.resolve(config, catalogue)
-    return replace(config, item_model=encoder_model(config.item_tower)) if config.item_tower else config
+    return (
+        replace(config, item_model=encoder_model(config.item_tower))
+        if config.item_tower
+        else config
+    )
 
 
 def teach(module: Any, config: Any, catalogue: Any) -> None:
     """Before training: fills the towers with the pretrained weights that the config names."""
     qgs.teach(module, config, catalogue)
     if config.item_tower:
-        cast(ItemTower, module.item_tower).encoder.load_state_dict(load_encoder(config.item_tower).state_dict())
+        cast(ItemTower, module.item_tower).encoder.load_state_dict(
+            load_encoder(config.item_tower).state_dict()
+        )

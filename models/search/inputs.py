@@ -27,7 +27,10 @@ class Text(nn.Module):
     def __init__(self, catalogue: SearchCatalogue, width: int) -> None:
         super().__init__()
         self.num_queries = catalogue.num_queries
-        tables = {name: getattr(catalogue, name) for name in ("queries", "items", "pairs", "pair_keys")}
+        tables = {
+            name: getattr(catalogue, name)
+            for name in ("queries", "items", "pairs", "pair_keys")
+        }
         tables["joint"] = torch.zeros(0) if catalogue.joint is None else catalogue.joint
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
@@ -47,9 +50,17 @@ class Text(nn.Module):
 
     def query(self, query: Tensor) -> Tensor:
         """(..., E): the query alone; zero where there is none."""
-        if not len(self.queries):  # of a log without queries; of the graph, as DDP wants gradients of all weights
-            return self.of_query(self.items.new_zeros(*query.shape, self.items.shape[1])) * 0
-        return self.of_query(self.gain * self.queries[query.clamp(min=0)]) * (query != NO_QUERY)[..., None]
+        if not len(
+            self.queries
+        ):  # of a log without queries; of the graph, as DDP wants gradients of all weights
+            return (
+                self.of_query(self.items.new_zeros(*query.shape, self.items.shape[1]))
+                * 0
+            )
+        return (
+            self.of_query(self.gain * self.queries[query.clamp(min=0)])
+            * (query != NO_QUERY)[..., None]
+        )
 
     def item(self, item: Tensor) -> Tensor:
         """(..., E): the document alone. Padding gives that of item 0."""
@@ -60,13 +71,18 @@ class Text(nn.Module):
         index = self.pair_index(item, query)
         alone = self.items[item.clamp(min=0)]
         if len(self.pairs):
-            alone = torch.where((index >= 0)[..., None], self.pairs[index.clamp(min=0)], alone)
+            alone = torch.where(
+                (index >= 0)[..., None], self.pairs[index.clamp(min=0)], alone
+            )
         return self.document(self.gain * alone)
 
     def seen(self, item: Tensor, query: Tensor) -> Tensor:
         """(..., E): the [SEP] output over query and document, which has seen the document; zero without a query."""
         index = self.pair_index(item, query)
-        return self.of_query(self.gain * self.joint[index.clamp(min=0)]) * (index >= 0)[..., None]
+        return (
+            self.of_query(self.gain * self.joint[index.clamp(min=0)])
+            * (index >= 0)[..., None]
+        )
 
     def pair_index(self, item: Tensor, query: Tensor) -> Tensor:
         """(...) int64: row of each pair; -1 for padding, without a query, and for a pair that was not encoded."""
@@ -74,7 +90,9 @@ class Text(nn.Module):
             return torch.full_like(item, -1)
         has_query = (item >= 0) & (query != NO_QUERY)
         key = pair_key(item, query, self.num_queries)
-        index = torch.searchsorted(self.pair_keys, key).clamp(max=len(self.pair_keys) - 1)
+        index = torch.searchsorted(self.pair_keys, key).clamp(
+            max=len(self.pair_keys) - 1
+        )
         return torch.where(has_query & (self.pair_keys[index] == key), index, -1)
 
 
@@ -83,8 +101,13 @@ class Scale(Standardised):
 
     def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
         super().__init__(catalogue.feature_mean, catalogue.feature_std)
-        self.own = OwnInputs(catalogue.own, width, dropout) if catalogue.own.names else None
-        self.columns = [*catalogue.features[: len(self.mean)], *(self.own.columns if self.own else ())]
+        self.own = (
+            OwnInputs(catalogue.own, width, dropout) if catalogue.own.names else None
+        )
+        self.columns = [
+            *catalogue.features[: len(self.mean)],
+            *(self.own.columns if self.own else ()),
+        ]
         """(O,) the feature that each column of the output is of."""
 
     def forward(self, features: Tensor) -> Tensor:
@@ -95,6 +118,11 @@ class Scale(Standardised):
         return torch.cat([super().forward(counted), self.own(own)], -1)
 
 
-def feature_groups(columns: Sequence[str], declared: Mapping[str, Collection[str]]) -> dict[str, list[int]]:
+def feature_groups(
+    columns: Sequence[str], declared: Mapping[str, Collection[str]]
+) -> dict[str, list[int]]:
     """Places of columns, given by their features, in the `declared` groups of features."""
-    return {group: [i for i, name in enumerate(columns) if name in of] for group, of in declared.items()}
+    return {
+        group: [i for i, name in enumerate(columns) if name in of]
+        for group, of in declared.items()
+    }

@@ -17,7 +17,13 @@ from torch import Tensor
 from models import ranking_metrics
 from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
-from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums, request_auc
+from models.ranking_metrics import (
+    EXAMPLES,
+    NAMES,
+    ranking_means,
+    ranking_sums,
+    request_auc,
+)
 from models.search.ranker import Ranker
 
 SHOWN: tuple[str, ...] = ("gauc", "auc")
@@ -29,16 +35,30 @@ WITH_POSITION = "with_position/"
 def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
     """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names. With
     `by_user` also the GAUC of every so-manieth user."""
-    sums: dict[str, Any] = {EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)}
-    ranker = model if isinstance(model, Ranker) else None  # others have a `score` and `labels` alone
-    kept = counted(batch["labels"], ranker.masks if ranker else [None] * len(model.labels))
+    sums: dict[str, Any] = {
+        EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)
+    }
+    ranker = (
+        model if isinstance(model, Ranker) else None
+    )  # others have a `score` and `labels` alone
+    kept = counted(
+        batch["labels"], ranker.masks if ranker else [None] * len(model.labels)
+    )
     for beside in ("", WITH_POSITION) if ranker and ranker.shown_at.reads else ("",):
-        logits = (model.score(batch, shown=True) if beside else model.score(batch)).float()
+        logits = (
+            model.score(batch, shown=True) if beside else model.score(batch)
+        ).float()
         for i, label in enumerate(model.labels):
             prefix = f"{beside}{label}/" if i else beside
             mine = kept[:, i]
-            of = logits[mine, i], batch["labels"][mine, i], batch["candidate_request"][mine]
-            sums |= ranking_sums(*of, prefix, ranker.config.correction if ranker else 0.0)
+            of = (
+                logits[mine, i],
+                batch["labels"][mine, i],
+                batch["candidate_request"][mine],
+            )
+            sums |= ranking_sums(
+                *of, prefix, ranker.config.correction if ranker else 0.0
+            )
             if by_user and not prefix:
                 auc, _ = request_auc(*of)
                 user = batch["user_row"][batch["request_row"][: len(auc)]]
@@ -48,15 +68,27 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
 
 def names(catalogue: Any) -> list[str]:
     """Names of what `means` gives for the labels of a catalogue."""
-    return [f"{label}/{name}" if i else name for i, label in enumerate(catalogue.labels) for name in NAMES]
+    return [
+        f"{label}/{name}" if i else name
+        for i, label in enumerate(catalogue.labels)
+        for name in NAMES
+    ]
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:
     """Metrics from the sums of all batches and workers."""
-    prefixes = [name.removesuffix("histogram") for name in sums if name.endswith("histogram")]
-    return {name: value for prefix in prefixes for name, value in ranking_means(sums, prefix).items()}
+    prefixes = [
+        name.removesuffix("histogram") for name in sums if name.endswith("histogram")
+    ]
+    return {
+        name: value
+        for prefix in prefixes
+        for name, value in ranking_means(sums, prefix).items()
+    }
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
     """What is told of every label."""
-    return ranking_metrics.summary(metrics, ("gauc", "auc", "log_loss", "normalised_entropy"))
+    return ranking_metrics.summary(
+        metrics, ("gauc", "auc", "log_loss", "normalised_entropy")
+    )

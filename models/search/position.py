@@ -26,19 +26,32 @@ class Position(nn.Module):
     unknown: Tensor
     """(U,) the places of what is not."""
 
-    def __init__(self, mode: Mode, dropout_p: float, features: tuple[str, ...], unknown: tuple[str, ...], labels: int):
+    def __init__(
+        self,
+        mode: Mode,
+        dropout_p: float,
+        features: tuple[str, ...],
+        unknown: tuple[str, ...],
+        labels: int,
+    ):
         super().__init__()
         self.mode, self.dropout_p = mode, dropout_p
-        known = torch.tensor([name not in unknown for name in features], dtype=torch.bool)
+        known = torch.tensor(
+            [name not in unknown for name in features], dtype=torch.bool
+        )
         self.register_buffer("known", known, persistent=False)
         self.register_buffer("unknown", (~known).nonzero().flatten(), persistent=False)
         count = len(self.unknown)
         self.reads = mode != "hidden" and count > 0
         self.bias = None
         if mode == "bias" and count:
-            self.bias = nn.Sequential(nn.Linear(count, WIDTH), nn.ReLU(), nn.Linear(WIDTH, labels))
+            self.bias = nn.Sequential(
+                nn.Linear(count, WIDTH), nn.ReLU(), nn.Linear(WIDTH, labels)
+            )
 
-    def hide(self, features: Tensor, request: Tensor, requests: int, shown: bool) -> Tensor:
+    def hide(
+        self, features: Tensor, request: Tensor, requests: int, shown: bool
+    ) -> Tensor:
         """(N, F): scaled features, those that are unknown at their mean, 0. `request` (N,) is that of each candidate,
         of so many `requests`.
 

@@ -25,7 +25,13 @@ from torch.nn import functional
 from models.config import check_least, check_positive
 from models.label_loss import label_loss
 from models.search.data import SearchCatalogue
-from models.search.encoders import HSTU, CausalBert, LinearHSTU, copy_pretrained, pretrained_sizes
+from models.search.encoders import (
+    HSTU,
+    CausalBert,
+    LinearHSTU,
+    copy_pretrained,
+    pretrained_sizes,
+)
 from models.search.objective import info_nce
 from models.search.ranker import Batch, Ranker, RankerConfig
 from models.tables import UserError
@@ -82,12 +88,18 @@ class QGSConfig(RankerConfig):
         super().__post_init__()
         check_positive(self, ("width", "num_layers", "num_heads", "ffn"))
         if self.encoder != "linear_hstu" and self.width % self.num_heads:
-            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}; change either")
+            raise ValueError(
+                f"width {self.width} is not a multiple of num_heads {self.num_heads}; change either"
+            )
         check_least(self, ("infonce_weight",), 0)
         if not self.temperature > 0:
-            raise ValueError(f"temperature {self.temperature} is not above 0; the paper's is 0.1")
+            raise ValueError(
+                f"temperature {self.temperature} is not above 0; the paper's is 0.1"
+            )
         if self.pretrained and self.encoder != "transformer":
-            raise ValueError(f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' cannot start from")
+            raise ValueError(
+                f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' cannot start from"
+            )
         if self.match and not (self.infonce_weight and self.next_item == "document"):
             raise ValueError(
                 f"match is true, which compares documents as InfoNCE does, but next_item is '{self.next_item}' and "
@@ -137,31 +149,56 @@ class QGS(Ranker):
     config: QGSConfig
 
     def __init__(self, config: QGSConfig, catalogue: SearchCatalogue) -> None:
-        super().__init__(config, catalogue, sequence_width=config.width, match=config.match)
+        super().__init__(
+            config, catalogue, sequence_width=config.width, match=config.match
+        )
         if config.query_condition == "joint":
             if catalogue.joint is None:
-                raise UserError("query_condition is joint, but the text has no joint form; jobs.encode can make it")
+                raise UserError(
+                    "query_condition is joint, but the text has no joint form; jobs.encode can make it"
+                )
             warnings.warn(
-                "query_condition 'joint' has seen the document to predict: a leak, as in the paper", stacklevel=2
+                "query_condition 'joint' has seen the document to predict: a leak, as in the paper",
+                stacklevel=2,
             )
         features = len(self.scale.columns) if config.context_features else 0
-        self.project = nn.Linear(features + config.text_width, config.width)  # W_proj of Eq. 2
+        self.project = nn.Linear(
+            features + config.text_width, config.width
+        )  # W_proj of Eq. 2
         self.position = nn.Embedding(config.max_history, config.width)  # p_t of Eq. 2
         nn.init.normal_(self.position.weight, std=0.02)
-        self.start = nn.Parameter(torch.zeros(config.width))  # the state before any behaviour
+        self.start = nn.Parameter(
+            torch.zeros(config.width)
+        )  # the state before any behaviour
         self.encoder: nn.Module = make_encoder(config)
         query_width = 0 if config.query_condition == "none" else config.text_width
         self.head = nn.Sequential(
-            nn.Linear(config.width + query_width, config.width), nn.ReLU(), nn.Linear(config.width, config.width)
+            nn.Linear(config.width + query_width, config.width),
+            nn.ReLU(),
+            nn.Linear(config.width, config.width),
         )
         if config.infonce_weight:
-            known = config.text_width if config.next_item == "document" else features + config.text_width
-            self.target = nn.Linear(known, config.width, bias=False)  # W_tgt of Sec. 3.4
+            known = (
+                config.text_width
+                if config.next_item == "document"
+                else features + config.text_width
+            )
+            self.target = nn.Linear(
+                known, config.width, bias=False
+            )  # W_tgt of Sec. 3.4
 
     def tokens(self, item: Tensor, query: Tensor, features: Tensor) -> Tensor:
         """(..., F + E): x_t = [f_t, e_t] of Eq. 1, of behaviours."""
-        text = self.text.pair(item, query) if self.config.token == "pair" else self.document(item)
-        return torch.cat([self.scale(features), text], -1) if self.config.context_features else text
+        text = (
+            self.text.pair(item, query)
+            if self.config.token == "pair"
+            else self.document(item)
+        )
+        return (
+            torch.cat([self.scale(features), text], -1)
+            if self.config.context_features
+            else text
+        )
 
     def document(self, item: Tensor) -> Tensor:
         """(..., E): the text of behaviours alone; that of padding means nothing."""
@@ -169,7 +206,9 @@ class QGS(Ranker):
 
     def history_tokens(self, batch: Batch) -> Tensor:
         self.text.take_pairs(batch)
-        return self.tokens(batch["history"], batch["history_query"], batch["history_features"])
+        return self.tokens(
+            batch["history"], batch["history_query"], batch["history_features"]
+        )
 
     def states(self, batch: Batch, tokens: Tensor) -> Tensor:
         """(B, T, D): h_t of every behaviour, from it and earlier ones alone."""
@@ -181,26 +220,40 @@ class QGS(Ranker):
         if self.config.query_condition == "none":
             return self.head(states)
         joint = self.config.query_condition == "joint"
-        query_embedding = self.text.seen(item, query) if joint else self.text.query(query)
+        query_embedding = (
+            self.text.seen(item, query) if joint else self.text.query(query)
+        )
         return self.head(torch.cat([states, query_embedding], -1))
 
     def rank_after(self, past: Tensor, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits, where `past` (R, D) is the state before each request."""
         owner = batch["candidate_request"]
         if self.config.query_condition == "joint":  # another one for each candidate
-            sequence = self.predict_head(past[owner], batch["candidate"], batch["request_query"][owner])
+            sequence = self.predict_head(
+                past[owner], batch["candidate"], batch["request_query"][owner]
+            )
         else:
-            sequence = self.predict_head(past, batch["request_row"], batch["request_query"])[owner]
+            sequence = self.predict_head(
+                past, batch["request_row"], batch["request_query"]
+            )[owner]
         if not self.config.match:
             return self.rank(batch, sequence, shown)
         document = self.target(self.document(batch["candidate"]))
-        cosine = functional.cosine_similarity(sequence.float(), document.float(), dim=-1)  # bfloat16 is too coarse
-        return self.rank(batch, sequence, shown, match=cosine[:, None] / self.config.temperature)
+        cosine = functional.cosine_similarity(
+            sequence.float(), document.float(), dim=-1
+        )  # bfloat16 is too coarse
+        return self.rank(
+            batch, sequence, shown, match=cosine[:, None] / self.config.temperature
+        )
 
     def past(self, states: Tensor, batch: Batch) -> Tensor:
         """(R, D): the state after the last behaviour before each request."""
         end = batch["request_end"]
-        return torch.where((end > 0)[:, None], states[batch["request_row"], (end - 1).clamp(min=0)], self.start)
+        return torch.where(
+            (end > 0)[:, None],
+            states[batch["request_row"], (end - 1).clamp(min=0)],
+            self.start,
+        )
 
     def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits, from one encoder pass per row."""
@@ -217,20 +270,40 @@ class QGS(Ranker):
         if not self.config.infonce_weight:
             return {"loss": ranking}
         next_item = self.next_item_loss(states, tokens, batch)
-        return {"loss": ranking + self.config.infonce_weight * next_item, "ranking": ranking, "infonce": next_item}
+        return {
+            "loss": ranking + self.config.infonce_weight * next_item,
+            "ranking": ranking,
+            "infonce": next_item,
+        }
 
     def next_item_loss(self, states: Tensor, tokens: Tensor, batch: Batch) -> Tensor:
         """Eq. 3-5: each behaviour that has others before it, predicted from the state before it and its query; those
         of several rows in one of them."""
         item = batch["history"][:, 1:]
-        new = torch.arange(1, batch["history"].shape[1], device=item.device) >= batch["history_new"][:, None]
+        new = (
+            torch.arange(1, batch["history"].shape[1], device=item.device)
+            >= batch["history_new"][:, None]
+        )
         z = self.predict_head(states[:, :-1], item, batch["history_query"][:, 1:])
-        v = self.target(self.document(item) if self.config.next_item == "document" else tokens[:, 1:])
-        return info_nce(z, v, item, (item >= 0) & new, self.config.temperature, self.config.negatives)
+        v = self.target(
+            self.document(item)
+            if self.config.next_item == "document"
+            else tokens[:, 1:]
+        )
+        return info_nce(
+            z,
+            v,
+            item,
+            (item >= 0) & new,
+            self.config.temperature,
+            self.config.negatives,
+        )
 
     def new_state(self, users: int) -> UserState:
         """The state of users before any behaviour. Only Linear HSTU has one."""
-        layers = self.start.new_zeros(self.config.num_layers, users, self.config.width, dtype=torch.float32)
+        layers = self.start.new_zeros(
+            self.config.num_layers, users, self.config.width, dtype=torch.float32
+        )
         return UserState(layers, self.start.expand(users, -1))
 
     @torch.no_grad()
@@ -255,27 +328,49 @@ class QGS(Ranker):
             here = self.position.weight[state.count : end]
             last, layers = self.encoder.append(piece + here, state.layers)  # type: ignore[operator]
             later = self._extended(state.next, piece) if state.next else None
-            state = UserState(layers, last, end, self.new_state(len(h)) if end == half else later)
+            state = UserState(
+                layers, last, end, self.new_state(len(h)) if end == half else later
+            )
         return state
 
     @torch.no_grad()
     def score_state(self, state: UserState, batch: Batch) -> Tensor:
         """(N, K) logits of requests after all behaviours in `state`; `request_row` (R,) says whose they are."""
         self.text.take_pairs(batch)
-        return self.rank_after(state.last[batch["request_row"]], batch) + self.config.correction
+        return (
+            self.rank_after(state.last[batch["request_row"]], batch)
+            + self.config.correction
+        )
 
 
 def make_encoder(config: QGSConfig) -> nn.Module:
     if config.encoder == "linear_hstu":
         return LinearHSTU(config.width, config.num_layers, config.dropout)
     if config.encoder == "hstu":
-        return HSTU(config.width, config.num_layers, config.num_heads, config.max_history, config.dropout)
-    return CausalBert(config.width, config.num_layers, config.num_heads, config.ffn, config.max_history, config.dropout)
+        return HSTU(
+            config.width,
+            config.num_layers,
+            config.num_heads,
+            config.max_history,
+            config.dropout,
+        )
+    return CausalBert(
+        config.width,
+        config.num_layers,
+        config.num_heads,
+        config.ffn,
+        config.max_history,
+        config.dropout,
+    )
 
 
 def resolve(config: Any, catalogue: Any) -> Any:
     """The config with the sizes of the pretrained encoder that it names."""
-    return replace(config, **pretrained_sizes(config.pretrained)) if config.pretrained else config
+    return (
+        replace(config, **pretrained_sizes(config.pretrained))
+        if config.pretrained
+        else config
+    )
 
 
 def teach(module: nn.Module, config: Any, catalogue: Any) -> None:

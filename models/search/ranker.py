@@ -89,18 +89,31 @@ class RankerConfig(LabelOptions):
 class HFGAttention(nn.Module):
     """HFG-Attention (Eq. 11-13 of QGS): a token per group of features and one for the DNN's view of all."""
 
-    def __init__(self, sizes: list[int], context: int, width: int, heads: int, output: int) -> None:
+    def __init__(
+        self, sizes: list[int], context: int, width: int, heads: int, output: int
+    ) -> None:
         super().__init__()
-        self.groups = nn.ModuleList(nn.Linear(size, width) for size in sizes)  # W_g, b_g
+        self.groups = nn.ModuleList(
+            nn.Linear(size, width) for size in sizes
+        )  # W_g, b_g
         self.context = nn.Linear(context, width)
-        self.attention = HSTULayer(width, heads, len(sizes) + 1, causal=False, ffn=4 * width)
+        self.attention = HSTULayer(
+            width, heads, len(sizes) + 1, causal=False, ffn=4 * width
+        )
         self.out = nn.Linear(width, output)
 
-    def forward(self, groups: list[Tensor], group_mask: Tensor, context: Tensor) -> Tensor:
+    def forward(
+        self, groups: list[Tensor], group_mask: Tensor, context: Tensor
+    ) -> Tensor:
         """(N, output) of `groups`, each (N, its size), without those outside of `group_mask` (N, G), and of the DNN's
         output (N, context), through which no gradient goes back."""
-        tokens = [functional.relu(layer(group)) for layer, group in zip(self.groups, groups, strict=True)]  # Eq. 11
-        r = torch.stack([*tokens, self.context(context.detach())], 1)  # (N, G + 1, e): Eq. 12
+        tokens = [
+            functional.relu(layer(group))
+            for layer, group in zip(self.groups, groups, strict=True)
+        ]  # Eq. 11
+        r = torch.stack(
+            [*tokens, self.context(context.detach())], 1
+        )  # (N, G + 1, e): Eq. 12
         mask = functional.pad(group_mask, (0, 1), value=True)
         mixed = self.attention(r, mask) * mask[..., None]
         return self.out(mixed.sum(1) / mask.sum(1, keepdim=True))  # Eq. 13
@@ -114,7 +127,11 @@ class Ranker(nn.Module):
     """(O,) places of the features' columns, group after group."""
 
     def __init__(
-        self, config: RankerConfig, catalogue: SearchCatalogue, sequence_width: int = 0, match: bool = False
+        self,
+        config: RankerConfig,
+        catalogue: SearchCatalogue,
+        sequence_width: int = 0,
+        match: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -132,13 +149,20 @@ class Ranker(nn.Module):
         )
         raw = len(self.scale.columns) + 2 * config.text_width
         self.dnn = nn.Sequential(
-            nn.Linear(raw, config.dnn_width), nn.ReLU(), nn.Dropout(config.dropout),
-            nn.Linear(config.dnn_width, config.dnn_width), nn.ReLU(),
-        )  # fmt: skip
+            nn.Linear(raw, config.dnn_width),
+            nn.ReLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.dnn_width, config.dnn_width),
+            nn.ReLU(),
+        )
         places = list(feature_groups(self.scale.columns, catalogue.groups).values())
         self.group_sizes = [len(group) for group in places]
         self.register_buffer(
-            "by_group", torch.tensor([place for group in places for place in group], dtype=torch.long), persistent=False
+            "by_group",
+            torch.tensor(
+                [place for group in places for place in group], dtype=torch.long
+            ),
+            persistent=False,
         )
         self.groups = None
         if config.group_attention:
@@ -154,14 +178,20 @@ class Ranker(nn.Module):
         self.norm = nn.LayerNorm(fused)
         self.towers = nn.ModuleList(
             nn.Sequential(
-                nn.Linear(fused + match, config.tower_width), nn.ReLU(), nn.Dropout(config.dropout),
+                nn.Linear(fused + match, config.tower_width),
+                nn.ReLU(),
+                nn.Dropout(config.dropout),
                 nn.Linear(config.tower_width, 1),
             )
             for _ in self.labels
-        )  # fmt: skip
+        )
 
     def rank(
-        self, batch: Batch, sequence: Tensor | None = None, shown: bool = False, match: Tensor | None = None
+        self,
+        batch: Batch,
+        sequence: Tensor | None = None,
+        shown: bool = False,
+        match: Tensor | None = None,
     ) -> Tensor:
         """(N, K) logits from the candidates and, where there are any, `sequence` (N, width): h_seq of each, and `match`
         (N, 1): how well it matches the candidate.
@@ -172,19 +202,36 @@ class Ranker(nn.Module):
         request = batch["candidate_request"]
         query = batch["request_query"][request]  # (N,)
         scaled = self.scale(batch["features"])
-        features = self.shown_at.hide(scaled, request, len(batch["request_query"]), shown)
-        document, query_embedding = self.text.pair(batch["candidate"], query), self.text.query(query)  # (N, E)
+        features = self.shown_at.hide(
+            scaled, request, len(batch["request_query"]), shown
+        )
+        document, query_embedding = (
+            self.text.pair(batch["candidate"], query),
+            self.text.query(query),
+        )  # (N, E)
         shared = self.dnn(torch.cat([features, query_embedding, document], 1))
         parts = [document, shared]
         if self.groups is not None:
-            groups = [*features[:, self.by_group].split(self.group_sizes, 1), query_embedding, document]
-            group_mask = torch.ones(len(query), len(groups), dtype=torch.bool, device=query.device)
+            groups = [
+                *features[:, self.by_group].split(self.group_sizes, 1),
+                query_embedding,
+                document,
+            ]
+            group_mask = torch.ones(
+                len(query), len(groups), dtype=torch.bool, device=query.device
+            )
             group_mask[:, -2] = query != NO_QUERY
             parts.insert(0, self.groups(groups, group_mask, shared))
-        fused = self.norm(torch.cat(parts if sequence is None else [*parts, sequence], 1))
-        if match is not None:  # beside the norm, which would shrink one number among hundreds
+        fused = self.norm(
+            torch.cat(parts if sequence is None else [*parts, sequence], 1)
+        )
+        if (
+            match is not None
+        ):  # beside the norm, which would shrink one number among hundreds
             fused = torch.cat([fused, match], 1)
-        return torch.cat([tower(fused) for tower in self.towers], 1) + self.shown_at.term(scaled, shown)
+        return torch.cat(
+            [tower(fused) for tower in self.towers], 1
+        ) + self.shown_at.term(scaled, shown)
 
     def score(self, batch: Batch, shown: bool = False) -> Tensor:
         """(N, K) logits of every label for every candidate."""
@@ -193,17 +240,32 @@ class Ranker(nn.Module):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
         batch, kept = self.sampled(batch)
-        return {"loss": label_loss(self.rank(batch, shown=True), batch["labels"], self.weights, kept)}
+        return {
+            "loss": label_loss(
+                self.rank(batch, shown=True), batch["labels"], self.weights, kept
+            )
+        }
 
     def sampled(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """The batch with the candidates that are learned from, and (N, K) for which labels; None for all. Those without
         any label are not computed."""
         used = drawn(batch["labels"], self.masks, self.config.negative_rate)
-        if "real" in batch:  # of a few shapes: nothing is left out, as a GPU would have to wait to see how much
+        if (
+            "real" in batch
+        ):  # of a few shapes: nothing is left out, as a GPU would have to wait to see how much
             real = batch["real"][:, None].expand_as(batch["labels"])
             return batch, real if used is None else real & used
         if used is None:
             return batch, None
         kept = used.any(1)
-        names = ("candidate", "candidate_request", "candidate_position", "features", "labels")
-        return {**batch, **{name: batch[name][kept] for name in names if name in batch}}, used[kept]
+        names = (
+            "candidate",
+            "candidate_request",
+            "candidate_position",
+            "features",
+            "labels",
+        )
+        return {
+            **batch,
+            **{name: batch[name][kept] for name in names if name in batch},
+        }, used[kept]

@@ -40,9 +40,12 @@ class RequestText:
     """The text of what requests name: read in the tables of jobs.encode where it is there, else encoded, and kept."""
 
     def __init__(
-        self, catalogue: SearchCatalogue, queries: Sequence[str], encoder: TextEncoder | TfidfEncoder | None = None,
+        self,
+        catalogue: SearchCatalogue,
+        queries: Sequence[str],
+        encoder: TextEncoder | TfidfEncoder | None = None,
         documents: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`queries` are those of the catalogue; `encoder` and `documents`, by item, those that its text was made with,
         without which there is no text but the catalogue's."""
         self.catalogue, self.encoder, self.documents = catalogue, encoder, documents
@@ -53,11 +56,15 @@ class RequestText:
         """Whether there is text of the query."""
         return self.encoder is not None or query in self.number
 
-    def of(self, queries: list[str], item: NDArray[np.int64], query: NDArray[np.int64]) -> SearchCatalogue:
+    def of(
+        self, queries: list[str], item: NDArray[np.int64], query: NDArray[np.int64]
+    ) -> SearchCatalogue:
         """The catalogue with `queries` alone, numbered as they stand there, and the pairs of `item` (n,) with them,
         `query` (n,) or NO_QUERY; without an encoder, those that were encoded before."""
         whole, count = self.catalogue, len(queries)
-        number = np.array([self.number.get(text, -1) for text in queries], np.int64)  # (q,) in the catalogue
+        number = np.array(
+            [self.number.get(text, -1) for text in queries], np.int64
+        )  # (q,) in the catalogue
         alone = whole.queries.new_zeros(count, whole.items.shape[1])
         alone[number >= 0] = whole.queries[number[number >= 0]]
         new = np.flatnonzero(number < 0)
@@ -68,33 +75,47 @@ class RequestText:
         of_item, of_query = np.divmod(keys, count + 1)
         of_query -= 1
         before = number[of_query]
-        place, found = find_in(whole.pair_keys.numpy(), pair_key(of_item, before, whole.num_queries))
+        place, found = find_in(
+            whole.pair_keys.numpy(), pair_key(of_item, before, whole.num_queries)
+        )
         found &= before >= 0
         if self.encoder is None:
             keys, place, found = keys[found], place[found], found[found]
         tables = [table for table in (whole.pairs, whole.joint) if table is not None]
-        made = torch.cat([table.new_zeros(len(keys), table.shape[1]) for table in tables], 1)
+        made = torch.cat(
+            [table.new_zeros(len(keys), table.shape[1]) for table in tables], 1
+        )
         made[found] = torch.cat([table[place[found]] for table in tables], 1)
         new = np.flatnonzero(~found)
         if len(new):
-            made[new] = self.vectors([(int(of_item[i]), queries[of_query[i]]) for i in new])
+            made[new] = self.vectors(
+                [(int(of_item[i]), queries[of_query[i]]) for i in new]
+            )
         if not len(keys):  # what a model reads by is of one row at least
             keys, made = np.array([-1]), made.new_zeros(1, made.shape[1])
         pairs, *joint = made.chunk(len(tables), 1)
         return replace(
-            whole, num_queries=count, queries=alone, pairs=pairs, pair_keys=torch.from_numpy(keys),
+            whole,
+            num_queries=count,
+            queries=alone,
+            pairs=pairs,
+            pair_keys=torch.from_numpy(keys),
             joint=joint[0] if joint else None,
-        )  # fmt: skip
+        )
 
     def vectors(self, texts: list[tuple[int, str]]) -> Tensor:
         """(n, W) of queries alone, or (n, W or 2 W) of pairs: encoded once, while they are kept."""
 
         def encode(missing: list[tuple[int, str]]) -> dict[tuple[int, str], Floats]:
             assert self.encoder is not None, "asked for where there is one"
-            missing.sort(key=lambda text: -len(text[1]) - len(self.documents[text[0]]))  # batches of like length
+            missing.sort(
+                key=lambda text: -len(text[1]) - len(self.documents[text[0]])
+            )  # batches of like length
             queries, alone = [query for _, query in missing], missing[0][0] == ALONE
             documents = None if alone else [self.documents[item] for item, _ in missing]
-            made = self.encoder.encode(queries, documents, not alone and self.catalogue.joint is not None)
+            made = self.encoder.encode(
+                queries, documents, not alone and self.catalogue.joint is not None
+            )
             return dict(zip(missing, made, strict=True))
 
         return torch.from_numpy(np.stack(self.kept.of(texts, encode)))
@@ -115,29 +136,55 @@ class SearchRequests(Requests):
     # counts: the table of jobs.prepare --counts_as_of
     settings: ClassVar[Mapping[str, Any]] = {**Requests.settings, "counts": ""}
 
-    def __init__(self, folder: str, model: Any, catalogue: SearchCatalogue, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: str,
+        model: Any,
+        catalogue: SearchCatalogue,
+        settings: Mapping[str, Any],
+    ) -> None:
         super().__init__(folder, model, catalogue, settings)
         self.mean, self.config = model.scale.mean.numpy(), model.config
         queries: list[str] = []
         if catalogue.num_queries:
-            queries = read_table(f"{folder}/tables/queries", "queries")["query"].to_pylist()
-        documents = pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist() if self.encoder else []
+            queries = read_table(f"{folder}/tables/queries", "queries")[
+                "query"
+            ].to_pylist()
+        documents = (
+            pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
+            if self.encoder
+            else []
+        )
         self.text = RequestText(catalogue, queries, self.encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
-        self.counts = Counts.load(uri, info["features"], info) if (uri := settings.get("counts")) else None
-        self.hours = [place for place, name in enumerate(info["features"]) if name in HOURS]
+        self.counts = (
+            Counts.load(uri, info["features"], info)
+            if (uri := settings.get("counts"))
+            else None
+        )
+        self.hours = [
+            place for place, name in enumerate(info["features"]) if name in HOURS
+        ]
         self.own = OwnFeatures.of(info)
         of_items = info.get("item_features", [])
-        self.of_items = read_table(f"{folder}/tables/items", "items", of_items) if of_items else pa.table({})
+        self.of_items = (
+            read_table(f"{folder}/tables/items", "items", of_items)
+            if of_items
+            else pa.table({})
+        )
 
     def read(self, row: Row) -> Request:
         candidates, past = (row.ids(name) for name in ("candidates", "history"))
         known = [i for i, item in enumerate(candidates) if item in self.index]
-        kept = [i for i, item in enumerate(past) if item in self.index][-self.config.max_history :]
+        kept = [i for i, item in enumerate(past) if item in self.index][
+            -self.config.max_history :
+        ]
         asked = row.column("history_query", len(past), "")
         times = row.column("history_time_ms", len(past))
         if self.config.reads_times and None in times:
-            raise UserError("history_time_ms is missing, and the model reads when each behaviour was; give it")
+            raise UserError(
+                "history_time_ms is missing, and the model reads when each behaviour was; give it"
+            )
         parts: dict[str, NDArray] = {
             "asked": np.array([row.given("query")], object),
             "query": np.array([asked[i] for i in kept], object),
@@ -153,7 +200,10 @@ class SearchRequests(Requests):
         """(items, F) of candidates, or with `history_` of behaviours. Those of items are known, and of candidates what
         is counted and, from the request's time, hour and weekday."""
         places = pa.array([self.index.get(item) for item in items], pa.int64())
-        usual = {name: self.of_items[name].combine_chunks().take(places) for name in self.of_items.column_names}
+        usual = {
+            name: self.of_items[name].combine_chunks().take(places)
+            for name in self.of_items.column_names
+        }
         own = row.own(self.own, of, len(items), usual)
         usually = np.tile(self.mean, (len(items), 1))
         if not of and self.counts:
@@ -164,34 +214,56 @@ class SearchRequests(Requests):
 
     def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
         rows = [request.parts for request in requests]
-        for queries in (np.concatenate([row["asked"] for row in rows]), *(row["query"] for row in rows)):
-            if unknown := sum(bool(query) and not self.text.has(str(query)) for query in queries):
+        for queries in (
+            np.concatenate([row["asked"] for row in rows]),
+            *(row["query"] for row in rows),
+        ):
+            if unknown := sum(
+                bool(query) and not self.text.has(str(query)) for query in queries
+            ):
                 warnings.warn(
                     f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
                     stacklevel=2,
                 )
         parts = joined([dict(row) for row in rows])
-        texts = [q for q in dict.fromkeys([*parts["asked"], *parts["query"]]) if q and self.text.has(q)]
+        texts = [
+            q
+            for q in dict.fromkeys([*parts["asked"], *parts["query"]])
+            if q and self.text.has(q)
+        ]
         place = {query: number for number, query in enumerate(texts)}
         asked, parts["query"] = (
-            np.array([place.get(query, NO_QUERY) for query in parts.pop(name)], np.int64) for name in ("asked", "query")
+            np.array(
+                [place.get(query, NO_QUERY) for query in parts.pop(name)], np.int64
+            )
+            for name in ("asked", "query")
         )
         lengths = np.array([request.events for request in requests])
         counts = np.array([len(request.known) for request in requests])
         read = {"candidates": (parts["candidate"], np.repeat(asked, counts))}
         if self.config.history_pairs:
             read["behaviours"] = parts["item"], parts["query"]
-        text = self.text.of(texts, *(np.concatenate(each) for each in zip(*read.values(), strict=True)))
+        text = self.text.of(
+            texts, *(np.concatenate(each) for each in zip(*read.values(), strict=True))
+        )
         for what, (item, query) in read.items():
             self.warn(what, item, query, text)
         examples = SearchExamples.of({**parts, "request_query": asked}, lengths, counts)
         examples.bring(text, self.config.history_pairs, complete=False)
         return {**examples.collate(np.arange(len(requests))), "queries": text.queries}
 
-    def warn(self, what: str, item: NDArray[np.int64], query: NDArray[np.int64], text: SearchCatalogue) -> None:
+    def warn(
+        self,
+        what: str,
+        item: NDArray[np.int64],
+        query: NDArray[np.int64],
+        text: SearchCatalogue,
+    ) -> None:
         """Says how many pairs were never encoded, where the model cannot encode them."""
         key = pair_key(item, query, text.num_queries)[query != NO_QUERY]
-        nothing = self.text.encoder or not text.items.shape[1]  # of a model that reads no text
+        nothing = (
+            self.text.encoder or not text.items.shape[1]
+        )  # of a model that reads no text
         missing = 0 if nothing else int((~np.isin(key, text.pair_keys.numpy())).sum())
         if missing:
             warnings.warn(

@@ -23,7 +23,15 @@ from mlflow import MlflowClient
 from numpy.typing import NDArray
 
 from models.by_user import unpacked
-from pipelines.comparison.rows import OF_TEACHER, Comparison, Row, Run, client_of, lower_is_better, shared_name
+from pipelines.comparison.rows import (
+    OF_TEACHER,
+    Comparison,
+    Row,
+    Run,
+    client_of,
+    lower_is_better,
+    shared_name,
+)
 from pipelines.comparison.table import Table, percent
 
 DRAWS = 2000
@@ -32,7 +40,11 @@ DRAWS = 2000
 LEAST = 200
 """Users below whom an interval stands without a verdict."""
 
-COARSER = {"mean/normalised_entropy": "eval_loss", "mean/rig": "eval_loss", "mean/auc": "eval_loss"}
+COARSER = {
+    "mean/normalised_entropy": "eval_loss",
+    "mean/rig": "eval_loss",
+    "mean/auc": "eval_loss",
+}
 """Metrics that are no mean over users, and the one that stands in their place."""
 
 
@@ -107,17 +119,27 @@ class Interval:
         return self.low <= 0 <= self.high
 
 
-def intervals(differences: NDArray[np.float64], counts: NDArray[np.int64]) -> list[Interval]:
+def intervals(
+    differences: NDArray[np.float64], counts: NDArray[np.int64]
+) -> list[Interval]:
     """Of differences (D, U) of means over the `counts` (U,) requests of each user, all with the same draws of users."""
     users = len(counts)
     above, below = differences * counts, counts.astype(np.float64)
-    found, generator = np.empty((DRAWS, len(differences))), np.random.default_rng(0)  # the same draws for all pairs
+    found, generator = (
+        np.empty((DRAWS, len(differences))),
+        np.random.default_rng(0),
+    )  # the same draws for all pairs
     for draw in range(DRAWS):
-        times = np.bincount(generator.integers(users, size=users), minlength=users).astype(np.float64)
+        times = np.bincount(
+            generator.integers(users, size=users), minlength=users
+        ).astype(np.float64)
         found[draw] = (above @ times) / (below @ times)
     low, high = np.quantile(found, [0.025, 0.975], axis=0)
     mean = above.sum(1) / below.sum()
-    return [Interval(float(m), float(a), float(b)) for m, a, b in zip(mean, low, high, strict=True)]
+    return [
+        Interval(float(m), float(a), float(b))
+        for m, a, b in zip(mean, low, high, strict=True)
+    ]
 
 
 def groups_of(comparison: Comparison) -> list[Group]:
@@ -128,7 +150,12 @@ def groups_of(comparison: Comparison) -> list[Group]:
         if math.isnan(row.mean(f"test/{comparison.metric}")):
             continue
         taught_by = row.runs[0].teacher
-        homes = [other for other in every for run in other.runs if taught_by and run.weights == taught_by]
+        homes = [
+            other
+            for other in every
+            for run in other.runs
+            if taught_by and run.weights == taught_by
+        ]
         teacher = next((home for home in homes if home.options == row.options), None)
         teacher = teacher or next((home for home in homes if not home.options), None)
         key = (id(teacher), *row.alike(but=OF_TEACHER if teacher else ()))
@@ -144,21 +171,38 @@ def pairs(comparison: Comparison) -> list[Pair]:
     best: dict[tuple[str, ...], Group] = {}
     for group in groups:
         if home := group.teacher:
-            taught = [(run, its) for run in group.runs for its in home.runs if run.teacher == its.weights]
-            found.append(Pair.of(group, Group(home, None, home.name, home.runs), taught))
+            taught = [
+                (run, its)
+                for run in group.runs
+                for its in home.runs
+                if run.teacher == its.weights
+            ]
+            found.append(
+                Pair.of(group, Group(home, None, home.name, home.runs), taught)
+            )
     for group in groups:
-        if (first := best.setdefault(group.row.log, group)) is not group and group.teacher is not first.row:
-            ours, theirs = ({run.seed or run.id: run for run in each.runs}.values() for each in (group, first))
+        if (
+            first := best.setdefault(group.row.log, group)
+        ) is not group and group.teacher is not first.row:
+            ours, theirs = (
+                {run.seed or run.id: run for run in each.runs}.values()
+                for each in (group, first)
+            )
             found.append(Pair.of(group, first, product(ours, theirs)))
     return found
 
 
-def same_users(runs: Sequence[tuple[Run, Run]], options: tuple[str, str], metric: str) -> SameUsers | None:
+def same_users(
+    runs: Sequence[tuple[Run, Run]], options: tuple[str, str], metric: str
+) -> SameUsers | None:
     """The pairs whose evaluations on test have kept the metric of the same users; None where none has."""
     users, both = "", []
     counts = np.zeros(0, np.int64)
     for one, other in runs:
-        mine, its = of_run(one, options[0]).get(metric), of_run(other, options[1]).get(metric)
+        mine, its = (
+            of_run(one, options[0]).get(metric),
+            of_run(other, options[1]).get(metric),
+        )
         if mine and its and mine["users"] == its["users"]:
             users = mine["users"]
             value, counts = unpacked(mine)
@@ -184,7 +228,16 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
             cells.append(line(pair, interval, same.mean, len(counts), metric))
     if not cells:
         return []
-    header = ["model", "against", "pairs of runs", "users", f"test/{metric}", "95% interval", "relative", "verdict"]
+    header = [
+        "model",
+        "against",
+        "pairs of runs",
+        "users",
+        f"test/{metric}",
+        "95% interval",
+        "relative",
+        "verdict",
+    ]
     header.append("trained unlike")
     notes = [
         f"Differences user by user, averaged over the pairs of runs; the interval is of a bootstrap over users "
@@ -193,7 +246,9 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
     return [Table("On the same users", header, cells, notes)]
 
 
-def line(pair: Pair, interval: Interval, base: float, users: int, metric: str) -> list[str]:
+def line(
+    pair: Pair, interval: Interval, base: float, users: int, metric: str
+) -> list[str]:
     """The cells of a pair."""
     better = (interval.mean > 0) != lower_is_better(metric)
     verdict = "noise" if interval.is_noise else "better" if better else "worse"

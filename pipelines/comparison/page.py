@@ -37,9 +37,13 @@ figcaption { color: var(--soft); font-size: 13px; max-width: 60rem; }
 """
 
 
-def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot]) -> str:
+def build(
+    title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot]
+) -> str:
     """The page: `title`, where the runs are from, links to the plots; the first table, the plots, the other tables."""
-    links = "".join(f'<a href="#{escape(plot.name)}">{escape(plot.title)}</a>' for plot in plots)
+    links = "".join(
+        f'<a href="#{escape(plot.name)}">{escape(plot.title)}</a>' for plot in plots
+    )
     figures = "\n".join(
         f'<section id="{escape(plot.name)}"><h2>{escape(plot.title)}</h2>\n<figure role=group aria-label='
         f'"{escape(plot.title)}">{plot.svg}\n<figcaption>{escape(plot.caption)}</figcaption></figure></section>'
@@ -49,7 +53,13 @@ def build(title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot
         f'<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<meta name=viewport content="width=device-width">\n'
         f'<link rel=icon href="data:,">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n<body>\n'
         f"<h1>{escape(title)}</h1>\n<p class=notes>from {escape(source)}</p>\n<nav>{links}</nav>\n"
-        + "\n".join([*(table.html() for table in tables[:1]), figures, *(table.html() for table in tables[1:])])
+        + "\n".join(
+            [
+                *(table.html() for table in tables[:1]),
+                figures,
+                *(table.html() for table in tables[1:]),
+            ]
+        )
         + "\n</body></html>\n"
     )
 
@@ -60,7 +70,9 @@ def write(content: str, path: str) -> None:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content)
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); choose another file") from error
+        raise UserError(
+            f"cannot write {path} ({error.strerror}); choose another file"
+        ) from error
 
 
 def log(selection: Selection, content: str, markdown: str) -> str:
@@ -69,9 +81,17 @@ def log(selection: Selection, content: str, markdown: str) -> str:
     client = selection.client
     run = selection.sweep
     if run is None:
-        home = selection.runs[0].info.experiment_id if selection.runs else next(iter(selection.experiments))
+        home = (
+            selection.runs[0].info.experiment_id
+            if selection.runs
+            else next(iter(selection.experiments))
+        )
         found = client.search_runs([home], f"tags.`{KIND}` = 'compare'", max_results=1)
-        run = found[0] if found else client.create_run(home, run_name="compare", tags={KIND: "compare"})
+        run = (
+            found[0]
+            if found
+            else client.create_run(home, run_name="compare", tags={KIND: "compare"})
+        )
     client.log_text(run.info.run_id, content, "compare.html")
     client.log_text(run.info.run_id, markdown, "compare.md")
     if selection.sweep is None:

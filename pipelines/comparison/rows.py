@@ -27,9 +27,14 @@ from pipelines import tracking
 from pipelines.comparison.runs import Selection
 
 OTHER = {
-    "model.name", "model.teacher", "model.teacher_cache", "fit.seed",
-    "fit.log_every_steps", "fit.eval_batch_size", "fit.checkpoint_every_steps",
-}  # fmt: skip
+    "model.name",
+    "model.teacher",
+    "model.teacher_cache",
+    "fit.seed",
+    "fit.log_every_steps",
+    "fit.eval_batch_size",
+    "fit.checkpoint_every_steps",
+}
 """Params in which runs of one row may differ; a teacher or an encoder is told by the hash of its weights."""
 
 OF_TEACHER = ("model.teacher_hash", "model.encoder_hash")
@@ -103,13 +108,26 @@ class Row:
     @property
     def beam(self) -> int:
         """Beams that it was evaluated with, or 0."""
-        asked = self.options.removeprefix("beam-") if self.options.startswith("beam-") else ""
-        beam = asked or self.params.get("evaluate.beam", "") or self.params.get("model.beam", "")
+        asked = (
+            self.options.removeprefix("beam-")
+            if self.options.startswith("beam-")
+            else ""
+        )
+        beam = (
+            asked
+            or self.params.get("evaluate.beam", "")
+            or self.params.get("model.beam", "")
+        )
         return int(beam) if beam.isdigit() and (asked or not self.options) else 0
 
     def measured(self) -> set[str]:
         """Names of its metrics on val and test."""
-        return {name for run in self.runs for name in run.metrics if name.startswith(("val/", "test/"))}
+        return {
+            name
+            for run in self.runs
+            for name in run.metrics
+            if name.startswith(("val/", "test/"))
+        }
 
     def values(self, metric: str) -> list[float]:
         """One value per run that has the metric."""
@@ -117,7 +135,11 @@ class Row:
 
     def by_seed(self, metric: str) -> dict[str, float]:
         """One value per seed: the newest run's; of what has no seed, as benchmarks, one per run."""
-        return {run.seed or run.id: run.metrics[metric] for run in self.runs if metric in run.metrics}
+        return {
+            run.seed or run.id: run.metrics[metric]
+            for run in self.runs
+            if metric in run.metrics
+        }
 
     def mean(self, metric: str) -> float:
         """Mean over the seeds, or NaN."""
@@ -132,7 +154,9 @@ class Row:
     @property
     def log(self) -> tuple[str, ...]:
         """Experiment, items and sequences, and what is asked: rows that differ in them do not compare."""
-        trained = (self.params.get(f"table.{table}", "") for table in ("items", "sequences"))
+        trained = (
+            self.params.get(f"table.{table}", "") for table in ("items", "sequences")
+        )
         return self.experiment, *trained, *self.asked
 
     @property
@@ -149,7 +173,11 @@ class Row:
     @property
     def place(self) -> str:
         """The experiment, with the folder of its semantic IDs."""
-        return f"{self.experiment}, {self.runs[0].sids}" if "table.trie" in self.params else self.experiment
+        return (
+            f"{self.experiment}, {self.runs[0].sids}"
+            if "table.trie" in self.params
+            else self.experiment
+        )
 
     def unlike(self, other: Row) -> str:
         """How its trainings differ from the other row's in steps, batch or seeds; of what is not trained by steps,
@@ -160,13 +188,25 @@ class Row:
                 return ""
             steps = row.mean("train/steps")
             seeds = ", ".join(sorted({run.seed for run in row.runs}))
-            told.append(("" if math.isnan(steps) else f"{steps:,.0f}", row.params.get("fit.batch_size", ""), seeds))
+            told.append(
+                (
+                    "" if math.isnan(steps) else f"{steps:,.0f}",
+                    row.params.get("fit.batch_size", ""),
+                    seeds,
+                )
+            )
         pairs = zip(("steps", "batch", "seeds"), *told, strict=True)
-        return "; ".join(f"{name} {mine} / {its}" for name, mine, its in pairs if mine != its and mine and its)
+        return "; ".join(
+            f"{name} {mine} / {its}"
+            for name, mine, its in pairs
+            if mine != its and mine and its
+        )
 
     def alike(self, but: Collection[str] = ()) -> tuple[Any, ...]:
         """What tells the row from others, params in `but` left out."""
-        told = sorted((name, value) for name, value in self.params.items() if name not in but)
+        told = sorted(
+            (name, value) for name, value in self.params.items() if name not in but
+        )
         return *self.log, self.model, self.options, *told
 
 
@@ -175,30 +215,56 @@ def rows_of(selection: Selection) -> list[Row]:
     rows: dict[tuple, Row] = {}
     for run in selection.runs:
         tags = run.data.tags
-        longer = {key: value for key, value in tags.items() if key.startswith("fit.")}  # of runs that were continued
+        longer = {
+            key: value for key, value in tags.items() if key.startswith("fit.")
+        }  # of runs that were continued
         given = {**later_options(run.data.params), **run.data.params, **longer}
-        told = {key: value for key, value in given.items() if key.startswith(("model.", "fit.", "evaluate."))}
-        apart = OTHER | ({"model.encoder"} if "model.encoder_hash" in given else set())  # SID-MLP++'s is a checkpoint
+        told = {
+            key: value
+            for key, value in given.items()
+            if key.startswith(("model.", "fit.", "evaluate."))
+        }
+        apart = OTHER | (
+            {"model.encoder"} if "model.encoder_hash" in given else set()
+        )  # SID-MLP++'s is a checkpoint
         alike = {key: value for key, value in told.items() if key not in apart}
         alike |= {key: value for key, value in tags.items() if key.startswith("table.")}
         experiment = selection.experiments[run.info.experiment_id]
-        if "evaluate.batch_size" in given:  # one of several evaluations of a checkpoint, a run of its own
+        if (
+            "evaluate.batch_size" in given
+        ):  # one of several evaluations of a checkpoint, a run of its own
             alike["checkpoint"] = given.get("checkpoint", "")
         for options, metrics in evaluations(run.data.metrics).items():
             key = (experiment, given["model.name"], *sorted(alike.items()), options)
             simulated = tracking.SIMULATED_TAG in tags
-            made = Row(given["model.name"], options, experiment=experiment, params=alike, simulated=simulated)
+            made = Row(
+                given["model.name"],
+                options,
+                experiment=experiment,
+                params=alike,
+                simulated=simulated,
+            )
             row = rows.setdefault(key, made)
             row.runs.append(
                 Run(
-                    run.info.run_id, run.info.run_name, given.get("fit.seed", ""), run.info.status == "FINISHED",
-                    tags.get(tracking.WEIGHTS_TAG, ""), given.get("model.teacher_hash", ""), metrics,
-                    Path(given.get("sids", "")).name, selection.uri,
+                    run.info.run_id,
+                    run.info.run_name,
+                    given.get("fit.seed", ""),
+                    run.info.status == "FINISHED",
+                    tags.get(tracking.WEIGHTS_TAG, ""),
+                    given.get("model.teacher_hash", ""),
+                    metrics,
+                    Path(given.get("sids", "")).name,
+                    selection.uri,
                 )
-            )  # fmt: skip
+            )
     for row in rows.values():
         kin = (row.model, row.experiment)
-        others = [other.params for other in rows.values() if (other.model, other.experiment) == kin]
+        others = [
+            other.params
+            for other in rows.values()
+            if (other.model, other.experiment) == kin
+        ]
         for name in sorted({name for params in others for name in params}):
             if len({params.get(name) for params in others}) > 1:
                 row.settings[name] = row.params.get(name, "none")
@@ -211,16 +277,32 @@ def later_options(given: dict[str, str]) -> dict[str, str]:
     configs = {
         name.removesuffix("name"): registry.MODELS[model].config
         for name, model in given.items()
-        if name.startswith("model.") and name.endswith(".name") and model in registry.MODELS
+        if name.startswith("model.")
+        and name.endswith(".name")
+        and model in registry.MODELS
     }
     if any(name.startswith("fit.") for name in given):
         configs["fit."] = FitConfig
     found: dict[str, str] = {}
     for prefix, config in configs.items():
-        values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
-        found |= flattened({name: value for name, value in values.items() if value is not MISSING}, prefix)
-    parents = {name.rsplit(".", count)[0] for name in given for count in range(1, name.count(".") + 1)}
-    return {name: value for name, value in found.items() if name not in given and name not in parents}
+        values = {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory()
+            for f in fields(config)
+        }
+        found |= flattened(
+            {name: value for name, value in values.items() if value is not MISSING},
+            prefix,
+        )
+    parents = {
+        name.rsplit(".", count)[0]
+        for name in given
+        for count in range(1, name.count(".") + 1)
+    }
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in given and name not in parents
+    }
 
 
 def evaluations(logged: dict[str, float]) -> dict[str, dict[str, float]]:
@@ -231,11 +313,19 @@ def evaluations(logged: dict[str, float]) -> dict[str, dict[str, float]]:
         name = tracking.shown_name(logged_name)
         if evaluated := EVALUATION.fullmatch(name):
             options = evaluated["options"] or ""
-            found.setdefault(options, {})[f"{evaluated['split']}/{evaluated['metric']}"] = value
+            found.setdefault(options, {})[
+                f"{evaluated['split']}/{evaluated['metric']}"
+            ] = value
         elif not name.startswith("best/"):
             training[name] = value
-    best = {name.removeprefix("best/"): value for name, value in logged.items() if name.startswith("best/")}
-    found[""] |= {f"val/{tracking.shown_name(name)}": value for name, value in best.items()}
+    best = {
+        name.removeprefix("best/"): value
+        for name, value in logged.items()
+        if name.startswith("best/")
+    }
+    found[""] |= {
+        f"val/{tracking.shown_name(name)}": value for name, value in best.items()
+    }
     if "epoch" in best:
         training["val/epoch"] = best["epoch"]
     return {options: {**training, **metrics} for options, metrics in found.items()}
@@ -266,7 +356,9 @@ class Comparison:
 
     def history(self, run: Run, metric: str) -> list[tuple[float, float]]:
         """(step, value) of everything that the run logged of the metric, in order of the steps."""
-        points = client_of(run.uri).get_metric_history(run.id, tracking.metric_name(metric))
+        points = client_of(run.uri).get_metric_history(
+            run.id, tracking.metric_name(metric)
+        )
         return sorted((point.step, point.value) for point in points)
 
 
@@ -282,41 +374,73 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
     The metric is, left out: the sweep's own; gauc or mean/normalised_entropy where runs have it; else ndcg@10.
     """
     rows = rows_of(selection)
-    if not any(run.finished for row in rows for run in row.runs) and not any(row.measured() for row in rows):
-        raise UserError(f"no run of {selection.title} at {selection.uri} is finished; wait for one, or train one")
+    if not any(run.finished for row in rows for run in row.runs) and not any(
+        row.measured() for row in rows
+    ):
+        raise UserError(
+            f"no run of {selection.title} at {selection.uri} is finished; wait for one, or train one"
+        )
     if metric is None and selection.sweep is not None:
-        metric = selection.sweep.data.tags.get("sweep.metric", "").split("/", 1)[-1] or None
+        metric = (
+            selection.sweep.data.tags.get("sweep.metric", "").split("/", 1)[-1] or None
+        )
     found = {name.split("/", 1)[1] for row in rows for name in row.measured()}
     if metric is None:
-        metric = next((name for name in ("gauc", "mean/normalised_entropy") if name in found), "ndcg@10")
+        metric = next(
+            (name for name in ("gauc", "mean/normalised_entropy") if name in found),
+            "ndcg@10",
+        )
     elif metric not in found:
         near = hint(metric, sorted(found), "none is evaluated yet")
-        raise UserError(f"no run of {selection.title} has the metric '{metric}' on val or test; {near}")
+        raise UserError(
+            f"no run of {selection.title} has the metric '{metric}' on val or test; {near}"
+        )
     sign = 1 if lower_is_better(metric) else -1
 
     def rank(row: Row) -> tuple[str, float, float]:
         test, val = (sign * row.mean(f"{split}/{metric}") for split in ("test", "val"))
-        return row.fresh, test if math.isfinite(test) else math.inf, val if math.isfinite(val) else math.inf
+        return (
+            row.fresh,
+            test if math.isfinite(test) else math.inf,
+            val if math.isfinite(val) else math.inf,
+        )
 
-    teachers = rows_of(replace(selection, runs=selection.teachers)) if selection.teachers else []
+    teachers = (
+        rows_of(replace(selection, runs=selection.teachers))
+        if selection.teachers
+        else []
+    )
     return Comparison(selection, sorted(rows, key=rank), metric, teachers)
 
 
 def best_run(comparison: Comparison) -> Run:
     """The finished run that is best on validation; UserError where none has the metric there."""
-    name, sign = f"val/{comparison.metric}", 1 if lower_is_better(comparison.metric) else -1
-    runs = [run for row in comparison.rows if not row.options for run in row.runs if run.finished]
+    name, sign = (
+        f"val/{comparison.metric}",
+        1 if lower_is_better(comparison.metric) else -1,
+    )
+    runs = [
+        run
+        for row in comparison.rows
+        if not row.options
+        for run in row.runs
+        if run.finished
+    ]
     there = [run for run in runs if name in run.metrics]
     if not there:
         title = comparison.selection.title
-        raise UserError(f"no finished run of {title} has {name}; train one, or choose another --metric")
+        raise UserError(
+            f"no finished run of {title} has {name}; train one, or choose another --metric"
+        )
     return min(there, key=lambda run: sign * run.metrics[name])
 
 
 def lower_is_better(metric: str) -> bool:
     """Whether a smaller value of the metric is the better one."""
     last = metric.rsplit("/", 1)[-1]
-    return last in ("mse", "median_s") or last.endswith(("entropy", "entropy_train", "loss", "seconds", "memory_mb"))
+    return last in ("mse", "median_s") or last.endswith(
+        ("entropy", "entropy_train", "loss", "seconds", "memory_mb")
+    )
 
 
 def ratio(value: float, base: float) -> float:

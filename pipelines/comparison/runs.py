@@ -50,7 +50,12 @@ class Selection:
         return tracking.connect(self.uri)
 
 
-def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, runs: Sequence[str] = ()) -> Selection:
+def select(
+    uri: str,
+    experiments: Sequence[str] = (),
+    sweep: str | None = None,
+    runs: Sequence[str] = (),
+) -> Selection:
     """The trainings of `experiments`, the trials of `sweep` (name or run id), or `runs` (names or ids).
 
     A sweep or runs are looked for in the experiments, in all where none is named. UserError with the nearest
@@ -68,29 +73,56 @@ def select(uri: str, experiments: Sequence[str] = (), sweep: str | None = None, 
     if sweep:
         sweeps = [run for run in there if is_sweep(run)]
         parent = only(sweeps, sweep, "sweep", uri)
-        trials = [run for run in there if run.data.tags.get(PARENT) == parent.info.run_id]
+        trials = [
+            run for run in there if run.data.tags.get(PARENT) == parent.info.run_id
+        ]
         if not (trials := trainings(trials)):
-            raise UserError(f"the sweep '{sweep}' at {uri} has no trials yet; start it with jobs.sweep")
+            raise UserError(
+                f"the sweep '{sweep}' at {uri} has no trials yet; start it with jobs.sweep"
+            )
         taught = {run.data.params.get("model.teacher_hash") for run in trials} - {None}
-        teachers = [run for run in trainings(there) if run.data.tags.get(tracking.WEIGHTS_TAG) in taught]
+        teachers = [
+            run
+            for run in trainings(there)
+            if run.data.tags.get(tracking.WEIGHTS_TAG) in taught
+        ]
         title = f"{chosen[parent.info.experiment_id]}: {parent.info.run_name}"
         return Selection(uri, title, trials, chosen, parent, teachers=teachers)
     if runs:
         found = [only(trainings(there), name, "run", uri) for name in runs]
-        homes = ", ".join(dict.fromkeys(chosen[run.info.experiment_id] for run in found))
+        homes = ", ".join(
+            dict.fromkeys(chosen[run.info.experiment_id] for run in found)
+        )
         names = ", ".join(run.info.run_name for run in found)
-        return Selection(uri, names if len(found) < 4 else f"{homes}: {number_of(len(found), 'run')}", found, chosen)
-    smoke = {run.info.run_id: run.info.run_name for run in there if tracking.SMOKE_TAG in run.data.tags}
+        return Selection(
+            uri,
+            names if len(found) < 4 else f"{homes}: {number_of(len(found), 'run')}",
+            found,
+            chosen,
+        )
+    smoke = {
+        run.info.run_id: run.info.run_name
+        for run in there
+        if tracking.SMOKE_TAG in run.data.tags
+    }
     found = [run for run in trainings(there) if run.data.tags.get(PARENT) not in smoke]
     there = [run for run in there if run.info.run_id not in smoke]
     kept, notes = without_trials(found, there)
     title = ", ".join(experiments) or "all experiments"
     if found and not kept:
-        kept, notes = found, ["the best settings are not known yet: all trials of sweeps are here"]
-    notes += [f"{name}: a smoke sweep, left out; its trials: --sweep {name}" for name in smoke.values()]
+        kept, notes = (
+            found,
+            ["the best settings are not known yet: all trials of sweeps are here"],
+        )
+    notes += [
+        f"{name}: a smoke sweep, left out; its trials: --sweep {name}"
+        for name in smoke.values()
+    ]
     if not kept:
         told = "".join(f"; {note}" for note in notes)
-        raise UserError(f"the experiment '{title}' at {uri} has no runs; train one with jobs.train{told}")
+        raise UserError(
+            f"the experiment '{title}' at {uri} has no runs; train one with jobs.train{told}"
+        )
     return Selection(uri, title, kept, chosen, notes=notes)
 
 
@@ -99,7 +131,9 @@ def search(client: MlflowClient, ids: list[str]) -> list[Any]:
     runs: list[Any] = []
     token: str | None = None
     while ids:
-        page = client.search_runs(ids, order_by=["attributes.start_time ASC"], page_token=token)
+        page = client.search_runs(
+            ids, order_by=["attributes.start_time ASC"], page_token=token
+        )
         runs += page
         token = page.token
         if not token:
@@ -109,14 +143,22 @@ def search(client: MlflowClient, ids: list[str]) -> list[Any]:
 
 def trainings(runs: Sequence[Any]) -> list[Any]:
     """Those of a model: neither the run of a sweep nor that of a page."""
-    return [run for run in runs if "model.name" in run.data.params and not is_sweep(run)]
+    return [
+        run for run in runs if "model.name" in run.data.params and not is_sweep(run)
+    ]
 
 
-def without_trials(runs: Sequence[Any], everything: Sequence[Any]) -> tuple[list[Any], list[str]]:
+def without_trials(
+    runs: Sequence[Any], everything: Sequence[Any]
+) -> tuple[list[Any], list[str]]:
     """The runs with each sweep's trials left out but for the best settings', on all their seeds, and a note for each
     sweep."""
     named = {run.info.run_id: run for run in everything}
-    best = {id: settled(named.get(run.data.tags.get(BEST))) for id, run in named.items() if is_sweep(run)}
+    best = {
+        id: settled(named.get(run.data.tags.get(BEST)))
+        for id, run in named.items()
+        if is_sweep(run)
+    }
     kept, here, all_of = [], dict.fromkeys(best, 0), dict.fromkeys(best, 0)
     for run in runs:
         parent = run.data.tags.get(PARENT)
@@ -129,9 +171,13 @@ def without_trials(runs: Sequence[Any], everything: Sequence[Any]) -> tuple[list
     notes = []
     for parent, count in here.items():
         if count < all_of[parent]:
-            what = {0: "none is here", 1: "the best is here"}.get(count, f"the {count} of the best settings are here")
+            what = {0: "none is here", 1: "the best is here"}.get(
+                count, f"the {count} of the best settings are here"
+            )
             name = named[parent].info.run_name
-            notes.append(f"{name}: of its {number_of(all_of[parent], 'trial')} {what}; all of them: --sweep {name}")
+            notes.append(
+                f"{name}: of its {number_of(all_of[parent], 'trial')} {what}; all of them: --sweep {name}"
+            )
     return kept, notes
 
 
@@ -151,7 +197,9 @@ def only(runs: Sequence[Any], name: str, what: str, uri: str) -> Any:
     found = [run for run in runs if name in (run.info.run_id, run.info.run_name)]
     if len(found) > 1:
         ids = ", ".join(run.info.run_id for run in found)
-        raise UserError(f"{len(found)} {what}s at {uri} are called '{name}'; give the id of one: {ids}")
+        raise UserError(
+            f"{len(found)} {what}s at {uri} are called '{name}'; give the id of one: {ids}"
+        )
     if not found:
         raise UserError(unknown(what, name, uri, [run.info.run_name for run in runs]))
     return found[0]

@@ -18,10 +18,23 @@ from pipelines.comparison.rows import FRESH, Comparison, Row, lower_is_better, r
 from pipelines.comparison.table import Table, percent
 
 SHOWN = (
-    "val/ndcg@10", "test/recall@5", "test/recall@10", "test/ndcg@5", "test/ndcg@10",
-    "val/gauc", "test/gauc", "test/auc", "test/normalised_entropy", "test/log_loss", "test/eval_loss",
-    "test/mean/normalised_entropy", "test/mean/auc", "test/coverage@10", "test/new_items@10", "test/gini@10",
-)  # fmt: skip
+    "val/ndcg@10",
+    "test/recall@5",
+    "test/recall@10",
+    "test/ndcg@5",
+    "test/ndcg@10",
+    "val/gauc",
+    "test/gauc",
+    "test/auc",
+    "test/normalised_entropy",
+    "test/log_loss",
+    "test/eval_loss",
+    "test/mean/normalised_entropy",
+    "test/mean/auc",
+    "test/coverage@10",
+    "test/new_items@10",
+    "test/gini@10",
+)
 """Metrics of the table, in order; those that no run has are left out."""
 
 ENTROPY = re.compile(r"test/(?!mean/)\w+/normalised_entropy")
@@ -45,7 +58,18 @@ def runs_table(comparison: Comparison) -> Table:
     wanted = dict.fromkeys([f"val/{metric}", *SHOWN, f"test/{metric}"])
     metrics = [name for name in wanted if name in measured]
     several = len({row.experiment for row in rows}) > 1
-    header = ["model", "run", "seeds", *metrics, "requests", "params", "epoch", "steps", "batch", "train s"]
+    header = [
+        "model",
+        "run",
+        "seeds",
+        *metrics,
+        "requests",
+        "params",
+        "epoch",
+        "steps",
+        "batch",
+        "train s",
+    ]
     header.append("requests/s")
     cells = [
         [
@@ -68,22 +92,40 @@ def runs_table(comparison: Comparison) -> Table:
         if metric.endswith(("auc", "entropy", "rig", "loss"))
         else "those of test, each ranked over the full catalogue"
     )
-    notes = [f"val: at the best epoch. requests: {ranked}. train s: steps and validation alone."] if metrics else []
+    notes = (
+        [
+            f"val: at the best epoch. requests: {ranked}. train s: steps and validation alone."
+        ]
+        if metrics
+        else []
+    )
     if any(FRESH.sub("", row.options) for row in rows):
-        notes.append("[...]: evaluated with these options in place of the checkpoint's own.")
+        notes.append(
+            "[...]: evaluated with these options in place of the checkpoint's own."
+        )
     if any(row.fresh for row in rows):
-        notes.append("[fresh-...]: evaluated on another log than that of the training, so these requests are others.")
+        notes.append(
+            "[fresh-...]: evaluated on another log than that of the training, so these requests are others."
+        )
     if any(len({run.seed for run in row.runs}) > 1 for row in rows):
-        notes.append("±: sample standard deviation over the runs of a row, which differ in their seed alone.")
+        notes.append(
+            "±: sample standard deviation over the runs of a row, which differ in their seed alone."
+        )
     for row in rows:
         if row.options:
             continue
         if row.settings:
-            shown = ", ".join(f"{name} {value[:12]}" for name, value in row.settings.items())
+            shown = ", ".join(
+                f"{name} {value[:12]}" for name, value in row.settings.items()
+            )
             notes.append(f"{row.name}: {shown}")
         if unfinished := sum(not run.finished for run in row.runs):
-            notes.append(f"{row.name}: {unfinished} of {number_of(len(row.runs), 'run')} not finished")
-    return Table(comparison.selection.title, header, cells, notes + comparison.selection.notes)
+            notes.append(
+                f"{row.name}: {unfinished} of {number_of(len(row.runs), 'run')} not finished"
+            )
+    return Table(
+        comparison.selection.title, header, cells, notes + comparison.selection.notes
+    )
 
 
 def best_table(comparisons: Sequence[Comparison]) -> Table | None:
@@ -92,7 +134,11 @@ def best_table(comparisons: Sequence[Comparison]) -> Table | None:
     cells = []
     for comparison in comparisons:
         name, sign = comparison.metric, 1 if lower_is_better(comparison.metric) else -1
-        own = [row for row in comparison.rows if not row.options and math.isfinite(row.mean(f"val/{name}"))]
+        own = [
+            row
+            for row in comparison.rows
+            if not row.options and math.isfinite(row.mean(f"val/{name}"))
+        ]
         own.sort(key=lambda row: sign * row.mean(f"val/{name}"))
         best: dict[tuple[str, str], list[Row]] = {}
         for row in own:
@@ -106,8 +152,22 @@ def best_table(comparisons: Sequence[Comparison]) -> Table | None:
             )
     if not cells or (len(comparisons) == 1 and all(line[3] == "1" for line in cells)):
         return None
-    header = ["experiment", "model", "best run", "settings tried", "metric", "val", "test"]
-    return Table("Best of each model", header, cells, ["by the metric on val; *: the best model of its experiment."], 3)
+    header = [
+        "experiment",
+        "model",
+        "best run",
+        "settings tried",
+        "metric",
+        "val",
+        "test",
+    ]
+    return Table(
+        "Best of each model",
+        header,
+        cells,
+        ["by the metric on val; *: the best model of its experiment."],
+        3,
+    )
 
 
 def paired_tables(comparison: Comparison) -> list[Table]:
@@ -116,7 +176,10 @@ def paired_tables(comparison: Comparison) -> list[Table]:
     best: dict[tuple[str, ...], Row] = {}
     cells = []
     for row in comparison.rows:
-        if len(row.by_seed(name)) < 2 or (first := best.setdefault(row.log, row)) is row:
+        if (
+            len(row.by_seed(name)) < 2
+            or (first := best.setdefault(row.log, row)) is row
+        ):
             continue
         ours, theirs = row.by_seed(name), first.by_seed(name)
         shared = sorted(ours.keys() & theirs.keys())
@@ -125,23 +188,50 @@ def paired_tables(comparison: Comparison) -> list[Table]:
         differences = [ours[seed] - theirs[seed] for seed in shared]
         mean = statistics.fmean(differences)
         relative = ratio(mean, statistics.fmean(theirs[seed] for seed in shared))
-        spread, p = f"{mean:+.4f} ± {statistics.stdev(differences):.4f}", f"{paired_test(differences):.3f}"
-        cells.append([row.model, row.name, ", ".join(shared), spread, percent(relative), p, row.unlike(first)])
-    header = ["model", "run", "seeds", f"{name} less the best's", "relative", "p", "trained unlike"]
+        spread, p = (
+            f"{mean:+.4f} ± {statistics.stdev(differences):.4f}",
+            f"{paired_test(differences):.3f}",
+        )
+        cells.append(
+            [
+                row.model,
+                row.name,
+                ", ".join(shared),
+                spread,
+                percent(relative),
+                p,
+                row.unlike(first),
+            ]
+        )
+    header = [
+        "model",
+        "run",
+        "seeds",
+        f"{name} less the best's",
+        "relative",
+        "p",
+        "trained unlike",
+    ]
     names = ", ".join(row.name for row in best.values())
     notes = [
         f"the best: {names}. p: two-sided paired t-test over shared seeds; with few seeds only large, steady "
         f"differences are below 0.05."
     ]
-    return [Table("Against the best, seed by seed", header, cells, notes)] if cells else []
+    return (
+        [Table("Against the best, seed by seed", header, cells, notes)] if cells else []
+    )
 
 
 def paired_test(differences: Sequence[float]) -> float:
     """p of the two-sided paired t-test that differences, one per seed, are 0 in the mean. ValueError below two."""
     if len(differences) < 2:
-        raise ValueError(f"there are {len(differences)} differences, the test needs at least 2; train more seeds")
+        raise ValueError(
+            f"there are {len(differences)} differences, the test needs at least 2; train more seeds"
+        )
     deviation, mean = statistics.stdev(differences), statistics.fmean(differences)
-    if deviation == 0:  # all alike: t is without bound, or there is no difference at all
+    if (
+        deviation == 0
+    ):  # all alike: t is without bound, or there is no difference at all
         return 1.0 if mean == 0 else 0.0
     statistic = abs(mean) / (deviation / math.sqrt(len(differences)))
     return float(2 * student_t.sf(statistic, len(differences) - 1))
@@ -149,16 +239,27 @@ def paired_test(differences: Sequence[float]) -> float:
 
 def entropies(rows: Sequence[Row]) -> list[str]:
     """The normalised entropies of tasks that the rows have."""
-    return sorted({name for row in rows for name in row.measured() if ENTROPY.fullmatch(name)})
+    return sorted(
+        {name for row in rows for name in row.measured() if ENTROPY.fullmatch(name)}
+    )
 
 
 def task_tables(rows: Sequence[Row]) -> list[Table]:
     """Normalised entropy of every task on test, of models of actions and of search."""
     if not (names := entropies(rows)):
         return []
-    cells = [[row.model, row.name, *(figure(row, name) for name in names)] for row in rows]
+    cells = [
+        [row.model, row.name, *(figure(row, name) for name in names)] for row in rows
+    ]
     note = "by the test candidates' own rate: 1 is what the base rate alone gives, below 1 is better."
-    return [Table("Normalised entropy by task", ["model", "run", *map(task_of, names)], cells, [note])]
+    return [
+        Table(
+            "Normalised entropy by task",
+            ["model", "run", *map(task_of, names)],
+            cells,
+            [note],
+        )
+    ]
 
 
 def task_of(name: str) -> str:

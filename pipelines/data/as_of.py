@@ -48,14 +48,19 @@ def _write_table(
     check_missing(common(missing), "feature", input_uri)
     rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(found)))
     keys = [of.key, "timestamp_ms"]
-    last = rows.sort(keys, maintain_order=True).unique(keys, keep="last", maintain_order=True)
+    last = rows.sort(keys, maintain_order=True).unique(
+        keys, keep="last", maintain_order=True
+    )
     part = write_part(uri, last.to_arrow().cast(of.schema)) if last.height else None
     return part, rejected, rows.height - last.height, hashes
 
 
 def make_as_of(run: Run) -> dict[str, Manifest]:
     """The tables that the source declares, by the name of their folder."""
-    return {f"{PREFIX}{name}": _make_table(run, name, of) for name, of in run.source.as_of.items()}
+    return {
+        f"{PREFIX}{name}": _make_table(run, name, of)
+        for name, of in run.source.as_of.items()
+    }
 
 
 def _make_table(run: Run, name: str, of: Section) -> Manifest:
@@ -66,10 +71,14 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
         return finished
     uri = run.table(table)
     with run.writing(table):
-        ((_, (part, rejected, repeated, hashes)),) = run.engine.each(_write_table, [(of, run.input, files, uri)])
+        ((_, (part, rejected, repeated, hashes)),) = run.engine.each(
+            _write_table, [(of, run.input, files, uri)]
+        )
         run.reject(rejected, f" of {table}")
         if part is None:
-            raise UserError(f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}")
+            raise UserError(
+                f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}"
+            )
         info = {
             "key": of.key,
             "stamps": stamps,
@@ -78,7 +87,9 @@ def _make_table(run: Run, name: str, of: Section) -> Manifest:
             "repeated": repeated,
         }
         made = run.commit(table, of.schema, [part], settings, hashes, info)
-    run.say(f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one")
+    run.say(
+        f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one"
+    )
     return made
 
 
@@ -103,17 +114,33 @@ class AsOfTable:
     def of(cls, name: str, rows: pa.Table, key: str) -> AsOfTable:
         """Of rows sorted by id and time."""
         rows = rows.combine_chunks()
-        id_ = rows[key].combine_chunks().dictionary_encode()  # in the order of the rows, which is that of ids
+        id_ = (
+            rows[key].combine_chunks().dictionary_encode()
+        )  # in the order of the rows, which is that of ids
         time = rows["timestamp_ms"].to_numpy()
         times = distinct(time)
-        place = id_.indices.to_numpy().astype(np.int64) * (len(times) + 1) + np.searchsorted(times, time)
-        return cls(name, key, Vocabulary.of(id_.dictionary), times, place, rows.drop_columns([key, "timestamp_ms"]))
+        place = id_.indices.to_numpy().astype(np.int64) * (
+            len(times) + 1
+        ) + np.searchsorted(times, time)
+        return cls(
+            name,
+            key,
+            Vocabulary.of(id_.dictionary),
+            times,
+            place,
+            rows.drop_columns([key, "timestamp_ms"]),
+        )
 
     def rows(self, events: pa.Table, at: np.ndarray) -> np.ndarray:
         """(E,) for each event the latest row of its id with a time strictly before `at` (E,) ms; -1 for none."""
         id_ = positions_in(coded(events, self.key), self.ids).astype(np.int64)
         first = id_ * (len(self.times) + 1)
-        row = np.searchsorted(self.place, first + np.searchsorted(self.times, at), side="left") - 1
+        row = (
+            np.searchsorted(
+                self.place, first + np.searchsorted(self.times, at), side="left"
+            )
+            - 1
+        )
         return np.where((id_ >= 0) & (row >= 0) & (self.place[row] >= first), row, -1)
 
 
@@ -122,24 +149,34 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
     if not columns:
         return []
     items = run.read("items", ["item_id", *columns]).sort_by("item_id")
-    items = items.append_column("timestamp_ms", pa.repeat(pa.scalar(FIRST, pa.int64()), len(items)))
+    items = items.append_column(
+        "timestamp_ms", pa.repeat(pa.scalar(FIRST, pa.int64()), len(items))
+    )
     return [run.engine.put(AsOfTable.of("items", items, "item_id"))]
 
 
 def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:
     """The tables where all tasks can read them."""
-    return [run.engine.put(AsOfTable.of(name, run.read(name), manifest.info["key"])) for name, manifest in made.items()]
+    return [
+        run.engine.put(AsOfTable.of(name, run.read(name), manifest.info["key"]))
+        for name, manifest in made.items()
+    ]
 
 
 def describe_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
     """What the manifest of sequences says of them: by folder `key`, and `features`."""
     return {
-        name: {"key": manifest.info["key"], "features": [column["name"] for column in manifest.schema[2:]]}
+        name: {
+            "key": manifest.info["key"],
+            "features": [column["name"] for column in manifest.schema[2:]],
+        }
         for name, manifest in made.items()
     }
 
 
-def attach(events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable], count: Counter[str]) -> pa.Table:
+def attach(
+    events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable], count: Counter[str]
+) -> pa.Table:
     """The events with the features of the tables as of `at` (E,) ms, null where there is no earlier row; these are
     counted by table."""
     for table in tables:
@@ -151,7 +188,9 @@ def attach(events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable], count:
     return events
 
 
-def say_missing(run: Run, made: dict[str, Manifest], events: int, count: Counter[str]) -> None:
+def say_missing(
+    run: Run, made: dict[str, Manifest], events: int, count: Counter[str]
+) -> None:
     """Says of how many events a table knows nothing; UserError where that are all."""
     for name, manifest in made.items():
         missing, key = count[f"nothing_of_{name}"], manifest.info["key"]
@@ -161,7 +200,9 @@ def say_missing(run: Run, made: dict[str, Manifest], events: int, count: Counter
                 f"correct the source file"
             )
         if missing:
-            run.say(f"{name}: {missing:,} of {events:,} events ({missing / events:.1%}) have no earlier row")
+            run.say(
+                f"{name}: {missing:,} of {events:,} events ({missing / events:.1%}) have no earlier row"
+            )
 
 
 def as_of_schema(tables: Sequence[Section]) -> pa.Schema:

@@ -37,7 +37,11 @@ ITEMS_PER_PART = 1_000_000
 
 
 def surviving_rows(
-    item: np.ndarray, alive: np.ndarray | None, user_start: np.ndarray, counted: np.ndarray | None, core: int
+    item: np.ndarray,
+    alive: np.ndarray | None,
+    user_start: np.ndarray,
+    counted: np.ndarray | None,
+    core: int,
 ) -> np.ndarray:
     """Rows that belong to the core: of a living item and of a user who has `core` such rows.
 
@@ -55,10 +59,20 @@ def surviving_rows(
     return rows
 
 
-def _pairs(behaviour: str | None, late: bool, before_ms: int | None, items: Vocabulary, uri: str) -> pa.Table:
+def _pairs(
+    behaviour: str | None,
+    late: bool,
+    before_ms: int | None,
+    items: Vocabulary,
+    uri: str,
+) -> pa.Table:
     """The behaviours of one part that count, in the order of its users: `user`, a code within the part, and `item`."""
     names = ["user_id", "item_id", *behaviour_column(behaviour)]
-    names += ["timestamp_ms", *known_column(behaviour, late)] if before_ms is not None else []
+    names += (
+        ["timestamp_ms", *known_column(behaviour, late)]
+        if before_ms is not None
+        else []
+    )
     table = read_coded(uri, names)
     keep = None
     if behaviour:
@@ -66,9 +80,17 @@ def _pairs(behaviour: str | None, late: bool, before_ms: int | None, items: Voca
     if before_ms is not None:
         early = known_times(table, behaviour) < before_ms
         keep = early if keep is None else keep & early
-    user, item = coded(table, "user_id").indices.to_numpy(), positions_in(coded(table, "item_id"), items)
+    user, item = (
+        coded(table, "user_id").indices.to_numpy(),
+        positions_in(coded(table, "item_id"), items),
+    )
     keep = slice(None) if keep is None else keep
-    return pa.table({"user": pa.array(user[keep], pa.int32()), "item": pa.array(item[keep], pa.int32())})
+    return pa.table(
+        {
+            "user": pa.array(user[keep], pa.int32()),
+            "item": pa.array(item[keep], pa.int32()),
+        }
+    )
 
 
 def _count(alive: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
@@ -76,23 +98,40 @@ def _count(alive: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
     user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
     rows = surviving_rows(item, alive, runs(user), None, core)
     found = pl.DataFrame({"item": item[rows]}).group_by("item").len("count")
-    return found.to_arrow().cast(pa.schema([("item", pa.int32()), ("count", pa.int64())]))
+    return found.to_arrow().cast(
+        pa.schema([("item", pa.int32()), ("count", pa.int64())])
+    )
 
 
 def _ids_of_file(source: Log, input_uri: str, file: str) -> tuple[pa.Array, str]:
     """The ids that one item file describes, each once, and its hash."""
     assert source.items is not None
     digest = hashlib.sha256()
-    found = [block.rows["item_id"].cast(pa.large_string()) for block in source.items.read(input_uri, file, digest)]
-    ids = pc.unique(pa.chunked_array([chunk for ids in found for chunk in ids.chunks], pa.large_string()))
+    found = [
+        block.rows["item_id"].cast(pa.large_string())
+        for block in source.items.read(input_uri, file, digest)
+    ]
+    ids = pc.unique(
+        pa.chunked_array(
+            [chunk for ids in found for chunk in ids.chunks], pa.large_string()
+        )
+    )
     return ids, digest.hexdigest()
 
 
-def described_items(source: Log, input_uri: str, files: list[str], engine: Engine) -> tuple[pa.Array, dict[str, str]]:
+def described_items(
+    source: Log, input_uri: str, files: list[str], engine: Engine
+) -> tuple[pa.Array, dict[str, str]]:
     """The ids that item files describe, sorted, and the hashes of the files: the driver holds one id per item."""
-    found = dict(engine.each(_ids_of_file, [(source, input_uri, file) for file in files]))
-    ids = pc.unique(pa.chunked_array([of_file for of_file, _ in found.values()], pa.large_string()))
-    return ids.take(pc.sort_indices(ids)), {file: found[number][1] for number, file in enumerate(files)}
+    found = dict(
+        engine.each(_ids_of_file, [(source, input_uri, file) for file in files])
+    )
+    ids = pc.unique(
+        pa.chunked_array([of_file for of_file, _ in found.values()], pa.large_string())
+    )
+    return ids.take(pc.sort_indices(ids)), {
+        file: found[number][1] for number, file in enumerate(files)
+    }
 
 
 def with_described(core: pa.Array, described: pa.Array) -> pa.Array:
@@ -108,11 +147,17 @@ def extended(old: pa.Array, catalogue: pa.Array) -> pa.Array:
             f"{len(gone):,} items, such as '{gone[0]}', are no longer in the catalogue, as a file of items lacks them "
             f"or the training window ends earlier; --append keeps them all: use --overwrite"
         )
-    return pa.concat_arrays([old, catalogue.filter(pc.invert(pc.is_in(catalogue, old)))])
+    return pa.concat_arrays(
+        [old, catalogue.filter(pc.invert(pc.is_in(catalogue, old)))]
+    )
 
 
 def core_items(
-    survey: Survey, core: int, before_ms: int | None, engine: Engine, described: pa.Array | None = None
+    survey: Survey,
+    core: int,
+    before_ms: int | None,
+    engine: Engine,
+    described: pa.Array | None = None,
 ) -> tuple[pa.Array, int]:
     """Ids of the items in the k-core, sorted, and the number of rounds it took.
 
@@ -126,16 +171,25 @@ def core_items(
     core = max(core, 1)
     if core == 1 and before_ms is None:
         return survey.items, 0
-    shared = (survey.behaviour, survey.late, before_ms, engine.put(Vocabulary.of(survey.items)))
+    shared = (
+        survey.behaviour,
+        survey.late,
+        before_ms,
+        engine.put(Vocabulary.of(survey.items)),
+    )
     pairs = list(engine.refs(_pairs, [(uri,) for uri in survey.parts], shared))
     alive = np.ones(len(survey.items), dtype=bool)
     stays = np.zeros(len(survey.items), dtype=bool)
     if described is not None:
-        stays = pc.is_in(survey.items.cast(pa.large_string()), described).to_numpy(zero_copy_only=False)
+        stays = pc.is_in(survey.items.cast(pa.large_string()), described).to_numpy(
+            zero_copy_only=False
+        )
     rounds = 0
     while True:
         counts = np.zeros(len(alive), dtype=np.int64)
-        for _, found in engine.each(_count, [(core, of_part) for of_part in pairs], (engine.put(alive),)):
+        for _, found in engine.each(
+            _count, [(core, of_part) for of_part in pairs], (engine.put(alive),)
+        ):
             counts[found["item"].to_numpy()] += found["count"].to_numpy()
         rounds += 1
         left = (counts >= core) | stays
@@ -155,18 +209,29 @@ FILE, ROW, CONTENT = "__file", "__row", "__content"
 def _transit(schema: pa.Schema) -> pa.Schema:
     """Metadata on its way: what belongs to the items table, and where it comes from."""
     index = pa.field("item_index", pa.int32())
-    place = [(FILE, pa.int32()), (ROW, pa.int64()), (CONTENT, pa.uint64()), (KEY, pa.int32())]
-    return pa.schema([index, *_described(schema), *(pa.field(*column) for column in place)])
+    place = [
+        (FILE, pa.int32()),
+        (ROW, pa.int64()),
+        (CONTENT, pa.uint64()),
+        (KEY, pa.int32()),
+    ]
+    return pa.schema(
+        [index, *_described(schema), *(pa.field(*column) for column in place)]
+    )
 
 
 def _described(schema: pa.Schema) -> pa.Schema:
     """What the items table says of an item."""
-    return pa.schema([field for field in schema if field.name not in ("item_index", "item_id")])
+    return pa.schema(
+        [field for field in schema if field.name not in ("item_index", "item_id")]
+    )
 
 
 def _padded(columns: dict[str, Any], rows: int, schema: pa.Schema) -> pa.Table:
     """The columns, and nulls for the others of the schema."""
-    every = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
+    every = [
+        columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema
+    ]
     return pa.table(every, names=schema.names).cast(schema)
 
 
@@ -186,7 +251,11 @@ class _ReadItems:
         transit, catalogue = _transit(self.schema), fetch(self.catalogue)
         if number == len(self.files):
             low = np.arange(0, len(catalogue), ITEMS_PER_PART)
-            columns = {"item_index": pa.array(low), FILE: pa.repeat(-1, len(low)), KEY: pa.array(low // ITEMS_PER_PART)}
+            columns = {
+                "item_index": pa.array(low),
+                FILE: pa.repeat(-1, len(low)),
+                KEY: pa.array(low // ITEMS_PER_PART),
+            }
             yield _padded(columns, len(low), transit)
             return
         assert self.source.items is not None
@@ -200,7 +269,11 @@ class _ReadItems:
             known = np.flatnonzero(index >= 0)
             outside += len(index) - len(known)
             rows = block.rows.take(pa.array(known))
-            said = _padded({name: rows[name] for name in rows.column_names}, len(known), _described(self.schema))
+            said = _padded(
+                {name: rows[name] for name in rows.column_names},
+                len(known),
+                _described(self.schema),
+            )
             yield _padded(
                 {
                     **{name: said[name] for name in said.column_names},
@@ -214,7 +287,12 @@ class _ReadItems:
                 transit,
             )
             first += len(index)
-        told = {"outside": outside, "digest": digest.hexdigest(), "ids": ids, "missing": common(missing)}
+        told = {
+            "outside": outside,
+            "digest": digest.hexdigest(),
+            "ids": ids,
+            "missing": common(missing),
+        }
         write_tally(self.items_uri, number, rejected, **told)
 
 
@@ -227,7 +305,9 @@ def _hashes(table: pa.Table) -> np.ndarray:
     return frame.hash_rows(seed=0).to_numpy()
 
 
-def match_items(catalogue: pa.Array, missing: np.ndarray, events: np.ndarray, others: list[str]) -> Match:
+def match_items(
+    catalogue: pa.Array, missing: np.ndarray, events: np.ndarray, others: list[str]
+) -> Match:
     """How many items have metadata. missing: (M,) the indices of those without; events: (items,) of each item; others:
     the first ids of the item files."""
     total, first = int(events.sum()), catalogue.take(pa.array(missing[:2])).to_pylist()
@@ -249,24 +329,47 @@ class _WriteRange:
         low = int(found.filter(pl.col(FILE) < 0)["item_index"][0])
         ids = catalogue.at(np.arange(low, min(low + ITEMS_PER_PART, len(catalogue))))
         frame = pl.DataFrame(
-            {"item_index": np.arange(low, low + len(ids), dtype=np.int32), "item_id": pl.from_arrow(ids)}
+            {
+                "item_index": np.arange(low, low + len(ids), dtype=np.int32),
+                "item_id": pl.from_arrow(ids),
+            }
         )
         found = found.filter(pl.col(FILE) >= 0).sort(FILE, ROW)
         first = found.unique("item_index", keep="first", maintain_order=True)
         # a row differs from the first of its file; the first of a file counts if no earlier file's first says the same
         of_file = found.unique(["item_index", FILE], keep="first", maintain_order=True)
-        differ = found.filter(pl.col(CONTENT) != pl.col(CONTENT).first().over("item_index", FILE)).height
+        differ = found.filter(
+            pl.col(CONTENT) != pl.col(CONTENT).first().over("item_index", FILE)
+        ).height
         differ += of_file.unique(["item_index", CONTENT]).height - first.height
-        missing = frame.join(first, on="item_index", how="anti", maintain_order="left")["item_index"].to_numpy()
+        missing = frame.join(first, on="item_index", how="anti", maintain_order="left")[
+            "item_index"
+        ].to_numpy()
         frame = frame.join(first, on="item_index", how="left", maintain_order="left")
-        part = write_part(self.items_uri, frame.select(self.schema.names).to_arrow().cast(self.schema))
-        told = {**asdict(part), "low": low, "repeated": found.height - first.height, "differ": differ}
-        lost = pa.LargeListArray.from_arrays(pa.array([0, len(missing)], pa.int64()), pa.array(missing, pa.int64()))
-        return pa.table({name: [value] for name, value in told.items()} | {"missing": lost})
+        part = write_part(
+            self.items_uri, frame.select(self.schema.names).to_arrow().cast(self.schema)
+        )
+        told = {
+            **asdict(part),
+            "low": low,
+            "repeated": found.height - first.height,
+            "differ": differ,
+        }
+        lost = pa.LargeListArray.from_arrays(
+            pa.array([0, len(missing)], pa.int64()), pa.array(missing, pa.int64())
+        )
+        return pa.table(
+            {name: [value] for name, value in told.items()} | {"missing": lost}
+        )
 
 
 def write_items(
-    source: Log, input_uri: str, files: list[str], catalogue: pa.Array, items_uri: str, engine: Engine
+    source: Log,
+    input_uri: str,
+    files: list[str],
+    catalogue: pa.Array,
+    items_uri: str,
+    engine: Engine,
 ) -> tuple[list[Part], dict[str, Any], Rejected, np.ndarray, dict[str, str]]:
     """Writes the parts of the items table, uncommitted: (parts, counts for the manifest, rejected rows,
     indices of the items without metadata, hashes of the files).
@@ -277,12 +380,25 @@ def write_items(
     schema, ranges = source.items_schema, -(-len(catalogue) // ITEMS_PER_PART)
     shared = engine.put(Vocabulary.of(catalogue))
     read = _ReadItems(files, source, input_uri, items_uri, schema, shared)
-    here = ranges == 1 and partitions_for([join(input_uri, file) for file in files]) == 1
-    tables = list(engine.exchange(read, len(files) + 1, ranges, _WriteRange(items_uri, schema), (shared,), here=here))
+    here = (
+        ranges == 1 and partitions_for([join(input_uri, file) for file in files]) == 1
+    )
+    tables = list(
+        engine.exchange(
+            read,
+            len(files) + 1,
+            ranges,
+            _WriteRange(items_uri, schema),
+            (shared,),
+            here=here,
+        )
+    )
     written = pa.concat_tables(tables).sort_by("low")
     missing = written["missing"].combine_chunks().flatten().to_numpy()
     outside, rejected, hashes, first, lost = 0, Rejected(), {}, list[str](), []
-    for file, (of_file, said) in zip(files, read_tallies(items_uri, len(files)), strict=True):
+    for file, (of_file, said) in zip(
+        files, read_tallies(items_uri, len(files)), strict=True
+    ):
         rejected.add(of_file)
         lost.append(said["missing"])
         outside += said["outside"]
@@ -298,5 +414,8 @@ def write_items(
         "metadata_repeated": pc.sum(written["repeated"]).as_py(),
         "metadata_differ": pc.sum(written["differ"]).as_py(),
     }
-    parts = [Part(**row) for row in written.select(["path", "bytes", "rows", "sha256"]).to_pylist()]
+    parts = [
+        Part(**row)
+        for row in written.select(["path", "bytes", "rows", "sha256"]).to_pylist()
+    ]
     return parts, info, rejected, missing, hashes

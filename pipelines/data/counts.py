@@ -57,16 +57,25 @@ def window_counts(
         return counts, gap
     # Times by rank, so that (key, rank) fits an integer whatever the clock's unit.
     values, rank = np.unique(time, return_inverse=True)
-    moments, which = (values, rank) if as_of is None else np.unique(as_of, return_inverse=True)
+    moments, which = (
+        (values, rank) if as_of is None else np.unique(as_of, return_inverse=True)
+    )
     line = key.astype(np.int64) * (len(values) + 1) + rank
     order = np.argsort(line)
     rank, which, time, line = rank[order], which[order], time[order], line[order]
     base = line - rank  # (E,) start of the key's stretch of the line
-    total = np.concatenate([np.zeros((1, labels), np.int64), np.cumsum(counted_labels[order], axis=0, dtype=np.int64)])
+    total = np.concatenate(
+        [
+            np.zeros((1, labels), np.int64),
+            np.cumsum(counted_labels[order], axis=0, dtype=np.int64),
+        ]
+    )
 
     def earlier(shift: int) -> np.ndarray:
         """(E,) events on the line before (key, t - shift)."""
-        return np.searchsorted(line, base + np.searchsorted(values, moments - shift)[which])
+        return np.searchsorted(
+            line, base + np.searchsorted(values, moments - shift)[which]
+        )
 
     end = earlier(delay_ms)
     sorted_counts = np.empty_like(counts)
@@ -137,11 +146,27 @@ class _Scatter:
         for number, key in enumerate(keys):
             rows = np.flatnonzero(key >= 0)
             bucket = number * self.buckets + key[rows] % self.buckets
-            yield self._table(part, number, rows, {name: column[rows] for name, column in columns.items()}, bucket)
-        nothing = {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in columns.items()}
+            yield self._table(
+                part,
+                number,
+                rows,
+                {name: column[rows] for name, column in columns.items()},
+                bucket,
+            )
+        nothing = {
+            name: np.zeros((1, *column.shape[1:]), column.dtype)
+            for name, column in columns.items()
+        }
         yield self._table(part, -1, np.array([-1]), nothing, np.zeros(1))
 
-    def _table(self, part: int, number: int, rows: np.ndarray, columns: Columns, bucket: np.ndarray) -> pa.Table:
+    def _table(
+        self,
+        part: int,
+        number: int,
+        rows: np.ndarray,
+        columns: Columns,
+        bucket: np.ndarray,
+    ) -> pa.Table:
         of: Columns = {
             KEY: bucket.astype(np.int32),
             "part": np.full(len(rows), part, np.int32),
@@ -158,7 +183,10 @@ class _Count:
     windows: Windows
 
     def __call__(self, rows: pa.Table) -> pa.Table:
-        width = max(sum(prod(shape) for name, shape in each.items() if name != "gap") for each in self.windows.shapes)
+        width = max(
+            sum(prod(shape) for name, shape in each.items() if name != "gap")
+            for each in self.windows.shapes
+        )
         done = []
         numbers = rows["number"].to_numpy()
         for number in distinct(numbers).tolist():
@@ -171,23 +199,32 @@ class _Count:
                     if name == "gap":
                         gap = found[name]
                     else:
-                        flat[:, at : at + prod(shape)] = found[name].reshape(len(flat), -1)
+                        flat[:, at : at + prod(shape)] = found[name].reshape(
+                            len(flat), -1
+                        )
                         at += prod(shape)
             back = {name: piece[name] for name in ("part", "number", "row")}
-            done.append(to_table({KEY: piece["part"], **back, "flat": flat, "gap": gap}))
+            done.append(
+                to_table({KEY: piece["part"], **back, "flat": flat, "gap": gap})
+            )
         return pa.concat_tables(done)
 
     def pieces(self, rows: pa.Table) -> list[Columns]:
         """What `__call__` made for one part."""
         found = []
         for number, shapes in enumerate(self.windows.shapes):
-            piece, at = to_piece(rows.filter(pa.array(rows["number"].to_numpy() == number))), 0
+            piece, at = (
+                to_piece(rows.filter(pa.array(rows["number"].to_numpy() == number))),
+                0,
+            )
             counted = {"row": piece["row"]}
             for name, shape in shapes.items():
                 if name == "gap":
                     counted[name] = piece[name]
                 else:
-                    counted[name] = piece["flat"][:, at : at + prod(shape)].reshape(-1, *shape)
+                    counted[name] = piece["flat"][:, at : at + prod(shape)].reshape(
+                        -1, *shape
+                    )
                     at += prod(shape)
             found.append(counted)
         return found
@@ -203,7 +240,9 @@ class _Build:
 
     def __call__(self, *given: Any) -> pa.Table:
         *shared, part, rows = given
-        return _row(part, self.build(*shared, self.parts[part], self.count.pieces(rows)))
+        return _row(
+            part, self.build(*shared, self.parts[part], self.count.pieces(rows))
+        )
 
 
 @dataclass(frozen=True)
@@ -221,13 +260,20 @@ def _row(number: int, found: Found) -> pa.Table:
     """What was written and found, as columns."""
     part, count, other = found
     told = {"part": part and asdict(part), "count": count, "other": other}
-    return pa.table({"number": [number], **{name: [json.dumps(value)] for name, value in told.items()}})
+    return pa.table(
+        {
+            "number": [number],
+            **{name: [json.dumps(value)] for name, value in told.items()},
+        }
+    )
 
 
 def _found(tables: Iterable[pa.Table]) -> Iterator[tuple[int, Found]]:
     """What `_row` was given."""
     for row in (row for table in tables for row in table.to_pylist()):
-        part, count, other = (json.loads(row[name]) for name in ("part", "count", "other"))
+        part, count, other = (
+            json.loads(row[name]) for name in ("part", "count", "other")
+        )
         yield row["number"], (part and Part(**part), Counter(count), other)
 
 
@@ -245,7 +291,11 @@ def count_in_buckets(
     keys, buckets = len(windows.shapes), buckets_of(events, len(parts))
     scatter, count = _Scatter(windows, parts, counted_from, buckets), _Count(windows)
     build_ = _Build(build, parts, count)
-    return _found(engine.exchange(scatter, len(parts), len(parts), build_, shared, (keys * buckets, count)))
+    return _found(
+        engine.exchange(
+            scatter, len(parts), len(parts), build_, shared, (keys * buckets, count)
+        )
+    )
 
 
 def export_counts(
@@ -261,7 +311,9 @@ def export_counts(
     rows)`) as they end. rows: those of `to_piece`, with the `number` of the key, -1 of rows that mean nothing."""
     keys, buckets = len(windows.shapes), buckets_of(events, len(parts))
     scatter = _Scatter(windows, parts, counted_from, buckets)
-    return _found(engine.exchange(scatter, len(parts), keys * buckets, _Export(write), shared))
+    return _found(
+        engine.exchange(scatter, len(parts), keys * buckets, _Export(write), shared)
+    )
 
 
 def buckets_of(events: int, parts: int) -> int:
@@ -275,7 +327,9 @@ def to_table(columns: Columns) -> pa.Table:
     def column(values: np.ndarray) -> pa.Array:
         if values.ndim == 1:
             return pa.array(values)
-        return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), prod(values.shape[1:]))
+        return pa.FixedSizeListArray.from_arrays(
+            pa.array(values.reshape(-1)), prod(values.shape[1:])
+        )
 
     return pa.table({name: column(values) for name, values in columns.items()})
 
@@ -285,9 +339,17 @@ def to_piece(table: pa.Table) -> Columns:
 
     def values(column: pa.ChunkedArray) -> np.ndarray:
         array = column.combine_chunks()
-        array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
+        array = (
+            pa.concat_arrays(array.chunks)
+            if isinstance(array, pa.ChunkedArray)
+            else array
+        )
         if pa.types.is_fixed_size_list(array.type):
-            return array.flatten().to_numpy(zero_copy_only=False).reshape(-1, array.type.list_size)
+            return (
+                array.flatten()
+                .to_numpy(zero_copy_only=False)
+                .reshape(-1, array.type.list_size)
+            )
         return array.to_numpy(zero_copy_only=False)
 
     return {name: values(table[name]) for name in table.column_names if name != KEY}

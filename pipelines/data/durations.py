@@ -17,9 +17,13 @@ class Windowed:
         """ValueError for windows that do not ascend, or end before they begin. section: their name in errors."""
         days = self.windows_days
         if any(a >= b for a, b in pairwise(days)):
-            raise ValueError(f"{section}.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]")
+            raise ValueError(
+                f"{section}.windows_days is {days}; give ascending lengths in days, such as [1, 7, 30]"
+            )
         if self.delay_minutes < 0:
-            raise ValueError(f"{section}.delay_minutes is {self.delay_minutes}; it must be 0 or more")
+            raise ValueError(
+                f"{section}.delay_minutes is {self.delay_minutes}; it must be 0 or more"
+            )
         if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
             raise ValueError(
                 f"{section}.windows_days begins with {days[0]}, which ends before it begins with delay_minutes "

@@ -82,9 +82,12 @@ class Engine:
     """How one run of prepare uses Ray, and what Ray Data says of what it ran."""
 
     def __init__(
-        self, settings: RayDataConfig | None = None, here: bool = False, small: bool = True,
+        self,
+        settings: RayDataConfig | None = None,
+        here: bool = False,
+        small: bool = True,
         start: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """here: whether this process runs everything itself, in threads, without Ray: for a log of few partitions,
         which processes of Ray would take longer to start for than to make. small: whether all tasks share
         the same processes, where Ray Data keeps those of its shuffle apart. start: starts Ray, before it is first used.
@@ -118,31 +121,43 @@ class Engine:
         context.shuffle_strategy = "shuffle_v2"
         several = len([node for node in ray.nodes() if node["Alive"]]) > 1
         auto = "lz4" if several else "none"
-        context.shuffle_compression = auto if self.settings.compression == "auto" else self.settings.compression
+        context.shuffle_compression = (
+            auto if self.settings.compression == "auto" else self.settings.compression
+        )
         # Ray's default of 1 GiB leaves a log of 20 million events to one task
         batch = max(self.settings.shuffle_batch_mb << 20, partitions * SHARD_BYTES)
         context.shuffle_input_batch_bytes = batch
         context.target_max_block_size = batch
         return context
 
-    def refs(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> Iterator[Any]:
+    def refs(
+        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
+    ) -> Iterator[Any]:
         """A reference to the result of `function(*shared, *call)` for every call in order, each a task once it is asked
         for; arguments that are references are given as what they refer to."""
         if self.here:
-            yield from _in_threads(lambda call: function(*map(fetch, shared), *call), calls)
+            yield from _in_threads(
+                lambda call: function(*map(fetch, shared), *call), calls
+            )
             return
         self._begin()
-        task = ray.remote(function).options(num_cpus=1, name=_name(function), **self.processes)
+        task = ray.remote(function).options(
+            num_cpus=1, name=_name(function), **self.processes
+        )
         yield from (task.remote(*shared, *call) for call in calls)
 
-    def each(self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()) -> Iterator[tuple[int, Any]]:
+    def each(
+        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
+    ) -> Iterator[tuple[int, Any]]:
         """Runs `function(*shared, *call)` for every call as a task; yields (number of the call, result) as they end."""
         every = enumerate(self.refs(function, calls, shared))
         if self.here:
             yield from every
             return
         waiting: dict[Any, int] = {}
-        while waiting := waiting | {ref: number for number, ref in islice(every, AT_ONCE - len(waiting))}:
+        while waiting := waiting | {
+            ref: number for number, ref in islice(every, AT_ONCE - len(waiting))
+        }:
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
             with _one_line():
                 yield waiting.pop(done), ray.get(done)
@@ -167,23 +182,39 @@ class Engine:
             rows = _join(_in_threads(lambda number: _join(read(number)), range(reads)))
             if first:
                 share = rows[KEY].to_numpy() % THREADS
-                shares = (rows.filter(pa.array(share == number)) for number in np.flatnonzero(np.bincount(share)))
+                shares = (
+                    rows.filter(pa.array(share == number))
+                    for number in np.flatnonzero(np.bincount(share))
+                )
                 rows = _join(_in_threads(first[1], shares))
             values, of = _partitions(rows)
-            yield from _in_threads(lambda value: kernel(*map(fetch, shared), value, of(value)), values)
+            yield from _in_threads(
+                lambda value: kernel(*map(fetch, shared), value, of(value)), values
+            )
             return
         self._begin()
-        with DataContext.current(self.context(max(partitions, first[0] if first else 1))):
-            rows = ray.data.from_items([{"number": number} for number in range(reads)], override_num_blocks=reads)
+        with DataContext.current(
+            self.context(max(partitions, first[0] if first else 1))
+        ):
+            rows = ray.data.from_items(
+                [{"number": number} for number in range(reads)],
+                override_num_blocks=reads,
+            )
             every: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
-            rows = rows.map_batches(_named(_read, read), fn_args=(read,), **self.processes, **every)
+            rows = rows.map_batches(
+                _named(_read, read), fn_args=(read,), **self.processes, **every
+            )
             if first:
                 rows = rows.repartition(first[0], keys=[KEY])
                 rows = rows.map_batches(_named(first[1], first[1]), **every)
             rows = rows.repartition(partitions, keys=[KEY])
-            rows = rows.map_batches(_named(_by_key, kernel), fn_args=(kernel, shared), **every)
+            rows = rows.map_batches(
+                _named(_by_key, kernel), fn_args=(kernel, shared), **every
+            )
         with _one_line():
-            yield from rows.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+            yield from rows.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=0
+            )
         self.stats.append(rows.stats())
 
 
@@ -203,7 +234,9 @@ def _read(numbers: pa.Table, read: Read) -> Iterator[pa.Table]:
         yield from read(number)
 
 
-def _by_key(rows: pa.Table, kernel: Callable[..., pa.Table], shared: Call) -> Iterator[pa.Table]:
+def _by_key(
+    rows: pa.Table, kernel: Callable[..., pa.Table], shared: Call
+) -> Iterator[pa.Table]:
     """What `exchange` yields of the rows of one task, of no, one or several partitions."""
     values, of = _partitions(rows)
     for value in values:
@@ -214,7 +247,10 @@ def _partitions(rows: pa.Table) -> tuple[list[int], Callable[[int], pa.Table]]:
     """The partitions that rows are of, and what gives the rows of one, without KEY."""
     key = rows[KEY].to_numpy()
     values, rest = np.flatnonzero(np.bincount(key)).tolist(), rows.drop_columns([KEY])
-    return values, lambda value: rest if len(values) == 1 else rest.filter(pa.array(key == value))
+    return (
+        values,
+        lambda value: rest if len(values) == 1 else rest.filter(pa.array(key == value)),
+    )
 
 
 def _join(tables: Iterable[pa.Table]) -> pa.Table:
@@ -239,7 +275,9 @@ def _name(function: Callable[..., Any]) -> str:
     return kind.__name__.strip("_")
 
 
-def _named(work: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _named(
+    work: Callable[..., Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
     """`work` under the name of the function that it runs, which is what the dashboard and the stats show."""
 
     def named(rows: pa.Table, *arguments: Any) -> Any:

@@ -14,7 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import Manifest, UserError, join, part_uris, read_manifest, read_parquet, write_part
+from models.tables import (
+    Manifest,
+    UserError,
+    join,
+    part_uris,
+    read_manifest,
+    read_parquet,
+    write_part,
+)
 from pipelines.data.run import Run
 from pipelines.data.schemas import items_schema
 
@@ -31,7 +39,9 @@ def split_of(catalogue: str, clock: bool) -> dict[str, Any]:
     return split
 
 
-def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]) -> Manifest:
+def take_items(
+    run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
+) -> Manifest:
     """Writes the items of the tables `catalogue` and commits them. UserError where the log has too few of them."""
     uri, config = join(catalogue, "items"), run.config
     given = read_manifest(uri, "items")
@@ -41,12 +51,19 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
         return finished
     begin = time.perf_counter()
     found = run.survey(events)
-    schema = items_schema(given.info["texts"], given.info["attributes"], given.info.get("numbers", []))
+    schema = items_schema(
+        given.info["texts"], given.info["attributes"], given.info.get("numbers", [])
+    )
     with run.writing("items"):
         parts, inside = [], pa.nulls(len(found.items), pa.bool_()).fill_null(False)
         for source, part in zip(part_uris(uri, given), given.files, strict=True):
             rows = read_parquet(source, None, part.sha256)
-            inside = pc.or_(inside, pc.is_in(found.items, rows["item_id"].combine_chunks().cast(found.items.type)))
+            inside = pc.or_(
+                inside,
+                pc.is_in(
+                    found.items, rows["item_id"].combine_chunks().cast(found.items.type)
+                ),
+            )
             parts.append(write_part(run.table("items"), rows.cast(schema)))
         known = inside.to_numpy(zero_copy_only=False)
         of_known = int(found.counts[known].sum())
@@ -59,7 +76,10 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
                 f"alike, leading zeros among them, or lower --min_matched"
             )
         info = {
-            **{name: given.info.get(name) for name in ("texts", "attributes", "numbers")},
+            **{
+                name: given.info.get(name)
+                for name in ("texts", "attributes", "numbers")
+            },
             "catalogue_of": catalogue,
             "core": config.core,
             "core_window": "all",
@@ -72,7 +92,15 @@ def take_items(run: Run, events: Manifest, catalogue: str, split: dict[str, Any]
             "items_without_metadata": given.info["items_without_metadata"],
             "metadata_outside_catalogue": 0,
         }
-        items = run.commit("items", schema, parts, settings, inputs, info, write_s=time.perf_counter() - begin)
+        items = run.commit(
+            "items",
+            schema,
+            parts,
+            settings,
+            inputs,
+            info,
+            write_s=time.perf_counter() - begin,
+        )
     if items.hash != given.hash:
         raise UserError(
             f"the items of {catalogue} are not written as this version writes them, so that models trained there would "

@@ -53,7 +53,9 @@ class Kind(ABC):
         """UserError for settings that such a log cannot have."""
 
     @abstractmethod
-    def sequences(self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    def sequences(
+        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+    ) -> Manifest:
         """Makes the table, with others that it needs, and returns its manifest. Models of the family with the kind's
         name read it, or of that which its `info` names as `family`."""
 
@@ -62,7 +64,9 @@ class Kind(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def audit(self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame) -> pl.DataFrame:
+    def audit(
+        self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
+    ) -> pl.DataFrame:
         """Checks the rules on sequences, given the users (`user_id`) that the k-core keeps. Returns those that must be
         in sequences."""
 

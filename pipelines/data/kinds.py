@@ -8,4 +8,6 @@ from pipelines.data.kind import Kind
 from pipelines.data.retrieval.kind import Retrieval
 from pipelines.data.search.kind import Search
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (Retrieval(), Search(), Actions())}
+KINDS: dict[str, Kind] = {
+    kind.name: kind for kind in (Retrieval(), Search(), Actions())
+}

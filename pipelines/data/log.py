@@ -28,7 +28,17 @@ from pyarrow import fs
 from models.config import build, read_yaml
 from models.tables import UserError, join, open_uri
 from pipelines.data.read import ROW, FilePart, Files, list_files, read_frames, roots
-from pipelines.data.rows import Block, Rows, as_text, check_sql, clean_ids, common, evaluate, list_of, slices
+from pipelines.data.rows import (
+    Block,
+    Rows,
+    as_text,
+    check_sql,
+    clean_ids,
+    common,
+    evaluate,
+    list_of,
+    slices,
+)
 from pipelines.data.schemas import LABEL_TYPES, REJECTS, events_schema, items_schema
 from pipelines.data.times import Time, milliseconds, moments
 
@@ -44,7 +54,9 @@ FORBID = {"extra": "forbid"}
 def check_range(span: list[float]) -> None:
     """ValueError unless `span` is [low, high]."""
     if len(span) != 2 or not -math.inf < span[0] < span[1] < math.inf:
-        raise ValueError(f"range is {span!r}; give the least and the largest value, such as [0.5, 5]")
+        raise ValueError(
+            f"range is {span!r}; give the least and the largest value, such as [0.5, 5]"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,15 +80,23 @@ class Label:
 
     def __post_init__(self) -> None:
         if self.type not in LABEL_TYPES:
-            raise ValueError(f"a label's type is '{self.type}'; it must be one of {', '.join(LABEL_TYPES)}")
+            raise ValueError(
+                f"a label's type is '{self.type}'; it must be one of {', '.join(LABEL_TYPES)}"
+            )
         if self.time is not None and self.delay_minutes is not None:
-            raise ValueError("a label has both 'time' and 'delay_minutes'; give the one that says when it is known")
+            raise ValueError(
+                "a label has both 'time' and 'delay_minutes'; give the one that says when it is known"
+            )
         delay = self.delay_minutes
         if delay is not None and not 0 < delay <= MOST_MINUTES:
-            raise ValueError(f"delay_minutes is {delay!r}; give minutes from above 0 to {MOST_MINUTES:,}, such as 60")
+            raise ValueError(
+                f"delay_minutes is {delay!r}; give minutes from above 0 to {MOST_MINUTES:,}, such as 60"
+            )
         if self.range is not None:
             if self.type != "float32":
-                raise ValueError(f"'range' is of float32 labels, this one is {self.type}; leave it out")
+                raise ValueError(
+                    f"'range' is of float32 labels, this one is {self.type}; leave it out"
+                )
             check_range(self.range)
 
     @property
@@ -87,7 +107,11 @@ class Label:
     @property
     def known_from(self) -> str:
         """What says from when on it is known."""
-        return self.time.origin if self.time else f"{self.delay_minutes:g} minutes after its event"
+        return (
+            self.time.origin
+            if self.time
+            else f"{self.delay_minutes:g} minutes after its event"
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +131,9 @@ class History:
 
     def __post_init__(self) -> None:
         if milliseconds(self.at) is None:
-            raise ValueError(f"history.at is '{self.at}', which is no ISO 8601 time; write such as '2019-10-12'")
+            raise ValueError(
+                f"history.at is '{self.at}', which is no ISO 8601 time; write such as '2019-10-12'"
+            )
 
 
 @dataclass(frozen=True)
@@ -154,9 +180,21 @@ class Section(Files):
     @property
     def origins(self) -> dict[str, str]:
         """Its columns, each with what it is in the raw file."""
-        kinds = {"num_": self.numbers, "text_": self.texts, "cat_": {**self.attributes, **self.categories}}
-        kinds = kinds if self.time else {kind: kinds[kind] for kind in ("text_", "cat_", "num_")}
-        named = {f"{kind}{name}": text for kind, each in kinds.items() for name, text in each.items()}
+        kinds = {
+            "num_": self.numbers,
+            "text_": self.texts,
+            "cat_": {**self.attributes, **self.categories},
+        }
+        kinds = (
+            kinds
+            if self.time
+            else {kind: kinds[kind] for kind in ("text_", "cat_", "num_")}
+        )
+        named = {
+            f"{kind}{name}": text
+            for kind, each in kinds.items()
+            for name, text in each.items()
+        }
         return {
             self.key: str(self.item or self.user),
             **({"timestamp_ms": self.time.origin} if self.time else {}),
@@ -172,21 +210,32 @@ class Section(Files):
     @property
     def schema(self) -> pa.Schema:
         """Its columns; those of a table with times as events have them: numbers, then categories."""
-        kinds = {"timestamp_ms": pa.int64()} | {name: pa.float32() for name in self.origins if name.startswith("num_")}
-        return pa.schema([pa.field(name, kinds.get(name, pa.string())) for name in self.origins])
+        kinds = {"timestamp_ms": pa.int64()} | {
+            name: pa.float32() for name in self.origins if name.startswith("num_")
+        }
+        return pa.schema(
+            [pa.field(name, kinds.get(name, pa.string())) for name in self.origins]
+        )
 
     @property
     def features(self) -> pa.Schema:
         """Its features alone."""
-        return pa.schema([f for f in self.schema if f.name.startswith(("num_", "cat_"))])
+        return pa.schema(
+            [f for f in self.schema if f.name.startswith(("num_", "cat_"))]
+        )
 
     def listed(self, input_uri: str, what: str) -> list[str]:
         """Its files relative to the input folder; UserError if there is none."""
         folder = join(input_uri, self.folder) if self.folder else input_uri
         filesystem, path = open_uri(folder)
-        if self.optional and filesystem.get_file_info(path).type != fs.FileType.Directory:
+        if (
+            self.optional
+            and filesystem.get_file_info(path).type != fs.FileType.Directory
+        ):
             return []
-        files = list_files(folder, self.files, required=not self.optional, what=f"{what} file")
+        files = list_files(
+            folder, self.files, required=not self.optional, what=f"{what} file"
+        )
         return [join(self.folder, file) if self.folder else file for file in files]
 
     def read(self, input_uri: str, file: str, digest: Any = None) -> Iterator[Block]:
@@ -251,30 +300,57 @@ class Log(Files):
     def __post_init__(self) -> None:
         self.check_files()
         if self.sequence is not None:
-            if self.time or self.explode or self.labels or self.history or self.request or self.position:
+            if (
+                self.time
+                or self.explode
+                or self.labels
+                or self.history
+                or self.request
+                or self.position
+            ):
                 raise ValueError(
                     "'sequence' is of lists without times or labels; leave out 'time', 'explode' and others"
                 )
             object.__setattr__(self, "time", Time(unit="order"))
         elif self.item is None or self.time is None:
             missing = "item" if self.item is None else "time"
-            example = {"item": "item: item_id", "time": "time: {column: time_ms, unit: ms}"}[missing]
+            example = {
+                "item": "item: item_id",
+                "time": "time: {column: time_ms, unit: ms}",
+            }[missing]
             raise ValueError(f"'{missing}' is missing; add such as '{example}'")
         for name, label in self.labels.items():
             self.labels[name] = self._timed(name, label)
         for kind in ("labels", "numbers", "categories", "explode", "as_of"):
             check_names(getattr(self, kind), kind)
-        _check_section("items", self.items, "item", ("texts", "attributes", "numbers", "folder", "optional", "keep"))
+        _check_section(
+            "items",
+            self.items,
+            "item",
+            ("texts", "attributes", "numbers", "folder", "optional", "keep"),
+        )
         _check_section("users", self.users, "user", ("attributes",))
         for name, of in self.as_of.items():
-            _check_section(f"as_of.{name}", of, "item" if of.item else "user", ("numbers", "categories", "time"))
+            _check_section(
+                f"as_of.{name}",
+                of,
+                "item" if of.item else "user",
+                ("numbers", "categories", "time"),
+            )
             if of.time is None or of.time.clock != self.clock or not of.features.names:
                 need = "a 'time' of the log's kind, and 'numbers' or 'categories'"
-                raise ValueError(f"as_of.{name} needs {need}; add such as 'time: {{column: at, unit: ms}}'")
-        features = [*(f"num_{name}" for name in self.numbers), *(f"cat_{name}" for name in self.info["categories"])]
+                raise ValueError(
+                    f"as_of.{name} needs {need}; add such as 'time: {{column: at, unit: ms}}'"
+                )
+        features = [
+            *(f"num_{name}" for name in self.numbers),
+            *(f"cat_{name}" for name in self.info["categories"]),
+        ]
         features += [name for of in self.as_of.values() for name in of.features.names]
         if twice := [name for name, times in Counter(features).items() if times > 1]:
-            raise ValueError(f"'{twice[0][4:]}' is the name of two features; give one of them another name")
+            raise ValueError(
+                f"'{twice[0][4:]}' is the name of two features; give one of them another name"
+            )
         if self.history:
             self._check_history(self.history)
         check_sql([*self._wanted.values(), *self._lists])
@@ -283,11 +359,15 @@ class Log(Files):
         """The label with its `time` built, in the unit of the log's time unless it has its own."""
         where, time = f"labels.{name}", label.time
         if label.delay_minutes is not None and not self.clock:
-            raise ValueError(f"{where}.delay_minutes needs clock times, but time.unit is order; give '{where}.time'")
+            raise ValueError(
+                f"{where}.delay_minutes needs clock times, but time.unit is order; give '{where}.time'"
+            )
         if time is None or isinstance(time, Time):
             return label
         if self.of_time.column is None:
-            raise ValueError(f"{where}.time needs times, but those of the log are the order of rows; take it out")
+            raise ValueError(
+                f"{where}.time needs times, but those of the log are the order of rows; take it out"
+            )
         time = {"column": time} if isinstance(time, str) else dict(time)
         own = {} if {"unit", "format"} & set(time) else _given(self.of_time)
         built: Time = build(Time, {**own, **time}, f"{where}.time.")
@@ -338,9 +418,16 @@ class Log(Files):
             **({"known": known} if known else {}),
             "labels": labels,
             "numbers": list(self.numbers),
-            "categories": [*self.categories, *(self.users.attributes if self.users else ())],
+            "categories": [
+                *self.categories,
+                *(self.users.attributes if self.users else ()),
+            ],
             "clock": self.clock,
-            "ranges": {name: label.range for name, label in self.labels.items() if label.range is not None},
+            "ranges": {
+                name: label.range
+                for name, label in self.labels.items()
+                if label.range is not None
+            },
             **({"history": self.history.column} if self.history else {}),
         }
 
@@ -348,7 +435,9 @@ class Log(Files):
     def schema(self) -> pa.Schema:
         """Schema of the events, without LOG_ROW."""
         info = self.info
-        return events_schema(info["labels"], info["numbers"], info["categories"], info.get("known", ()))
+        return events_schema(
+            info["labels"], info["numbers"], info["categories"], info.get("known", ())
+        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -358,7 +447,11 @@ class Log(Files):
     @property
     def events_config(self) -> dict[str, Any]:
         """The part of `config` that the events depend on."""
-        return {key: value for key, value in self.config.items() if key not in ("items", "as_of")}
+        return {
+            key: value
+            for key, value in self.config.items()
+            if key not in ("items", "as_of")
+        }
 
     @property
     def absent(self) -> frozenset[str]:
@@ -370,7 +463,11 @@ class Log(Files):
     @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         """Names of the item table's texts and attributes, without the `text_` and `cat_` prefixes."""
-        return (list(self.items.texts), list(self.items.attributes)) if self.items else ([], [])
+        return (
+            (list(self.items.texts), list(self.items.attributes))
+            if self.items
+            else ([], [])
+        )
 
     @property
     def items_numbers(self) -> list[str]:
@@ -390,20 +487,42 @@ class Log(Files):
         """The columns of events, each with what it is in the raw file."""
         item = " and then ".join(filter(None, [self.sequence, self.item]))
         time = "the place in its list" if self.sequence else self.of_time.origin
-        known = {f"known_{name}": label.known_from for name, label in self.labels.items() if label.late}
+        known = {
+            f"known_{name}": label.known_from
+            for name, label in self.labels.items()
+            if label.late
+        }
         users = self.users.attributes if self.users else {}
-        of_users = {f"cat_{name}": f"{text} of the users" for name, text in users.items()}
-        return {**self._wanted, "user_id": self.user, "item_id": item, "timestamp_ms": time, **known, **of_users}
+        of_users = {
+            f"cat_{name}": f"{text} of the users" for name, text in users.items()
+        }
+        return {
+            **self._wanted,
+            "user_id": self.user,
+            "item_id": item,
+            "timestamp_ms": time,
+            **known,
+            **of_users,
+        }
 
     @property
     def _wanted(self) -> dict[str, str]:
         """The expressions of one event by their column."""
-        single = {"user_id": self.user, "item_id": self.item, "timestamp_ms": self.of_time.column, "query": self.query}
+        single = {
+            "user_id": self.user,
+            "item_id": self.item,
+            "timestamp_ms": self.of_time.column,
+            "query": self.query,
+        }
         single |= {"request_id": self.request, "position": self.position}
         return {
             **{target: text for target, text in single.items() if text},
             **{f"label_{name}": label.column for name, label in self.labels.items()},
-            **{f"known_{name}": label.time.column for name, label in self.labels.items() if label.time},
+            **{
+                f"known_{name}": label.time.column
+                for name, label in self.labels.items()
+                if label.time
+            },
             **{f"num_{name}": text for name, text in self.numbers.items()},
             **{f"cat_{name}": text for name, text in self.categories.items()},
         }
@@ -411,18 +530,30 @@ class Log(Files):
     @property
     def _lists(self) -> list[str]:
         """The expressions of lists."""
-        every = [self.sequence, self.history.column if self.history else None, *self.explode.values()]
+        every = [
+            self.sequence,
+            self.history.column if self.history else None,
+            *self.explode.values(),
+        ]
         return [text for text in every if text]
 
     def event_files(self, input_uri: str) -> list[str]:
         """Raw event files relative to the input folder, sorted. UserError if there is none, or if they are of several
         formats, which are often the same events twice."""
-        beside = [of.files for of in (self.items, self.users, *self.as_of.values()) if of and of.files != self.files]
-        files = list_files(input_uri, self.files, required=True, what="event file", beside=beside)
+        beside = [
+            of.files
+            for of in (self.items, self.users, *self.as_of.values())
+            if of and of.files != self.files
+        ]
+        files = list_files(
+            input_uri, self.files, required=True, what="event file", beside=beside
+        )
         kinds = {self.format_of(file): file for file in files}
         if len(kinds) > 1:
             both = " and as ".join(f"{kind} ({file})" for kind, file in kinds.items())
-            raise UserError(f"{input_uri} holds events as {both}, which may be the same; set 'files' to one of them")
+            raise UserError(
+                f"{input_uri} holds events as {both}, which may be the same; set 'files' to one of them"
+            )
         return files
 
     def item_files(self, input_uri: str) -> list[str]:
@@ -432,17 +563,32 @@ class Log(Files):
     def user_files(self, input_uri: str) -> list[str]:
         return self.users.listed(input_uri, "user") if self.users else []
 
-    def read_users(self, input_uri: str, digests: dict[str, Any], beginning: bool = False) -> Block | None:
+    def read_users(
+        self, input_uri: str, digests: dict[str, Any], beginning: bool = False
+    ) -> Block | None:
         """The rows of the user files, each user once, for `read_events`; None if the log has none. digests: takes the
         bytes of each file. beginning: of the first file alone."""
         if self.users is None:
             return None
         files = self.user_files(input_uri)[: 1 if beginning else None]
-        blocks = [block for file in files for block in self.users.read(input_uri, file, digests.get(file))]
-        rows = pl.DataFrame(pa.concat_tables([self.users.schema.empty_table(), *(block.rows for block in blocks)]))
+        blocks = [
+            block
+            for file in files
+            for block in self.users.read(input_uri, file, digests.get(file))
+        ]
+        rows = pl.DataFrame(
+            pa.concat_tables(
+                [self.users.schema.empty_table(), *(block.rows for block in blocks)]
+            )
+        )
         rows = rows.unique("user_id", keep="first", maintain_order=True)
-        rejects = pa.concat_tables([REJECTS.empty_table(), *(block.rejects for block in blocks)])
-        read, missing = sum(block.rows_read for block in blocks), common(block.missing for block in blocks)
+        rejects = pa.concat_tables(
+            [REJECTS.empty_table(), *(block.rejects for block in blocks)]
+        )
+        read, missing = (
+            sum(block.rows_read for block in blocks),
+            common(block.missing for block in blocks),
+        )
         return Block(rows.to_arrow().cast(self.users.schema), rejects, read, missing)
 
     def read_events(
@@ -460,22 +606,41 @@ class Log(Files):
         users: the rows of `read_users`. number: place of the piece in the log, for times that are the order of rows.
         digest: takes the bytes that are parsed. UserError if the file cannot be read: a missing column, a wrong format,
         an empty or truncated file.
-        """  # fmt: skip
+        """
         uri, first, schema = join(input_uri, file), 0, self.schema.append(LOG_ROW)
-        folders = {key: value for key, _, value in (part.partition("=") for part in file.split("/")[:-1]) if value}
-        for order, frame in enumerate(read_frames(uri, self, self._of_file(folders), digest, piece)):
-            missing = {name: hint for name, hint in frame.missing.items() if name not in folders}
-            if order == 0 and (lost := [name for name in self._required(folders) if name in missing]):
+        folders = {
+            key: value
+            for key, _, value in (part.partition("=") for part in file.split("/")[:-1])
+            if value
+        }
+        for order, frame in enumerate(
+            read_frames(uri, self, self._of_file(folders), digest, piece)
+        ):
+            missing = {
+                name: hint
+                for name, hint in frame.missing.items()
+                if name not in folders
+            }
+            if order == 0 and (
+                lost := [name for name in self._required(folders) if name in missing]
+            ):
                 raise UserError(
                     f"{uri} has no column '{lost[0]}'; {missing[lost[0]]}; correct the source file or the log"
                 )
             rows, broken = frame.whole, frame.broken
             rows = rows.with_columns(
-                _folder(value).alias(key) for key, value in folders.items() if key not in rows.columns
+                _folder(value).alias(key)
+                for key, value in folders.items()
+                if key not in rows.columns
             )
-            for part in (self._events(rows, uri, users, number), self._earlier(rows, uri, users)):
+            for part in (
+                self._events(rows, uri, users, number),
+                self._earlier(rows, uri, users),
+            ):
                 for made in part:
-                    made.values["log_row"] = pl.int_range(first, first + len(made.raw), eager=True)
+                    made.values["log_row"] = pl.int_range(
+                        first, first + len(made.raw), eager=True
+                    )
                     yield made.block(broken, missing, file, piece, schema, UNSET)
                     first, broken = first + len(made.raw), []
 
@@ -488,23 +653,54 @@ class Log(Files):
             *((t, others) for t in self._wanted.values()),
         ]:
             names = roots(text, made)
-            found += [f'"{name}"' for name in names if name not in made] if {*names} & {*made} else [text]
+            found += (
+                [f'"{name}"' for name in names if name not in made]
+                if {*names} & {*made}
+                else [text]
+            )
         return found
 
     def _required(self, folders: Iterable[str]) -> list[str]:
         """The columns without which no row is an event."""
         made = [*self.explode, *folders]
-        every = [self.user, self.item, self.sequence, self.of_time.column, *self.explode.values()]
-        return [name for text in every if text for name in roots(text, made) if name not in made]
+        every = [
+            self.user,
+            self.item,
+            self.sequence,
+            self.of_time.column,
+            *self.explode.values(),
+        ]
+        return [
+            name
+            for text in every
+            if text
+            for name in roots(text, made)
+            if name not in made
+        ]
 
-    def _events(self, rows: pl.DataFrame, uri: str, users: pa.Table | None, number: int) -> Iterator[Rows]:
+    def _events(
+        self, rows: pl.DataFrame, uri: str, users: pa.Table | None, number: int
+    ) -> Iterator[Rows]:
         """The rows of a frame, one for each event."""
         if self.sequence:
-            yield from self._of_lists(rows, list_of(rows, self.sequence, "sequence", uri), self.item, 0, uri, users)
+            yield from self._of_lists(
+                rows,
+                list_of(rows, self.sequence, "sequence", uri),
+                self.item,
+                0,
+                uri,
+                users,
+            )
             return
-        for piece in slices(self._with_lists(rows, uri), next(iter(self.explode), None)):
+        for piece in slices(
+            self._with_lists(rows, uri), next(iter(self.explode), None)
+        ):
             piece = (
-                piece.explode([*self.explode, ELEMENT], empty_as_null=True, keep_nulls=True) if self.explode else piece
+                piece.explode(
+                    [*self.explode, ELEMENT], empty_as_null=True, keep_nulls=True
+                )
+                if self.explode
+                else piece
             )
             made = Rows(piece, self._wanted, uri)
             made.ids("user_id")
@@ -521,7 +717,9 @@ class Log(Files):
             if self.position:
                 made.integer("position")
             for name, label in self.labels.items():
-                made.flag(f"label_{name}") if label.type == "bool" else made.number(f"label_{name}", label.range)
+                made.flag(f"label_{name}") if label.type == "bool" else made.number(
+                    f"label_{name}", label.range
+                )
                 if label.late:
                     made.known(name, label.time, label.delay_minutes)
             for name in self.numbers:
@@ -536,17 +734,37 @@ class Log(Files):
         so that the same row in two files is one request. Lists of unequal length are null."""
         if not self.explode:
             return rows
-        lists = {name: list_of(rows, text, f"explode.{name}", uri) for name, text in self.explode.items()}
-        lengths = pl.DataFrame({name: each.list.len().fill_null(0) for name, each in lists.items()})
+        lists = {
+            name: list_of(rows, text, f"explode.{name}", uri)
+            for name, text in self.explode.items()
+        }
+        lengths = pl.DataFrame(
+            {name: each.list.len().fill_null(0) for name, each in lists.items()}
+        )
         unequal = lengths.select(~pl.all_horizontal(pl.all() == pl.nth(0))).to_series()
-        content = [as_text(rows[name]).alias(name) for name in sorted(rows.columns) if name != ROW]
-        digest = pl.DataFrame(content).hash_rows(seed=0).map_elements("{:016x}".format, pl.String)
-        rows = rows.with_columns(**lists, **{REQUEST: digest, UNEQUAL: unequal, ELEMENT: lengths.to_series(0)})
+        content = [
+            as_text(rows[name]).alias(name)
+            for name in sorted(rows.columns)
+            if name != ROW
+        ]
+        digest = (
+            pl.DataFrame(content)
+            .hash_rows(seed=0)
+            .map_elements("{:016x}".format, pl.String)
+        )
+        rows = rows.with_columns(
+            **lists,
+            **{REQUEST: digest, UNEQUAL: unequal, ELEMENT: lengths.to_series(0)},
+        )
         fits = ~pl.col(UNEQUAL) & (pl.col(ELEMENT) > 0)
         place = pl.int_ranges(0, pl.col(ELEMENT), dtype=pl.Int32).alias(ELEMENT)
-        return rows.with_columns(pl.when(fits).then(each) for each in (*map(pl.col, lists), place))
+        return rows.with_columns(
+            pl.when(fits).then(each) for each in (*map(pl.col, lists), place)
+        )
 
-    def _earlier(self, rows: pl.DataFrame, uri: str, users: pa.Table | None) -> Iterator[Rows]:
+    def _earlier(
+        self, rows: pl.DataFrame, uri: str, users: pa.Table | None
+    ) -> Iterator[Rows]:
         """The earlier behaviours that the rows name, one row each. Lists that a user has twice are taken once; rows
         without a user or a time, which are rejects themselves, are left out."""
         if self.history is None or not len(rows):
@@ -556,38 +774,60 @@ class Log(Files):
         own, bad = moments(made["time"], time, "")
         who, lists = (
             clean_ids(made["user"]),
-            list_of(rows, history.column, "history.column", uri).cast(pl.List(pl.String)),
+            list_of(rows, history.column, "history.column", uri).cast(
+                pl.List(pl.String)
+            ),
         )
-        rows = rows.with_columns(who.alias(REQUEST), own.alias(UNEQUAL), lists.alias(LIST))
-        rows = rows.filter(bad.is_null() & who.is_not_null() & (lists.list.len() > 0)).sort(
-            UNEQUAL, maintain_order=True
+        rows = rows.with_columns(
+            who.alias(REQUEST), own.alias(UNEQUAL), lists.alias(LIST)
         )
+        rows = rows.filter(
+            bad.is_null() & who.is_not_null() & (lists.list.len() > 0)
+        ).sort(UNEQUAL, maintain_order=True)
         rows = rows.unique([REQUEST, LIST], keep="first", maintain_order=True).sort(ROW)
         for events in self._of_lists(rows, rows[LIST], None, at or 0, uri, users):
             for name in history.labels or ():
-                events.values[f"label_{name}"] = pl.repeat(True, len(events.raw), eager=True)
+                events.values[f"label_{name}"] = pl.repeat(
+                    True, len(events.raw), eager=True
+                )
                 if self.labels[name].late:
                     events.values[f"known_{name}"] = events.values["timestamp_ms"]
             late = events.values["timestamp_ms"] >= events.raw[UNEQUAL]
-            events.reject(late, f"{history.column}: not before its row, give an earlier history.at than {history.at}")
+            events.reject(
+                late,
+                f"{history.column}: not before its row, give an earlier history.at than {history.at}",
+            )
             yield events
 
     def _of_lists(
-        self, rows: pl.DataFrame, lists: pl.Series, last: str | None, at: int, uri: str, users: pa.Table | None
+        self,
+        rows: pl.DataFrame,
+        lists: pl.Series,
+        last: str | None,
+        at: int,
+        uri: str,
+        users: pa.Table | None,
     ) -> Iterator[Rows]:
         """An event for each item of lists, with the item `last` at their ends: the k-th at the time `at` + k."""
         items = lists.cast(pl.List(pl.String)).fill_null([])
         if last:
             end = clean_ids(evaluate(rows, {"end": last}, uri)[0]["end"])
-            items = pl.select(pl.when(end.is_null()).then(items).otherwise(pl.concat_list(items, end))).to_series()
+            items = pl.select(
+                pl.when(end.is_null()).then(items).otherwise(pl.concat_list(items, end))
+            ).to_series()
         places = pl.select(pl.int_ranges(0, items.list.len())).to_series()
-        for piece in slices(rows.with_columns(items.alias(LIST), places.alias(ELEMENT)), LIST):
+        for piece in slices(
+            rows.with_columns(items.alias(LIST), places.alias(ELEMENT)), LIST
+        ):
             piece = piece.explode(LIST, ELEMENT, empty_as_null=True, keep_nulls=True)
             events = Rows(piece, {"user_id": self.user, "item_id": LIST}, uri)
-            events.wanted["item_id"] = self.sequence or (self.history.column if self.history else LIST)
+            events.wanted["item_id"] = self.sequence or (
+                self.history.column if self.history else LIST
+            )
             events.ids("user_id")
             events.ids(
-                "item_id", "missing or empty; of text with blanks in a row split regexp_replace(..., '\\s+', ' ')"
+                "item_id",
+                "missing or empty; of text with blanks in a row split regexp_replace(..., '\\s+', ' ')",
             )
             events.values["timestamp_ms"] = piece[ELEMENT].fill_null(0) + at
             events.join(users)
@@ -596,17 +836,23 @@ class Log(Files):
 
 def _folder(value: str) -> pl.Expr:
     """What the name of a folder such as `country=se` says, as Hive writes it."""
-    return pl.lit(None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value), pl.String)
+    return pl.lit(
+        None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value), pl.String
+    )
 
 
 def check_names(names: Iterable[Any], key: str) -> None:
     """ValueError for a name that columns and metrics cannot have."""
     for name in names:
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter")
+            raise ValueError(
+                f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter"
+            )
 
 
-def _check_section(where: str, of: Section | None, key: str, known: tuple[str, ...]) -> None:
+def _check_section(
+    where: str, of: Section | None, key: str, known: tuple[str, ...]
+) -> None:
     """ValueError for a section without its id, or with keys of other sections."""
     if of is None:
         return
@@ -614,11 +860,15 @@ def _check_section(where: str, of: Section | None, key: str, known: tuple[str, .
         raise ValueError(f"'{where}.{key}' is missing; add such as '{key}: {key}_id'")
     allowed = ["files", key, *known, *(f.name for f in fields(Files))]
     if unknown := [name for name in _given(of) if name not in allowed]:
-        raise ValueError(f"unknown key '{where}.{unknown[0]}'; it takes {', '.join(allowed)}")
+        raise ValueError(
+            f"unknown key '{where}.{unknown[0]}'; it takes {', '.join(allowed)}"
+        )
     for kind in ("texts", "attributes", "numbers", "categories"):
         check_names(getattr(of, kind), f"{where}.{kind}")
     if where == "users" and not of.attributes:
-        raise ValueError("users.attributes is empty; name at least one column, or leave out users")
+        raise ValueError(
+            "users.attributes is empty; name at least one column, or leave out users"
+        )
 
 
 def _given(value: Any) -> Any:
@@ -627,23 +877,42 @@ def _given(value: Any) -> Any:
         return {key: _given(each) for key, each in value.items()}
     if not is_dataclass(value):
         return value
-    own = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(value)}
-    return {name: _given(each) for name, default in own.items() if (each := getattr(value, name)) != default}
+    own = {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in fields(value)
+    }
+    return {
+        name: _given(each)
+        for name, default in own.items()
+        if (each := getattr(value, name)) != default
+    }
 
 
 def _spelled_out(content: dict[str, Any]) -> dict[str, Any]:
     """The keys of a mapping file with its short forms written out: lists of columns, labels that are an expression."""
     made = dict(content)
     for key, value in content.items():
-        if key in ("numbers", "categories", "explode", "texts", "attributes") and isinstance(value, list):
+        if key in (
+            "numbers",
+            "categories",
+            "explode",
+            "texts",
+            "attributes",
+        ) and isinstance(value, list):
             check_names(value, key)
             made[key] = {name: name for name in value}
         elif key == "labels" and isinstance(value, dict):
-            made[key] = {name: {"column": each} if isinstance(each, str) else each for name, each in value.items()}
+            made[key] = {
+                name: {"column": each} if isinstance(each, str) else each
+                for name, each in value.items()
+            }
         elif key in ("items", "users") and isinstance(value, dict):
             made[key] = _spelled_out(value)
         elif key == "as_of" and isinstance(value, dict):
-            made[key] = {name: _spelled_out(each) if isinstance(each, dict) else each for name, each in value.items()}
+            made[key] = {
+                name: _spelled_out(each) if isinstance(each, dict) else each
+                for name, each in value.items()
+            }
     return made
 
 
@@ -660,7 +929,9 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
     content = read_yaml(uri, "check --source")
     prepare = content.pop("prepare", None) or {}
     if not isinstance(prepare, dict):
-        raise UserError(f"{uri}: 'prepare' is {type(prepare).__name__}, not a mapping of options")
+        raise UserError(
+            f"{uri}: 'prepare' is {type(prepare).__name__}, not a mapping of options"
+        )
     try:
         return log_of(content), prepare
     except ValueError as error:

@@ -30,7 +30,14 @@ class Match:
     @property
     def share(self) -> float:
         """The smaller of the shares of ids and of events."""
-        return min(self.ids_matched / max(self.ids, 1), self.events_matched / max(self.events, 1)) if self.ids else 1.0
+        return (
+            min(
+                self.ids_matched / max(self.ids, 1),
+                self.events_matched / max(self.events, 1),
+            )
+            if self.ids
+            else 1.0
+        )
 
     @property
     def doubtful(self) -> bool:
@@ -50,7 +57,9 @@ class Match:
         return asdict(self)
 
 
-def check_matched(match: Match, what: str, least: float, say: Callable[[str], None]) -> None:
+def check_matched(
+    match: Match, what: str, least: float, say: Callable[[str], None]
+) -> None:
     """Says that few ids of the events are described; UserError where their share is below `least`. what: item, user"""
     if match.share >= max(least, MOST_MATCH) or not match.ids:
         return

@@ -33,7 +33,11 @@ def notices(events: Manifest, items: Manifest, sequences: Manifest) -> list[str]
 
 def _log(events: Manifest, items: Manifest) -> Iterator[str]:
     info = events.info
-    made = datetime.fromisoformat(events.created).timestamp() * 1000 if events.created else float("inf")
+    made = (
+        datetime.fromisoformat(events.created).timestamp() * 1000
+        if events.created
+        else float("inf")
+    )
     if info["clock"] and info.get("last_ms", 0) > made + DAY_MS:
         last = datetime.fromtimestamp(info["last_ms"] / 1000, UTC)
         yield f"the log runs to {last:%Y-%m-%d}, which is in the future; check time.unit and the clock of the log"
@@ -42,9 +46,17 @@ def _log(events: Manifest, items: Manifest) -> Iterator[str]:
     if coarse and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"]):
         share = info["duplicates"] / (events.rows + info["duplicates"])
         source = events.config["source"]
-        unset = [("query", ["query"]), ("request_id", ["request", "explode"]), ("position", ["position", "explode"])]
-        unread = [name for name, keys in unset if not any(source.get(key) for key in keys)]
-        read = ", ".join(column["name"] for column in events.schema if column["name"] not in unread)
+        unset = [
+            ("query", ["query"]),
+            ("request_id", ["request", "explode"]),
+            ("position", ["position", "explode"]),
+        ]
+        unread = [
+            name for name, keys in unset if not any(source.get(key) for key in keys)
+        ]
+        read = ", ".join(
+            column["name"] for column in events.schema if column["name"] not in unread
+        )
         yield (
             f"{info['duplicates']:,} events ({share:.1%}) repeat another in every column that is read ({read}) and "
             f"were dropped; if they are real, such as two purchases of a day, --duplicates keep"
@@ -79,7 +91,9 @@ def _splits(info: dict) -> Iterator[str]:
     unit = "requests" if "requests" in info else "events"
     for name in NAMES[1:]:
         if not requests[name]:
-            refused = ", so jobs.train cannot choose its best epoch" if name == "val" else ""
+            refused = (
+                ", so jobs.train cannot choose its best epoch" if name == "val" else ""
+            )
             remedy = "give larger split fractions, or a longer log"
             if info["split"]["kind"] == "leave_last_out":
                 remedy = "each user needs three for that: use --split.kind temporal where the log has clock times"

@@ -20,10 +20,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
-from models.tables import Manifest, UserError, has_manifest, join, open_uri, read_manifest, read_table, writing
+from models.tables import (
+    Manifest,
+    UserError,
+    has_manifest,
+    join,
+    open_uri,
+    read_manifest,
+    read_table,
+    writing,
+)
 from models.uri import write_file
 from models.words import number_of
-from pipelines.data.catalogue import core_items, described_items, extended, match_items, with_described, write_items
+from pipelines.data.catalogue import (
+    core_items,
+    described_items,
+    extended,
+    match_items,
+    with_described,
+    write_items,
+)
 from pipelines.data.engine import Engine
 from pipelines.data.events import hash_file, ingest, partitions_for
 from pipelines.data.fresh import split_of, take_items
@@ -74,13 +90,30 @@ def prepare(
     counted = None if kind.all_shown else config.behaviour
     files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
     files += source.item_files(str(input_uri)) if config.catalogue is None else []
-    append = append and all(has_manifest(join(str(output_uri), name)) for name in ("events", "rejects"))
-    count = config.partitions or partitions_for([join(str(input_uri), file) for file in files])
+    append = append and all(
+        has_manifest(join(str(output_uri), name)) for name in ("events", "rejects")
+    )
+    count = config.partitions or partitions_for(
+        [join(str(input_uri), file) for file in files]
+    )
     if append and not config.partitions:
-        count = read_manifest(join(str(output_uri), "events"), "events").config["partitions"]
+        count = read_manifest(join(str(output_uri), "events"), "events").config[
+            "partitions"
+        ]
     here = not config.partitions and count <= (FEW if append else 1)
     engine = Engine(config.ray_data, here=here, small=count <= SMALL, start=start)
-    run = Run(source, str(input_uri), str(output_uri), config, counted, overwrite, say, whole, engine, append)
+    run = Run(
+        source,
+        str(input_uri),
+        str(output_uri),
+        config,
+        counted,
+        overwrite,
+        say,
+        whole,
+        engine,
+        append,
+    )
     with writing(run.output), run.writing(*TABLES) if append else nullcontext():
         before = run.before("events")
         events = _append_events(run, before) if before else _make_events(run, count)
@@ -106,18 +139,25 @@ def prepare(
 def is_whole(output: str) -> bool:
     """Whether a run has finished there: statistics are written last, and sequences name what they were made from."""
     filesystem, path = open_uri(join(output, STATISTICS))
-    if filesystem.get_file_info(path).type != fs.FileType.File or not has_manifest(join(output, "sequences")):
+    if filesystem.get_file_info(path).type != fs.FileType.File or not has_manifest(
+        join(output, "sequences")
+    ):
         return False
     made_from = read_manifest(join(output, "sequences")).inputs
     return all(
-        has_manifest(join(output, name)) and read_manifest(join(output, name)).hash == made_from.get(name)
+        has_manifest(join(output, name))
+        and read_manifest(join(output, name)).hash == made_from.get(name)
         for name in ("events", "items")
     )
 
 
 def _events_settings(run: Run, partitions: int) -> dict[str, Any]:
     config = run.config
-    settings = {"source": run.source.events_config, "ties": config.ties, "partitions": partitions}
+    settings = {
+        "source": run.source.events_config,
+        "ties": config.ties,
+        "partitions": partitions,
+    }
     return _plain(settings | {"duplicates": config.duplicates})
 
 
@@ -125,7 +165,9 @@ def _make_events(run: Run, partitions: int) -> Manifest:
     source, settings = run.source, _events_settings(run, partitions)
     files, user_files = source.event_files(run.input), source.user_files(run.input)
     stamps = run.stamps([*files, *user_files])
-    finished, finished_rejects = (run.finished(name, settings, {}, stamps) for name in ("events", "rejects"))
+    finished, finished_rejects = (
+        run.finished(name, settings, {}, stamps) for name in ("events", "rejects")
+    )
     if finished and finished_rejects:
         return finished
     return _ingest_events(run, files, settings, stamps)
@@ -139,37 +181,70 @@ def _append_events(run: Run, before: Manifest) -> Manifest:
     user_files = source.user_files(run.input)
     stamps = run.stamps([*source.event_files(run.input), *user_files])
     new = sorted(stamps.keys() - said["stamps"].keys() - {*user_files})
-    other = [name for name, value in settings.items() if before.config.get(name) != value]
-    touched = [file for file, stamp in stamps.items() if said["stamps"].get(file, stamp) != stamp]
-    changed = [file for file in touched if file in user_files or hash_file(run, file) != before.inputs[file]]
+    other = [
+        name for name, value in settings.items() if before.config.get(name) != value
+    ]
+    touched = [
+        file
+        for file, stamp in stamps.items()
+        if said["stamps"].get(file, stamp) != stamp
+    ]
+    changed = [
+        file
+        for file in touched
+        if file in user_files or hash_file(run, file) != before.inputs[file]
+    ]
     changed += sorted({*user_files} ^ {*said["user_files"]})
     last = max(said["stamps"].keys() - {*said["user_files"]})
     order, late = config.ties == "log_order", [file for file in new if file < last]
     here = f"--append to {run.table('events')}"
     refuse(
-        (other, f"{here}: they were made with another {', '.join(other)}; use the same, or --overwrite"),
-        (changed, f"{here}: {', '.join(changed[:1])} is not what it was when they were made; give new events in files "
-         "of new names, or use --overwrite"),
-        (source.of_time.column is None and not source.sequence, f"{here}: times are the order of rows, which new files "
-         "have of their own; use --overwrite"),
-        (order and "position" not in source.absent, f"{here}: ties is log_order and the log has positions, which are "
-         "lost where ties were ordered; use --overwrite"),
-        (order and late, f"{here}: ties is log_order, and {', '.join(late[:1])} comes before files that they have in "
-         "the order of names; use --overwrite"),
-    )  # fmt: skip
+        (
+            other,
+            f"{here}: they were made with another {', '.join(other)}; use the same, or --overwrite",
+        ),
+        (
+            changed,
+            f"{here}: {', '.join(changed[:1])} is not what it was when they were made; give new events in files "
+            "of new names, or use --overwrite",
+        ),
+        (
+            source.of_time.column is None and not source.sequence,
+            f"{here}: times are the order of rows, which new files "
+            "have of their own; use --overwrite",
+        ),
+        (
+            order and "position" not in source.absent,
+            f"{here}: ties is log_order and the log has positions, which are "
+            "lost where ties were ordered; use --overwrite",
+        ),
+        (
+            order and late,
+            f"{here}: ties is log_order, and {', '.join(late[:1])} comes before files that they have in "
+            "the order of names; use --overwrite",
+        ),
+    )
     if not new:
-        run.say(f"events: up to date, {number_of(before.rows, 'row')}; all files were there before")
+        run.say(
+            f"events: up to date, {number_of(before.rows, 'row')}; all files were there before"
+        )
         return before
     return _ingest_events(run, new, settings, {**said["stamps"], **stamps}, before)
 
 
 def _ingest_events(
-    run: Run, files: list[str], settings: dict[str, Any], stamps: dict[str, list[int]], before: Manifest | None = None
+    run: Run,
+    files: list[str],
+    settings: dict[str, Any],
+    stamps: dict[str, list[int]],
+    before: Manifest | None = None,
 ) -> Manifest:
     source, config, partitions = run.source, run.config, settings["partitions"]
     user_files, keep = source.user_files(run.input), config.duplicates == "keep"
     said: dict[str, Any] = before.info if before else {}
-    run.say(f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}")
+    run.say(
+        f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}"
+    )
     begin = time.perf_counter()
     with run.writing("events", "rejects"):
         digests = {file: hashlib.sha256() for file in user_files}
@@ -178,12 +253,16 @@ def _ingest_events(
         of_users = Rejected.of(users) if users else Rejected()
         run.reject(of_users, " of the user files")
         surveyor = Surveyor(run.counted, run.late)
-        result = ingest(run, files, partitions, surveyor, users.rows if users else None, before)
+        result = ingest(
+            run, files, partitions, surveyor, users.rows if users else None, before
+        )
         inputs = {**(before.inputs if before else {}), **result.hashes}
         inputs |= {file: digest.hexdigest() for file, digest in digests.items()}
         rejected = result.rejected
         if not rejected.rows_read and not before:
-            raise UserError(f"{run.input} holds no rows in {', '.join(files[:3])}; check --input")
+            raise UserError(
+                f"{run.input} holds no rows in {', '.join(files[:3])}; check --input"
+            )
         run.reject(rejected)
         if not result.parts:
             raise UserError(f"{run.input} holds no valid event; see the reasons above")
@@ -214,14 +293,22 @@ def _ingest_events(
             "grain_ms": run.surveyed.grain_ms,
         }
         events = run.commit(
-            "events", source.schema, result.parts, settings, inputs, info,
-            read_shuffle_sort_write_s=read - begin, survey_s=survey_s,
-        )  # fmt: skip
+            "events",
+            source.schema,
+            result.parts,
+            settings,
+            inputs,
+            info,
+            read_shuffle_sort_write_s=read - begin,
+            survey_s=survey_s,
+        )
         old = []
         if rejects_there := run.before("rejects"):
             # A run that was killed between the two manifests has left rejects of files that the events lack.
             same = rejects_there.info["stamps"] == said["stamps"]
-            old = rejects_there.files[: None if same else rejects_there.info["old_files"]]
+            old = rejects_there.files[
+                : None if same else rejects_there.info["old_files"]
+            ]
         told = {"rows": rejects, "stamps": stamps, "old_files": len(old)}
         run.commit("rejects", REJECTS, [*old, *result.rejects], settings, inputs, told)
     run.say(
@@ -267,7 +354,11 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
             "core": config.core,
             "core_window": config.core_window,
             "behaviour": run.counted,
-            **({"split": config.split.settings()} if config.core_window == "train" else {}),
+            **(
+                {"split": config.split.settings()}
+                if config.core_window == "train"
+                else {}
+            ),
         }
     )
     inputs = {"events": events.hash}
@@ -278,27 +369,43 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
     found = run.survey(events)
     before = run.before("items")
     if before and (gone := sorted(before.info["stamps"].keys() - {*files})):
-        raise UserError(f"{run.input} lacks {gone[0]}: item files are read whole at each --append; keep them there")
+        raise UserError(
+            f"{run.input} lacks {gone[0]}: item files are read whole at each --append; keep them there"
+        )
     with run.writing("items"):
         described, others = (
-            described_items(source, run.input, files, run.engine) if source.keeps_all_items else (None, {})
+            described_items(source, run.input, files, run.engine)
+            if source.keeps_all_items
+            else (None, {})
         )
-        used, rounds = core_items(found, config.core, run.before_ms(split), run.engine, described)
+        used, rounds = core_items(
+            found, config.core, run.before_ms(split), run.engine, described
+        )
         catalogue = used if described is None else with_described(used, described)
         if before:
-            old = read_table(run.table("items"), "items", ["item_id"])["item_id"].combine_chunks()
+            old = read_table(run.table("items"), "items", ["item_id"])[
+                "item_id"
+            ].combine_chunks()
             catalogue = extended(old.cast(catalogue.type), catalogue)
         counted = time.perf_counter()
         uri = run.table("items")
-        parts, counts, rejected, missing, hashes = write_items(source, run.input, files, catalogue, uri, run.engine)
+        parts, counts, rejected, missing, hashes = write_items(
+            source, run.input, files, catalogue, uri, run.engine
+        )
         if other := [file for file, digest in others.items() if hashes[file] != digest]:
-            raise UserError(f"{join(run.input, other[0])} has changed while it was read; run the same line again")
+            raise UserError(
+                f"{join(run.input, other[0])} has changed while it was read; run the same line again"
+            )
         inputs |= hashes
         run.reject(rejected, " of the item files")
         matched = Match()
         if files:
-            of_items = found.counts[pc.is_in(found.items, used).to_numpy(zero_copy_only=False)]  # both are sorted
-            if described is not None or before:  # what the events name is to have a row in the item files
+            of_items = found.counts[
+                pc.is_in(found.items, used).to_numpy(zero_copy_only=False)
+            ]  # both are sorted
+            if (
+                described is not None or before
+            ):  # what the events name is to have a row in the item files
                 bare = catalogue.take(pa.array(missing)).cast(used.type)
                 missing = pc.index_in(bare, used).to_numpy().astype(np.int64)
             matched = match_items(used, missing, of_items, counts.pop("first"))
@@ -313,7 +420,11 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
             "behaviours": found.behaviours,
             "items_before_core": len(found.items),
             "dropped_items": len(found.items) - len(used),
-            **({"items_without_behaviours": len(catalogue) - len(used)} if described is not None else {}),
+            **(
+                {"items_without_behaviours": len(catalogue) - len(used)}
+                if described is not None
+                else {}
+            ),
             "metadata_rows": rejected.rows_read,
             "metadata_rejects": rejected.rejects,
             "metadata_reject_reasons": dict(sorted(rejected.reasons.items())),
@@ -323,9 +434,20 @@ def _make_items(run: Run, events: Manifest, split: dict[str, Any]) -> Manifest:
         }
         write_s = time.perf_counter() - counted
         items = run.commit(
-            "items", source.items_schema, parts, settings, inputs, info, core_s=counted - begin, write_s=write_s
+            "items",
+            source.items_schema,
+            parts,
+            settings,
+            inputs,
+            info,
+            core_s=counted - begin,
+            write_s=write_s,
         )
-    new = f", {info['items_without_behaviours']:,} of them without behaviours" if described is not None else ""
+    new = (
+        f", {info['items_without_behaviours']:,} of them without behaviours"
+        if described is not None
+        else ""
+    )
     run.say(
         f"items: {items.rows:,} in the catalogue{new}, {info['dropped_items']:,} dropped by the {config.core}-core "
         f"({rounds} rounds), {info['items_without_metadata']:,} without metadata, "

@@ -22,7 +22,9 @@ from pipelines.data.rows import Block, Rejected, check_missing, common
 from pipelines.data.times import EPOCH
 
 BLOCKS = 4  # of a file, each of about 8 MiB, in search of rows and of a column that the first does not have
-MOST_REJECTS = 0.5  # share of the rows read above which the description is taken to be wrong
+MOST_REJECTS = (
+    0.5  # share of the rows read above which the description is taken to be wrong
+)
 VALUES = 3  # shown of each column
 LONGEST_VALUE = 40  # characters
 
@@ -51,25 +53,54 @@ class Preview:
     """Columns that were in no row, each with a hint at the nearest."""
 
 
-def preview(log: Log, input_uri: str, max_rejects: float, items: bool = True) -> list[Preview]:
+def preview(
+    log: Log, input_uri: str, max_rejects: float, items: bool = True
+) -> list[Preview]:
     """The first rows of events, of items where they are wanted, of users and of features. UserError for what cannot be
     read, for a column that no row of the log has, and where more than MOST_REJECTS of the rows, and than `max_rejects`,
     break the schema."""
     users = log.read_users(input_uri, {}, beginning=True)
     begin = partial(_begin, input_uri, log.clock)
-    read: Blocks = lambda file: log.read_events(input_uri, file, users.rows if users else None)  # noqa: E731
+    user_rows = users.rows if users else None
+
+    def read(file: str) -> Iterator[Block]:
+        return log.read_events(input_uri, file, user_rows)
+
     found = [begin("events", log.event_files(input_uri), read, log.origins)]
     if items and log.items and (files := log.item_files(input_uri)):
-        found.append(begin("items", files, partial(log.items.read, input_uri), log.items.origins))
+        found.append(
+            begin("items", files, partial(log.items.read, input_uri), log.items.origins)
+        )
     if users and log.users:
-        found.append(begin("users", log.user_files(input_uri)[:1], lambda file: iter([users]), log.users.origins))
+        found.append(
+            begin(
+                "users",
+                log.user_files(input_uri)[:1],
+                lambda file: iter([users]),
+                log.users.origins,
+            )
+        )
     for name, of in log.as_of.items():
-        found.append(begin(f"as_of.{name}", of.listed(input_uri, "feature"), partial(of.read, input_uri), of.origins))
+        found.append(
+            begin(
+                f"as_of.{name}",
+                of.listed(input_uri, "feature"),
+                partial(of.read, input_uri),
+                of.origins,
+            )
+        )
     check_rejects(found, max_rejects, MOST_REJECTS)
     return found
 
 
-def _begin(input_uri: str, clock: bool, kind: str, files: list[str], read: Blocks, origins: dict[str, str]) -> Preview:
+def _begin(
+    input_uri: str,
+    clock: bool,
+    kind: str,
+    files: list[str],
+    read: Blocks,
+    origins: dict[str, str],
+) -> Preview:
     """The first rows of the first file, the last and the one in the middle."""
     blocks, rejected = list[Block](), Rejected()
     begun = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))
@@ -85,7 +116,9 @@ def _begin(input_uri: str, clock: bool, kind: str, files: list[str], read: Block
                 whole = whole and next(stream, None) is None
     missing = common(each.missing for each in blocks)
     if kind == "events" and whole and not rejected.rows_read:
-        raise UserError(f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input")
+        raise UserError(
+            f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input"
+        )
     if whole and missing:
         check_missing(missing, kind.removesuffix("s"), input_uri)
     rows = next((block.rows for block in blocks if block.rows.num_rows), pa.table({}))
@@ -95,7 +128,9 @@ def _begin(input_uri: str, clock: bool, kind: str, files: list[str], read: Block
 def check_rejects(found: list[Preview], max_rejects: float, least: float = 0.0) -> None:
     """UserError where more than a share `max_rejects`, and `least`, of the rows read break the schema."""
     for seen in found:
-        seen.rejected.check(max_rejects, f" at the beginning of {', '.join(seen.begun)}", least)
+        seen.rejected.check(
+            max_rejects, f" at the beginning of {', '.join(seen.begun)}", least
+        )
 
 
 def warnings(found: list[Preview]) -> list[str]:
@@ -112,25 +147,57 @@ def lines(found: list[Preview]) -> list[str]:
     """What `--dry-run` prints."""
     said: list[str] = []
     for seen in found:
-        of = f"{len(seen.begun)} of {number_of(len(seen.files), 'file')}" if len(seen.files) > 1 else "the only file"
+        of = (
+            f"{len(seen.begun)} of {number_of(len(seen.files), 'file')}"
+            if len(seen.files) > 1
+            else "the only file"
+        )
         read = number_of(seen.rejected.rows_read, "row")
-        said.append(f"{seen.kind}: {', '.join(seen.begun)}, {of}: {read} read, {seen.rejected.rejects:,} rejected")
+        said.append(
+            f"{seen.kind}: {', '.join(seen.begun)}, {of}: {read} read, {seen.rejected.rejects:,} rejected"
+        )
         said += [f"  rejected: {line}" for line in seen.rejected.lines()]
         table = [
-            (column, origin, str(seen.rows.schema.field(column).type).removeprefix("large_"), _values(seen, column))
+            (
+                column,
+                origin,
+                str(seen.rows.schema.field(column).type).removeprefix("large_"),
+                _values(seen, column),
+            )
             for column, origin in seen.origins.items()
             if column in seen.rows.column_names
         ]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)][:3]
         for row in table:
-            said.append("  ".join(["", *(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]))
+            said.append(
+                "  ".join(
+                    [
+                        "",
+                        *(cell.ljust(w) for cell, w in zip(row, widths, strict=False)),
+                        row[3],
+                    ]
+                )
+            )
     return said + warnings(found)
 
 
 def _values(seen: Preview, column: str) -> str:
     """The first few values of a column, each once."""
-    values = pc.unique(seen.rows[column].slice(0, 10_000).drop_null())[:VALUES].to_pylist()
-    instant = lambda ms: (EPOCH + timedelta(milliseconds=ms)).isoformat(timespec="milliseconds")[:-6] + "Z"  # noqa: E731
+    values = pc.unique(seen.rows[column].slice(0, 10_000).drop_null())[
+        :VALUES
+    ].to_pylist()
+
+    def instant(ms: int) -> str:
+        time = EPOCH + timedelta(milliseconds=ms)
+        return time.isoformat(timespec="milliseconds")[:-6] + "Z"
+
     timed = seen.clock and (column == "timestamp_ms" or column.startswith("known_"))
-    texts = [instant(each) if timed else f"{each:.7g}" if isinstance(each, float) else str(each) for each in values]
+    texts = [
+        instant(each)
+        if timed
+        else f"{each:.7g}"
+        if isinstance(each, float)
+        else str(each)
+        for each in values
+    ]
     return " | ".join(text[:LONGEST_VALUE] for text in texts) or "nothing in these rows"

@@ -38,9 +38,21 @@ from models.tables import OWN, UserError, open_uri
 ROW = "__row"
 """Column with the row's number in its piece, from 0, broken ones counted too."""
 
-SUFFIXES = {"csv": "csv", "tsv": "csv", "jsonl": "jsonl", "ndjson": "jsonl", "json": "jsonl", "parquet": "parquet"}
+SUFFIXES = {
+    "csv": "csv",
+    "tsv": "csv",
+    "jsonl": "jsonl",
+    "ndjson": "jsonl",
+    "json": "jsonl",
+    "parquet": "parquet",
+}
 FORMATS = ("csv", "jsonl", "parquet", "lines", "keyed")
-MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
+MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bz2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 PACKED = ("gz", "bz2", "zst", "lz4")
 BLOCK = 8 << 20  # bytes of text per frame
 LONGEST_ROW = 64 << 20  # bytes
@@ -49,7 +61,9 @@ LONGEST_QUOTE = 2000  # characters of a broken line that a reject keeps
 ESCAPED = b"\x0e\x0f"
 """Stands for an escaped quote while rows are parsed, as neither parser takes both kinds of quotes."""
 JOINED = b"\x1f"  # stands for a delimiter of several characters: the ASCII separator of units
-HALF = re.compile(rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+HALF = re.compile(
+    rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+)
 """Half of a character in JSON."""
 csv.field_size_limit(LONGEST_ROW)
 
@@ -78,13 +92,21 @@ class Files:
     def check_files(self) -> None:
         """ValueError for what no file can be."""
         if self.format is not None and self.format not in FORMATS:
-            raise ValueError(f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}")
+            raise ValueError(
+                f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}"
+            )
         for key in ("quote", "escape"):
             if len(getattr(self, key).encode()) > 1:
-                raise ValueError(f"'{key}' is {getattr(self, key)!r}; it is one ASCII character, or ''")
+                raise ValueError(
+                    f"'{key}' is {getattr(self, key)!r}; it is one ASCII character, or ''"
+                )
         given = self.delimiter
-        if given is not None and not (given.isascii() and 1 <= len(given) <= 8 and "\n" not in given):
-            raise ValueError(f"'delimiter' is {given!r}; it is one to eight ASCII characters, such as ';'")
+        if given is not None and not (
+            given.isascii() and 1 <= len(given) <= 8 and "\n" not in given
+        ):
+            raise ValueError(
+                f"'delimiter' is {given!r}; it is one to eight ASCII characters, such as ';'"
+            )
         try:
             "".encode(self.encoding)
         except LookupError as error:
@@ -100,14 +122,20 @@ class Files:
         """The format of a file: as given, or by its suffix beneath that of a compression."""
         suffixes = [s[1:].lower() for s in PurePosixPath(file).suffixes]
         if suffixes and suffixes[-1] in ("xz", "zip", "7z", "rar"):
-            raise UserError(f"{file} is compressed as {suffixes[-1]}, which is not read; use gzip, bz2 or zstd")
+            raise UserError(
+                f"{file} is compressed as {suffixes[-1]}, which is not read; use gzip, bz2 or zstd"
+            )
         suffixes = [s for s in suffixes if s not in PACKED]
         if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
-            raise UserError(f"the format of {file} cannot be told from its name; set 'format' to {', '.join(FORMATS)}")
+            raise UserError(
+                f"the format of {file} cannot be told from its name; set 'format' to {', '.join(FORMATS)}"
+            )
         return self.format or SUFFIXES[suffixes[-1]]
 
     def delimiter_of(self, file: str) -> str:
-        return self.delimiter or ("\t" if ".tsv" in [s.lower() for s in PurePosixPath(file).suffixes] else ",")
+        return self.delimiter or (
+            "\t" if ".tsv" in [s.lower() for s in PurePosixPath(file).suffixes] else ","
+        )
 
 
 @dataclass(frozen=True)
@@ -132,18 +160,33 @@ class ParsedRows:
     @property
     def whole(self) -> pl.DataFrame:
         """The rows, with nulls for what is missing."""
-        return self.rows.with_columns(pl.lit(None, pl.Null).alias(name) for name in self.missing)
+        return self.rows.with_columns(
+            pl.lit(None, pl.Null).alias(name) for name in self.missing
+        )
 
 
-def list_files(input_uri: str, pattern: str, *, required: bool, what: str, beside: Collection[str] = ()) -> list[str]:
+def list_files(
+    input_uri: str,
+    pattern: str,
+    *,
+    required: bool,
+    what: str,
+    beside: Collection[str] = (),
+) -> list[str]:
     """Files under the folder whose relative path matches the pattern (shell wildcards) and none of those `beside`,
     sorted. Hidden files, and parts and manifests of tables of ours in folders beneath it, are skipped."""
     filesystem, root = open_uri(input_uri)
     try:
         infos = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"the input folder {input_uri} cannot be read; check --input") from error
-    names = (info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
+        raise UserError(
+            f"the input folder {input_uri} cannot be read; check --input"
+        ) from error
+    names = (
+        info.path[len(root) :].lstrip("/")
+        for info in infos
+        if info.type == fs.FileType.File
+    )
     files = sorted(
         name
         for name in names
@@ -153,7 +196,9 @@ def list_files(input_uri: str, pattern: str, *, required: bool, what: str, besid
         and not ("/" in name and OWN.fullmatch(name.rsplit("/", 1)[1]))
     )
     if required and not files:
-        raise UserError(f"{input_uri} holds no {what} like '{pattern}'; check --input and the source's file pattern")
+        raise UserError(
+            f"{input_uri} holds no {what} like '{pattern}'; check --input and the source's file pattern"
+        )
     return files
 
 
@@ -167,14 +212,34 @@ def pieces(uri: str, files: Files, size: int) -> list[FilePart | None]:
     with filesystem.open_input_file(path) as stream:
         if kind == "parquet":
             metadata = pq.read_metadata(stream)
-            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-            sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
-            edges = np.unique(np.cumsum([0, *sizes])[:-1] // size, return_index=True)[1].tolist()
-            return [FilePart(*edge) for edge in zip(edges, [*edges[1:], len(groups)], strict=True)]
+            groups = [
+                metadata.row_group(number) for number in range(metadata.num_row_groups)
+            ]
+            sizes = [
+                sum(
+                    group.column(i).total_compressed_size
+                    for i in range(group.num_columns)
+                )
+                for group in groups
+            ]
+            edges = np.unique(np.cumsum([0, *sizes])[:-1] // size, return_index=True)[
+                1
+            ].tolist()
+            return [
+                FilePart(*edge)
+                for edge in zip(edges, [*edges[1:], len(groups)], strict=True)
+            ]
         head = stream.read(1 << 12)
-    if files.recoded or kind == "keyed" or _compression(head) or (kind == "jsonl" and _is_array(head)):
+    if (
+        files.recoded
+        or kind == "keyed"
+        or _compression(head)
+        or (kind == "jsonl" and _is_array(head))
+    ):
         return [None]
-    return [FilePart(start, min(start + size, length)) for start in range(0, length, size)]
+    return [
+        FilePart(start, min(start + size, length)) for start in range(0, length, size)
+    ]
 
 
 def _compression(head: bytes) -> str | None:
@@ -194,12 +259,18 @@ def _open(uri: str) -> Any:
 
 
 def read_frames(
-    uri: str, files: Files, expressions: Iterable[str], digest: Any = None, piece: FilePart | None = None
+    uri: str,
+    files: Files,
+    expressions: Iterable[str],
+    digest: Any = None,
+    piece: FilePart | None = None,
 ) -> Iterator[ParsedRows]:
     """Streams a file, or a piece of it, with the columns that the SQL expressions need, and adds the bytes that are
     parsed to `digest`. UserError names the file for one that is empty, damaged or of another format."""
     kind, expressions = files.format_of(uri), list(dict.fromkeys(expressions))
-    reader = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_whole}.get(kind, _read_lines)
+    reader = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_whole}.get(
+        kind, _read_lines
+    )
     try:
         yield from reader(uri, files, expressions, digest, piece)
     except UnicodeError as error:
@@ -227,11 +298,17 @@ def _not_encoded(uri: str, encoding: str) -> UserError:
     )
 
 
-def needed(expressions: Iterable[str], present: Collection[str]) -> tuple[list[str], dict[str, str]]:
+def needed(
+    expressions: Iterable[str], present: Collection[str]
+) -> tuple[list[str], dict[str, str]]:
     """The columns that the expressions read, of those present, and the ones that are missing, each with a hint. An
     expression that is the name of a column is that column, any other is SQL."""
-    wanted = dict.fromkeys(name for text in expressions for name in roots(text, present))
-    missing = {name: present_hint(name, present) for name in wanted if name not in present}
+    wanted = dict.fromkeys(
+        name for text in expressions for name in roots(text, present)
+    )
+    missing = {
+        name: present_hint(name, present) for name in wanted if name not in present
+    }
     return [name for name in wanted if name in present], missing
 
 
@@ -264,7 +341,10 @@ def _blocks(
         else:
             filesystem, path = open_uri(uri)
             stream = opened.enter_context(filesystem.open_input_file(path))
-            start, end = (_row_start(stream, uri, files, byte) for byte in (piece.start, piece.end))
+            start, end = (
+                _row_start(stream, uri, files, byte)
+                for byte in (piece.start, piece.end)
+            )
             stream.seek(start)
             left, first = end - start, start == 0
         while left and (block := stream.read(min(size, left))):
@@ -283,7 +363,9 @@ def _head(uri: str, files: Files) -> bytes:
     with closing(_blocks(uri, files, None, None, 1 << 18)) as blocks:
         head = next((block for block in blocks if block.strip()), b"")
     if not head:
-        raise UserError(f"{uri} is empty; copy it again or take it out of the input folder")
+        raise UserError(
+            f"{uri} is empty; copy it again or take it out of the input folder"
+        )
     return head
 
 
@@ -297,19 +379,37 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
     whole = byte - 1 + len(text) == stream.size()
     at = text.find(b"\n") + 1
     if not at:
-        return stream.size() if whole else _row_start(stream, uri, files, byte - 1 + len(text))
-    if files.format_of(uri) != "csv" or not files.quote or files.quote.encode() not in text[at:]:
+        return (
+            stream.size()
+            if whole
+            else _row_start(stream, uri, files, byte - 1 + len(text))
+        )
+    if (
+        files.format_of(uri) != "csv"
+        or not files.quote
+        or files.quote.encode() not in text[at:]
+    ):
         return byte - 1 + at
     delimiter = files.delimiter_of(uri).encode()
     by = delimiter if len(delimiter) == 1 else JOINED
     width = len(_header(uri, files, delimiter, by)[0])
     lines = [line + b"\n" for line in text[at:].split(b"\n")[: None if whole else -1]]
-    read = [_marked(line.replace(delimiter, by), files).decode(errors="replace") for line in lines]
+    read = [
+        _marked(line.replace(delimiter, by), files).decode(errors="replace")
+        for line in lines
+    ]
     for first in range(len(lines)):
-        if read[first].count(files.quote) % 2:  # a value that spans lines begins or ends here
+        if (
+            read[first].count(files.quote) % 2
+        ):  # a value that spans lines begins or ends here
             continue
         with suppress(csv.Error):
-            rows = islice(csv.reader(islice(read, first, None), delimiter=by.decode(), **_quotes(files)), 20)
+            rows = islice(
+                csv.reader(
+                    islice(read, first, None), delimiter=by.decode(), **_quotes(files)
+                ),
+                20,
+            )
             if all(len(row) in (0, width) for row in rows):
                 return min(byte - 1 + at + sum(map(len, lines[:first])), stream.size())
     return byte - 1 + at
@@ -317,7 +417,11 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
 
 def _quotes(files: Files) -> dict[str, Any]:
     """How Python's CSV reader is told of quotes."""
-    return {"quotechar": files.quote, "strict": True} if files.quote else {"quoting": csv.QUOTE_NONE}
+    return (
+        {"quotechar": files.quote, "strict": True}
+        if files.quote
+        else {"quoting": csv.QUOTE_NONE}
+    )
 
 
 def _marked(text: bytes, files: Files) -> bytes:
@@ -325,20 +429,28 @@ def _marked(text: bytes, files: Files) -> bytes:
     if not files.escape or not files.quote or files.escape.encode() not in text:
         return text
     mark, quote = files.escape.encode(), files.quote.encode()
-    pairs = re.compile(b"%b(%b|%b)" % (re.escape(mark), re.escape(mark), re.escape(quote)))
+    pairs = re.compile(
+        b"%b(%b|%b)" % (re.escape(mark), re.escape(mark), re.escape(quote))
+    )
     return pairs.sub(lambda pair: ESCAPED if pair[1] == quote else pair[0], text)
 
 
-def _unescaped(rows: pl.DataFrame, files: Files, by: str, delimiter: str) -> pl.DataFrame:
+def _unescaped(
+    rows: pl.DataFrame, files: Files, by: str, delimiter: str
+) -> pl.DataFrame:
     """The values with what stood for other characters: \\\\ for \\, and \\N for nothing, as MySQL writes them."""
     value = pl.col(pl.String)
     if by != delimiter:
         rows = rows.with_columns(value.str.replace_all(by, delimiter, literal=True))
     if files.escape and files.quote:
-        rows = rows.with_columns(value.str.replace_all(ESCAPED.decode(), files.quote, literal=True))
+        rows = rows.with_columns(
+            value.str.replace_all(ESCAPED.decode(), files.quote, literal=True)
+        )
     if files.escape:
         text = value.str.replace_all(2 * files.escape, files.escape, literal=True)
-        rows = rows.with_columns(pl.when(value != files.escape + "N").then(text).name.keep())
+        rows = rows.with_columns(
+            pl.when(value != files.escape + "N").then(text).name.keep()
+        )
     return rows
 
 
@@ -362,41 +474,62 @@ def _read_csv(
             rest, skip = rest[at:], skip - 1
         if skip or not rest:
             continue
-        table, numbers, broken, used = _csv_rows(rest, files, by.decode(), names, columns, last)
+        table, numbers, broken, used = _csv_rows(
+            rest, files, by.decode(), names, columns, last
+        )
         rest = rest[used:]
         if len(rest) > LONGEST_ROW:
             raise UserError(
                 f"{uri}: row {row:,} is longer than {LONGEST_ROW >> 20} MiB; set quote: '' where quotes are plain "
                 f"characters"
             )
-        rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String)) if table is None else pl.DataFrame(table)
+        rows = (
+            pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
+            if table is None
+            else pl.DataFrame(table)
+        )
         rows = _unescaped(rows, files, by.decode(), delimiter.decode())
         rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
-        broken = [(n + row, why, shown.replace(by.decode(), delimiter.decode())) for n, why, shown in broken]
+        broken = [
+            (n + row, why, shown.replace(by.decode(), delimiter.decode()))
+            for n, why, shown in broken
+        ]
         yield ParsedRows(rows, broken, missing)
         row += len(numbers) + len(broken)
 
 
-def _header(uri: str, files: Files, delimiter: bytes, by: bytes) -> tuple[list[str], int]:
+def _header(
+    uri: str, files: Files, delimiter: bytes, by: bytes
+) -> tuple[list[str], int]:
     """The names of all columns and the number of lines that they take. Of names that come twice the later ones get a
     number, as in pandas."""
     head = _head(uri, files)
     if head[:400].count(0) * 4 > len(head[:400]):
         raise _not_encoded(uri, files.encoding)
     if b"\r" in head and b"\n" not in head:
-        raise UserError(f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')")
+        raise UserError(
+            f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')"
+        )
     if files.header:
         return files.header, 0
-    text = _marked(head.replace(delimiter, by), files).decode(errors="replace").split("\n")
-    lines = csv.reader((line + "\n" for line in text), delimiter=by.decode(), **_quotes(files))
+    text = (
+        _marked(head.replace(delimiter, by), files).decode(errors="replace").split("\n")
+    )
+    lines = csv.reader(
+        (line + "\n" for line in text), delimiter=by.decode(), **_quotes(files)
+    )
     try:
         names = next(cells for cells in lines if cells)
     except csv.Error as error:
-        raise UserError(f"{uri}: its header cannot be read ({error}); name the columns in 'header'") from error
+        raise UserError(
+            f"{uri}: its header cannot be read ({error}); name the columns in 'header'"
+        ) from error
     seen: dict[str, int] = {}
     for place, name in enumerate(names):
         seen[name] = seen.get(name, -1) + 1
-        names[place] = (f"{name}.{seen[name]}" if seen[name] else name).replace(ESCAPED.decode(), files.quote)
+        names[place] = (f"{name}.{seen[name]}" if seen[name] else name).replace(
+            ESCAPED.decode(), files.quote
+        )
     return names, lines.line_num
 
 
@@ -411,7 +544,12 @@ def _check_delimiter(uri: str, header: str, delimiter: str, wanted: str) -> None
 
 
 def _csv_rows(
-    text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str], last: bool
+    text: bytes,
+    files: Files,
+    delimiter: str,
+    names: list[str],
+    columns: list[str],
+    last: bool,
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
     """The rows of a text that begins with one: the table, the numbers of its rows, what is broken, and how many bytes
     were read. By Arrow where all quotes enclose whole values of one line, else by Python's strict reader, line by line.
@@ -436,7 +574,11 @@ def _regular(text: bytes, files: Files, delimiter: str) -> bool:
     after = byte[np.minimum(closes + 1, len(byte) - 1)][closes < len(byte) - 1]
     ends = [ord(delimiter), 10, quote]
     lines = np.searchsorted(breaks, opens) == np.searchsorted(breaks, closes)
-    return bool(np.isin(before, ends).all() and np.isin(after, [*ends, 13]).all() and lines.all())
+    return bool(
+        np.isin(before, ends).all()
+        and np.isin(after, [*ends, 13]).all()
+        and lines.all()
+    )
 
 
 def _rows_of_arrow(
@@ -453,7 +595,9 @@ def _rows_of_arrow(
 
     def skip(row: Any) -> str:
         why = f"row: {row.actual_columns} columns, not {row.expected_columns}"
-        shown = (row.text or "").replace(ESCAPED.decode(), f"{files.escape}{files.quote}")
+        shown = (row.text or "").replace(
+            ESCAPED.decode(), f"{files.escape}{files.quote}"
+        )
         broken.append((row.number - 1, why, shown[:LONGEST_QUOTE]))
         return "skip"
 
@@ -461,15 +605,21 @@ def _rows_of_arrow(
         table = pa.csv.read_csv(
             pa.BufferReader(text),
             # One thread: rows are numbered only then; files are read side by side by Ray's tasks.
-            pa.csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=names),
+            pa.csv.ReadOptions(
+                use_threads=False, block_size=len(text) + 1, column_names=names
+            ),
             pa.csv.ParseOptions(
-                delimiter=delimiter, quote_char=files.quote or False, invalid_row_handler=None if wrong else skip
+                delimiter=delimiter,
+                quote_char=files.quote or False,
+                invalid_row_handler=None if wrong else skip,
             ),
             pa.csv.ConvertOptions(
-                include_columns=columns, column_types=dict.fromkeys(columns, pa.string()), null_values=[""],
+                include_columns=columns,
+                column_types=dict.fromkeys(columns, pa.string()),
+                null_values=[""],
                 strings_can_be_null=True,
             ),
-        )  # fmt: skip
+        )
     except pa.ArrowInvalid:
         if wrong:
             raise wrong from None
@@ -485,7 +635,12 @@ def _numbers(rows: int, broken: Broken) -> np.ndarray:
 
 
 def _rows_of_lines(
-    text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str], last: bool
+    text: bytes,
+    files: Files,
+    delimiter: str,
+    names: list[str],
+    columns: list[str],
+    last: bool,
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
     """As `_csv_rows`, by Python's reader. A line at which a value begins that is not closed as it should be, or that
     swallows lines which are rows themselves, is broken, and reading goes on with the next line: a stray quote costs
@@ -498,28 +653,53 @@ def _rows_of_lines(
     closes = -1  # the line that ends a value which swallowed others
     while at < len(lines):
         if reader is None:
-            reader, first = csv.reader(map(lines.__getitem__, range(at, len(lines))), delimiter=delimiter, **quotes), at
+            reader, first = (
+                csv.reader(
+                    map(lines.__getitem__, range(at, len(lines))),
+                    delimiter=delimiter,
+                    **quotes,
+                ),
+                at,
+            )
         cells, why = list[str](), ""
         try:
             cells = next(reader)
             end = first + reader.line_num
-            if end - at > 1 and (len(cells) != len(names) or _are_rows(lines[at:end], delimiter, len(names))):
-                closes, end, why, reader = end - 1, at + 1, "its quotes are not closed", None
+            if end - at > 1 and (
+                len(cells) != len(names)
+                or _are_rows(lines[at:end], delimiter, len(names))
+            ):
+                closes, end, why, reader = (
+                    end - 1,
+                    at + 1,
+                    "its quotes are not closed",
+                    None,
+                )
             elif cells and len(cells) != len(names):
                 why = f"{len(cells)} columns, not {len(names)}"
             elif at == closes and lines[at].count(files.quote) % 2:
                 why = "a quote closes what none has opened"
         except csv.Error as error:
-            if "end of data" in str(error) and not last and len(text) < LONGEST_ROW // 2:
+            if (
+                "end of data" in str(error)
+                and not last
+                and len(text) < LONGEST_ROW // 2
+            ):
                 break  # its end is in the next block
             end, why, reader = at + 1, "its quotes are not closed", None
         if why:
-            shown = "".join(lines[at:end]).rstrip("\r\n").replace(ESCAPED.decode(), f"{files.escape}{files.quote}")
+            shown = (
+                "".join(lines[at:end])
+                .rstrip("\r\n")
+                .replace(ESCAPED.decode(), f"{files.escape}{files.quote}")
+            )
             if f"\\{files.quote}" in shown and not files.escape:
                 why += "; set escape: '\\'"
             elif "quote" in why:
                 why += "; set quote: '' where quotes are plain"
-            broken.append((len(rows) + len(broken), f"row: {why}", shown[:LONGEST_QUOTE]))
+            broken.append(
+                (len(rows) + len(broken), f"row: {why}", shown[:LONGEST_QUOTE])
+            )
         elif cells:
             rows.append(cells)
         at = end
@@ -533,10 +713,17 @@ def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
     """Whether the lines of one value look like rows: as wide, with numbers where the first has them."""
 
     def numbers(line: str) -> list[bool]:
-        return [re.fullmatch(r"[\d.:+-]+", cell.strip('"\r\n ')) is not None for cell in line.split(delimiter)]
+        return [
+            re.fullmatch(r"[\d.:+-]+", cell.strip('"\r\n ')) is not None
+            for cell in line.split(delimiter)
+        ]
 
     first = numbers(lines[0])
-    return width > 1 and len(first) == width and all(numbers(line) == first for line in lines[1:])
+    return (
+        width > 1
+        and len(first) == width
+        and all(numbers(line) == first for line in lines[1:])
+    )
 
 
 def _read_lines(
@@ -558,40 +745,67 @@ def _read_lines(
             continue
         rest += block
         if len(rest) > LONGEST_ROW:
-            raise UserError(f"{uri} has a line of more than {LONGEST_ROW >> 20} MiB; write one row per line")
+            raise UserError(
+                f"{uri} has a line of more than {LONGEST_ROW >> 20} MiB; write one row per line"
+            )
     if rest.strip():
         frame, rows = parse(rest, uri, expressions, row)
         if kind == "jsonl" and frame.broken and frame.broken[-1][0] == row + rows - 1:
-            raise UserError(f"{uri} ends within a JSON object: it is truncated; copy it again")
+            raise UserError(
+                f"{uri} ends within a JSON object: it is truncated; copy it again"
+            )
         row += rows
         yield frame
     if not row and piece is None:
-        raise UserError(f"{uri} is empty; copy it again or take it out of the input folder")
+        raise UserError(
+            f"{uri} is empty; copy it again or take it out of the input folder"
+        )
 
 
-def _text_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[ParsedRows, int]:
-    lines = [line for line in text.decode().replace("\r\n", "\n").split("\n") if line.strip()]
-    rows = pl.DataFrame({"line": lines, ROW: np.arange(row, row + len(lines))}, {"line": pl.String, ROW: pl.Int64})
+def _text_rows(
+    text: bytes, uri: str, expressions: list[str], row: int
+) -> tuple[ParsedRows, int]:
+    lines = [
+        line for line in text.decode().replace("\r\n", "\n").split("\n") if line.strip()
+    ]
+    rows = pl.DataFrame(
+        {"line": lines, ROW: np.arange(row, row + len(lines))},
+        {"line": pl.String, ROW: pl.Int64},
+    )
     return ParsedRows(rows, missing=needed(expressions, ["line"])[1]), len(lines)
 
 
-def _json_rows(text: bytes, uri: str, expressions: list[str], row: int) -> tuple[ParsedRows, int]:
+def _json_rows(
+    text: bytes, uri: str, expressions: list[str], row: int
+) -> tuple[ParsedRows, int]:
     """Rows of whole lines, which all take part in what type a column is: one of mixed types is text."""
     broken: Broken = []
     if b"\\ud" in text or b"\\uD" in text:
         text = HALF.sub(rb"\1\\ufffd", text)
     try:
-        rows = pl.read_ndjson(text, infer_schema_length=None) if text.strip() else pl.DataFrame()
+        rows = (
+            pl.read_ndjson(text, infer_schema_length=None)
+            if text.strip()
+            else pl.DataFrame()
+        )
         read = rows.select(needed(expressions, rows.columns)[0])
         if any(map(_has_objects, read)) or any(map(_rounds, read)):
-            raise pl.exceptions.ComputeError("text and objects, or large integers and floats, in one column")
+            raise pl.exceptions.ComputeError(
+                "text and objects, or large integers and floats, in one column"
+            )
     except pl.exceptions.PolarsError:
-        good, broken = _objects([line for line in text.split(b"\n") if line.strip()], expressions)
+        good, broken = _objects(
+            [line for line in text.split(b"\n") if line.strip()], expressions
+        )
         if not good and not row:
             raise UserError(
                 f"{uri} is not JSON lines ({broken[0][1]}); write one JSON object per line, or set 'format'"
             ) from None
-        rows = pl.read_ndjson("\n".join(good).encode(), infer_schema_length=None) if good else pl.DataFrame()
+        rows = (
+            pl.read_ndjson("\n".join(good).encode(), infer_schema_length=None)
+            if good
+            else pl.DataFrame()
+        )
     columns, missing = needed(expressions, rows.columns)
     numbers = _numbers(len(rows), broken) + row
     rows = rows.select(columns).with_columns(pl.Series(ROW, numbers, pl.Int64))
@@ -615,7 +829,11 @@ def _kind(value: Any) -> str:
     if isinstance(value, list):
         objects = {isinstance(each, dict | list) for each in value if each is not None}
         return (
-            "a list of values and objects" if len(objects) > 1 else "a list of objects" if True in objects else "a list"
+            "a list of values and objects"
+            if len(objects) > 1
+            else "a list of objects"
+            if True in objects
+            else "a list"
         )
     return "an object" if isinstance(value, dict) else "a value"
 
@@ -635,18 +853,37 @@ def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Bro
             why[number] = f"row: no JSON object ({error})"
     columns = needed(expressions, {key for row in found.values() for key in row})[0]
     for name in columns:
-        kinds = {number: _kind(row[name]) for number, row in found.items() if row.get(name) is not None}
-        kinds = {number: kind for number, kind in kinds.items() if found[number][name] != []}
+        kinds = {
+            number: _kind(row[name])
+            for number, row in found.items()
+            if row.get(name) is not None
+        }
+        kinds = {
+            number: kind for number, kind in kinds.items() if found[number][name] != []
+        }
         most, _ = Counter(kinds.values()).most_common(1)[0] if kinds else ("", 0)
         for number, kind in kinds.items():
             if kind != most:
                 why[number] = f"{name}: {kind}, where most rows have {most}"
-        if len({type(row.get(name)) for row in found.values()} - {type(None), list, dict}) > 1:  # mixed values are text
+        if (
+            len(
+                {type(row.get(name)) for row in found.values()}
+                - {type(None), list, dict}
+            )
+            > 1
+        ):  # mixed values are text
             for row in found.values():
                 if isinstance(row.get(name), bool | int | float):
                     row[name] = json.dumps(row[name])
-    good = [json.dumps({name: row.get(name) for name in columns}) for n, row in found.items() if n not in why]
-    return good, [(n, why[n], lines[n].decode(errors="replace")[:LONGEST_QUOTE]) for n in sorted(why)]
+    good = [
+        json.dumps({name: row.get(name) for name in columns})
+        for n, row in found.items()
+        if n not in why
+    ]
+    return good, [
+        (n, why[n], lines[n].decode(errors="replace")[:LONGEST_QUOTE])
+        for n in sorted(why)
+    ]
 
 
 def _read_whole(
@@ -661,17 +898,29 @@ def _read_whole(
         return made
 
     try:
-        content = json.loads(b"".join(_blocks(uri, files, digest, None)), object_pairs_hook=unique, strict=False)
+        content = json.loads(
+            b"".join(_blocks(uri, files, digest, None)),
+            object_pairs_hook=unique,
+            strict=False,
+        )
     except ValueError as error:
-        raise UserError(f"{uri} is not readable JSON ({error}); it may be truncated: copy it again") from error
+        raise UserError(
+            f"{uri} is not readable JSON ({error}); it may be truncated: copy it again"
+        ) from error
     if isinstance(content, dict):
         content = [{"key": key, "value": value} for key, value in content.items()]
     elif files.format_of(uri) == "keyed" or not isinstance(content, list):
-        raise UserError(f"{uri} holds a JSON {type(content).__name__}, not {{id: ...}}; set another 'format'")
+        raise UserError(
+            f"{uri} holds a JSON {type(content).__name__}, not {{id: ...}}; set another 'format'"
+        )
     if not content:
-        raise UserError(f"{uri} is empty; copy it again or take it out of the input folder")
+        raise UserError(
+            f"{uri} is empty; copy it again or take it out of the input folder"
+        )
     for row in range(0, len(content), PARQUET_ROWS):
-        lines = "\n".join(json.dumps(each) for each in content[row : row + PARQUET_ROWS])
+        lines = "\n".join(
+            json.dumps(each) for each in content[row : row + PARQUET_ROWS]
+        )
         yield _json_rows(lines.encode(), uri, expressions, row)[0]
 
 
@@ -699,26 +948,50 @@ def _read_parquet(
         parquet = pq.ParquetFile(pa.PythonFile(_Hashed(file, digest), mode="r"))
         names = parquet.schema_arrow.names
         columns, missing = needed(expressions, names)
-        groups = range(piece.start, piece.end) if piece else range(parquet.num_row_groups)
+        groups = (
+            range(piece.start, piece.end) if piece else range(parquet.num_row_groups)
+        )
         row = 0
         for group in groups:
             metadata = parquet.metadata.row_group(group)
             wanted = [metadata.column(i) for i in range(metadata.num_columns)]
-            wanted = [column for column in wanted if column.path_in_schema.split(".")[0] in columns]
+            wanted = [
+                column
+                for column in wanted
+                if column.path_in_schema.split(".")[0] in columns
+            ]
             # Coded by a dictionary, a value takes less in the file than the 8 bytes or more that it takes in memory.
-            size = sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in wanted)
+            size = sum(
+                max(column.total_uncompressed_size, 8 * column.num_values)
+                for column in wanted
+            )
             rows = max(1, min(PARQUET_ROWS, BLOCK * metadata.num_rows // max(size, 1)))
-            for batch in parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+            for batch in parquet.iter_batches(
+                rows, row_groups=[group], columns=columns, use_threads=False
+            ):
                 frame = pl.DataFrame({name: _text(batch[name]) for name in columns})
                 numbers = pl.Series(ROW, np.arange(row, row + len(frame)), pl.Int64)
-                yield ParsedRows(frame.select(columns).with_columns(numbers), missing=missing)
+                yield ParsedRows(
+                    frame.select(columns).with_columns(numbers), missing=missing
+                )
                 row += len(frame)
 
 
 def _text(column: pa.Array) -> Any:
     """Bytes as text, null where they are none, and decimals that polars does not have."""
     kind = column.type
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
-        texts = (value and value.decode(errors="replace") for value in column.to_pylist())
-        return pl.Series([text if text is None or "\ufffd" not in text else None for text in texts], dtype=pl.String)
-    return pl.from_arrow(column.cast(pa.string()) if pa.types.is_decimal256(kind) else column)
+    if (
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+    ):
+        texts = (
+            value and value.decode(errors="replace") for value in column.to_pylist()
+        )
+        return pl.Series(
+            [text if text is None or "\ufffd" not in text else None for text in texts],
+            dtype=pl.String,
+        )
+    return pl.from_arrow(
+        column.cast(pa.string()) if pa.types.is_decimal256(kind) else column
+    )

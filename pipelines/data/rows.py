@@ -57,7 +57,11 @@ class Rejected:
     def of(cls, block: Block) -> Rejected:
         found = cls(block.rows_read, Counter(block.rejects["reason"].to_pylist()))
         if found.reasons:
-            for row in pl.DataFrame(block.rejects).unique("reason", keep="first", maintain_order=True).to_dicts():
+            for row in (
+                pl.DataFrame(block.rejects)
+                .unique("reason", keep="first", maintain_order=True)
+                .to_dicts()
+            ):
                 piece = f" of the piece at {row['piece']:,}" if row["piece"] else ""
                 place = f"{row['file']} row {row['row']:,}{piece} (from 0, without header and blank lines)"
                 found.examples[row["reason"]] = f"{place}: {row['source'][:200]}"
@@ -94,13 +98,23 @@ class Rejected:
 def common(missing: Iterable[dict[str, str]]) -> dict[str, str]:
     """What all of these lack."""
     every = list(missing)
-    return {name: hint for name, hint in every[0].items() if all(name in each for each in every)} if every else {}
+    return (
+        {
+            name: hint
+            for name, hint in every[0].items()
+            if all(name in each for each in every)
+        }
+        if every
+        else {}
+    )
 
 
 def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
     """UserError for a column that no file has."""
     for name, hint in missing.items():
-        raise UserError(f"no {what} file of {input_uri} has a column '{name}'; {hint}; correct the source file")
+        raise UserError(
+            f"no {what} file of {input_uri} has a column '{name}'; {hint}; correct the source file"
+        )
 
 
 class Rows:
@@ -117,7 +131,9 @@ class Rows:
 
     def reject(self, where: pl.Series, reason: str) -> None:
         if where.any():
-            self.reasons.append(pl.select(pl.when(where).then(pl.lit(reason))).to_series())
+            self.reasons.append(
+                pl.select(pl.when(where).then(pl.lit(reason))).to_series()
+            )
 
     def _refuse(self, target: str, need: str) -> UserError:
         text, kind = self.wanted[target], self.made[target].dtype
@@ -129,15 +145,26 @@ class Rows:
         """An id as text; a word for nothing is none. `missing`: what is said of one that is not there."""
         values, what = self.made[target], self.wanted[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
-            remedy = "name a field of it" if isinstance(values.dtype, pl.Struct) else "explode lists of items"
-            raise UserError(f"{self.uri}: '{what}' is {values.dtype}, not text or integers; {remedy}")
+            remedy = (
+                "name a field of it"
+                if isinstance(values.dtype, pl.Struct)
+                else "explode lists of items"
+            )
+            raise UserError(
+                f"{self.uri}: '{what}' is {values.dtype}, not text or integers; {remedy}"
+            )
         self.values[target] = made = clean_ids(values)
         if made.null_count():
             blank = (
-                values.is_null() | (values.str.strip_chars() == "") if values.dtype == pl.String else values.is_null()
+                values.is_null() | (values.str.strip_chars() == "")
+                if values.dtype == pl.String
+                else values.is_null()
             )
             self.reject(made.is_null() & blank.fill_null(True), f"{what}: {missing}")
-            self.reject(made.is_null(), f"{what}: missing, written as text such as nan or null, infinite, or no text")
+            self.reject(
+                made.is_null(),
+                f"{what}: missing, written as text such as nan or null, infinite, or no text",
+            )
 
     def text(self, target: str) -> None:
         """Text, of lists the elements joined by blanks; empty text is null."""
@@ -146,7 +173,9 @@ class Rows:
             values = values.cast(pl.List(pl.String)).list.join(" ", ignore_nulls=True)
         elif values.dtype.is_nested() or values.dtype == pl.Binary:
             raise self._refuse(target, "text")
-        values = (_floats(values) if values.dtype.is_float() else values).cast(pl.String)
+        values = (_floats(values) if values.dtype.is_float() else values).cast(
+            pl.String
+        )
         values = values.str.strip_chars() if target.startswith("text_") else values
         self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
 
@@ -164,38 +193,54 @@ class Rows:
 
     def known(self, name: str, time: Time | None, delay_minutes: float | None) -> None:
         """From when on the label is known, where it is set; null elsewhere."""
-        value, stamp, target = self.values[f"label_{name}"], self.values["timestamp_ms"], f"known_{name}"
+        value, stamp, target = (
+            self.values[f"label_{name}"],
+            self.values["timestamp_ms"],
+            f"known_{name}",
+        )
         set_ = value if value.dtype == pl.Boolean else value.is_not_null()
         if time is None:
             moment = stamp + round((delay_minutes or 0) * 60_000)
         else:
             moment, reason = moments(self.made[target], time, str(time.column))
-            said = pl.when(set_.fill_null(False)).then(reason + f" (time of the label {name})")
+            said = pl.when(set_.fill_null(False)).then(
+                reason + f" (time of the label {name})"
+            )
             self.reasons.append(pl.select(said).to_series())
             early = (set_ & (moment < stamp)).fill_null(False)
-            self.reject(early, f"{time.column}: before its event, check labels.{name}.time")
+            self.reject(
+                early, f"{time.column}: before its event, check labels.{name}.time"
+            )
         self.values[target] = pl.select(pl.when(set_).then(moment)).to_series()
 
     def integer(self, target: str) -> None:
         values, what = self.made[target], self.wanted[target]
-        number = (values.str.strip_chars() if values.dtype == pl.String else values).cast(pl.Int64, strict=False)
+        number = (
+            values.str.strip_chars() if values.dtype == pl.String else values
+        ).cast(pl.Int64, strict=False)
         self.reject(number.is_null(), f"{what}: missing or not an integer")
         self.reject(
-            ((number < 0) | (number > LAST_INT32)).fill_null(False), f"{what}: negative, or more than int32 holds"
+            ((number < 0) | (number > LAST_INT32)).fill_null(False),
+            f"{what}: negative, or more than int32 holds",
         )
         self.values[target] = number.cast(pl.Int32, strict=False)
 
     def number(self, target: str, span: list[float] | None = None) -> None:
         """A finite float32 within `span`, or null where the log has none."""
         values, what = self.made[target], self.wanted[target]
-        if not (values.dtype in (pl.String, pl.Boolean, pl.Null) or values.dtype.is_numeric()):
+        if not (
+            values.dtype in (pl.String, pl.Boolean, pl.Null)
+            or values.dtype.is_numeric()
+        ):
             raise self._refuse(target, "numbers")
         if values.dtype == pl.String:
             values = values.str.strip_chars()
             values = pl.select(pl.when(values != "").then(values)).to_series()
         self.values[target] = number = values.cast(pl.Float32, strict=False)
         remedy = f"write try_cast({what} as double) for none, cast(replace({what}, ',', '.') as double) for 12,50"
-        self.reject(values.is_not_null() & number.is_null(), f"{what}: not a number; {remedy}")
+        self.reject(
+            values.is_not_null() & number.is_null(), f"{what}: not a number; {remedy}"
+        )
         self.reject(~number.is_finite().fill_null(True), f"{what}: not finite")
         if span is not None:
             out = ((number < span[0]) | (number > span[1])).fill_null(False)
@@ -204,7 +249,10 @@ class Rows:
     def flag(self, target: str) -> None:
         """A bool, or 0, 1, true, false; null where the log has none."""
         values, what = self.made[target], self.wanted[target]
-        if not (values.dtype in (pl.String, pl.Boolean, pl.Null) or values.dtype.is_numeric()):
+        if not (
+            values.dtype in (pl.String, pl.Boolean, pl.Null)
+            or values.dtype.is_numeric()
+        ):
             raise self._refuse(target, "0, 1, true or false")
         if values.dtype in (pl.Boolean, pl.Null):
             self.values[target] = values.cast(pl.Boolean)
@@ -212,41 +260,79 @@ class Rows:
         raw = values.cast(pl.String).str.to_lowercase()
         yes, no = raw.is_in(["1", "true", "1.0"]), raw.is_in(["0", "false", "0.0"])
         bad = ~(yes | no) & raw.is_not_null() & (raw != "")
-        self.reject(bad, f"{what}: not a bool, compare it, such as cast({what} as double) > 0")
+        self.reject(
+            bad, f"{what}: not a bool, compare it, such as cast({what} as double) > 0"
+        )
         self.values[target] = pl.select(pl.when(yes | no).then(yes)).to_series()
 
     def join(self, users: pa.Table | None) -> None:
         """What the user files say of the users."""
         if users is not None:
-            known, mine = pl.DataFrame(users), self.values["user_id"].to_frame("user_id")
+            known, mine = (
+                pl.DataFrame(users),
+                self.values["user_id"].to_frame("user_id"),
+            )
             found = mine.join(known, on="user_id", how="left", maintain_order="left")
-            self.values |= {name: found[name] for name in known.columns if name != "user_id"}
+            self.values |= {
+                name: found[name] for name in known.columns if name != "user_id"
+            }
 
     def block(
-        self, broken: Broken, missing: dict[str, str], file: str, piece: FilePart | None, schema: pa.Schema,
+        self,
+        broken: Broken,
+        missing: dict[str, str],
+        file: str,
+        piece: FilePart | None,
+        schema: pa.Schema,
         unset: dict[str, Any] | None = None,
-    ) -> Block:  # fmt: skip
+    ) -> Block:
         """The rows as a table of the schema, `unset` standing for columns without values, and the rejects."""
         start, rows = piece.start if piece else 0, len(self.raw)
-        lines = [(file, start, number, why, json.dumps({"line": text})) for number, why, text in broken]
+        lines = [
+            (file, start, number, why, json.dumps({"line": text}))
+            for number, why, text in broken
+        ]
         columns = zip(*lines, strict=True) if lines else [[]] * len(REJECTS)
-        rejects = [pa.table([pa.array(c, f.type) for c, f in zip(columns, REJECTS, strict=True)], schema=REJECTS)]
+        rejects = [
+            pa.table(
+                [pa.array(c, f.type) for c, f in zip(columns, REJECTS, strict=True)],
+                schema=REJECTS,
+            )
+        ]
         nothing = {name: pl.lit(value) for name, value in (unset or {}).items()}
-        values = {f.name: self.values.get(f.name, nothing.get(f.name, pl.lit(None))) for f in schema}
+        values = {
+            f.name: self.values.get(f.name, nothing.get(f.name, pl.lit(None)))
+            for f in schema
+        }
         made = self.raw.select(ROW).with_columns(**values).select(schema.names)
-        reason = pl.select(pl.coalesce(*self.reasons, pl.lit(None, pl.String))).to_series() if self.reasons else None
+        reason = (
+            pl.select(pl.coalesce(*self.reasons, pl.lit(None, pl.String))).to_series()
+            if self.reasons
+            else None
+        )
         if reason is not None and reason.null_count() < rows:
-            lost, names = reason.is_not_null(), [name for name in self.raw.columns if not name.startswith("__")]
+            lost, names = (
+                reason.is_not_null(),
+                [name for name in self.raw.columns if not name.startswith("__")],
+            )
             said = self.raw.filter(lost).select(
                 pl.lit(file).alias("file"),
                 pl.lit(start, pl.Int64).alias("piece"),
                 pl.col(ROW).alias("row"),
                 reason.filter(lost).alias("reason"),
-                pl.struct(names).struct.json_encode().str.slice(0, LONGEST_QUOTE).alias("source"),
+                pl.struct(names)
+                .struct.json_encode()
+                .str.slice(0, LONGEST_QUOTE)
+                .alias("source"),
             )
             rejects.append(said.to_arrow().cast(REJECTS))
             made = made.filter(~lost)
-        return Block(made.to_arrow().cast(schema), pa.concat_tables(rejects), rows + len(broken), missing)
+        return Block(
+            made.to_arrow().cast(schema),
+            pa.concat_tables(rejects),
+            rows + len(broken),
+            missing,
+        )
 
 
 def slices(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
@@ -260,7 +346,12 @@ def _floats(values: pl.Series) -> pl.Series:
     """Floats as text, whole ones without their point."""
     whole = values.cast(pl.Int64, strict=False)
     same = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
-    text = pl.when(same).then(whole.cast(pl.String)).when(values.is_finite()).then(values.cast(pl.String))
+    text = (
+        pl.when(same)
+        .then(whole.cast(pl.String))
+        .when(values.is_finite())
+        .then(values.cast(pl.String))
+    )
     return pl.select(text).to_series()
 
 
@@ -268,13 +359,19 @@ def clean_ids(values: pl.Series) -> pl.Series:
     """Ids as `clean_id` has them, which is asked once per different value that it may change."""
     if values.dtype.is_integer():
         return values.cast(pl.String)
-    text = _floats(values) if values.dtype.is_float() else values.cast(pl.String, strict=False)
+    text = (
+        _floats(values)
+        if values.dtype.is_float()
+        else values.cast(pl.String, strict=False)
+    )
     odd = text.str.contains(ODD).fill_null(False)
     if not odd.any():
         return text
     strange = text.filter(odd)
     known = {value: clean_id(value) for value in strange.unique().to_list()}
-    return text.scatter(odd.arg_true(), strange.replace_strict(known, return_dtype=pl.String))
+    return text.scatter(
+        odd.arg_true(), strange.replace_strict(known, return_dtype=pl.String)
+    )
 
 
 def as_text(values: pl.Series) -> pl.Series:
@@ -285,7 +382,9 @@ def as_text(values: pl.Series) -> pl.Series:
     if not values.dtype.is_nested():
         return clean_ids(values).fill_null("")
     text = values.to_frame("x").select(pl.struct("x").struct.json_encode()).to_series()
-    text = text.str.replace_all(r'"(?:[^"\\]|\\.)*":null', "").str.replace_all(r"(\d)\.0+\b", "$1")
+    text = text.str.replace_all(r'"(?:[^"\\]|\\.)*":null', "").str.replace_all(
+        r"(\d)\.0+\b", "$1"
+    )
     return text.str.replace_all(r'[{}\[\]":,\s]+', " ")
 
 
@@ -294,31 +393,51 @@ def list_of(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
     made, _ = evaluate(rows, {"list": text}, uri)
     kind = made["list"].dtype
     if not isinstance(kind, pl.List | pl.Null):
-        raise UserError(f"{uri}: {key} is {kind}, not a list; split text, such as string_to_array({text}, ' ')")
+        raise UserError(
+            f"{uri}: {key} is {kind}, not a list; split text, such as string_to_array({text}, ' ')"
+        )
     return made["list"].cast(pl.List(pl.String)) if kind == pl.Null else made["list"]
 
 
 def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
     """The expressions by name. What one cannot read, such as by a `cast`, is null, with a reason."""
-    made = {name: _expression(text, rows.columns).alias(name) for name, text in wanted.items()}
+    made = {
+        name: _expression(text, rows.columns).alias(name)
+        for name, text in wanted.items()
+    }
     try:
         return rows.with_columns(**made).select(wanted.keys()), []
     except pl.exceptions.PolarsError as error:
         if len(wanted) == 1:
             return _evaluate_one(rows, *wanted.items(), uri=uri, error=error)
     each = [evaluate(rows, {name: text}, uri) for name, text in wanted.items()]
-    return pl.concat([found for found, _ in each], how="horizontal"), [why for _, bad in each for why in bad]
+    return pl.concat([found for found, _ in each], how="horizontal"), [
+        why for _, bad in each for why in bad
+    ]
 
 
-def _evaluate_one(rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error: Exception) -> Evaluated:
+def _evaluate_one(
+    rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error: Exception
+) -> Evaluated:
     """An expression that polars does not evaluate on all rows: different values that it cannot read are found by
     halves."""
     name, text = named
     made = _expression(text, rows.columns).alias(VALUE)
-    names = [root for root in dict.fromkeys(roots(text, rows.columns)) if root in rows.columns]
-    if isinstance(error, pl.exceptions.StructFieldNotFoundError) or pl.Null in rows.select(names).dtypes:
-        return pl.DataFrame({name: pl.repeat(None, len(rows), dtype=pl.Null, eager=True)}), []
-    reason = " ".join(re.split("This error occurred|You might want", str(error))[0].split())[:200]
+    names = [
+        root
+        for root in dict.fromkeys(roots(text, rows.columns))
+        if root in rows.columns
+    ]
+    if (
+        isinstance(error, pl.exceptions.StructFieldNotFoundError)
+        or pl.Null in rows.select(names).dtypes
+    ):
+        return pl.DataFrame(
+            {name: pl.repeat(None, len(rows), dtype=pl.Null, eager=True)}
+        ), []
+    reason = " ".join(
+        re.split("This error occurred|You might want", str(error))[0].split()
+    )[:200]
     refusal = UserError(
         f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, such as by try_cast(... as double)"
     )
@@ -339,8 +458,14 @@ def _evaluate_one(rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error
             half = size // 2
             todo += [(start, half), (start + half, size - half)] if half else []
             bad += [] if half else [start]
-    known = different.with_row_index(READ).filter(~pl.col(READ).is_in(bad)).with_columns(made)
-    found = rows.select(names).join(known, on=names, how="left", nulls_equal=True, maintain_order="left")
+    known = (
+        different.with_row_index(READ)
+        .filter(~pl.col(READ).is_in(bad))
+        .with_columns(made)
+    )
+    found = rows.select(names).join(
+        known, on=names, how="left", nulls_equal=True, maintain_order="left"
+    )
     why = f"{text}: a value that it cannot read; write try_cast where it may be empty"
     return found.select(pl.col(VALUE).alias(name)), [(found[READ].is_null(), why)]
 
@@ -356,7 +481,9 @@ def check_sql(expressions: Iterable[str]) -> None:
         try:
             meta = pl.sql_expr(text).meta
         except pl.exceptions.PolarsError as error:
-            if re.fullmatch(r"[^()'\"|]+", text):  # a column with the name of a word of SQL
+            if re.fullmatch(
+                r"[^()'\"|]+", text
+            ):  # a column with the name of a word of SQL
                 continue
             reason = " ".join(str(error).split())[:200]
             raise ValueError(

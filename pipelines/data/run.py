@@ -77,7 +77,11 @@ class Run:
         return join(self.output, name)
 
     def finished(
-        self, name: str, config: dict[str, Any], inputs: dict[str, str], stamps: dict[str, list[int]] | None = None
+        self,
+        name: str,
+        config: dict[str, Any],
+        inputs: dict[str, str],
+        stamps: dict[str, list[int]] | None = None,
     ) -> Manifest | None:
         """The table's manifest if it need not be made; UserError if a finished run made it from something else. stamps:
         of the raw files that it is made from too; one with another size or time of change is another file."""
@@ -96,16 +100,24 @@ class Run:
                     f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
                     f"--output"
                 )
-            self.say(f"{name}: replaced, as the run that made it from other inputs or settings did not finish")
+            self.say(
+                f"{name}: replaced, as the run that made it from other inputs or settings did not finish"
+            )
             return None
         manifest = read_manifest(uri, name)
-        part_uris(uri, manifest)  # a part that is gone or cut short is an error that names it
+        part_uris(
+            uri, manifest
+        )  # a part that is gone or cut short is an error that names it
         self.say(f"{name}: up to date, {number_of(manifest.rows, 'row')}")
         return manifest
 
     def before(self, name: str) -> Manifest | None:
         """The version of a table that is appended to; None where there is none."""
-        return read_manifest(self.table(name), name) if self.append and has_manifest(self.table(name)) else None
+        return (
+            read_manifest(self.table(name), name)
+            if self.append and has_manifest(self.table(name))
+            else None
+        )
 
     def read(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """A table of this run, also one that has not been switched to."""
@@ -161,13 +173,21 @@ class Run:
 
     def queries(self) -> Shared:
         """Likewise the queries of a search log, whose places are query_index."""
-        if not (self.made.get("queries") or read_manifest(self.table("queries"), "queries")).files:
+        if not (
+            self.made.get("queries") or read_manifest(self.table("queries"), "queries")
+        ).files:
             return self.engine.put(Vocabulary.of(pa.array([], pa.large_string())))
         texts = self.read("queries")["query"]
-        return self.engine.put(Vocabulary.of(texts.cast("large_string").combine_chunks()))
+        return self.engine.put(
+            Vocabulary.of(texts.cast("large_string").combine_chunks())
+        )
 
     def sequences_info(
-        self, events: Manifest, items: Manifest, split: dict[str, Any], count: Counter[str]
+        self,
+        events: Manifest,
+        items: Manifest,
+        split: dict[str, Any],
+        count: Counter[str],
     ) -> dict[str, Any]:
         """What the manifest of sequences says of every kind of request. count: what was counted on the way."""
         config = self.config
@@ -196,14 +216,30 @@ class Run:
         }
 
     def commit(
-        self, name: str, schema: pa.Schema, parts: list[Part], settings: dict[str, Any], inputs: dict[str, str],
-        info: dict[str, Any] | None = None, **timings: Any,
-    ) -> Manifest:  # fmt: skip
+        self,
+        name: str,
+        schema: pa.Schema,
+        parts: list[Part],
+        settings: dict[str, Any],
+        inputs: dict[str, str],
+        info: dict[str, Any] | None = None,
+        **timings: Any,
+    ) -> Manifest:
         """Commits a table, with what was timed and what Ray Data says; while files are appended, at the end."""
         timings["ray_data"] = self.engine.take_stats()
-        made = describe(name, schema, parts, config=settings, inputs=inputs, info=info, timings=timings)
+        made = describe(
+            name,
+            schema,
+            parts,
+            config=settings,
+            inputs=inputs,
+            info=info,
+            timings=timings,
+        )
         if (before := self.before(name)) and name in STABLE:
-            made.extends.extend([*before.extends, *([before.hash] if before.hash != made.hash else [])])
+            made.extends.extend(
+                [*before.extends, *([before.hash] if before.hash != made.hash else [])]
+            )
         self.made[name] = made
         if not self.append:
             self.switch()
@@ -245,7 +281,11 @@ def gather_parts(
         for name, value in largest.items():
             total[name] = value
         progress(f"part {done} of {parts} built, {number_of(total['users'], 'user')}")
-    return [part for part, _ in written if part is not None], total, [other for _, other in written]
+    return (
+        [part for part, _ in written if part is not None],
+        total,
+        [other for _, other in written],
+    )
 
 
 def _discard(uri: str) -> None:
@@ -253,4 +293,9 @@ def _discard(uri: str) -> None:
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return
-    clear(uri, {part.path for part in read_manifest(uri).files} | {MANIFEST} if has_manifest(uri) else ())
+    clear(
+        uri,
+        {part.path for part in read_manifest(uri).files} | {MANIFEST}
+        if has_manifest(uri)
+        else (),
+    )

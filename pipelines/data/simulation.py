@@ -64,13 +64,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.users < 1:
-            raise ValueError(f"users is {self.users}, the least is 1; give a positive number")
+            raise ValueError(
+                f"users is {self.users}, the least is 1; give a positive number"
+            )
         if self.items < 8:
-            raise ValueError(f"items is {self.items}, the least is 8; a catalogue needs some clusters")
+            raise ValueError(
+                f"items is {self.items}, the least is 8; a catalogue needs some clusters"
+            )
         if self.events < self.users:
-            raise ValueError(f"events is {self.events} for {self.users} users; give at least one event per user")
+            raise ValueError(
+                f"events is {self.events} for {self.users} users; give at least one event per user"
+            )
         if not 1 <= self.files <= self.events:
-            raise ValueError(f"files is {self.files}; give from 1 to as many as there are events, {self.events}")
+            raise ValueError(
+                f"files is {self.files}; give from 1 to as many as there are events, {self.events}"
+            )
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; give 0 or more")
 
@@ -110,8 +118,12 @@ def make_world(settings: Settings) -> World:
     following_cluster[cycle] = np.roll(cycle, -1)
     goal = following_cluster[cluster]
     draw = rng.random((settings.items, FOLLOWERS))
-    following = members[starts[goal, None] + (draw * np.diff(starts)[goal, None]).astype(np.int64)]
-    tastes = (clusters * rng.random((settings.users, TASTES)) ** 1.5).astype(np.int32)  # some clusters are liked more
+    following = members[
+        starts[goal, None] + (draw * np.diff(starts)[goal, None]).astype(np.int64)
+    ]
+    tastes = (clusters * rng.random((settings.users, TASTES)) ** 1.5).astype(
+        np.int32
+    )  # some clusters are liked more
     return World(cluster, members, starts, following_cluster, following, tastes)
 
 
@@ -119,7 +131,9 @@ def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
     """(U,) events per user: long-tailed, descending, of the exact sum, at least 5 where there are so many."""
     least = min(5, settings.events // settings.users)
     weight = rng.lognormal(0.0, 0.8, settings.users)
-    rest = rng.multinomial(settings.events - least * settings.users, weight / weight.sum())
+    rest = rng.multinomial(
+        settings.events - least * settings.users, weight / weight.sum()
+    )
     return -np.sort(-(least + rest))
 
 
@@ -127,7 +141,9 @@ def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """(E,) milliseconds, strictly increasing per user: bursts within a stretch of the log's span."""
     total = int(lengths.sum())
     first = np.cumsum(lengths) - lengths
-    passed = np.cumsum(rng.lognormal(0.0, 2.0, total))  # heavy-tailed gaps: sessions, then days of nothing
+    passed = np.cumsum(
+        rng.lognormal(0.0, 2.0, total)
+    )  # heavy-tailed gaps: sessions, then days of nothing
     base = np.repeat(passed[first], lengths)
     stretch = np.repeat(passed[first + lengths - 1], lengths) - base
     share = (passed - base) / np.maximum(stretch, 1e-9)
@@ -142,10 +158,16 @@ def numbered(prefix: str, count: int) -> pa.Array:
     """Ids: the prefix and a number of fixed width, from 0."""
     width = len(str(count - 1))
     return (
-        pl.int_range(count, eager=True).cast(pl.String).str.zfill(width).rename("n").to_frame()
+        pl.int_range(count, eager=True)
+        .cast(pl.String)
+        .str.zfill(width)
+        .rename("n")
+        .to_frame()
         .select(pl.concat_str(pl.lit(prefix), "n"))
-        .to_series().to_arrow().cast(pa.string())
-    )  # fmt: skip
+        .to_series()
+        .to_arrow()
+        .cast(pa.string())
+    )
 
 
 def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Table:
@@ -156,7 +178,9 @@ def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Tabl
     makers = rng.integers(0, len(MAKERS), (clusters, 3))  # a cluster's three makers
     traits = np.array([rng.permutation(len(TRAITS))[:6] for _ in range(clusters)])
     own = world.cluster
-    picked = np.argsort(rng.random((count, 6)), axis=1)[:, :3]  # three of the cluster's six traits
+    picked = np.argsort(rng.random((count, 6)), axis=1)[
+        :, :3
+    ]  # three of the cluster's six traits
 
     def words(vocabulary: list[str], index: np.ndarray) -> pl.Series:
         return pl.Series(vocabulary).gather(index)
@@ -176,20 +200,36 @@ def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Tabl
     )
     texts = frame.select(
         "item_id",
-        pl.format("{} {} {} {}, {}", "brand", pl.col("style").str.to_titlecase(), "noun", "model", "a").alias("title"),
+        pl.format(
+            "{} {} {} {}, {}",
+            "brand",
+            pl.col("style").str.to_titlecase(),
+            "noun",
+            "model",
+            "a",
+        ).alias("title"),
         "brand",
-        pl.format("{} {} {}, {}, made by {}.", pl.col("b").str.to_titlecase(), "style", "noun", "c", "brand").alias(
-            "description"
-        ),
+        pl.format(
+            "{} {} {}, {}, made by {}.",
+            pl.col("b").str.to_titlecase(),
+            "style",
+            "noun",
+            "c",
+            "brand",
+        ).alias("description"),
     )
-    return texts.to_arrow().cast(pa.schema([(name, pa.string()) for name in texts.columns]))
+    return texts.to_arrow().cast(
+        pa.schema([(name, pa.string()) for name in texts.columns])
+    )
 
 
 def write_parquet(uri: str, table: pa.Table) -> None:
     """One file of a raw log."""
     filesystem, path = open_uri(uri)
     with filesystem.open_output_stream(path) as stream:
-        pq.write_table(table, stream, compression="zstd", compression_level=1, store_schema=False)
+        pq.write_table(
+            table, stream, compression="zstd", compression_level=1, store_schema=False
+        )
 
 
 def is_simulated(output_dir: str, settings: Settings, kind: str = "retrieval") -> bool:
@@ -203,18 +243,30 @@ def is_simulated(output_dir: str, settings: Settings, kind: str = "retrieval") -
 
 def record(settings: Settings, kind: str) -> str:
     """What `simulation.json` holds: the settings that give this log again."""
-    return json.dumps({"simulated": kind, "version": VERSION, **asdict(settings)}, indent=2, sort_keys=True)
+    return json.dumps(
+        {"simulated": kind, "version": VERSION, **asdict(settings)},
+        indent=2,
+        sort_keys=True,
+    )
 
 
 def clear(output_dir: str) -> None:
     """Removes an earlier simulated log; UserError if the folder holds other things."""
     filesystem, root = open_uri(output_dir)
     entries = filesystem.get_file_info(fs.FileSelector(root))
-    ours = [e for e in entries if e.base_name in (RECORD, "items.parquet") or e.base_name.startswith("events-")]
+    ours = [
+        e
+        for e in entries
+        if e.base_name in (RECORD, "items.parquet") or e.base_name.startswith("events-")
+    ]
     if len(ours) < len(entries):
         other = next(e.base_name for e in entries if e not in ours)
-        raise UserError(f"{output_dir} holds '{other}', which is no simulated log; choose a new or empty folder")
-    for entry in sorted(ours, key=lambda e: e.base_name != RECORD):  # the record first: what is left is unfinished
+        raise UserError(
+            f"{output_dir} holds '{other}', which is no simulated log; choose a new or empty folder"
+        )
+    for entry in sorted(
+        ours, key=lambda e: e.base_name != RECORD
+    ):  # the record first: what is left is unfinished
         filesystem.delete_file(entry.path)
 
 

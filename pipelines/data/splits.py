@@ -43,20 +43,33 @@ class SplitConfig:
         for name in ("val_fraction", "test_fraction"):
             value = getattr(self, name)
             if not 0 < value < 1:
-                raise ValueError(f"split.{name} is {value}; it must lie between 0 and 1, such as 0.1")
+                raise ValueError(
+                    f"split.{name} is {value}; it must lie between 0 and 1, such as 0.1"
+                )
         if self.val_fraction + self.test_fraction >= 1:
             total = self.val_fraction + self.test_fraction
-            raise ValueError(f"split.val_fraction + split.test_fraction is {total}, which leaves nothing to train on")
+            raise ValueError(
+                f"split.val_fraction + split.test_fraction is {total}, which leaves nothing to train on"
+            )
         for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
             if (getattr(self, val) is None) != (getattr(self, test) is None):
-                raise ValueError(f"split has one of {val} and {test}; give both, or neither to cut by fractions")
+                raise ValueError(
+                    f"split has one of {val} and {test}; give both, or neither to cut by fractions"
+                )
             if getattr(self, val) is not None and self.kind not in ("auto", "temporal"):
-                raise ValueError(f"split.{val} cuts in time, but split.kind is {self.kind}; use temporal")
+                raise ValueError(
+                    f"split.{val} cuts in time, but split.kind is {self.kind}; use temporal"
+                )
         check_least(self, ["val_days", "test_days"], 0, "split.")
         if self.val_start is not None and self.val_days is not None:
-            raise ValueError("split has both val_start and val_days; give the one that says where to cut")
+            raise ValueError(
+                "split has both val_start and val_days; give the one that says where to cut"
+            )
         if self.val_start is not None:
-            starts = epoch_ms(self.val_start, "split.val_start"), epoch_ms(self.test_start, "split.test_start")
+            starts = (
+                epoch_ms(self.val_start, "split.val_start"),
+                epoch_ms(self.test_start, "split.test_start"),
+            )
             if not starts[0] < starts[1]:
                 raise ValueError(
                     f"split.val_start {self.val_start} is not before split.test_start {self.test_start}; swap them"
@@ -65,7 +78,9 @@ class SplitConfig:
 
     def settings(self) -> dict[str, Any]:
         """The settings as plain values; cut times that are not given are left out."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            name: value for name, value in asdict(self).items() if value is not None
+        }
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -79,7 +94,11 @@ class SplitConfig:
                 f"split.kind is {self.kind}, but the log has no clock times (only an order within each user), so there "
                 f"is no cut time; use --split.kind leave_last_out"
             )
-        return ("temporal" if clock else "leave_last_out") if self.kind == "auto" else self.kind
+        return (
+            ("temporal" if clock else "leave_last_out")
+            if self.kind == "auto"
+            else self.kind
+        )
 
 
 def epoch_ms(moment: Any, name: str) -> int:
@@ -90,17 +109,26 @@ def epoch_ms(moment: Any, name: str) -> int:
     try:
         parsed = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{name} is '{moment}'; give a moment such as 2022-05-07 or epoch ms") from None
-    return round((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000)
+        raise ValueError(
+            f"{name} is '{moment}'; give a moment such as 2022-05-07 or epoch ms"
+        ) from None
+    return round(
+        (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000
+    )
 
 
-def _times_within(behaviour: str | None, hours: list[int], uri: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def _times_within(
+    behaviour: str | None, hours: list[int], uri: str
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """The times of the behaviours of a part within each of the hours, with their numbers."""
     table = read_coded(uri, ["timestamp_ms", *behaviour_column(behaviour)], ())
     if behaviour:
         table = table.filter(table[f"label_{behaviour}"])
     time = table["timestamp_ms"].to_numpy()
-    return [np.unique(time[(time >= hour) & (time < hour + HOUR)], return_counts=True) for hour in hours]
+    return [
+        np.unique(time[(time >= hour) & (time < hour + HOUR)], return_counts=True)
+        for hour in hours
+    ]
 
 
 def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
@@ -110,13 +138,27 @@ def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
     until = np.cumsum(rows)
     places = np.searchsorted(until, ranks, side="right")
     shared = (survey.behaviour, [hours[place] for place in places])
-    found = [of_part for _, of_part in engine.each(_times_within, [(uri,) for uri in survey.parts], shared)]
+    found = [
+        of_part
+        for _, of_part in engine.each(
+            _times_within, [(uri,) for uri in survey.parts], shared
+        )
+    ]
     chosen = []
     for number, (rank, place) in enumerate(zip(ranks, places, strict=True)):
-        times, counts = (np.concatenate([of_part[number][column] for of_part in found]) for column in (0, 1))
+        times, counts = (
+            np.concatenate([of_part[number][column] for of_part in found])
+            for column in (0, 1)
+        )
         order = np.argsort(times, kind="stable")
         left = rank - until[place] + rows[place]
-        chosen.append(int(times[order][np.searchsorted(np.cumsum(counts[order]), left, side="right")]))
+        chosen.append(
+            int(
+                times[order][
+                    np.searchsorted(np.cumsum(counts[order]), left, side="right")
+                ]
+            )
+        )
     return chosen
 
 
@@ -134,8 +176,15 @@ def cut_times(survey: Survey, config: SplitConfig, engine: Engine) -> dict[str, 
                 f"{survey.first_ms} to {survey.last_ms} ms; choose split.val_start and split.test_start "
                 f"within it, or fewer days"
             )
-        return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
-    ranks = [min(int(survey.behaviours * share), survey.behaviours - 1) for share in config.shares]
+        return {
+            "kind": "temporal",
+            "val_start_ms": starts[0],
+            "test_start_ms": starts[1],
+        }
+    ranks = [
+        min(int(survey.behaviours * share), survey.behaviours - 1)
+        for share in config.shares
+    ]
     starts = nth_times(survey, ranks, engine)
     if not survey.first_ms < starts[0] < starts[1]:
         raise UserError(
@@ -145,10 +194,14 @@ def cut_times(survey: Survey, config: SplitConfig, engine: Engine) -> dict[str, 
     return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
 
 
-def assign(split: dict[str, Any], time: np.ndarray, user_start: np.ndarray) -> np.ndarray:
+def assign(
+    split: dict[str, Any], time: np.ndarray, user_start: np.ndarray
+) -> np.ndarray:
     """Index into NAMES for every request. time (E,) of the requests; user_start (U,) first row of each user."""
     if split["kind"] == "temporal":
-        return np.digitize(time, [split["val_start_ms"], split["test_start_ms"]]).astype(np.int8)
+        return np.digitize(
+            time, [split["val_start_ms"], split["test_start_ms"]]
+        ).astype(np.int8)
     ends = np.append(user_start[1:], len(time))
     lengths = ends - user_start
     code = np.zeros(len(time), dtype=np.int8)
@@ -159,7 +212,12 @@ def assign(split: dict[str, Any], time: np.ndarray, user_start: np.ndarray) -> n
 
 
 def require_training(
-    requests: dict[str, int], truncated: dict[str, int], max_events: int, what: str, split: str, tied: int = 0
+    requests: dict[str, int],
+    truncated: dict[str, int],
+    max_events: int,
+    what: str,
+    split: str,
+    tied: int = 0,
 ) -> None:
     """UserError where nothing can be trained. `requests` per split, those that can be learned from; `what` they are;
     `truncated`: `truncated_users` and `truncated_events`; `split`: its kind; `tied`: behaviours of one time."""
@@ -176,4 +234,6 @@ def require_training(
             f"max_events {max_events:,} has left out the oldest {truncated['truncated_events']:,} behaviours of "
             f"{truncated['truncated_users']:,} users: raise --max_events, or {remedy}"
         )
-    raise UserError(f"there is no training {what} (there are {others}), so nothing can be trained; {remedy}")
+    raise UserError(
+        f"there is no training {what} (there are {others}), so nothing can be trained; {remedy}"
+    )

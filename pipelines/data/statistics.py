@@ -27,8 +27,14 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
         "sparsity": round(1 - info["pairs"] / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
-        "split": dict(sorted(info["split"].items())),  # the same bytes whether just computed or read back
-        **{kind: {name: info[kind][name] for name in NAMES} for kind in PER_SPLIT if kind in info},
+        "split": dict(
+            sorted(info["split"].items())
+        ),  # the same bytes whether just computed or read back
+        **{
+            kind: {name: info[kind][name] for name in NAMES}
+            for kind in PER_SPLIT
+            if kind in info
+        },
         **{name: info[name] for name in KINDS[info["kind"]].statistics if name in info},
         "tied_behaviours": info["tied_behaviours"],
         "truncated_users": info["truncated_users"],
@@ -50,5 +56,9 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
             "items_without_metadata": items.info["items_without_metadata"],
             "metadata_outside_catalogue": items.info["metadata_outside_catalogue"],
         },
-        "hashes": {"events": events.hash, "items": items.hash, "sequences": sequences.hash},
+        "hashes": {
+            "events": events.hash,
+            "items": items.hash,
+            "sequences": sequences.hash,
+        },
     }

@@ -46,10 +46,15 @@ class Vocabulary:
         """(n,) int32: the place of each id, -1 where it is null or not there."""
         if not len(self) or not len(ids):
             return np.full(len(ids), -1, dtype=np.int32)
-        known, ids = (pl.Series(pl.from_arrow(each.cast(pa.large_string()))) for each in (self.ids, ids))
+        known, ids = (
+            pl.Series(pl.from_arrow(each.cast(pa.large_string())))
+            for each in (self.ids, ids)
+        )
         at = np.minimum(known.search_sorted(ids).to_numpy(), len(known) - 1)
         same = (known.gather(at) == ids).fill_null(False).to_numpy()
-        return np.where(same, at if self.index is None else self.index[at], -1).astype(np.int32)
+        return np.where(same, at if self.index is None else self.index[at], -1).astype(
+            np.int32
+        )
 
     def at(self, integers: np.ndarray) -> pa.Array:
         """(n,) the ids of integers."""
@@ -81,7 +86,9 @@ class PartSurvey:
     def as_row(self) -> dict[str, pa.Array]:
         """As columns of one row."""
         return {"behaviours": pa.array([self.rows])} | {
-            name: pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values))
+            name: pa.LargeListArray.from_arrays(
+                pa.array([0, len(values)], pa.int64()), pa.array(values)
+            )
             for name, values in vars(self).items()
             if name != "rows"
         }
@@ -89,8 +96,14 @@ class PartSurvey:
     @classmethod
     def from_row(cls, row: pa.Table) -> PartSurvey:
         """Of the columns of `as_row`."""
-        items, *others = (row[field.name].combine_chunks().flatten() for field in fields(cls)[1:])
-        return cls(row["behaviours"][0].as_py(), items, *(column.to_numpy() for column in others))
+        items, *others = (
+            row[field.name].combine_chunks().flatten() for field in fields(cls)[1:]
+        )
+        return cls(
+            row["behaviours"][0].as_py(),
+            items,
+            *(column.to_numpy() for column in others),
+        )
 
 
 @dataclass(frozen=True)
@@ -131,7 +144,11 @@ def user_keys(users: pa.Array | pa.ChunkedArray) -> np.ndarray:
     return (id_hashes(users) >> np.uint64(1)).astype(np.int64)
 
 
-def read_coded(uri: str, columns: list[str] | None = None, ids: tuple[str, ...] = ("user_id", "item_id")) -> pa.Table:
+def read_coded(
+    uri: str,
+    columns: list[str] | None = None,
+    ids: tuple[str, ...] = ("user_id", "item_id"),
+) -> pa.Table:
     """An events part with the ids dictionary-coded, each column in one chunk."""
     table = read_parquet(uri, columns, dictionary=ids)
     return table.unify_dictionaries().combine_chunks()
@@ -139,14 +156,20 @@ def read_coded(uri: str, columns: list[str] | None = None, ids: tuple[str, ...] 
 
 def coded(table: pa.Table, name: str) -> pa.DictionaryArray:
     """The dictionary array of a column of `read_coded`."""
-    return table[name].combine_chunks() if table[name].num_chunks != 1 else table[name].chunk(0)
+    return (
+        table[name].combine_chunks()
+        if table[name].num_chunks != 1
+        else table[name].chunk(0)
+    )
 
 
 def positions_in(values: pa.DictionaryArray, vocabulary: Vocabulary) -> np.ndarray:
     """(E,) int32: the place of each value in the vocabulary, -1 where it is null or not there."""
     place = vocabulary.positions(values.dictionary)
     index = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
-    return np.append(place, np.int32(-1))[index].astype(np.int32)  # index -1 is the appended one
+    return np.append(place, np.int32(-1))[index].astype(
+        np.int32
+    )  # index -1 is the appended one
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
@@ -184,11 +207,17 @@ def known_times(table: pa.Table, behaviour: str | None) -> np.ndarray:
     return time.to_numpy()
 
 
-def counted_before(user: np.ndarray, known: np.ndarray, who: np.ndarray, time: np.ndarray) -> np.ndarray:
+def counted_before(
+    user: np.ndarray, known: np.ndarray, who: np.ndarray, time: np.ndarray
+) -> np.ndarray:
     """(R,) how many of the (N,) behaviours of `user`, known from `known` on, are of `who` and known strictly before
     `time`. user (N,) never falls."""
     line = np.lexsort(
-        (np.repeat([1, 0], [len(user), len(who)]), np.concatenate([known, time]), np.concatenate([user, who]))
+        (
+            np.repeat([1, 0], [len(user), len(who)]),
+            np.concatenate([known, time]),
+            np.concatenate([user, who]),
+        )
     )
     above, place = np.cumsum(line < len(user)), np.empty(len(line), dtype=np.int64)
     place[line] = above
@@ -198,9 +227,13 @@ def counted_before(user: np.ndarray, known: np.ndarray, who: np.ndarray, time: n
 def seen_in(table: pa.Table, behaviour: str | None) -> PartSurvey:
     """What one of the events parts (ids dictionary-coded) tells of its behaviours."""
     if behaviour:
-        table = table.filter(pc.fill_null(table[f"label_{behaviour}"], False)).combine_chunks()
+        table = table.filter(
+            pc.fill_null(table[f"label_{behaviour}"], False)
+        ).combine_chunks()
     if not table.num_rows:
-        return PartSurvey(0, pa.array([], pa.large_string()), *[np.zeros(0, np.int64)] * 5)
+        return PartSurvey(
+            0, pa.array([], pa.large_string()), *[np.zeros(0, np.int64)] * 5
+        )
     item, time = coded(table, "item_id"), table["timestamp_ms"].to_numpy()
     counts = np.bincount(item.indices.to_numpy(), minlength=len(item.dictionary))
     used = counts > 0  # a filter leaves unused values
@@ -209,7 +242,13 @@ def seen_in(table: pa.Table, behaviour: str | None) -> PartSurvey:
         rows=len(time),
         items=item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
         counts=counts[used],
-        rests=np.array([end for rest in (time % grain for grain in GRAINS) for end in (rest.min(), rest.max())]),
+        rests=np.array(
+            [
+                end
+                for rest in (time % grain for grain in GRAINS)
+                for end in (rest.min(), rest.max())
+            ]
+        ),
         ends=np.array([time.min(), time.max()]),
         hours=hours.to_series(0).to_numpy(),
         of_hours=hours["rows"].to_numpy().astype(np.int64),
@@ -217,11 +256,15 @@ def seen_in(table: pa.Table, behaviour: str | None) -> PartSurvey:
 
 
 def _survey_part(behaviour: str | None, uri: str) -> tuple[PartSurvey, int]:
-    table = read_coded(uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)])
+    table = read_coded(
+        uri, ["user_id", "item_id", "timestamp_ms", *behaviour_column(behaviour)]
+    )
     return seen_in(table, behaviour), len(coded(table, "user_id").dictionary)
 
 
-def survey(parts: list[str], behaviour: str | None, engine: Engine, late: bool = False) -> Survey:
+def survey(
+    parts: list[str], behaviour: str | None, engine: Engine, late: bool = False
+) -> Survey:
     """Reads the parts once; late: whether they say when the behaviour's label is known. UserError if there is no
     behaviour at all."""
     whole = Surveyor(behaviour, late)
@@ -246,15 +289,21 @@ class Surveyor:
         self.parts.append(uri)
         self.users += users
         if seen.rows:
-            self.hours.update(dict(zip(seen.hours.tolist(), seen.of_hours.tolist(), strict=True)))
+            self.hours.update(
+                dict(zip(seen.hours.tolist(), seen.of_hours.tolist(), strict=True))
+            )
             self.ends += seen.ends.tolist()
             self.items.add(seen.items, seen.counts)
-            for rests, of_part in zip(self.rests, seen.rests.reshape(-1, 2).tolist(), strict=True):
+            for rests, of_part in zip(
+                self.rests, seen.rests.reshape(-1, 2).tolist(), strict=True
+            ):
                 rests.update(of_part)
 
     def read(self, parts: list[str], engine: Engine) -> None:
         """Adds parts that are there."""
-        for number, (seen, users) in engine.each(_survey_part, [(uri,) for uri in parts], (self.behaviour,)):
+        for number, (seen, users) in engine.each(
+            _survey_part, [(uri,) for uri in parts], (self.behaviour,)
+        ):
             self.add(parts[number], seen, users)
 
     def survey(self) -> Survey:
@@ -275,7 +324,14 @@ class Surveyor:
             behaviours=self.hours.total(),
             first_ms=min(self.ends),
             last_ms=max(self.ends),
-            grain_ms=next((grain for grain, rest in zip(GRAINS, self.rests, strict=True) if len(rest) == 1), 1),
+            grain_ms=next(
+                (
+                    grain
+                    for grain, rest in zip(GRAINS, self.rests, strict=True)
+                    if len(rest) == 1
+                ),
+                1,
+            ),
             hours=dict(sorted(self.hours.items())),
         )
 
@@ -290,13 +346,23 @@ class Union:
 
     def add(self, ids: pa.Array, counts: np.ndarray | None = None) -> None:
         """Ids, each once, and a count of each, 0 without."""
-        counts = np.zeros(len(ids), np.int64) if counts is None else counts.astype(np.int64)
-        self.waiting.append(pl.DataFrame({"id": pl.Series(pl.from_arrow(ids), dtype=pl.String), "count": counts}))
+        counts = (
+            np.zeros(len(ids), np.int64) if counts is None else counts.astype(np.int64)
+        )
+        self.waiting.append(
+            pl.DataFrame(
+                {"id": pl.Series(pl.from_arrow(ids), dtype=pl.String), "count": counts}
+            )
+        )
         if sum(map(len, self.waiting)) >= len(self.known):
             self._merge()
 
     def _merge(self) -> None:
-        self.known = pl.concat([self.known, *self.waiting]).group_by("id").agg(pl.col("count").sum())
+        self.known = (
+            pl.concat([self.known, *self.waiting])
+            .group_by("id")
+            .agg(pl.col("count").sum())
+        )
         self.waiting = []
 
     def sorted(self) -> tuple[pa.Array, np.ndarray]:

@@ -45,14 +45,18 @@ class Time:
 
     def __post_init__(self) -> None:
         if self.unit not in (*UNITS, "iso", "order"):
-            raise ValueError(f"time.unit is '{self.unit}'; it must be one of {', '.join(UNITS)}, iso, order")
+            raise ValueError(
+                f"time.unit is '{self.unit}'; it must be one of {', '.join(UNITS)}, iso, order"
+            )
         if self.column is None and self.clock:
             raise ValueError(
                 "'time.column' is missing; add such as 'column: time_ms', or 'unit: order' for that of rows"
             )
         if self.format is not None:
             if self.unit != "iso":
-                raise ValueError(f"time has both unit '{self.unit}' and format '{self.format}'; give one of them")
+                raise ValueError(
+                    f"time has both unit '{self.unit}' and format '{self.format}'; give one of them"
+                )
             _check_format(self.format)
         if self.zone is not None:
             if self.unit != "iso":
@@ -105,7 +109,9 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
     if isinstance(kind, pl.Datetime) or kind == pl.Date:
         made = values.cast(pl.Datetime("us") if kind == pl.Date else values.dtype)
         if time.zone and made.dtype.time_zone is None:  # type: ignore[attr-defined]
-            made = made.dt.replace_time_zone(time.zone, ambiguous="earliest", non_existent="null")
+            made = made.dt.replace_time_zone(
+                time.zone, ambiguous="earliest", non_existent="null"
+            )
         made = made.dt.epoch("us") // 1000
     elif kind == pl.String or kind == pl.Null:
         made = _of_text(values.cast(pl.String).str.strip_chars(), time)
@@ -113,10 +119,14 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
         made = _of_numbers(values, time)
     else:
         raise TypeError(f"{what} is {kind}, not times as {time.written}")
-    need = {"order": "an integer", "iso": "an ISO 8601 time"}.get(time.unit, f"a number of {time.unit}")
+    need = {"order": "an integer", "iso": "an ISO 8601 time"}.get(
+        time.unit, f"a number of {time.unit}"
+    )
     need = f"a time as {time.format}" if time.format else need
     check = "time.format" if time.format else "time.unit"
-    missing = values.is_null() | (values == "") if kind == pl.String else values.is_null()
+    missing = (
+        values.is_null() | (values == "") if kind == pl.String else values.is_null()
+    )
     t = pl.col("t")
     reason = (
         pl.when(pl.col("missing"))
@@ -127,7 +137,9 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
     if time.clock:
         early = f"{what}: before 1980, check {check}; 'unit: order' takes any number"
         reason = reason.when(t < FIRST_MS).then(pl.lit(early))
-        reason = reason.when(t > LAST_MS).then(pl.lit(f"{what}: after the year 2099, check {check}"))
+        reason = reason.when(t > LAST_MS).then(
+            pl.lit(f"{what}: after the year 2099, check {check}")
+        )
     frame = pl.DataFrame({"t": made.cast(pl.Int64), "missing": missing})
     return frame["t"], frame.select(reason.otherwise(None)).to_series()
 
@@ -137,23 +149,38 @@ def _of_text(text: pl.Series, time: Time) -> pl.Series:
         whole = text.cast(pl.Int64, strict=False)
         left = whole.is_null() & text.is_not_null()
         made, others = _of_numbers(whole, time), text.filter(left)
-        kinds = [pl.Decimal(38, 9), *([pl.Float64()] if time.clock else [])] if left.any() else []
+        kinds = (
+            [pl.Decimal(38, 9), *([pl.Float64()] if time.clock else [])]
+            if left.any()
+            else []
+        )
         for kind in kinds:
             found = _of_numbers(others.cast(kind, strict=False), time)
-            made = made.scatter(left.arg_true(), pl.select(pl.coalesce(made.filter(left), found)).to_series())
+            made = made.scatter(
+                left.arg_true(),
+                pl.select(pl.coalesce(made.filter(left), found)).to_series(),
+            )
         return made
     fast = _fast(text, time)
     left = fast.is_null() & text.is_not_null()
     if not left.any():
         return fast
-    parse: Callable[[str], datetime] = (lambda s: datetime.strptime(s, time.format)) if time.format else _iso  # type: ignore
+    parse: Callable[[str], datetime] = _iso
+    if time_format := time.format:
+        parse = lambda s: datetime.strptime(s, time_format)  # noqa: E731
     known: dict[str, int | None] = {}
     zone = ZoneInfo(time.zone) if time.zone else UTC
     for value in text.filter(left).unique().to_list():  # once per different value
         try:
             moment = parse(value)
-            named = time.format and "%Z" in time.format  # Python reads the name, and forgets it
-            moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC if named else zone)
+            named = (
+                time.format and "%Z" in time.format
+            )  # Python reads the name, and forgets it
+            moment = (
+                moment
+                if moment.tzinfo
+                else moment.replace(tzinfo=UTC if named else zone)
+            )
             known[value] = (moment - EPOCH) // timedelta(milliseconds=1)
         except (ValueError, OverflowError):
             known[value] = None
@@ -167,27 +194,46 @@ def _of_numbers(number: pl.Series, time: Time) -> pl.Series:
     if number.dtype.is_integer():
         number = number.cast(pl.Int64, strict=False)
         # what would overflow is after the year 2099
-        return number.clip(-LAST_MS, LAST_MS) * factor if factor > 1 else number // divisor
+        return (
+            number.clip(-LAST_MS, LAST_MS) * factor if factor > 1 else number // divisor
+        )
     if number.dtype.is_decimal():
-        number = number.cast(pl.Decimal(38, 9)) * pl.Series([factor]).cast(pl.Decimal(38, 0))
-        made = number.cast(pl.Int128, strict=False).cast(pl.Int64, strict=False) // divisor
+        number = number.cast(pl.Decimal(38, 9)) * pl.Series([factor]).cast(
+            pl.Decimal(38, 0)
+        )
+        made = (
+            number.cast(pl.Int128, strict=False).cast(pl.Int64, strict=False) // divisor
+        )
     else:
         number = number.cast(pl.Float64)
         number = pl.select(pl.when(number.is_finite()).then(number)).to_series()
-        made = ((number * (1000 * factor / divisor)).round(0) // 1000).cast(pl.Int64, strict=False)
-    return made if time.clock else pl.select(pl.when(number == made.cast(number.dtype)).then(made)).to_series()
+        made = ((number * (1000 * factor / divisor)).round(0) // 1000).cast(
+            pl.Int64, strict=False
+        )
+    return (
+        made
+        if time.clock
+        else pl.select(
+            pl.when(number == made.cast(number.dtype)).then(made)
+        ).to_series()
+    )
 
 
 def _fast(text: pl.Series, time: Time) -> pl.Series:
     """What polars reads; null for the rest."""
     column, tries = pl.col("text"), []
     if time.format is None:
-        column = column.str.replace(" ", "T", literal=True).str.replace(r"[Zz]$", "+00:00")
+        column = column.str.replace(" ", "T", literal=True).str.replace(
+            r"[Zz]$", "+00:00"
+        )
         tries = ["%Y-%m-%dT%H:%M:%S%.f%z", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d"]
     else:
         written = time.format
         if written.count(",%f") == 1 and "," not in written.replace(",%f", ""):
-            written, column = written.replace(",%f", "%.f"), column.str.replace(r",(\d+)", ".$1")
+            written, column = (
+                written.replace(",%f", "%.f"),
+                column.str.replace(r",(\d+)", ".$1"),
+            )
         written = written.replace(".%f", "%.f")
         if set(re.findall(r"%(.)", written.replace("%.f", ""))) <= SAME:
             tries = [written]
@@ -196,9 +242,16 @@ def _fast(text: pl.Series, time: Time) -> pl.Series:
         if each.endswith("%d") and time.format is None:
             read = column.str.to_date(each, strict=False).cast(pl.Datetime("us"))
         else:
-            read = column.str.to_datetime(each, time_unit="us", time_zone="UTC" if "%z" in each else None, strict=False)
+            read = column.str.to_datetime(
+                each,
+                time_unit="us",
+                time_zone="UTC" if "%z" in each else None,
+                strict=False,
+            )
         if "%z" not in each:
-            read = read.dt.replace_time_zone(time.zone or "UTC", ambiguous="earliest", non_existent="null")
+            read = read.dt.replace_time_zone(
+                time.zone or "UTC", ambiguous="earliest", non_existent="null"
+            )
             read = read.dt.convert_time_zone("UTC")
         found.append(read.dt.epoch("us").floordiv(1000))
     with suppress(pl.exceptions.PolarsError):  # of a format that polars does not have

@@ -67,7 +67,10 @@ class Importance:
             f"{self.repeats} times each"
         ]
         width = max(map(len, self.losses))
-        lines += [f"    {name:<{width}}  {x.mean:+.4f} ± {x.deviation:.4f}" for name, x in self.losses.items()]
+        lines += [
+            f"    {name:<{width}}  {x.mean:+.4f} ± {x.deviation:.4f}"
+            for name, x in self.losses.items()
+        ]
         return lines
 
     def draw(self) -> bytes:
@@ -75,7 +78,13 @@ class Importance:
         names, losses = list(self.losses), list(self.losses.values())
         figure, (axes,) = new_figure(1, width=6.4, height=0.9 + 0.32 * len(names))
         spread = [loss.deviation for loss in losses]
-        axes.barh(range(len(names)), [loss.mean for loss in losses], xerr=spread, color=COLOURS[0], height=0.6)
+        axes.barh(
+            range(len(names)),
+            [loss.mean for loss in losses],
+            xerr=spread,
+            color=COLOURS[0],
+            height=0.6,
+        )
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.axvline(0, color=COLOURS[6], lw=0.8)
@@ -87,13 +96,21 @@ class Importance:
 def check_has_inputs(name: str) -> None:
     """UserError for a model whose family does not say what its inputs are."""
     if registry.find(name).family.ranks != "candidates":
-        raise UserError(f"--importance asks what ranks candidates, and the model '{name}' ranks none; leave it out")
+        raise UserError(
+            f"--importance asks what ranks candidates, and the model '{name}' ranks none; leave it out"
+        )
 
 
 def importance(
-    uri: str, inputs: Inputs, *, split: str = "test", repeats: int = 5, batch_size: int = 256,
-    device: str = "auto", seed: int = 0,
-) -> Importance:  # fmt: skip
+    uri: str,
+    inputs: Inputs,
+    *,
+    split: str = "test",
+    repeats: int = 5,
+    batch_size: int = 256,
+    device: str = "auto",
+    seed: int = 0,
+) -> Importance:
     """Measures the checkpoint at `uri` on the split, once as it is and `repeats` times per input without it."""
     uri = find_checkpoint(uri)
     check_has_inputs(checkpoint.read(uri).name)
@@ -105,21 +122,31 @@ def importance(
     def measured(shuffle: Shuffle, seed: int) -> float:
         generator = torch.Generator().manual_seed(seed)
         measure = partial(with_other, entry.measured.measure, shuffle, generator)
-        return entry.measured.means(score(model, measure, examples, batch_size=batch_size, device=where)[0])[metric]
+        return entry.measured.means(
+            score(model, measure, examples, batch_size=batch_size, device=where)[0]
+        )[metric]
 
     value = measured(lambda model, batch, generator: nullcontext(batch), seed)
     if math.isnan(value):
-        raise UserError(f"{metric} is not defined on the split '{split}'; choose another --split")
+        raise UserError(
+            f"{metric} is not defined on the split '{split}'; choose another --split"
+        )
     losses = {}
     for name, shuffle in entry.family.shuffles(model, loaded.catalogue).items():
         lost = [value - measured(shuffle, seed + number) for number in range(repeats)]
-        losses[name] = Loss(statistics.fmean(lost), statistics.stdev(lost) if repeats > 1 else 0.0)
+        losses[name] = Loss(
+            statistics.fmean(lost), statistics.stdev(lost) if repeats > 1 else 0.0
+        )
     ordered = sorted(losses.items(), key=lambda pair: -pair[1].mean)
     return Importance(metric, value, repeats, dict(ordered))
 
 
 def with_other(
-    measure: Any, shuffle: Shuffle, generator: torch.Generator, model: Any, batch: dict[str, Tensor]
+    measure: Any,
+    shuffle: Shuffle,
+    generator: torch.Generator,
+    model: Any,
+    batch: dict[str, Tensor],
 ) -> dict[str, Any]:
     """What `measure` finds where the input comes from another row."""
     with shuffle(model, batch, generator) as exchanged:

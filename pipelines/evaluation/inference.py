@@ -62,8 +62,12 @@ def listed(value: pa.DataType) -> pa.DataType:
 RECOMMENDATIONS = pa.schema(
     [
         pa.field("user_id", pa.string(), nullable=False),
-        pa.field("item_id", listed(pa.string()), nullable=False),  # best first, at most K
-        pa.field("score", listed(pa.float32()), nullable=False),  # the model's own scale
+        pa.field(
+            "item_id", listed(pa.string()), nullable=False
+        ),  # best first, at most K
+        pa.field(
+            "score", listed(pa.float32()), nullable=False
+        ),  # the model's own scale
     ]
 )
 
@@ -75,9 +79,16 @@ def scores_schema(labels: Sequence[str], queries: bool) -> pa.Schema:
         [
             pa.field("user_id", pa.string(), nullable=False),
             pa.field("timestamp_ms", pa.int64(), nullable=False),  # of the request
-            *([pa.field("query", pa.string())] if queries else []),  # null where it had none
-            pa.field("item_id", listed(pa.string()), nullable=False),  # candidates, best first by the first label
-            *(pa.field(f"score_{name}", listed(pa.float32()), nullable=False) for name in labels),  # chances, 0 to 1
+            *(
+                [pa.field("query", pa.string())] if queries else []
+            ),  # null where it had none
+            pa.field(
+                "item_id", listed(pa.string()), nullable=False
+            ),  # candidates, best first by the first label
+            *(
+                pa.field(f"score_{name}", listed(pa.float32()), nullable=False)
+                for name in labels
+            ),  # chances, 0 to 1
         ]
     )
 
@@ -95,23 +106,43 @@ class Kernel:
     """What is ranked for of the file that is held."""
 
     def __init__(
-        self, uri: str, inputs: Inputs, output: str, schema: pa.Schema, ask: dict[str, Any], batch_size: int,
-        options: dict[str, Any], device: str, threads: int,
-    ) -> None:  # fmt: skip
+        self,
+        uri: str,
+        inputs: Inputs,
+        output: str,
+        schema: pa.Schema,
+        ask: dict[str, Any],
+        batch_size: int,
+        options: dict[str, Any],
+        device: str,
+        threads: int,
+    ) -> None:
         """`ask` has what is asked for: `k` items, or the requests of a `split`; `threads` 0 leaves them."""
         if threads:
             torch.set_num_threads(threads)
-        self.device, self.output, self.schema, self.ask = device_of(device), output, schema, ask
+        self.device, self.output, self.schema, self.ask = (
+            device_of(device),
+            output,
+            schema,
+            ask,
+        )
         self.batch_size, self.options, self.inputs = batch_size, options, inputs
         self.loaded = Loaded.of(uri, inputs, self.device)
         self.model = self.loaded.model
         if "allowed" in options:
-            self.options = {**options, "allowed": allow(self.model, options["allowed"].to(self.device))}
-        self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"].combine_chunks()
+            self.options = {
+                **options,
+                "allowed": allow(self.model, options["allowed"].to(self.device)),
+            }
+        self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])[
+            "item_id"
+        ].combine_chunks()
         self.file = -1  # the one that is held
 
     def __call__(self, block: dict[str, NDArray]) -> dict[str, NDArray]:
-        units = zip(*(block[name].tolist() for name in ("file", "first", "last")), strict=True)
+        units = zip(
+            *(block[name].tolist() for name in ("file", "first", "last")), strict=True
+        )
         made = [self.part(*unit) for unit in units]
         parts = np.array([json.dumps(vars(part)) for part, _ in made], dtype=object)
         return {**block, "part": parts, "count": np.array([count for _, count in made])}
@@ -125,7 +156,9 @@ class Kernel:
         place = self.examples.user_rows(rows) - self.first_user
         rows = rows[(first <= place) & (place < last)]
         found = []
-        for chosen in self.examples.bounded(self.examples.ordered(rows), self.batch_size):
+        for chosen in self.examples.bounded(
+            self.examples.ordered(rows), self.batch_size
+        ):
             batch = to_device(self.examples.collate(chosen), self.device)
             with torch.no_grad():
                 found.append([value.cpu().numpy() for value in self.rank(batch)])
@@ -166,7 +199,9 @@ class Recommender(Kernel):
     def read(self, share: Share) -> Sharded:
         longest = history_to_give(self.loaded.config.max_history, self.options)
         family = self.loaded.entry.family.examples
-        return family.load_share(self.inputs.sequences, {"next": "request"}, longest, share)["next"]
+        return family.load_share(
+            self.inputs.sequences, {"next": "request"}, longest, share
+        )["next"]
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         items, scores = self.model.recommend(batch, self.ask["k"], **self.options)
@@ -174,7 +209,10 @@ class Recommender(Kernel):
 
     def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
         order = np.argsort(user, kind="stable")
-        user, (item, score) = user[order] - self.first_user, (values[order] for values in found)
+        user, (item, score) = (
+            user[order] - self.first_user,
+            (values[order] for values in found),
+        )
         real = item >= 0  # where fewer than K items could be ranked, the tail is empty
         offsets = pa.array(np.concatenate([[0], np.cumsum(real.sum(1))]), pa.int32())
         names = pc.take(self.items, pa.array(item[real]))
@@ -194,28 +232,52 @@ class Scorer(Kernel):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         if "query" in self.schema.names:
-            self.queries = read_table(join(self.inputs.tables, "queries"), "queries")["query"].combine_chunks()
+            self.queries = read_table(join(self.inputs.tables, "queries"), "queries")[
+                "query"
+            ].combine_chunks()
 
     def read(self, share: Share) -> Sharded:
         family, split = self.loaded.entry.family, self.ask["split"]
-        of_model, longest = family.examples.of_model(self.loaded.config), self.loaded.config.max_history
-        return of_model.load_share(self.inputs.sequences, {split: family.eval_unit}, longest, share)[split]
+        of_model, longest = (
+            family.examples.of_model(self.loaded.config),
+            self.loaded.config.max_history,
+        )
+        return of_model.load_share(
+            self.inputs.sequences, {split: family.eval_unit}, longest, share
+        )[split]
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         asked = self.examples.asked(batch)
         chances = torch.sigmoid(check_finite(self.model.score(batch).float()))
-        return *(asked[name] for name in ("user_row", "request", "time", "query", "item")), chances
+        return *(
+            asked[name] for name in ("user_row", "request", "time", "query", "item")
+        ), chances
 
     def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
         order = np.lexsort((-found[-1][:, 0], found[0], user))
-        user, (request, time, query, item, chances) = user[order], (values[order] for values in found)
-        first = np.flatnonzero(np.append(True, (user[1:] != user[:-1]) | (request[1:] != request[:-1])))
+        user, (request, time, query, item, chances) = (
+            user[order],
+            (values[order] for values in found),
+        )
+        first = np.flatnonzero(
+            np.append(True, (user[1:] != user[:-1]) | (request[1:] != request[:-1]))
+        )
         offsets = pa.array(np.append(first, len(user)), pa.int32())
-        columns = [pc.take(self.users, pa.array(user[first] - self.first_user)), pa.array(time[first])]
+        columns = [
+            pc.take(self.users, pa.array(user[first] - self.first_user)),
+            pa.array(time[first]),
+        ]
         if "query" in self.schema.names:
-            columns.append(pc.take(self.queries, pa.array(query[first], mask=query[first] < 0)))
-        columns.append(pa.ListArray.from_arrays(offsets, pc.take(self.items, pa.array(item))))
-        columns += [pa.ListArray.from_arrays(offsets, pa.array(of, pa.float32())) for of in chances.T]
+            columns.append(
+                pc.take(self.queries, pa.array(query[first], mask=query[first] < 0))
+            )
+        columns.append(
+            pa.ListArray.from_arrays(offsets, pc.take(self.items, pa.array(item)))
+        )
+        columns += [
+            pa.ListArray.from_arrays(offsets, pa.array(of, pa.float32()))
+            for of in chances.T
+        ]
         return columns, len(user)
 
 
@@ -261,14 +323,19 @@ def infer_all(
     uri, about, chosen, given = check(uri, inputs, options or {})
     entry = registry.find(about.name)
     if not entry.ranks:
-        raise UserError(f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends")
+        raise UserError(
+            f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends"
+        )
     sequences = read_manifest(inputs.sequences, "sequences")
     kernel: type[Kernel] = Recommender if entry.family.ranks == "catalogue" else Scorer
     ask: dict[str, Any] = {"k": k} if kernel is Recommender else {"split": split}
     schema, counts = RECOMMENDATIONS, "users_below_k"
     if kernel is Scorer:
         labels = entry.about(sequences.info)["labels"]
-        schema, counts = scores_schema(labels, "queries" in entry.family.tables["tables"]), "candidates"
+        schema, counts = (
+            scores_schema(labels, "queries" in entry.family.tables["tables"]),
+            "candidates",
+        )
     config = {**ask, "users_per_part": users_per_part, "model": about.model, **chosen}
     read = {
         **{name: given[name] for name, value in about.hashes.items() if value},
@@ -276,12 +343,16 @@ def infer_all(
     }
     if allowed:
         if kernel is Scorer:
-            raise UserError(f"--allowed is {allowed}, but the model '{about.name}' scores what is given; leave it out")
+            raise UserError(
+                f"--allowed is {allowed}, but the model '{about.name}' scores what is given; leave it out"
+            )
         chosen["allowed"], read["allowed"] = read_allowed(allowed, inputs.tables)
     if check_place(output, kernel.table) and not overwrite:
         if up_to_date(output, fingerprint(config, read)):
             return read_manifest(output, kernel.table), True
-        raise UserError(f"{output} holds other {kernel.table}; choose another folder or replace it with --overwrite")
+        raise UserError(
+            f"{output} holds other {kernel.table}; choose another folder or replace it with --overwrite"
+        )
     units = [
         {"file": number, "first": first, "last": min(first + users_per_part, file.rows)}
         for number, file in enumerate(sequences.files)
@@ -301,12 +372,18 @@ def infer_all(
         info = {"users": sequences.rows, **ask, counts: sum(count for _, count in made)}
         info |= {"model": about.name, "checkpoint": uri}
         parts = [part for part, _ in made]
-        manifest = commit(output, kernel.table, schema, parts, config=config, inputs=read, info=info)
+        manifest = commit(
+            output, kernel.table, schema, parts, config=config, inputs=read, info=info
+        )
     return manifest, False
 
 
 def by_ray(
-    kernel: type[Kernel], arguments: tuple[Any, ...], units: list[dict[str, int]], actors: int, device: str
+    kernel: type[Kernel],
+    arguments: tuple[Any, ...],
+    units: list[dict[str, int]],
+    actors: int,
+    device: str,
 ) -> list[tuple[Part, int]]:
     """The part and the count of each unit, made by actors of Ray Data."""
     gpu = takes_gpu(device, actors)
@@ -318,8 +395,12 @@ def by_ray(
                 kernel,
                 fn_constructor_args=arguments,
                 batch_size=1,
-                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=actors, initial_size=actors),
-                num_cpus=min(1.0, max(0.5, ray.cluster_resources().get("CPU", 1) - 1) / actors),  # one is left to read
+                compute=ray.data.ActorPoolStrategy(
+                    min_size=1, max_size=actors, initial_size=actors
+                ),
+                num_cpus=min(
+                    1.0, max(0.5, ray.cluster_resources().get("CPU", 1) - 1) / actors
+                ),  # one is left to read
                 num_gpus=1 if gpu else 0,
             )
             .take_all()

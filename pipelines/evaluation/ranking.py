@@ -78,12 +78,15 @@ class Result:
 
 def check(
     uri: str, inputs: Inputs, options: dict[str, Any]
-) -> tuple[str, Checkpoint, dict[str, Any], dict[str, str]]:  # fmt: skip
+) -> tuple[str, Checkpoint, dict[str, Any], dict[str, str]]:
     """(its folder, what it says of itself, the options that are given, hashes of the tables) of the checkpoint, or the
     best one of a run. UserError where it takes other tables, or its model has no such options of `recommend`."""
     uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
-    chosen, given = recommend_options(about.name, options), hashes_of(about.name, inputs)
+    chosen, given = (
+        recommend_options(about.name, options),
+        hashes_of(about.name, inputs),
+    )
     checkpoint.check(about, uri, of_training(given, about), extending=True)
     return uri, about, chosen, given
 
@@ -95,7 +98,9 @@ def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     for key in chosen:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise UserError(f"the model '{name}' has no option --{key} when recommending; {takes}")
+            raise UserError(
+                f"the model '{name}' has no option --{key} when recommending; {takes}"
+            )
     if options := registry.find(name).recommends:
         try:
             options(**chosen)
@@ -118,7 +123,9 @@ def takes_gpu(option: str, at_once: int) -> bool:
 
     UserError where there are too few of them and no autoscaler; auto takes none where there are none.
     """
-    takes = option == "cuda" or (option == "auto" and bool(ray.cluster_resources().get("GPU", 0)))
+    takes = option == "cuda" or (
+        option == "auto" and bool(ray.cluster_resources().get("GPU", 0))
+    )
     if takes:
         cluster.check_room(at_once, {"GPU": 1}, "lower --shards or use --device cpu")
     return takes
@@ -128,15 +135,27 @@ def trained(loaded: Loaded, inputs: Inputs, rank: int, world: int) -> torch.Tens
     """(N,) behaviours in training of each item, by the users of shard (rank, world)."""
     kind, size = loaded.entry.family.examples, loaded.catalogue.num_items
     train: Any = kind.load(
-        inputs.sequences, "train", unit="behaviour", max_history=1, rank=rank, world=world, shards=world
+        inputs.sequences,
+        "train",
+        unit="behaviour",
+        max_history=1,
+        rank=rank,
+        world=world,
+        shards=world,
     )
     return torch.from_numpy(np.bincount(train.targets[train.chosen()], minlength=size))
 
 
 def rank_shard(
-    uri: str, inputs: Inputs, split: Any, batch_size: int, options: dict[str, Any], device: str,
-    threads: int, shard: tuple[int, int],
-) -> tuple[dict[str, Any], int, int, float, str, int]:  # fmt: skip
+    uri: str,
+    inputs: Inputs,
+    split: Any,
+    batch_size: int,
+    options: dict[str, Any],
+    device: str,
+    threads: int,
+    shard: tuple[int, int],
+) -> tuple[dict[str, Any], int, int, float, str, int]:
     """(sums, requests, skipped, seconds in recommend, device, users) of shard (rank, world): the users of its parts."""
     rank, world = shard
     if threads:
@@ -144,19 +163,37 @@ def rank_shard(
     where = device_of(device)
     loaded = Loaded.of(uri, inputs, where)
     history = history_to_give(loaded.config.max_history, options)
-    examples = loaded.examples(inputs, split, history, rank=rank, world=world, shards=world)
+    examples = loaded.examples(
+        inputs, split, history, rank=rank, world=world, shards=world
+    )
     model, measure = loaded.model, loaded.entry.measured.measure
     stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
     common: dict[str, Any] = {"batch_size": batch_size, "device": where}
     asked = {**options, "by_user": stride}
     if len(examples):
-        score(model, measure, examples, limit=min(batch_size, len(examples)), options=asked, **common)  # warms up
+        score(
+            model,
+            measure,
+            examples,
+            limit=min(batch_size, len(examples)),
+            options=asked,
+            **common,
+        )  # warms up
     if loaded.entry.recommends:
-        asked["shown"] = torch.zeros(loaded.catalogue.num_items, dtype=torch.long, device=where)
+        asked["shown"] = torch.zeros(
+            loaded.catalogue.num_items, dtype=torch.long, device=where
+        )
     sums, count, seconds = score(model, measure, examples, options=asked, **common)
     if loaded.entry.recommends:
-        sums |= {SHOWN: asked["shown"].cpu(), TRAINED: trained(loaded, inputs, rank, world)}
-    label = torch.cuda.get_device_name() if where.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+        sums |= {
+            SHOWN: asked["shown"].cpu(),
+            TRAINED: trained(loaded, inputs, rank, world),
+        }
+    label = (
+        torch.cuda.get_device_name()
+        if where.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
     return sums, count, examples.skipped, seconds, label, examples.users
 
 
@@ -181,15 +218,25 @@ def evaluate(
     if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, (0, 1))]
     else:
-        task = ray.remote(num_cpus=1, num_gpus=1 if takes_gpu(device, 1) else 0)(rank_shard)
-        parts = ray.get([task.remote(*arguments, 1, (rank, shards)) for rank in range(shards)])
+        task = ray.remote(num_cpus=1, num_gpus=1 if takes_gpu(device, 1) else 0)(
+            rank_shard
+        )
+        parts = ray.get(
+            [task.remote(*arguments, 1, (rank, shards)) for rank in range(shards)]
+        )
     count = sum(part[1] for part in parts)
     if count == 0:
-        raise UserError(f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split")
+        raise UserError(
+            f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split"
+        )
     total: dict[str, Any] = add_sums(part[0] for part in parts)
-    by_user: dict[str, ByUser] = {name: total.pop(name) for name in list(total) if name.startswith(PREFIX)}
+    by_user: dict[str, ByUser] = {
+        name: total.pop(name) for name in list(total) if name.startswith(PREFIX)
+    }
     exposed = exposure(total.pop(SHOWN), total.pop(TRAINED)) if SHOWN in total else {}
-    if given.get("sequences") != about.hashes.get("sequences"):  # of another log it is not known what was trained on
+    if given.get("sequences") != about.hashes.get(
+        "sequences"
+    ):  # of another log it is not known what was trained on
         exposed.pop("new_items@10", None)
     metrics = registry.find(about.name).measured.means(total) | exposed
     return (
@@ -207,14 +254,20 @@ def evaluate(
             options={**chosen, "batch_size": batch_size},
             hashes={name: given[name] for name in about.hashes if name in given},
             device=parts[0][4] if shards == 1 else f"{shards} x {parts[0][4]}",
-            by_user={name.removeprefix(PREFIX): value.packed() for name, value in by_user.items()},
+            by_user={
+                name.removeprefix(PREFIX): value.packed()
+                for name, value in by_user.items()
+            },
         ),
         about,
     )
 
 
 def record(
-    result: Result, about: Checkpoint, tracking_uri: str | None = None, pictures: dict[str, bytes] | None = None
+    result: Result,
+    about: Checkpoint,
+    tracking_uri: str | None = None,
+    pictures: dict[str, bytes] | None = None,
 ) -> str:
     """Writes the result beside the checkpoint and into the training's MLflow run, there with `pictures` by their names;
     returns the file's place.
@@ -224,24 +277,34 @@ def record(
     it is not there any more.
     """
     suffix = "".join(
-        f"-{key}-{value}" for key, value in sorted(result.options.items())
+        f"-{key}-{value}"
+        for key, value in sorted(result.options.items())
         if key != "batch_size" and about.model.get(key) != value
-    )  # fmt: skip
+    )
     if result.is_fresh(about):
         suffix += f"-fresh-{result.hashes['sequences'][:8]}"
     place = join(result.checkpoint, f"evaluation-{result.split}{suffix}.json")
     content = _standard(asdict(result))
-    write_file(place, json.dumps(content, indent=2, sort_keys=True, allow_nan=False).encode())
+    write_file(
+        place, json.dumps(content, indent=2, sort_keys=True, allow_nan=False).encode()
+    )
     if about.tracking:
-        run = tracking.RunRef(**{**about.tracking, **({"uri": tracking_uri} if tracking_uri else {})})
+        run = tracking.RunRef(
+            **{**about.tracking, **({"uri": tracking_uri} if tracking_uri else {})}
+        )
         prefix = f"{result.split}{suffix}"
         values = {f"{prefix}/{name}": value for name, value in result.metrics.items()}
-        values |= {f"{prefix}/examples": result.examples, f"{prefix}/users": result.users}
+        values |= {
+            f"{prefix}/examples": result.examples,
+            f"{prefix}/users": result.users,
+        }
         values |= {f"{prefix}/users_per_s": result.users_per_s}
         try:
             logger = tracking.Logger(run)
             logger.update(values, about.step)
-            logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
+            logger.tag(
+                **{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)}
+            )
             tracking.log_json(run, content, os.path.basename(place))
             for name, content in (pictures or {}).items():
                 tracking.log_picture(run, content, name)

@@ -31,16 +31,31 @@ from models.inputs import Inputs
 from models.requests import Columns
 from models.retrieval.requests import EVERY
 from models.setup import inputs_of
-from models.tables import MANIFEST, UserError, has_manifest, join, open_uri, read_manifest
+from models.tables import (
+    MANIFEST,
+    UserError,
+    has_manifest,
+    join,
+    open_uri,
+    read_manifest,
+)
 from pipelines.tracking import RunRef, connect
 
 STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
 TYPES: dict[str, Any] = {
-    "ids": Array(ANY),  # strings, or integers for the strings of their digits (models/item_ids.py)
-    "string": DataType.string, "strings": STRINGS, "long": DataType.long, "longs": Array(DataType.long),
-    "number": ANY, "numbers": NUMBERS, "vectors": Array(NUMBERS),  # MLflow takes no 3 for a double
-    "own_numbers": Map(NUMBERS), "own_categories": Map(STRINGS),
-}  # fmt: skip
+    "ids": Array(
+        ANY
+    ),  # strings, or integers for the strings of their digits (models/item_ids.py)
+    "string": DataType.string,
+    "strings": STRINGS,
+    "long": DataType.long,
+    "longs": Array(DataType.long),
+    "number": ANY,
+    "numbers": NUMBERS,
+    "vectors": Array(NUMBERS),  # MLflow takes no 3 for a double
+    "own_numbers": Map(NUMBERS),
+    "own_categories": Map(STRINGS),
+}
 """Of columns of requests and answers."""
 
 SERVED = {
@@ -52,11 +67,22 @@ SERVED = {
             ParamSpec("allowed", DataType.string, EVERY, (-1,)),
         ],
     ),
-    "candidates": ("served_ranker.py", [ParamSpec("label", DataType.string, "")]),  # "": the model's first one
+    "candidates": (
+        "served_ranker.py",
+        [ParamSpec("label", DataType.string, "")],
+    ),  # "": the model's first one
 }
 """The file in this folder that MLflow runs, by what a family's models rank, and what a call may set."""
 
-REQUIREMENTS = ["mlflow", "torch", "numpy", "pandas", "pyarrow", "safetensors", "transformers"]
+REQUIREMENTS = [
+    "mlflow",
+    "torch",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "safetensors",
+    "transformers",
+]
 
 
 def schema(columns: Columns, needed: Columns) -> Schema:
@@ -65,16 +91,30 @@ def schema(columns: Columns, needed: Columns) -> Schema:
     def type_of(kind: Any) -> Any:
         if isinstance(kind, str):
             return TYPES[kind]
-        return Array(Object([Property(key, TYPES[of], required=key == "item_id") for key, of in kind.items()]))
+        return Array(
+            Object(
+                [
+                    Property(key, TYPES[of], required=key == "item_id")
+                    for key, of in kind.items()
+                ]
+            )
+        )
 
-    return Schema([ColSpec(type_of(kind), name, required=name in needed) for name, kind in columns.items()])
+    return Schema(
+        [
+            ColSpec(type_of(kind), name, required=name in needed)
+            for name, kind in columns.items()
+        ]
+    )
 
 
 def signature(family: Family, takes: Columns) -> ModelSignature:
     """What the family's models take, beside what each request needs, and give."""
     needs, gives = family.requests.needs, family.requests.gives
     params = ParamSchema(SERVED[family.ranks][1])
-    return ModelSignature(schema({**needs, **takes}, needs), schema(gives, gives), params)
+    return ModelSignature(
+        schema({**needs, **takes}, needs), schema(gives, gives), params
+    )
 
 
 def write_encoder(inputs: Inputs, folder: Path) -> None:
@@ -103,10 +143,19 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
         bundle, place = Path(folder) / "data", Path(folder) / "model"
         write_bundle(bundle, uri, inputs)
         # Step by step: `mlflow.pyfunc.log_model` would read the history of every metric, each by a request.
-        made = client.create_logged_model(found.info.experiment_id, "model", run.run_id, params=found.data.params)
-        about = Model(made.artifact_location, run.run_id, model_uuid=made.model_id, model_id=made.model_id)
+        made = client.create_logged_model(
+            found.info.experiment_id, "model", run.run_id, params=found.data.params
+        )
+        about = Model(
+            made.artifact_location,
+            run.run_id,
+            model_uuid=made.model_id,
+            model_id=made.model_id,
+        )
         with at(run.uri), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # asks for an input example, which it would run
+            warnings.simplefilter(
+                "ignore"
+            )  # asks for an input example, which it would run
             mlflow.pyfunc.save_model(
                 place,
                 mlflow_model=about,
@@ -156,8 +205,14 @@ def fetch(uri: str, target: Path, manifest_only: bool = False) -> None:
     filesystem, path = open_uri(uri)
     target.mkdir(parents=True)
     local = fs.LocalFileSystem()
-    source, place = (f"{path}/{MANIFEST}", str(target / MANIFEST)) if manifest_only else (path, str(target))
-    fs.copy_files(source, place, source_filesystem=filesystem, destination_filesystem=local)
+    source, place = (
+        (f"{path}/{MANIFEST}", str(target / MANIFEST))
+        if manifest_only
+        else (path, str(target))
+    )
+    fs.copy_files(
+        source, place, source_filesystem=filesystem, destination_filesystem=local
+    )
 
 
 @contextmanager

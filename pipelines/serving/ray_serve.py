@@ -90,14 +90,18 @@ def as_json(found: Any) -> str:
 
 def version_of(model: str) -> str:
     """The version that an alias is of now."""
-    return "models:/" + "/".join(map(str, get_model_name_and_version(mlflow.MlflowClient(), model)))
+    return "models:/" + "/".join(
+        map(str, get_model_name_and_version(mlflow.MlflowClient(), model))
+    )
 
 
 def code_of(folder: str) -> dict[str, int]:
     """Checksums of the code that a version runs, by file."""
     with ZipFile(Path(folder, "code", "models.zip")) as archive:
         found = {file.filename: file.CRC for file in archive.infolist()}
-    return found | {file.name: crc32(file.read_bytes()) for file in Path(folder).glob("*.py")}
+    return found | {
+        file.name: crc32(file.read_bytes()) for file in Path(folder).glob("*.py")
+    }
 
 
 app = FastAPI()
@@ -109,15 +113,23 @@ log = logging.getLogger("ray.serve")
 class Replica:
     """A process with the model."""
 
-    def __init__(self, options: Options, tracking_uri: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, options: Options, tracking_uri: str, settings: dict[str, Any]
+    ) -> None:
         mlflow.set_tracking_uri(tracking_uri)
         if ray.get_runtime_context().get_accelerator_ids()["GPU"]:
             settings = {"device": "cuda", **settings}
         self.settings, self.version = settings, version_of(options.model)
         folder = mlflow.artifacts.download_artifacts(self.version)
         self.model = mlflow.pyfunc.load_model(folder, model_config=settings)
-        self.seen, self.code, self.note = self.version, code_of(folder), f"{self.version} answers"
-        from models.tables import UserError  # of the version's own code, which is loaded now
+        self.seen, self.code, self.note = (
+            self.version,
+            code_of(folder),
+            f"{self.version} answers",
+        )
+        from models.tables import (
+            UserError,
+        )  # of the version's own code, which is loaded now
 
         self.refusals = (UserError, MlflowException)
         self.ask.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
@@ -166,20 +178,35 @@ class Replica:
                 raise answer
             return Response(answer, media_type="application/json")
         except self.refusals as error:
-            told = error if isinstance(error, MlflowException) else MlflowException(str(error), BAD_REQUEST)
+            told = (
+                error
+                if isinstance(error, MlflowException)
+                else MlflowException(str(error), BAD_REQUEST)
+            )
             told.message = " ".join(told.message.split())
-            return Response(told.serialize_as_json(), told.get_http_status_code(), media_type="application/json")
+            return Response(
+                told.serialize_as_json(),
+                told.get_http_status_code(),
+                media_type="application/json",
+            )
 
     def read(self, body: bytes) -> Asked:
         """What a client asks; MlflowException for what is no request."""
         try:
             sent = json.loads(body)
         except (ValueError, RecursionError) as error:  # also of what is no UTF-8
-            raise MlflowException(f"the request is no JSON ({error})", BAD_REQUEST) from error
+            raise MlflowException(
+                f"the request is no JSON ({error})", BAD_REQUEST
+            ) from error
         if not isinstance(sent, dict):
-            raise MlflowException("the request is no JSON object with rows, such as dataframe_records", BAD_REQUEST)
+            raise MlflowException(
+                "the request is no JSON object with rows, such as dataframe_records",
+                BAD_REQUEST,
+            )
         params = sent.pop("params", None) or {}
-        return Asked(infer_and_parse_data(sent, self.model.metadata.get_input_schema()), params)
+        return Asked(
+            infer_and_parse_data(sent, self.model.metadata.get_input_schema()), params
+        )
 
     @serve.batch
     async def ask(self, requests: list[Asked]) -> list[str | Exception]:
@@ -193,7 +220,11 @@ class Replica:
             alike[request.kind()].append(place)
         answers: dict[int, str | Exception] = {}
         for places in alike.values():
-            answers |= zip(places, self.answer_alike([requests[place] for place in places]), strict=True)
+            answers |= zip(
+                places,
+                self.answer_alike([requests[place] for place in places]),
+                strict=True,
+            )
         return [answers[place] for place in range(len(requests))]
 
     def answer_alike(self, requests: list[Asked]) -> list[str | Exception]:
@@ -202,20 +233,38 @@ class Replica:
         try:
             if len(rows) == 1:
                 return [as_json(self.model.predict(rows[0], params=requests[0].params))]
-            found = self.model.predict(pd.concat(rows, ignore_index=True), params=requests[0].params)
+            found = self.model.predict(
+                pd.concat(rows, ignore_index=True), params=requests[0].params
+            )
         except Exception as error:
             if len(rows) == 1:
                 return [error]
-            return [answer for request in requests for answer in self.answer_alike([request])]
-        return [as_json(found[begin:end]) for begin, end in pairwise(accumulate(map(len, rows), initial=0))]
+            return [
+                answer
+                for request in requests
+                for answer in self.answer_alike([request])
+            ]
+        return [
+            as_json(found[begin:end])
+            for begin, end in pairwise(accumulate(map(len, rows), initial=0))
+        ]
 
 
 def build(options: Options) -> serve.Application:
     """The application."""
-    more = {"request_router_config": {"request_router_class": STICKY}} if options.sticky else {}
+    more = (
+        {"request_router_config": {"request_router_class": STICKY}}
+        if options.sticky
+        else {}
+    )
     return Replica.options(  # type: ignore[attr-defined]  # the decorator makes a deployment of the class
         num_replicas=options.num_replicas,
-        max_ongoing_requests=2 * options.max_batch_size,  # a batch is collected while another one is ranked
+        max_ongoing_requests=2
+        * options.max_batch_size,  # a batch is collected while another one is ranked
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
         **more,
-    ).bind(options, mlflow.get_tracking_uri(), json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}"))
+    ).bind(
+        options,
+        mlflow.get_tracking_uri(),
+        json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}"),
+    )

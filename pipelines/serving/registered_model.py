@@ -27,7 +27,9 @@ RUN_TAG = "trieline.run"
 """Tag of a version with the name of the run that it is from."""
 
 
-def register(run: tracking.RunRef, name: str, metric: str | None = None) -> ModelVersion:
+def register(
+    run: tracking.RunRef, name: str, metric: str | None = None
+) -> ModelVersion:
     """A new version of the model `name` from the run's best checkpoint, or the version that this already is.
 
     The checkpoint is logged to the run first, where that is not done. `metric` (`val/...`) stands in the version's
@@ -37,14 +39,20 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
     client = tracking.connect(run.uri)
     found = client.get_run(run.run_id)
     params, tags = found.data.params, found.data.tags
-    entry = registry.find(params.get("model.name", "")) if "model.name" in params else None
+    entry = (
+        registry.find(params.get("model.name", "")) if "model.name" in params else None
+    )
     if entry is None or "checkpoint" not in tags:
         raise UserError(
             f"the run '{found.info.run_name}' at {run.uri} has no checkpoint to register; name a finished one"
         )
     if not entry.ranks:
-        raise UserError(f"the model '{params['model.name']}' ranks nothing, so it is not served; register another")
-    if (owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")) != run.run_id:
+        raise UserError(
+            f"the model '{params['model.name']}' ranks nothing, so it is not served; register another"
+        )
+    if (
+        owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")
+    ) != run.run_id:
         raise UserError(
             f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, not of '{found.info.run_name}' "
             f"({run.run_id}), which was overwritten; register that one, or mlflow runs delete --run-id {run.run_id}"
@@ -52,7 +60,10 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
     weights = checkpoint.weights_hash(tags["checkpoint"])
     with package.at(run.uri):
         for version in versions(client, name):
-            if version.run_id == run.run_id and version.tags.get(tracking.WEIGHTS_TAG) == weights:
+            if (
+                version.run_id == run.run_id
+                and version.tags.get(tracking.WEIGHTS_TAG) == weights
+            ):
                 return version
     model = tags.get("model")
     if not model:
@@ -60,12 +71,20 @@ def register(run: tracking.RunRef, name: str, metric: str | None = None) -> Mode
         model = package.log_model(run, tags["checkpoint"], inputs)
         client.set_tag(run.run_id, "model", model)
     kept = {key: value for key, value in tags.items() if key.startswith("table.")}
-    kept |= {tracking.WEIGHTS_TAG: weights, RUN_TAG: str(found.info.run_name), "model": params["model.name"]}
+    kept |= {
+        tracking.WEIGHTS_TAG: weights,
+        RUN_TAG: str(found.info.run_name),
+        "model": params["model.name"],
+    }
     with package.at(run.uri):
         version = mlflow.register_model(model, name, tags=kept)
-        value = found.data.metrics.get(tracking.metric_name(f"best/{(metric or '').removeprefix('val/')}"))
+        value = found.data.metrics.get(
+            tracking.metric_name(f"best/{(metric or '').removeprefix('val/')}")
+        )
         if value is not None:
-            client.update_model_version(name, version.version, f"{found.info.run_name}: {metric} {value:.4f}")
+            client.update_model_version(
+                name, version.version, f"{found.info.run_name}: {metric} {value:.4f}"
+            )
     return version
 
 
@@ -74,4 +93,6 @@ def versions(client: Any, name: str) -> list[ModelVersion]:
     try:
         return list(client.search_model_versions(f"name = '{name}'"))
     except MlflowException as error:
-        raise UserError(f"'{name}' is no name for a registered model ({error.message}); choose another") from error
+        raise UserError(
+            f"'{name}' is no name for a registered model ({error.message}); choose another"
+        ) from error

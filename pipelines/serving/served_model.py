@@ -19,7 +19,9 @@ import pandas as pd
 import torch
 from mlflow.pyfunc import PythonModel
 
-if (code := Path(__file__).with_name("code") / "models.zip").is_file():  # where it is served
+if (
+    code := Path(__file__).with_name("code") / "models.zip"
+).is_file():  # where it is served
     sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
@@ -49,7 +51,9 @@ class Ranker(PythonModel):
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         requests = registry.find(name).family.requests
         self.requests: Any = requests(folder, self.model, catalogue, {})
-        self.device = torch.device({**requests.settings, **(context.model_config or {})}["device"])
+        self.device = torch.device(
+            {**requests.settings, **(context.model_config or {})}["device"]
+        )
         self.model.to(self.device)
         self.warned = False
         self.sets: Latest[torch.Tensor] = Latest(SETS)
@@ -59,35 +63,58 @@ class Ranker(PythonModel):
         """Nothing: none are kept of users."""
         return ""
 
-    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+    def predict(
+        self,
+        context: Any,
+        model_input: pd.DataFrame,
+        params: dict[str, Any] | None = None,
+    ) -> pd.DataFrame:
         """`history` (item ids, oldest first) to `item_id` and `score`, best first, and `unknown_items`: how many
         entries of a history are not in the catalogue. They are skipped.
 
         A history with no other entries gets an empty ranking, of which the model warns once. With `unseen` in `params`
         the items of the history are left out, and with `allowed`, a list of item ids, all but these.
         """
-        options: dict[str, Any] = {"k": 10, "unseen": False, "allowed": EVERY, **(params or {})}
+        options: dict[str, Any] = {
+            "k": 10,
+            "unseen": False,
+            "allowed": EVERY,
+            **(params or {}),
+        }
         k, allowed = options["k"], self.allowed(options["allowed"])
         if not isinstance(k, int | np.integer) or not 1 <= k <= MOST:
-            raise UserError(f"k is {k}; give the number of items to recommend, from 1 to {MOST:,}")
-        requests = [self.requests.read(Row(row)) for row in model_input.to_dict("records")]
-        if not self.warned and any(request.unknown and not request.items for request in requests):
+            raise UserError(
+                f"k is {k}; give the number of items to recommend, from 1 to {MOST:,}"
+            )
+        requests = [
+            self.requests.read(Row(row)) for row in model_input.to_dict("records")
+        ]
+        if not self.warned and any(
+            request.unknown and not request.items for request in requests
+        ):
             self.warned = True
             warnings.warn(
                 "a history has no item of the catalogue, so its ranking is empty; unknown_items counts them by row",
                 stacklevel=2,
             )
         found: list[dict[str, Any]] = [
-            {"item_id": [], "score": [], "unknown_items": request.unknown} for request in requests
+            {"item_id": [], "score": [], "unknown_items": request.unknown}
+            for request in requests
         ]
         known = [place for place, request in enumerate(requests) if request.items]
         if known:
-            batch = to_device(self.requests.batch([requests[place] for place in known]), self.device)
+            batch = to_device(
+                self.requests.batch([requests[place] for place in known]), self.device
+            )
             most = min(int(k), len(self.requests.items))
-            ranked, scores = self.model.recommend(batch, most, unseen=options["unseen"], allowed=allowed)
+            ranked, scores = self.model.recommend(
+                batch, most, unseen=options["unseen"], allowed=allowed
+            )
             for place, items, values in zip(known, ranked, scores, strict=True):
                 real = items >= 0
-                found[place]["item_id"] = [self.requests.items[item] for item in items[real].tolist()]
+                found[place]["item_id"] = [
+                    self.requests.items[item] for item in items[real].tolist()
+                ]
                 found[place]["score"] = values[real].tolist()
         return pd.DataFrame(found, columns=["item_id", "score", "unknown_items"])
 
@@ -98,7 +125,10 @@ class Ranker(PythonModel):
         key = hashlib.sha256("\n".join(map(str, ids)).encode()).digest()
         with self.lock:
             (found,) = self.sets.of(
-                [key], lambda _: {key: allow(self.model, self.requests.allowed(ids).to(self.device))}
+                [key],
+                lambda _: {
+                    key: allow(self.model, self.requests.allowed(ids).to(self.device))
+                },
             )
         return found
 

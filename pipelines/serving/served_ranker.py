@@ -35,7 +35,9 @@ import pandas as pd
 import torch
 from mlflow.pyfunc import PythonModel
 
-if (code := Path(__file__).with_name("code") / "models.zip").is_file():  # where it is served
+if (
+    code := Path(__file__).with_name("code") / "models.zip"
+).is_file():  # where it is served
     sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
@@ -64,8 +66,15 @@ class UserState:
 
 def size_of(state: Any) -> int:
     """Bytes of the tensors in a state."""
-    parts = [value for value in vars(state).values() if value is not None and not isinstance(value, int)]
-    return sum(part.nbytes if isinstance(part, torch.Tensor) else size_of(part) for part in parts)
+    parts = [
+        value
+        for value in vars(state).values()
+        if value is not None and not isinstance(value, int)
+    ]
+    return sum(
+        part.nbytes if isinstance(part, torch.Tensor) else size_of(part)
+        for part in parts
+    )
 
 
 class RequestRanker(PythonModel):
@@ -76,33 +85,61 @@ class RequestRanker(PythonModel):
         about = checkpoint.read(f"{folder}/checkpoint")
         entry = registry.find(about.name)
         settings = {**entry.family.requests.settings, **(context.model_config or {})}
-        catalogue = entry.family.catalogue(bundled(folder), scale=False, scales=about.learned.get("scales"))
+        catalogue = entry.family.catalogue(
+            bundled(folder), scale=False, scales=about.learned.get("scales")
+        )
         self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
         self.requests = entry.family.requests(folder, self.model, catalogue, settings)
         self.keeps_state = entry.keeps_state(self.model.config)
         options = [about.model, about.learned.get("scales")]
-        self.of = {"weights": about.sha256[checkpoint.WEIGHTS], "tables": catalogue.hashes, "options": options}
+        self.of = {
+            "weights": about.sha256[checkpoint.WEIGHTS],
+            "tables": catalogue.hashes,
+            "options": options,
+        }
         megabytes = settings["state_mb"]
         if not isinstance(megabytes, int | float) or not 0 < megabytes < math.inf:
-            raise UserError(f"state_mb of model_config is {megabytes!r}; give a number of MB above 0, such as 1024")
+            raise UserError(
+                f"state_mb of model_config is {megabytes!r}; give a number of MB above 0, such as 1024"
+            )
         self.users: Latest[UserState] = Latest(int(megabytes * 2**20))
         self.device = torch.device(settings["device"])
         self.model.to(self.device)
         self.lock = Lock()  # of users' states, and of texts that the model reads, which change from batch to batch
 
-    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+    def predict(
+        self,
+        context: Any,
+        model_input: pd.DataFrame,
+        params: dict[str, Any] | None = None,
+    ) -> pd.DataFrame:
         """`item_id` and `score`, the chance of the label `params["label"]` (by default the model's first one)."""
         label = (params or {}).get("label") or self.model.labels[0]
         if label not in self.model.labels:
-            raise UserError(f"the model has no label '{label}'; choose one of {', '.join(self.model.labels)}")
-        place, rows = list(self.model.labels).index(label), [Row(row) for row in model_input.to_dict("records")]
-        plain = [self.requests.read(row) for row in rows if row.given("history_from") is None]
+            raise UserError(
+                f"the model has no label '{label}'; choose one of {', '.join(self.model.labels)}"
+            )
+        place, rows = (
+            list(self.model.labels).index(label),
+            [Row(row) for row in model_input.to_dict("records")],
+        )
+        plain = [
+            self.requests.read(row) for row in rows if row.given("history_from") is None
+        ]
         ranked: list[Ranking] = []
         for low in range(0, len(plain), ROWS):
             with self.lock:
-                ranked += self.rank(part := plain[low : low + ROWS], self.batch(part), self.model.score, place)
+                ranked += self.rank(
+                    part := plain[low : low + ROWS],
+                    self.batch(part),
+                    self.model.score,
+                    place,
+                )
         each = iter(ranked)
-        found = [next(each) if row.given("history_from") is None else self.go_on(row, place) for row in rows]
+        found = [
+            next(each) if row.given("history_from") is None else self.go_on(row, place)
+            for row in rows
+        ]
         return pd.DataFrame(found, columns=["item_id", "score"])
 
     def batch(self, requests: list[Any]) -> dict[str, torch.Tensor]:
@@ -110,7 +147,13 @@ class RequestRanker(PythonModel):
         return to_device(self.requests.batch(requests), self.device)
 
     @torch.no_grad()
-    def rank(self, requests: list[Any], batch: Any, score: Callable[[Any], torch.Tensor], label: int) -> list[Ranking]:
+    def rank(
+        self,
+        requests: list[Any],
+        batch: Any,
+        score: Callable[[Any], torch.Tensor],
+        label: int,
+    ) -> list[Ranking]:
         """Per request of the batch its candidates, best first and those that are not known last, and their scores."""
         chances = torch.zeros(0)
         if any(request.known for request in requests):
@@ -125,13 +168,23 @@ class RequestRanker(PythonModel):
     def go_on(self, row: Row, label: int) -> Ranking:
         """The candidates of a request after what is kept of its user and the behaviours that come with it, which are
         kept too."""
-        user, begin, size = row.given("user_id"), int(row["history_from"]), len(row["history"])
+        user, begin, size = (
+            row.given("user_id"),
+            int(row["history_from"]),
+            len(row["history"]),
+        )
         if not self.keeps_state:
-            raise UserError("history_from goes on from a user's state, and the model keeps none; send whole histories")
+            raise UserError(
+                "history_from goes on from a user's state, and the model keeps none; send whole histories"
+            )
         if not user:
-            raise UserError("history_from goes on from a user's state; give user_id too")
+            raise UserError(
+                "history_from goes on from a user's state; give user_id too"
+            )
         if begin < 0:
-            raise UserError(f"history_from is {begin}; give the number of behaviours before the first one sent, from 0")
+            raise UserError(
+                f"history_from is {begin}; give the number of behaviours before the first one sent, from 0"
+            )
         with self.lock:
             kept = self.users.get(user)
             if kept is None or kept.end < begin:
@@ -143,7 +196,9 @@ class RequestRanker(PythonModel):
                     )
                 kept = UserState(self.model.new_state(1), begin)
             done = min(kept.end - begin, size)  # of a request that is sent again
-            request = self.requests.read(Row(row.after(done), history_from=begin + done))
+            request = self.requests.read(
+                Row(row.after(done), history_from=begin + done)
+            )
             batch, state = self.batch([request]), kept.state
             if request.events:
                 try:
@@ -152,8 +207,15 @@ class RequestRanker(PythonModel):
                     raise UserError(
                         f"the history of user '{user}' does not go on from what is kept: {error}"
                     ) from error
-            self.users.put(user, UserState(state, kept.end + size - done), size_of(state))
-            return self.rank([request], batch, lambda batch: self.model.score_state(state, batch), label)[0]
+            self.users.put(
+                user, UserState(state, kept.end + size - done), size_of(state)
+            )
+            return self.rank(
+                [request],
+                batch,
+                lambda batch: self.model.score_state(state, batch),
+                label,
+            )[0]
 
     def take_states(self, before: RequestRanker) -> str:
         """Goes on from the states of the model that was served before, where this one would have made the same; the end
@@ -162,7 +224,9 @@ class RequestRanker(PythonModel):
             users = number_of(len(before.users), "user")
             if not len(before.users):
                 return ""
-            if other := [name for name, value in self.of.items() if value != before.of[name]]:
+            if other := [
+                name for name, value in self.of.items() if value != before.of[name]
+            ]:
                 return f" without the states of {users}, who have to send their histories: other {', '.join(other)}"
             self.users, self.lock = before.users, before.lock
         return f" and goes on from the states of {users}"
@@ -174,7 +238,9 @@ def in_order(candidates: list[str], known: list[int], chances: torch.Tensor) -> 
     inside = set(known)
     others = [item for i, item in enumerate(candidates) if i not in inside]
     scores = chances.tolist()
-    return [candidates[known[i]] for i in order] + others, [scores[i] for i in order] + [math.nan] * len(others)
+    return [candidates[known[i]] for i in order] + others, [
+        scores[i] for i in order
+    ] + [math.nan] * len(others)
 
 
 mlflow.models.set_model(RequestRanker())

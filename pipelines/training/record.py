@@ -13,7 +13,13 @@ from models.uri import absolute, read_json, write_file
 RUN = "run.json"
 """In a run's folder: its record."""
 
-MAY_CHANGE = {"log_every_steps", "eval_batch_size", "checkpoint_every_steps", "memory_budget_gb", "ray.num_workers"}
+MAY_CHANGE = {
+    "log_every_steps",
+    "eval_batch_size",
+    "checkpoint_every_steps",
+    "memory_budget_gb",
+    "ray.num_workers",
+}
 """Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
 
 
@@ -42,7 +48,9 @@ def find_checkpoint(uri: str) -> str:
     if record is None:
         return uri
     if record["status"] != "finished":
-        raise UserError(f"the run {uri} is not finished ({RUN}); run its jobs.train line again, which continues it")
+        raise UserError(
+            f"the run {uri} is not finished ({RUN}); run its jobs.train line again, which continues it"
+        )
     return join(uri, BEST)
 
 
@@ -52,10 +60,15 @@ def write_record(folder: str, record: dict[str, Any]) -> None:
 
 def is_longer(record: dict[str, Any], config: dict[str, Any]) -> bool:
     """Whether a finished run is to go on for more epochs."""
-    return record["status"] == "finished" and config["fit"]["max_epochs"] > record["config"]["fit"]["max_epochs"]
+    return (
+        record["status"] == "finished"
+        and config["fit"]["max_epochs"] > record["config"]["fit"]["max_epochs"]
+    )
 
 
-def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], remedy: str) -> None:
+def check_same(
+    record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], remedy: str
+) -> None:
     """Refuses to continue a run with other settings or tables; `remedy` is what the user can do then."""
     model, wanted = record["config"]["model"]["name"], config["model"]["name"]
     if model != wanted:
@@ -64,8 +77,14 @@ def check_same(record: dict[str, Any], config: dict[str, Any], hashes: dict[str,
     if is_longer(record, config):
         before["fit.max_epochs"] = now["fit.max_epochs"]
     for key in sorted(before.keys() | now.keys()):
-        if key.removeprefix("fit.") not in MAY_CHANGE and (was := before.get(key)) != (given := now.get(key)):
-            raise UserError(f"the run was started with {key} {was}, not {given}; {remedy}")
+        if key.removeprefix("fit.") not in MAY_CHANGE and (was := before.get(key)) != (
+            given := now.get(key)
+        ):
+            raise UserError(
+                f"the run was started with {key} {was}, not {given}; {remedy}"
+            )
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:
-            raise UserError(f"the run was started with another table '{table}'; {remedy}")
+            raise UserError(
+                f"the run was started with another table '{table}'; {remedy}"
+            )

@@ -24,7 +24,13 @@ import ray
 import torch
 from pyarrow import fs
 from ray.exceptions import RayError
-from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
+from ray.train import (
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    UserCallback,
+)
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -36,7 +42,13 @@ from models.locks import locked
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
-from pipelines.training.record import RUN, check_same, is_longer, read_record, write_record
+from pipelines.training.record import (
+    RUN,
+    check_same,
+    is_longer,
+    read_record,
+    write_record,
+)
 from pipelines.training.settings import FEWER, Checked, RayOptions, check
 from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
 
@@ -85,9 +97,15 @@ def train(
 ) -> Trained:
     """`run_training` with what `check` makes of the settings."""
     checked = check(
-        model=model, fit=fit, ray_options=ray_options, inputs=inputs, storage=storage, name=name,
-        tracking_uri=tracking_uri, overwrite=overwrite,
-    )  # fmt: skip
+        model=model,
+        fit=fit,
+        ray_options=ray_options,
+        inputs=inputs,
+        storage=storage,
+        name=name,
+        tracking_uri=tracking_uri,
+        overwrite=overwrite,
+    )
     return run_training(checked, **how)
 
 
@@ -116,7 +134,12 @@ def run_training(
     are further tags of the MLflow run. A run that another process holds is waited for that many seconds.
     """
     began = time.monotonic()
-    entry, ray_options, config, hashes = checked.entry, checked.ray, checked.config, checked.hashes
+    entry, ray_options, config, hashes = (
+        checked.entry,
+        checked.ray,
+        checked.config,
+        checked.hashes,
+    )
     name, storage, folder = checked.name, checked.storage, checked.folder
     inputs, uri, workers = checked.inputs, checked.uri, checked.workers
     here = workers == 1 and bool(heard or not os.environ.get("RAY_ADDRESS"))
@@ -128,14 +151,30 @@ def run_training(
             check_same(record, config, hashes, checked.remedy)
             run = tracking.RunRef(**record["tracking"])
             if experiment and experiment != run.experiment:
-                raise UserError(f"the run '{name}' is in the experiment {run.experiment}, not {experiment}; leave out "
-                                f"--experiment, or {checked.remedy}")  # fmt: skip
+                raise UserError(
+                    f"the run '{name}' is in the experiment {run.experiment}, not {experiment}; leave out "
+                    f"--experiment, or {checked.remedy}"
+                )
             if record["status"] == "finished" and not is_longer(record, config):
                 about = checkpoint.read(join(folder, BEST))
-                return Trained(name, join(folder, BEST), about, run, record["epochs"], 0.0, already=True)
+                return Trained(
+                    name,
+                    join(folder, BEST),
+                    about,
+                    run,
+                    record["epochs"],
+                    0.0,
+                    already=True,
+                )
         if start and not here:
-            with ThreadPoolExecutor(1) as thread:  # to make a new store takes as long as to start a local Ray
-                reached = None if ray.is_initialized() else thread.submit(tracking.connect, uri)
+            with ThreadPoolExecutor(
+                1
+            ) as thread:  # to make a new store takes as long as to start a local Ray
+                reached = (
+                    None
+                    if ray.is_initialized()
+                    else thread.submit(tracking.connect, uri)
+                )
                 start()
             if reached:
                 with tracking.said(uri, say):
@@ -146,51 +185,96 @@ def run_training(
                 check_cluster(ray_options, workers, use_gpu)
             tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
         elif use_gpu and not torch.cuda.is_available():
-            raise UserError("ray.use_gpu is true, and this machine has no GPU that PyTorch finds; leave it out")
+            raise UserError(
+                "ray.use_gpu is true, and this machine has no GPU that PyTorch finds; leave it out"
+            )
         if checked.overwrite:
             remove(folder, say)
         if record is None or record["status"] == "opening":
             if record:
                 tracking.discard(record["opening"])
-            experiment = experiment or f"{entry.family.name}/{dataset_name(inputs.tables)}"
+            experiment = (
+                experiment or f"{entry.family.name}/{dataset_name(inputs.tables)}"
+            )
             opening = tracking.opening(uri, experiment)
             write_record(folder, {"status": "opening", "opening": opening})
             settings = {**config, **inputs.given(), "ray": asdict(ray_options)}
-            labels = {**(tags or {}), tracking.KEY_TAG: opening["key"], tracking.FOLDER_TAG: folder}
-            labels |= {tracking.SIMULATED_TAG: "true"} if is_simulated(inputs.tables) else {}
+            labels = {
+                **(tags or {}),
+                tracking.KEY_TAG: opening["key"],
+                tracking.FOLDER_TAG: folder,
+            }
+            labels |= (
+                {tracking.SIMULATED_TAG: "true"} if is_simulated(inputs.tables) else {}
+            )
             with tracking.said(uri, say):
                 run = tracking.open_run(
-                    uri, experiment, name, storage, config=settings, hashes=hashes, parent=parent_run, tags=labels
+                    uri,
+                    experiment,
+                    name,
+                    storage,
+                    config=settings,
+                    hashes=hashes,
+                    parent=parent_run,
+                    tags=labels,
                 )
             if inputs.sids:  # what the tokenizer measured stands beside what a model makes of its codes
-                tracking.Logger(run).update(figures(read_manifest(join(inputs.sids, "sids"), "sids").info, "sids"), 0)
+                tracking.Logger(run).update(
+                    figures(
+                        read_manifest(join(inputs.sids, "sids"), "sids").info, "sids"
+                    ),
+                    0,
+                )
             created = datetime.now(UTC).isoformat(timespec="seconds")
             record = {
-                "config": config, "hashes": hashes, "tracking": run.to_dict(), "status": "running", "created": created,
-                "inputs": inputs.given(), "given": checked.given,
-            }  # fmt: skip
+                "config": config,
+                "hashes": hashes,
+                "tracking": run.to_dict(),
+                "status": "running",
+                "created": created,
+                "inputs": inputs.given(),
+                "given": checked.given,
+            }
             write_record(folder, record)
         else:
             if is_longer(record, config):
                 epochs = config["fit"]["max_epochs"]
-                say(f"note: {name} goes on to epoch {epochs}, with the learning rates of that schedule from here")
+                say(
+                    f"note: {name} goes on to epoch {epochs}, with the learning rates of that schedule from here"
+                )
                 record = {**record, "config": config, "status": "running"}
                 write_record(folder, record)
-                again = {"model": "", tracking.WEIGHTS_TAG: ""}  # logged and measured anew
-                tracking.Logger(run).tag(**{"fit.max_epochs": str(epochs), **again})  # params never change
+                again = {
+                    "model": "",
+                    tracking.WEIGHTS_TAG: "",
+                }  # logged and measured anew
+                tracking.Logger(run).tag(
+                    **{"fit.max_epochs": str(epochs), **again}
+                )  # params never change
             tracking.reopen(run)
             record = {**record, "inputs": inputs.given()}  # tables may have moved
 
         task = Task(
-            config["model"], config["fit"], folder, inputs.given(), run.to_dict(), ray_options.threads, checked.init,
+            config["model"],
+            config["fit"],
+            folder,
+            inputs.given(),
+            run.to_dict(),
+            ray_options.threads,
+            checked.init,
             ray_options.fsdp,
-        )  # fmt: skip
+        )
         try:
             if here:
                 device = torch.device("cuda" if use_gpu else "cpu")
-                perform(task, WorkerContext(0, 1, device, 1, heard or (lambda about: None), say))
+                perform(
+                    task,
+                    WorkerContext(0, 1, device, 1, heard or (lambda about: None), say),
+                )
             else:
-                run_workers(task, storage, name, workers, use_gpu, ray_options, say, callbacks)
+                run_workers(
+                    task, storage, name, workers, use_gpu, ray_options, say, callbacks
+                )
             if (last := checkpoint.last(folder)) is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")
             if log_model and entry.family.logged:
@@ -199,12 +283,22 @@ def run_training(
         except SystemExit:  # told to stop where it stands
             raise
         except BaseException as error:
-            tracking.Logger(run).end("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            tracking.Logger(run).end(
+                "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            )
             raise
-    return Trained(name, join(folder, BEST), about, run, last.epoch, time.monotonic() - began)
+    return Trained(
+        name, join(folder, BEST), about, run, last.epoch, time.monotonic() - began
+    )
 
 
-def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: bool = False, **more: Any) -> Checkpoint:
+def conclude(
+    folder: str,
+    record: dict[str, Any],
+    last: Checkpoint,
+    log_model: bool = False,
+    **more: Any,
+) -> Checkpoint:
     """Ends the run at its checkpoint `last`: its best one is published, MLflow told, and `run.json` says finished.
 
     `more` is noted in `run.json` too. Returns what the best checkpoint says.
@@ -212,14 +306,25 @@ def conclude(folder: str, record: dict[str, Any], last: Checkpoint, log_model: b
     run = tracking.RunRef(**record["tracking"])
     about = checkpoint.read(checkpoint.publish(folder, last))
     logger = tracking.Logger(run)
-    values = {"best/epoch": last.best["epoch"], **{f"best/{name}": v for name, v in about.metrics.items()}}
+    values = {
+        "best/epoch": last.best["epoch"],
+        **{f"best/{name}": v for name, v in about.metrics.items()},
+    }
     values["train/steps"] = last.step
-    values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get("eval_seconds", 0.0)
+    values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get(
+        "eval_seconds", 0.0
+    )
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
     tracking.log_curves(run, tracking.read_curves(folder, last.step))
-    if log_model and registry.find(about.name).family.logged and not logger.tags.get("model"):
-        logger.tag(model=package.log_model(run, join(folder, BEST), Inputs(**record["inputs"])))
+    if (
+        log_model
+        and registry.find(about.name).family.logged
+        and not logger.tags.get("model")
+    ):
+        logger.tag(
+            model=package.log_model(run, join(folder, BEST), Inputs(**record["inputs"]))
+        )
     logger.end()
     write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})
     return about
@@ -242,10 +347,16 @@ def run_workers(
     while True:
         # Ray would try an error of the user's again; what is lost is tried again here, where it can be said. Lines come
         # by an actor anew, as it may have been lost too.
-        with shown(say, lambda: waiting(workers, each), options.hang_minutes * 60) as progress:
+        with shown(
+            say, lambda: waiting(workers, each), options.hang_minutes * 60
+        ) as progress:
             trainer = TorchTrainer(
                 worker,
-                train_loop_config={"task": asdict(task), "progress": progress, "watch": os.environ[WATCH] != "0"},
+                train_loop_config={
+                    "task": asdict(task),
+                    "progress": progress,
+                    "watch": os.environ[WATCH] != "0",
+                },
                 torch_config=TorchConfig("nccl" if use_gpu else "gloo"),
                 scaling_config=ScalingConfig(
                     num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
@@ -259,7 +370,9 @@ def run_workers(
                     callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
                 ),
             )
-            thread = ThreadPoolExecutor(1)  # in the main one, Ray Train would take SIGINT for itself
+            thread = ThreadPoolExecutor(
+                1
+            )  # in the main one, Ray Train would take SIGINT for itself
             try:
                 thread.submit(trainer.fit).result()
                 return
@@ -271,9 +384,13 @@ def run_workers(
                 failures, reached = (1 if step > reached else failures + 1), step
                 if failures > options.max_failures or faults.lasting(error):
                     raise
-                why = faults.explain(error) or faults.first_line(list(faults.causes(error))[-1])
+                why = faults.explain(error) or faults.first_line(
+                    list(faults.causes(error))[-1]
+                )
                 tries = f"{failures} of {options.max_failures} times"
-                say(f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}")
+                say(
+                    f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}"
+                )
             finally:
                 thread.shutdown(wait=False)
 
@@ -283,13 +400,18 @@ def waiting(workers: int, each: dict[str, float]) -> str | None:
     ours = [{kind: float(need) for kind, need in each.items() if need}] * workers
     try:
         groups = ray.util.placement_group_table().values()
-        waits = [group for group in groups if group["state"] in ("PENDING", "RESCHEDULING")]
+        waits = [
+            group for group in groups if group["state"] in ("PENDING", "RESCHEDULING")
+        ]
         if not any(list(group["bundles"].values()) == ours for group in waits):
             return None
         there, free = ray.cluster_resources(), ray.available_resources()
     except RayError:
         return None
-    has = ", ".join(f"{there.get(kind, 0):g} {kind}s, of which {free.get(kind, 0):g} are free" for kind in ours[0])
+    has = ", ".join(
+        f"{there.get(kind, 0):g} {kind}s, of which {free.get(kind, 0):g} are free"
+        for kind in ours[0]
+    )
     asked = ", ".join(f"{kind}: {need:g}" for kind, need in ours[0].items())
     return f"waiting for {workers} x {{{asked}}}; the cluster has {has}"
 
@@ -304,7 +426,11 @@ def wants_gpu(options: RayOptions) -> bool:
     """Whether workers take GPUs; auto: if the cluster has any, or without one this machine."""
     if options.use_gpu != "auto":
         return options.use_gpu
-    return bool(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else torch.cuda.is_available()
+    return (
+        bool(ray.cluster_resources().get("GPU", 0))
+        if ray.is_initialized()
+        else torch.cuda.is_available()
+    )
 
 
 def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
@@ -321,7 +447,9 @@ def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
 def is_simulated(tables: str) -> bool:
     """Whether the mapping file says that the log is simulated."""
     uri = join(tables, "events")
-    return has_manifest(uri) and bool(read_manifest(uri, "events").config.get("source", {}).get("simulated"))
+    return has_manifest(uri) and bool(
+        read_manifest(uri, "events").config.get("source", {}).get("simulated")
+    )
 
 
 def dataset_name(tables: str) -> str:
@@ -338,8 +466,18 @@ def figures(content: Any, name: str) -> dict[str, float]:
     """The numbers in nested content, each under the path to it."""
     if isinstance(content, int | float):
         return {name: float(content)}
-    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    return {path: value for key, part in pairs for path, value in figures(part, f"{name}/{key}").items()}
+    pairs = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
+        else ()
+    )
+    return {
+        path: value
+        for key, part in pairs
+        for path, value in figures(part, f"{name}/{key}").items()
+    }
 
 
 def remove(folder: str, say: Callable[[str], None]) -> None:
@@ -353,9 +491,13 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
         record = read_record(folder)
     except UserError:  # damaged, so a run's all the same
         record = {}
-        say(f"note: {folder}/{RUN} is damaged and does not tell the MLflow run, which stays in comparisons")
+        say(
+            f"note: {folder}/{RUN} is damaged and does not tell the MLflow run, which stays in comparisons"
+        )
     if record is None and filesystem.get_file_info(fs.FileSelector(path)):
-        raise UserError(f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name")
+        raise UserError(
+            f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name"
+        )
     if record:
         try:
             if record["status"] == "opening":
@@ -364,7 +506,9 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
                 tracking.delete(tracking.RunRef(**record["tracking"]))
         except UserError as error:
             say(f"note: {error}")
-    for entry in filesystem.get_file_info(fs.FileSelector(path)):  # run.json last, or what is left is nobody's
+    for entry in filesystem.get_file_info(
+        fs.FileSelector(path)
+    ):  # run.json last, or what is left is nobody's
         if entry.type == fs.FileType.Directory:
             filesystem.delete_dir(entry.path)
         elif entry.base_name != RUN:
@@ -374,7 +518,9 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def shown(
-    say: Callable[[str], None], waits: Callable[[], str | None] = lambda: None, hangs: float = 0
+    say: Callable[[str], None],
+    waits: Callable[[], str | None] = lambda: None,
+    hangs: float = 0,
 ) -> Iterator[Any]:
     """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`.
 
@@ -382,7 +528,9 @@ def shown(
     The actor is on the driver's node, whose loss ends the training anyway; where it is lost all the same, only its
     lines are.
     """
-    on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    on_this_node = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
     progress = Progress.options(scheduling_strategy=on_this_node).remote()  # type: ignore[attr-defined]
     done = threading.Event()
     seen, lost = 0, False
@@ -395,7 +543,9 @@ def shown(
             lines = ray.get(progress.since.remote(seen), timeout=timeout)
         except RayError as error:
             lost = True
-            say(f"note: no more progress is shown, as the actor that tells it is lost ({type(error).__name__})")
+            say(
+                f"note: no more progress is shown, as the actor that tells it is lost ({type(error).__name__})"
+            )
             return
         for line in lines:
             seen += 1
@@ -418,7 +568,9 @@ def shown(
             hung = ray.get(progress.hung.remote(hangs), timeout=60) if hangs else []
             if hung:
                 who = ", ".join(f"{rank} on {node}" for rank, node, _ in hung)
-                say(f"note: no step for {hangs / 60:g} minutes (ray.hang_minutes) by rank {who}; ending what hangs")
+                say(
+                    f"note: no step for {hangs / 60:g} minutes (ray.hang_minutes) by rank {who}; ending what hangs"
+                )
             for *_, actor in hung:
                 ray.kill(actor)
 

@@ -50,13 +50,17 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         check_least(self, ["num_workers"], 1, "ray.")
-        check_least(self, ["min_workers", "threads", "max_failures", "hang_minutes"], 0, "ray.")
+        check_least(
+            self, ["min_workers", "threads", "max_failures", "hang_minutes"], 0, "ray."
+        )
         if self.min_workers > self.num_workers:
             raise ValueError(
                 f"ray.min_workers is {self.min_workers}, it must be at most {self.num_workers}, as ray.num_workers is"
             )
         if self.use_gpu not in (True, False, "auto"):
-            raise ValueError(f"ray.use_gpu is {self.use_gpu!r}, it must be true, false or auto")
+            raise ValueError(
+                f"ray.use_gpu is {self.use_gpu!r}, it must be true, false or auto"
+            )
 
     def least(self, workers: int) -> int:
         """With how many of the workers a training goes on."""
@@ -108,21 +112,35 @@ class Checked:
 
 
 def check(
-    *, model: dict[str, Any], fit: FitConfig, ray_options: RayOptions, inputs: Inputs, storage: str,
-    name: str, tracking_uri: str | None = None, overwrite: bool = False, remedy: str = "", init: str | None = None,
-) -> Checked:  # fmt: skip
+    *,
+    model: dict[str, Any],
+    fit: FitConfig,
+    ray_options: RayOptions,
+    inputs: Inputs,
+    storage: str,
+    name: str,
+    tracking_uri: str | None = None,
+    overwrite: bool = False,
+    remedy: str = "",
+    init: str | None = None,
+) -> Checked:
     """The training, or UserError for what the user can mend and is known without Ray. Nothing is written.
 
     `model` holds the model's `name` and fields; `remedy` is what to do where the run of this name is another one.
     """
     check_name(name)
     storage = absolute(storage)
-    remedy = remedy or f"choose another --name, or --overwrite the run '{name}' in {storage}"
+    remedy = (
+        remedy or f"choose another --name, or --overwrite the run '{name}' in {storage}"
+    )
     uri = resolve_uri(tracking_uri, storage)
     entry = registry.find(model["name"])
     check_checkpoints(model, entry, storage)
     encoders = naming(entry.config, "encoder")
-    model = {key: located(value) if key in encoders else value for key, value in model.items()}
+    model = {
+        key: located(value) if key in encoders else value
+        for key, value in model.items()
+    }
     catalogue = load_catalogue(model["name"], inputs)
     record = None if overwrite else read_record(join(storage, name))
     asked = registry.config_from_dict(model)
@@ -132,14 +150,22 @@ def check(
     except UserError:
         if not record or record["status"] != "finished" or record.get("given") != given:
             raise
-        model = record["config"]["model"]  # a finished run no longer needs the checkpoints that it was made from
+        model = record["config"][
+            "model"
+        ]  # a finished run no longer needs the checkpoints that it was made from
     if ray_options.fsdp and entry.blocks is None:
         cut = ", ".join(other for other, one in registry.MODELS.items() if one.blocks)
-        raise UserError(f"ray.fsdp is true, but '{model['name']}' is not trained in shards; {cut} are; leave it out")
+        raise UserError(
+            f"ray.fsdp is true, but '{model['name']}' is not trained in shards; {cut} are; leave it out"
+        )
     workers = ray_options.num_workers if entry.gradient else 1
     for count in range(ray_options.least(workers), workers + 1):
         check_fit(fit, model["name"], catalogue, count)
-    config: dict[str, Any] = {"model": model, "fit": asdict(fit), "ray": {"num_workers": workers}}
+    config: dict[str, Any] = {
+        "model": model,
+        "fit": asdict(fit),
+        "ray": {"num_workers": workers},
+    }
     first = None
     if init:
         init = teacher.locate(init, "checkpoint")
@@ -149,10 +175,14 @@ def check(
     since_of(first, fit)
     notes = []
     if record is None:  # a run that has begun keeps its buffers
-        check_budget(entry, fit, inputs.sequences, registry.config_from_dict(model), workers)
+        check_budget(
+            entry, fit, inputs.sequences, registry.config_from_dict(model), workers
+        )
         about_log = read_manifest(inputs.sequences, "sequences").info
         if unread := entry.family.unread(about_log):
-            notes = [f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"]
+            notes = [
+                f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"
+            ]
     elif record["status"] != "opening":
         check_same(record, config, catalogue.hashes, remedy)
     inputs = inputs.of(model["name"], entry.reads)
@@ -176,14 +206,24 @@ def check(
 
 def check_name(name: str) -> None:
     if not name or name in (".", "..", "mlartifacts") or "/" in name:
-        raise UserError(f"the run's name is '{name}'; it names a folder, so give a word without '/'")
+        raise UserError(
+            f"the run's name is '{name}'; it names a folder, so give a word without '/'"
+        )
 
 
-def check_checkpoints(model: dict[str, Any], entry: registry.Entry, storage: str) -> None:
+def check_checkpoints(
+    model: dict[str, Any], entry: registry.Entry, storage: str
+) -> None:
     """UserError where an option that takes a run's folder has the name of a run in this storage."""
     for option in naming(entry.config, "checkpoint"):
         given = str(model.get(option) or "")
-        if not given or "/" in given or any(CHECKPOINT.is_at(place) for place in (given, join(given, "best"))):
+        if (
+            not given
+            or "/" in given
+            or any(CHECKPOINT.is_at(place) for place in (given, join(given, "best")))
+        ):
             continue
         if CHECKPOINT.is_at(run := join(storage, given)):
-            raise UserError(f"model.{option} is {given}, the name of a run; give the run's folder, which is {run}")
+            raise UserError(
+                f"model.{option} is {given}, the name of a run; give the run's folder, which is {run}"
+            )

@@ -22,7 +22,18 @@ from ray.train.torch import get_device
 
 from models import checkpoint
 from models.checkpoint import Checkpoint
-from models.fit import EpochEvent, Event, FitConfig, StepEvent, StillEvent, Sums, Validate, best_of, describe, fit
+from models.fit import (
+    EpochEvent,
+    Event,
+    FitConfig,
+    StepEvent,
+    StillEvent,
+    Sums,
+    Validate,
+    best_of,
+    describe,
+    fit,
+)
 from models.inputs import Inputs
 from models.setup import Setup, set_up
 from models.words import number_of
@@ -51,8 +62,16 @@ class Progress:
         """Rank, node and actor of workers that gave no pulse for so long; where all do, of those that took no step.
         They are told of once."""
         now, pulses = time.monotonic(), sorted(self.pulses.items())
-        silent = [(rank, node, actor) for rank, (node, actor, _, at) in pulses if now - at > seconds]
-        still = [(rank, node, actor) for rank, (node, actor, since, _) in pulses if since > seconds]
+        silent = [
+            (rank, node, actor)
+            for rank, (node, actor, _, at) in pulses
+            if now - at > seconds
+        ]
+        still = [
+            (rank, node, actor)
+            for rank, (node, actor, since, _) in pulses
+            if since > seconds
+        ]
         if found := silent or still:
             self.pulses.clear()
         return found
@@ -63,7 +82,12 @@ class Pulse:
     however long it takes."""
 
     def __init__(self, progress: Any, rank: int) -> None:
-        self.progress, self.rank, self.stepped, self.validates = progress, rank, time.monotonic(), False
+        self.progress, self.rank, self.stepped, self.validates = (
+            progress,
+            rank,
+            time.monotonic(),
+            False,
+        )
         self.actor = ray.get_runtime_context().current_actor
         threading.Thread(target=self._beat, daemon=True, name="pulse").start()
 
@@ -159,15 +183,24 @@ def worker(config: dict[str, Any]) -> None:
 
     def warned() -> bool:
         found = train.get_preemption_info()
-        fresh = [node for node in (found.preempted_node_ids if found else []) if node not in leaving]
+        fresh = [
+            node
+            for node in (found.preempted_node_ids if found else [])
+            if node not in leaving
+        ]
         leaving.extend(fresh)
         return bool(fresh)
 
     place = WorkerContext(
-        context.get_world_rank(), context.get_world_size(), get_device(), context.get_local_world_size(), report,
-        config["progress"].say.remote, Pulse(config["progress"], context.get_world_rank()),
+        context.get_world_rank(),
+        context.get_world_size(),
+        get_device(),
+        context.get_local_world_size(),
+        report,
+        config["progress"].say.remote,
+        Pulse(config["progress"], context.get_world_rank()),
         warned=warned if config["watch"] else lambda: False,
-    )  # fmt: skip
+    )
     perform(task, place)
 
 
@@ -176,9 +209,15 @@ def perform(task: Task, place: WorkerContext) -> None:
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
     about = checkpoint.last(task.folder)
     setup = set_up(
-        task.model, FitConfig(**task.fit), Inputs(**task.inputs), device=place.device, rank=place.rank,
-        world=place.world, goes_on=about, init=task.init,
-    )  # fmt: skip
+        task.model,
+        FitConfig(**task.fit),
+        Inputs(**task.inputs),
+        device=place.device,
+        rank=place.rank,
+        world=place.world,
+        goes_on=about,
+        init=task.init,
+    )
     state = setup.resume(task.folder, about) if about else None
     if place.rank == 0:
         parameters = sum(p.numel() for p in setup.model.parameters())
@@ -194,7 +233,10 @@ def perform(task: Task, place: WorkerContext) -> None:
             place.say(note)
         parts = setup.entry.family.parts(setup.model)
         if parts:
-            place.say("parameters: " + ", ".join(f"{name} {number:,}" for name, number in parts.items()))
+            place.say(
+                "parameters: "
+                + ", ".join(f"{name} {number:,}" for name, number in parts.items())
+            )
         if about is not None:
             place.say(f"continuing after epoch {about.epoch}, step {about.step}")
     with ExitStack() as stack:
@@ -203,12 +245,27 @@ def perform(task: Task, place: WorkerContext) -> None:
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
             tracking.expect(run.uri)
-            gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
+            gpu = (
+                torch.cuda.get_device_name(place.device)
+                if place.device.type == "cuda"
+                else ""
+            )
             with tracking.said(run.uri, place.say):
-                log = tracking.Logger(run, tracking.read_curves(task.folder, about.step) if about else None)
-                log.tag(hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else ""))
+                log = tracking.Logger(
+                    run,
+                    tracking.read_curves(task.folder, about.step) if about else None,
+                )
+                log.tag(
+                    hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else "")
+                )
             stack.enter_context(tracking.system_metrics(run))
-            log.log({"train/parameters": parameters, **{f"parameters/{name}": n for name, n in parts.items()}}, 0)
+            log.log(
+                {
+                    "train/parameters": parameters,
+                    **{f"parameters/{name}": n for name, n in parts.items()},
+                },
+                0,
+            )
         if setup.entry.gradient:
             by_gradient(setup, task, state, about, place, log)
         elif about is None:
@@ -227,7 +284,9 @@ def by_gradient(
 ) -> None:
     """Runs `fit` to its end."""
     blocks = setup.entry.blocks(setup.model) if task.fsdp and setup.entry.blocks else []
-    spent = dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
+    spent = (
+        dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
+    )
     pulse = place.pulse
     validate = pulse.around(setup.validate) if pulse else setup.validate
 
@@ -237,9 +296,19 @@ def by_gradient(
         return fresh
 
     for event in fit(
-        setup.model, setup.train, validate, setup.fit, means=setup.means, lr_multipliers=setup.lr_multipliers,
-        blocks=blocks, state=state, device=setup.device, rank=place.rank, world=place.world, wanted=warned,
-    ):  # fmt: skip
+        setup.model,
+        setup.train,
+        validate,
+        setup.fit,
+        means=setup.means,
+        lr_multipliers=setup.lr_multipliers,
+        blocks=blocks,
+        state=state,
+        device=setup.device,
+        rank=place.rank,
+        world=place.world,
+        wanted=warned,
+    ):
         if pulse:
             pulse.step()
         if isinstance(event, StillEvent):
@@ -247,7 +316,12 @@ def by_gradient(
                 place.say(describe(event, setup.fit))
             continue
         if log:
-            log.log(step_metrics(event) if isinstance(event, StepEvent) else epoch_metrics(event), event.step)
+            log.log(
+                step_metrics(event)
+                if isinstance(event, StepEvent)
+                else epoch_metrics(event),
+                event.step,
+            )
             log.log(validation_metrics(event), event.step)
         if not event.state:
             continue
@@ -258,13 +332,19 @@ def by_gradient(
         if place.rank == 0 and (event.metrics or isinstance(event, EpochEvent)):
             place.say(describe(event, setup.fit))
         about = setup.checkpoint(
-            epoch=event.epoch, step=event.step, metrics=event.metrics, best=best_of(event.state), timing=spent,
+            epoch=event.epoch,
+            step=event.step,
+            metrics=event.metrics,
+            best=best_of(event.state),
+            timing=spent,
             tracking=task.tracking or {},
-        )  # fmt: skip
+        )
         hand_in(setup, task, about, event.state, place, log)
 
 
-def by_counts(setup: Setup, task: Task, place: WorkerContext, log: tracking.Logger | None) -> None:
+def by_counts(
+    setup: Setup, task: Task, place: WorkerContext, log: tracking.Logger | None
+) -> None:
     """One pass over the training data for a model without gradients."""
     began = time.perf_counter()
     model: Any = setup.model
@@ -275,10 +355,17 @@ def by_counts(setup: Setup, task: Task, place: WorkerContext, log: tracking.Logg
     if log:
         log.log({f"val/{name}": value for name, value in metrics.items()}, 1)
         log.log({"val/examples": count, "train/seconds": seconds}, 1)
-    place.say(f"counted in {seconds:.1f} s  val {setup.fit.metric} {metrics.get(setup.fit.metric, float('nan')):.4f}")
+    place.say(
+        f"counted in {seconds:.1f} s  val {setup.fit.metric} {metrics.get(setup.fit.metric, float('nan')):.4f}"
+    )
     best = {"value": metrics.get(setup.fit.metric), "epoch": 1, "step": 1}
     about = setup.checkpoint(
-        epoch=1, step=1, metrics=metrics, best=best, timing={"train_seconds": seconds}, tracking=task.tracking or {}
+        epoch=1,
+        step=1,
+        metrics=metrics,
+        best=best,
+        timing={"train_seconds": seconds},
+        tracking=task.tracking or {},
     )
     hand_in(setup, task, about, None, place, log)
 
@@ -317,10 +404,18 @@ def step_metrics(event: StepEvent) -> dict[str, float]:
 
 def epoch_metrics(event: EpochEvent) -> dict[str, float]:
     """What is logged at the end of an epoch."""
-    return {"epoch": event.epoch, "train/epoch_loss": event.loss, "train/epoch_seconds": event.seconds}
+    return {
+        "epoch": event.epoch,
+        "train/epoch_loss": event.loss,
+        "train/epoch_seconds": event.seconds,
+    }
 
 
 def validation_metrics(event: Event) -> dict[str, float]:
     """What a validation found."""
     metrics = {f"val/{name}": value for name, value in event.metrics.items()}
-    return {**metrics, "val/examples": event.examples, "val/seconds": event.eval_seconds} if metrics else {}
+    return (
+        {**metrics, "val/examples": event.examples, "val/seconds": event.eval_seconds}
+        if metrics
+        else {}
+    )

@@ -8,18 +8,34 @@ from benchmarks import actions
 
 
 def test_rows_count_the_attention_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actions, "in_fresh_process", lambda function, *given: function(*given))  # in this process
+    monkeypatch.setattr(
+        actions, "in_fresh_process", lambda function, *given: function(*given)
+    )  # in this process
     rows = list(
         actions.actions(
-            runs=1, threads=1, events=16, candidates=3, width=8, layers=2, heads=2, lengths=(8,),
-            variants=("interleaved", "attn_lfa", "genrank"), modes=("train", "forward"),
+            runs=1,
+            threads=1,
+            events=16,
+            candidates=3,
+            width=8,
+            layers=2,
+            heads=2,
+            lengths=(8,),
+            variants=("interleaved", "attn_lfa", "genrank"),
+            modes=("train", "forward"),
         )
-    )  # fmt: skip
+    )
     assert [(row["variant"], row["params"]["mode"]) for row in rows] == [
-        (variant, mode) for mode in ("train", "forward") for variant in ("interleaved", "attn_lfa", "genrank")
+        (variant, mode)
+        for mode in ("train", "forward")
+        for variant in ("interleaved", "attn_lfa", "genrank")
     ]
-    found = {(row["params"]["mode"], row["variant"]): row["attention_flops"] for row in rows}
-    each = 2 * 4 * 8  # of 2 users and one pair: two products of width 8, two operations each
+    found = {
+        (row["params"]["mode"], row["variant"]): row["attention_flops"] for row in rows
+    }
+    each = (
+        2 * 4 * 8
+    )  # of 2 users and one pair: two products of width 8, two operations each
     causal = {n: n * (n + 1) // 2 for n in (4, 7, 8, 16)}
     assert found["train", "interleaved"] == 2 * causal[16] * each
     assert found["train", "attn_lfa"] == (2 * causal[8] + causal[7]) * each

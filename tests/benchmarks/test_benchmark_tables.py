@@ -8,23 +8,68 @@ from benchmarks.tables import benchmark_tables, rows_of_lines
 def test_a_benchmark_is_a_table_for_each_size() -> None:
     lines = []
     for beam in (10, 50):
-        for variant, ms, encode in (("hf", 100, 20), ("tiger_shared_kv", 50, 10), ("gdn", 25, 5)):
-            params = {"batch": 32, "beam": beam, "checkpoints": {}, "items": 25000, "mean_history": 9.0}
-            seconds = {"median_s": ms / 1e3, "min_s": ms / 2e3, "max_s": ms / 5e2, "encode_s": encode / 1e3}
-            seconds |= {"decode_s": (ms - encode) / 1e3, "items_per_s": 32e3 / ms, "peak_memory_mb": 12.4, "runs": 5}
-            lines.append({"benchmark": "decode", "variant": variant, "params": params, **seconds})
+        for variant, ms, encode in (
+            ("hf", 100, 20),
+            ("tiger_shared_kv", 50, 10),
+            ("gdn", 25, 5),
+        ):
+            params = {
+                "batch": 32,
+                "beam": beam,
+                "checkpoints": {},
+                "items": 25000,
+                "mean_history": 9.0,
+            }
+            seconds = {
+                "median_s": ms / 1e3,
+                "min_s": ms / 2e3,
+                "max_s": ms / 5e2,
+                "encode_s": encode / 1e3,
+            }
+            seconds |= {
+                "decode_s": (ms - encode) / 1e3,
+                "items_per_s": 32e3 / ms,
+                "peak_memory_mb": 12.4,
+                "runs": 5,
+            }
+            lines.append(
+                {"benchmark": "decode", "variant": variant, "params": params, **seconds}
+            )
     first, second = benchmark_tables(rows_of_lines(lines))
     assert first.title == "decode: batch 32, beam 10, items 25000"
     assert second.title == "decode: batch 32, beam 50, items 25000"
     assert second.cells[-1] == [
-        "gdn", "25.0", "12.5 to 50.0", "1,280", "5.0", "20.0", "12", "4.00", "2.00", "4.00", "2.00"
-    ]  # fmt: skip
-    assert second.notes == ["medians of 5 interleaved runs. random weights and histories, 9.0 items in the mean."]
+        "gdn",
+        "25.0",
+        "12.5 to 50.0",
+        "1,280",
+        "5.0",
+        "20.0",
+        "12",
+        "4.00",
+        "2.00",
+        "4.00",
+        "2.00",
+    ]
+    assert second.notes == [
+        "medians of 5 interleaved runs. random weights and histories, 9.0 items in the mean."
+    ]
 
 
 def test_latency_at_the_99th_percentile_has_a_column() -> None:
-    line = {"benchmark": "serve", "variant": "qgs_state", "params": {"model": "qgs", "history": 100}, "runs": 100}
-    line |= {"median_s": 0.05, "min_s": 0.04, "max_s": 0.2, "p99_s": 0.15, "items_per_s": 20.0}
+    line = {
+        "benchmark": "serve",
+        "variant": "qgs_state",
+        "params": {"model": "qgs", "history": 100},
+        "runs": 100,
+    }
+    line |= {
+        "median_s": 0.05,
+        "min_s": 0.04,
+        "max_s": 0.2,
+        "p99_s": 0.15,
+        "items_per_s": 20.0,
+    }
     (table,) = benchmark_tables(rows_of_lines([line]))
     assert table.title == "serve: history 100, model qgs"
     assert table.header == ["variant", "ms", "min to max", "p99, ms", "per s"]

@@ -25,7 +25,10 @@ def test_the_catalogue_branches_like_the_papers():
     trie = Trie(codes, (256, 256, 256, 256))
     assert trie.num_items == 25_000
     assert trie.branching() == pytest.approx(decode.MEAN_BRANCHING, rel=0.05)
-    lengths = [len(h) for h in decode.random_histories(1024, 25_000, torch.Generator().manual_seed(0))]
+    lengths = [
+        len(h)
+        for h in decode.random_histories(1024, 25_000, torch.Generator().manual_seed(0))
+    ]
     assert sum(lengths) / 1024 == pytest.approx(9, abs=0.8)
     assert lengths == sorted(lengths)
 
@@ -34,41 +37,99 @@ def test_the_catalogue_branches_like_the_papers():
 def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
     variants = ["hf", "sid_mlp_fast"]  # a process for the memory of each
     rows = decode.decode(
-        runs=2, threads=1, items=500, variants=variants, batches=(1, 2), beams=(4,), slow=(2, 4)
-    )  # fmt: skip
+        runs=2,
+        threads=1,
+        items=500,
+        variants=variants,
+        batches=(1, 2),
+        beams=(4,),
+        slow=(2, 4),
+    )
     with (tmp_path / "rows.jsonl").open("w") as file:
         written = harness.write_rows(rows, file, {"commit": "abc"})
-    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == written
+    assert [
+        json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()
+    ] == written
     assert [(row["variant"], row["params"]["batch"]) for row in written] == [
-        ("hf", 2), ("sid_mlp_fast", 2), ("sid_mlp_fast", 1)
-    ]  # fmt: skip
+        ("hf", 2),
+        ("sid_mlp_fast", 2),
+        ("sid_mlp_fast", 1),
+    ]
     for row in written:
         assert set(row) == {
-            "benchmark", "variant", "params", "runs", "median_s", "min_s", "max_s", "items_per_s", "peak_memory_mb",
-            "encode_s", "decode_s", "commit",
-        }  # fmt: skip
-        assert row["encode_s"] > 0  # timed beside the whole call, so that on busy cores it may even take longer
+            "benchmark",
+            "variant",
+            "params",
+            "runs",
+            "median_s",
+            "min_s",
+            "max_s",
+            "items_per_s",
+            "peak_memory_mb",
+            "encode_s",
+            "decode_s",
+            "commit",
+        }
+        assert (
+            row["encode_s"] > 0
+        )  # timed beside the whole call, so that on busy cores it may even take longer
         assert row["decode_s"] < row["max_s"]
         assert row["params"]["beam"] == 4
         assert row["runs"] == 2
         assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
-        assert row["items_per_s"] == pytest.approx(row["params"]["batch"] / row["median_s"], rel=0.01)
+        assert row["items_per_s"] == pytest.approx(
+            row["params"]["batch"] / row["median_s"], rel=0.01
+        )
         assert row["peak_memory_mb"] >= 0
 
 
 def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "in_fresh_process", lambda function, *given: function(*given))  # in this process
+    monkeypatch.setattr(
+        decode, "in_fresh_process", lambda function, *given: function(*given)
+    )  # in this process
     tables, sids = write_tables(tmp_path, users=40)
-    tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1}
+    tiger = {
+        "name": "tiger",
+        "d_model": 16,
+        "d_ff": 16,
+        "num_heads": 1,
+        "d_kv": 8,
+        "num_encoder_layers": 1,
+    }
     saved = []
-    for model in (tiger, {"name": "gdn", "teacher": str(tmp_path / "tiger"), "num_layers": 1, "head_width": 8}):
+    for model in (
+        tiger,
+        {
+            "name": "gdn",
+            "teacher": str(tmp_path / "tiger"),
+            "num_layers": 1,
+            "head_width": 8,
+        },
+    ):
         setup = set_up(model, FitConfig(batch_size=8), Inputs(tables, sids))
-        checkpoint.save(tmp_path / model["name"], setup.model, setup.checkpoint(epoch=1))
+        checkpoint.save(
+            tmp_path / model["name"], setup.model, setup.checkpoint(epoch=1)
+        )
         saved.append(str(tmp_path / model["name"]))
-    given = {"runs": 1, "threads": 1, "batches": (2,), "beams": (3,), "slow": (2, 3), "sids": sids}
+    given = {
+        "runs": 1,
+        "threads": 1,
+        "batches": (2,),
+        "beams": (3,),
+        "slow": (2, 3),
+        "sids": sids,
+    }
     rows = list(decode.decode(**given, histories=tables, checkpoints=saved))
-    assert [row["variant"] for row in rows] == ["hf_nocache", "hf", "tiger_shared_kv", "tiger_allowed", "gdn"]
-    assert rows[0]["params"]["checkpoints"] == dict(zip(("tiger", "gdn"), saved, strict=True))
+    assert [row["variant"] for row in rows] == [
+        "hf_nocache",
+        "hf",
+        "tiger_shared_kv",
+        "tiger_allowed",
+        "gdn",
+    ]
+    assert rows[0]["params"]["checkpoints"] == dict(
+        zip(("tiger", "gdn"), saved, strict=True)
+    )
     with pytest.raises(UserError, match="give --histories TABLES and --sids SIDS"):
         list(decode.decode(**given, checkpoints=saved))
     with pytest.raises(UserError, match="both of the model 'tiger'"):
@@ -79,9 +140,15 @@ def test_real_histories_are_those_of_test_requests(tmp_path):
     tables, _ = write_tables(tmp_path, users=40)
     every = Examples.load(f"{tables}/sequences", "test", max_history=4)
     found = decode.real_histories(100, tables, longest=4)
-    assert sorted(map(len, found)) == sorted(every.lengths.tolist()) == [len(history) for history in found]
+    assert (
+        sorted(map(len, found))
+        == sorted(every.lengths.tolist())
+        == [len(history) for history in found]
+    )
     rows = every.collate(np.arange(len(every)))["history"].tolist()
-    assert sorted(found) == sorted([item for item in row if item != PAD] for row in rows)
+    assert sorted(found) == sorted(
+        [item for item in row if item != PAD] for row in rows
+    )
     assert len(decode.real_histories(5, tables, longest=4)) == 5
 
 
@@ -89,7 +156,10 @@ def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
     source = decode.Source(items=400, seed=0)
     for kind in ("sid_mlp", "sid_mlp_pp"):
         model = decode.made_model(source, kind)
-        plain, fast = (decode.batches_of(source, f"{kind}_{path}", 4, runs=3) for path in ("plain", "fast"))
+        plain, fast = (
+            decode.batches_of(source, f"{kind}_{path}", 4, runs=3)
+            for path in ("plain", "fast")
+        )
         assert all(batch["history"].shape == (4, 20) for batch in plain)
         for padded, batch in zip(plain, fast, strict=True):
             assert batch["history"].shape[1] == batch["history_length"].max()

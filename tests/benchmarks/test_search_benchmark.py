@@ -8,8 +8,17 @@ from benchmarks import search_encoder
 
 
 def test_rows_name_mode_and_length(monkeypatch):
-    monkeypatch.setattr(search_encoder, "in_fresh_process", lambda function, *given: function(*given))
-    sizes = {"width": 16, "layers": 2, "heads": 2, "lengths": [5], "modes": ["train"], "variants": ["linear_hstu"]}
+    monkeypatch.setattr(
+        search_encoder, "in_fresh_process", lambda function, *given: function(*given)
+    )
+    sizes = {
+        "width": 16,
+        "layers": 2,
+        "heads": 2,
+        "lengths": [5],
+        "modes": ["train"],
+        "variants": ["linear_hstu"],
+    }
     (row,) = search_encoder.search_encoder(runs=2, threads=1, **sizes)
     assert (row["benchmark"], row["variant"]) == ("search_encoder", "linear_hstu")
     assert (row["params"]["mode"], row["params"]["length"]) == ("train", 5)
@@ -21,11 +30,17 @@ def test_attention_too_large_to_train_is_left_out():
     params = {"mode": "train", "length": 4000, "layers": 12, "heads": 8, "batch": 1}
     assert not search_encoder.fits("hstu", params)
     assert search_encoder.fits("hstu", params | {"mode": "forward"})
-    assert not search_encoder.fits("hstu", params | {"mode": "forward", "length": 16000})
+    assert not search_encoder.fits(
+        "hstu", params | {"mode": "forward", "length": 16000}
+    )
     assert search_encoder.fits("hstu", params | {"length": 1000})
     assert search_encoder.fits("linear_hstu", params)
     assert not search_encoder.fits("append", params)
-    assert [name for name in search_encoder.VARIANTS if search_encoder.fits(name, params | {"mode": "append"})] == [
+    assert [
+        name
+        for name in search_encoder.VARIANTS
+        if search_encoder.fits(name, params | {"mode": "append"})
+    ] == [
         "linear_hstu",
         "append",
     ]

@@ -69,10 +69,19 @@ def jobs_of(command: Command) -> list[tuple[str, list[str]]]:
 
 def links(text: str) -> list[str]:
     """Targets of links and images."""
-    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    )
 
 
 def anchors(text: str) -> set[str]:
     """Of its headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.*)$",
+        re.sub(r"```.*?```", "", text, flags=re.DOTALL),
+        flags=re.MULTILINE,
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }

@@ -47,16 +47,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     # Trainings are by this process: a worker of Ray takes ten seconds to start, and test_train.py has one.
-    monkeypatch.setattr(train, "run_training", partial(train.run_training, heard=lambda about: None))
+    monkeypatch.setattr(
+        train, "run_training", partial(train.run_training, heard=lambda about: None)
+    )
     before = os.environ.pop("MLFLOW_TRACKING_URI", None)
     yield tmp_path
-    mlflow.set_tracking_uri(before)  # which a page may set, for the process and in its environment
+    mlflow.set_tracking_uri(
+        before
+    )  # which a page may set, for the process and in its environment
     os.environ.pop("MLFLOW_TRACKING_URI", None)
     if before is not None:
         os.environ["MLFLOW_TRACKING_URI"] = before
 
 
-def follow(typed: list[Command], monkeypatch: pytest.MonkeyPatch, smaller: dict[str, str] = SMALLER) -> None:
+def follow(
+    typed: list[Command],
+    monkeypatch: pytest.MonkeyPatch,
+    smaller: dict[str, str] = SMALLER,
+) -> None:
     """Runs the commands."""
     for command in typed:
         if command.words[0] == "export":
@@ -81,17 +89,31 @@ def industrial(folder: Path) -> None:
     draw = random.Random(5)
     folder.mkdir()
     items = [f"B{number:03}" for number in range(40)]
-    rows = [f"u{user},{item},{place}" for user in range(60) for place, item in enumerate(draw.sample(items, 7))]
-    (folder / "interactions.csv").write_text("\n".join(["user_id,item_id,order", *rows]) + "\n")
+    rows = [
+        f"u{user},{item},{place}"
+        for user in range(60)
+        for place, item in enumerate(draw.sample(items, 7))
+    ]
+    (folder / "interactions.csv").write_text(
+        "\n".join(["user_id,item_id,order", *rows]) + "\n"
+    )
     kinds = ("drill", "lamp", "cable", "valve")
-    titles = [f"{item},{kinds[i % 4]} model {i},brand{i % 3},a {kinds[i % 4]}" for i, item in enumerate(items)]
-    (folder / "items.csv").write_text("\n".join(["item_id,title,brand,description", *titles]) + "\n")
+    titles = [
+        f"{item},{kinds[i % 4]} model {i},brand{i % 3},a {kinds[i % 4]}"
+        for i, item in enumerate(items)
+    ]
+    (folder / "items.csv").write_text(
+        "\n".join(["item_id,title,brand,description", *titles]) + "\n"
+    )
 
 
 def test_retrieval_and_sweeps(
-    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
+    here: Path,
+    ray_local: None,
+    new_store: Callable[[Path], str],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     industrial(here / "amazon18_industrial")
     new_store(here / "runs" / "industrial" / "runs")
     follow(typed_of("retrieval.md"), monkeypatch)
@@ -101,24 +123,39 @@ def test_retrieval_and_sweeps(
     assert (here / "compare.html").is_file()
     assert "registered: version 1 of industrial" in printed
     for name in ("sasrec", "tiger"):
-        found = json.loads((here / "runs/industrial/runs" / name / "best/evaluation-test.json").read_text())
+        found = json.loads(
+            (
+                here / "runs/industrial/runs" / name / "best/evaluation-test.json"
+            ).read_text()
+        )
         assert found["examples"] == 60
 
 
 def test_search_and_serving(
-    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
+    here: Path,
+    ray_local: None,
+    new_store: Callable[[Path], str],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     new_store(here / "runs" / "search" / "runs")
     smaller = {**SMALLER, "jobs.simulate": "--users 60 --events 400"}
     shop = typed_of("search.md", "An example")  # which has a test of its own
-    follow([command for command in typed_of("search.md") if command not in shop], monkeypatch, smaller)
+    follow(
+        [command for command in typed_of("search.md") if command not in shop],
+        monkeypatch,
+        smaller,
+    )
     follow(typed_of("serving.md"), monkeypatch, smaller)
     printed = capsys.readouterr().out
     assert "No violations" in printed
     assert "registered: version 1 of searches" in printed
     names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
-    for text in (text for kind, text in blocks((ROOT / "docs/serving.md").read_text()) if kind == "python"):
+    for text in (
+        text
+        for kind, text in blocks((ROOT / "docs/serving.md").read_text())
+        if kind == "python"
+    ):
         code, call = text.rsplit("model.predict", 1)
         exec(code, names)
         answer = eval("model.predict" + call.splitlines()[0], names)
@@ -127,25 +164,38 @@ def test_search_and_serving(
         if "timestamp_ms" in call and "history_from" not in text:
             counted = dict(zip(answer["item_id"][0], answer["score"][0], strict=True))
     answer = over_http(section((ROOT / "docs/serving.md").read_text(), "Over HTTP"))
-    assert dict(zip(answer["item_id"], answer["score"], strict=True)) == pytest.approx(counted, abs=1e-6)
+    assert dict(zip(answer["item_id"], answer["score"], strict=True)) == pytest.approx(
+        counted, abs=1e-6
+    )
 
 
 def over_http(text: str) -> dict[str, Any]:
     """The first row that the server of the page answers to the request of the page, on a port of its own."""
     lines = "".join(content for _, content in blocks(text)).split("$ ")
-    serve, curl = (shlex.split(line) for name in ("mlflow ", "curl ") for line in lines if line.startswith(name))
+    serve, curl = (
+        shlex.split(line)
+        for name in ("mlflow ", "curl ")
+        for line in lines
+        if line.startswith(name)
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     assert (serve[-2:], curl[1]) == (["--port", "5001"], "localhost:5001/invocations")
     program = [sys.executable, "-m", *serve[:-1], port]
     body = curl[curl.index("--data") + 1]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # as after activate
-    with subprocess.Popen(program, start_new_session=True, env=os.environ | {"PATH": path}) as server:
+    path = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )  # as after activate
+    with subprocess.Popen(
+        program, start_new_session=True, env=os.environ | {"PATH": path}
+    ) as server:
         try:
             wait_for(f"http://localhost:{port}/ping", server)
             header = {"Content-Type": "application/json"}
-            with urlopen(Request(f"http://localhost:{port}/invocations", body.encode(), header)) as answer:
+            with urlopen(
+                Request(f"http://localhost:{port}/invocations", body.encode(), header)
+            ) as answer:
                 return dict(json.load(answer)["predictions"][0])
         finally:
             if server.poll() is None:
@@ -164,12 +214,21 @@ def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def test_new_items_of_a_feed(
-    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+    here: Path,
+    ray_local: None,
+    new_store: Callable[[Path], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     new_store(here / "runs" / "feed" / "runs")
     smaller = {**SMALLER, "jobs.simulate": "--users 60 --items 200 --events 1200"}
     follow(typed_of("actions.md", "New items"), monkeypatch, smaller)
-    (serve,) = (text for kind, text in blocks(section((ROOT / "docs/actions.md").read_text(), "New items")) if kind)
+    (serve,) = (
+        text
+        for kind, text in blocks(
+            section((ROOT / "docs/actions.md").read_text(), "New items")
+        )
+        if kind
+    )
     names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
     code, call = serve.split("model.predict")
     exec(code, names)
@@ -179,9 +238,12 @@ def test_new_items_of_a_feed(
 
 
 def test_an_own_log_with_its_own_features(
-    here: Path, ray_local: None, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch,
+    here: Path,
+    ray_local: None,
+    new_store: Callable[[Path], str],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     new_store(here / "runs" / "shop" / "runs")
     example = section((ROOT / "docs/search.md").read_text(), "An example")
     (here / "shop").mkdir()
@@ -200,29 +262,50 @@ def test_an_own_log_with_its_own_features(
     assert set(answer["item_id"][0]) == {"a2", "a14", "a26", "a3"}
 
 
-def test_impressions_and_clicks_in_separate_events(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impressions_and_clicks_in_separate_events(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every fifth user clicks the second result, a minute later, and all of them search again half a minute later."""
     (here / "ubi").mkdir()
     events, queries, begin = [], [], datetime(2026, 1, 1, tzinfo=UTC)
     for search in range(400):
         user, query = f"c{search // 2 % 50}", f"q{search}"
         at = begin + timedelta(hours=search // 2, seconds=30 * (search % 2))
-        queries.append({"query_id": query, "client_id": user, "user_query": f"word {search % 7}"})
+        queries.append(
+            {"query_id": query, "client_id": user, "user_query": f"word {search % 7}"}
+        )
 
-        def event(action: str, place: int, at: datetime, user: str = user, query: str = query) -> dict[str, Any]:
-            of = {"object": {"object_id": f"sku{place}"}, "position": {"ordinal": place}}
-            return {"action_name": action, "client_id": user, "query_id": query, "timestamp": at.isoformat(),
-                    "event_attributes": of}  # fmt: skip
+        def event(
+            action: str, place: int, at: datetime, user: str = user, query: str = query
+        ) -> dict[str, Any]:
+            of = {
+                "object": {"object_id": f"sku{place}"},
+                "position": {"ordinal": place},
+            }
+            return {
+                "action_name": action,
+                "client_id": user,
+                "query_id": query,
+                "timestamp": at.isoformat(),
+                "event_attributes": of,
+            }
 
         events += [event("impression", place, at) for place in (1, 2, 3)]
-        events += [event("click", 2, at + timedelta(minutes=1))] * (search // 2 % 5 == 0)
+        events += [event("click", 2, at + timedelta(minutes=1))] * (
+            search // 2 % 5 == 0
+        )
     for name, rows in (("events", events), ("queries", queries)):
         (here / f"ubi/ubi_{name}.ndjson").write_text("\n".join(map(json.dumps, rows)))
-    text = section((ROOT / "docs/own_log.md").read_text(), "Impressions and clicks in separate events")
+    text = section(
+        (ROOT / "docs/own_log.md").read_text(),
+        "Impressions and clicks in separate events",
+    )
     code = {kind: content for kind, content in blocks(text) if kind}
     exec(code["python"], {})
     (here / "ubi.yaml").write_text(code["yaml"])
-    follow(typed_of("own_log.md", "Impressions and clicks in separate events"), monkeypatch)
+    follow(
+        typed_of("own_log.md", "Impressions and clicks in separate events"), monkeypatch
+    )
     found = read_table("runs/ubi/tables/sequences", "sequences").to_pylist()
     searches = [(row, request) for row in found for request in row["requests"]]
     assert len(searches) == 400
@@ -230,22 +313,46 @@ def test_impressions_and_clicks_in_separate_events(here: Path, monkeypatch: pyte
         clicks = int(row["user_id"][1:]) % 5 == 0
         assert request["positions"] == [0, 1, 2]
         assert request["label_click"] == [False, clicks, False]
-        second = request["timestamp_ms"] % 60_000 == 30_000  # its user's first click of the hour is not known yet
-        earlier = sum(other["timestamp_ms"] < request["timestamp_ms"] for other in row["requests"]) - second
+        second = (
+            request["timestamp_ms"] % 60_000 == 30_000
+        )  # its user's first click of the hour is not known yet
+        earlier = (
+            sum(
+                other["timestamp_ms"] < request["timestamp_ms"]
+                for other in row["requests"]
+            )
+            - second
+        )
         assert request["history_end"] == earlier * clicks
 
 
 def test_a_date_in_three_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "sales").mkdir()
-    days = [(u, n, datetime(2025, 11, 28, tzinfo=UTC) + timedelta(days=3 * n)) for n in range(30) for u in range(20)]
-    rows = [f"c{user},p{(user + n) % 9},{day.year},{day.month},{day.day}" for user, n, day in days]
-    (here / "sales/sales.csv").write_text("\n".join(["customer,product,year,month,day", *rows]))
+    days = [
+        (u, n, datetime(2025, 11, 28, tzinfo=UTC) + timedelta(days=3 * n))
+        for n in range(30)
+        for u in range(20)
+    ]
+    rows = [
+        f"c{user},p{(user + n) % 9},{day.year},{day.month},{day.day}"
+        for user, n, day in days
+    ]
+    (here / "sales/sales.csv").write_text(
+        "\n".join(["customer,product,year,month,day", *rows])
+    )
     ((_, source),) = (
         block
-        for block in blocks(section((ROOT / "docs/own_log.md").read_text(), "A date in three columns"))
+        for block in blocks(
+            section((ROOT / "docs/own_log.md").read_text(), "A date in three columns")
+        )
         if block[0]
     )
     (here / "days.yaml").write_text(source)
     follow(typed_of("own_log.md", "A date in three columns"), monkeypatch)
-    times = read_table("runs/days/tables/sequences", "sequences")["timestamp_ms"].to_pylist()
-    assert times == [[int(day.timestamp()) * 1000 for user, _, day in days if user == 0]] * 20
+    times = read_table("runs/days/tables/sequences", "sequences")[
+        "timestamp_ms"
+    ].to_pylist()
+    assert (
+        times
+        == [[int(day.timestamp()) * 1000 for user, _, day in days if user == 0]] * 20
+    )

@@ -23,20 +23,35 @@ EACH = [
 
 
 @pytest.mark.parametrize(("module", "words"), EACH)
-def test_a_job_takes_the_options_of_a_command(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_takes_the_options_of_a_command(
+    module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)  # files of the checkout are named from there
     job = importlib.import_module(module)
     if module.startswith(("jobs.", "papers.")):
         cli.options_for(job, [os.path.expandvars(word) for word in words])
-        named = [word for word in words if word.endswith(".yaml") and "/" in word]  # others are the reader's
-        assert [word for word in named if "$" not in word and not Path(word).is_file()] == []
+        named = [
+            word for word in words if word.endswith(".yaml") and "/" in word
+        ]  # others are the reader's
+        assert [
+            word for word in named if "$" not in word and not Path(word).is_file()
+        ] == []
     else:
         assert callable(job.main)
 
 
 def test_there_are_commands_of_every_job_to_look_at() -> None:
     shown = {str(param.values[0]).removeprefix("jobs.") for param in EACH}
-    assert {"prepare", "audit", "tokenize", "encode", "train", "evaluate", "sweep", "compare"} <= shown
+    assert {
+        "prepare",
+        "audit",
+        "tokenize",
+        "encode",
+        "train",
+        "evaluate",
+        "sweep",
+        "compare",
+    } <= shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -51,7 +66,9 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem
+)
 def test_a_page_begins_with_what_its_reader_can_do_after_it(page: Path) -> None:
     assert page.read_text().split("\n\n")[1].startswith("After this page you")
 
@@ -66,7 +83,9 @@ def test_the_keys_of_mapping_files_are_those_of_the_code() -> None:
 
 
 def test_the_examples_of_keys_are_read() -> None:
-    assert list(source_keys.EXAMPLES) == [key for key, *_ in source_keys.rows(source_keys.KINDS)]
+    assert list(source_keys.EXAMPLES) == [
+        key for key, *_ in source_keys.rows(source_keys.KINDS)
+    ]
     for key, example in source_keys.EXAMPLES.items():
         kind, name = key.split(".")[0], key.split(".")[-1]
         assert f"{name}: " in example

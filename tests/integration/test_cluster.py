@@ -65,18 +65,37 @@ class Cluster:
     def refused(self, *commands: list[str]) -> list[str]:
         """The one line with which each of the commands, submitted as one job, refuses to begin."""
         *others, last = (shlex.join(command) for command in commands)
-        done = self._submit("sh", "-c", " && ".join([*(f"! {other}" for other in others), last]))
+        done = self._submit(
+            "sh", "-c", " && ".join([*(f"! {other}" for other in others), last])
+        )
         assert done.returncode != 0, done.stdout[-3000:]
         assert "Traceback" not in done.stdout
-        lines = list(dict.fromkeys(line for line in done.stdout.splitlines() if line.startswith("error: ")))
+        lines = list(
+            dict.fromkeys(
+                line for line in done.stdout.splitlines() if line.startswith("error: ")
+            )
+        )
         assert len(lines) == len(commands)
         return lines
 
     def _submit(self, *command: str) -> subprocess.CompletedProcess:
-        line = [RAY, "job", "submit", "--address", self.address, "--working-dir", ".", "--runtime-env"]
+        line = [
+            RAY,
+            "job",
+            "submit",
+            "--address",
+            self.address,
+            "--working-dir",
+            ".",
+            "--runtime-env",
+        ]
         while True:
             done = subprocess.run(
-                [*line, "runtime_env.yaml", "--", *command], cwd=ROOT, env=self.env, capture_output=True, text=True
+                [*line, "runtime_env.yaml", "--", *command],
+                cwd=ROOT,
+                env=self.env,
+                capture_output=True,
+                text=True,
             )
             if "No available agent" not in done.stdout + done.stderr:
                 return done
@@ -95,7 +114,8 @@ def free_ports(count: int) -> list[str]:
 def status_of(address: str, token: str | None) -> int:
     """HTTP status of the list of jobs; 0 while nobody answers."""
     request = urllib.request.Request(
-        f"{address}/api/jobs/", headers={"Authorization": f"Bearer {token}"} if token else {}
+        f"{address}/api/jobs/",
+        headers={"Authorization": f"Bearer {token}"} if token else {},
     )
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
@@ -108,22 +128,62 @@ def status_of(address: str, token: str | None) -> int:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # short: socket paths end at 107 bytes
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MLFLOW_"))}
-    env |= {"HOME": str(folder / "home"), "RAY_AUTH_MODE": "token", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    folder = Path(
+        tempfile.mkdtemp(prefix="r", dir="/tmp")
+    )  # short: socket paths end at 107 bytes
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_", "MLFLOW_"))
+    }
+    env |= {
+        "HOME": str(folder / "home"),
+        "RAY_AUTH_MODE": "token",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
     env["PATH"] = f"{RAY.parent}:{env['PATH']}"
     Path(env["HOME"]).mkdir()
-    subprocess.run([RAY, "get-auth-token", "--generate"], env=env, check=True, capture_output=True)
+    subprocess.run(
+        [RAY, "get-auth-token", "--generate"], env=env, check=True, capture_output=True
+    )
     names = [
-        "port", "dashboard-port", "ray-client-server-port", "node-manager-port", "object-manager-port",
-        "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port",
-    ]  # fmt: skip
+        "port",
+        "dashboard-port",
+        "ray-client-server-port",
+        "node-manager-port",
+        "object-manager-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "runtime-env-agent-port",
+        "metrics-export-port",
+    ]
     ports = free_ports(len(names) + WORKERS)
-    line = [str(RAY), "start", "--head", "--block", "--num-cpus", "2", "--object-store-memory", "200000000"]
-    line += ["--temp-dir", str(folder), "--disable-usage-stats", "--worker-port-list", ",".join(ports[len(names) :])]
-    line += [word for name, port in zip(names, ports, strict=False) for word in (f"--{name}", port)]
+    line = [
+        str(RAY),
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus",
+        "2",
+        "--object-store-memory",
+        "200000000",
+    ]
+    line += [
+        "--temp-dir",
+        str(folder),
+        "--disable-usage-stats",
+        "--worker-port-list",
+        ",".join(ports[len(names) :]),
+    ]
+    line += [
+        word
+        for name, port in zip(names, ports, strict=False)
+        for word in (f"--{name}", port)
+    ]
     with open(folder / "head.log", "w") as log:
-        head = subprocess.Popen(line, env=env, stdout=log, stderr=log, start_new_session=True)
+        head = subprocess.Popen(
+            line, env=env, stdout=log, stderr=log, start_new_session=True
+        )
     address = f"http://127.0.0.1:{ports[1]}"
     token = (folder / "home/.ray/auth_token").read_text()
     try:
@@ -137,7 +197,9 @@ def cluster() -> Iterator[Cluster]:
         try:
             head.wait(10)
         except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)  # its own session: nobody else's processes
+            os.killpg(
+                head.pid, signal.SIGKILL
+            )  # its own session: nobody else's processes
             head.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -146,13 +208,19 @@ def raw_log(folder: Path) -> int:
     """A log of 60 users who walk along a ring of 20 items; returns its number of rows."""
     draw = random.Random(0)
     rows = [
-        (f"u{user:02}", f"i{(start + step) % 20:02}", 1_700_000_000 + 86_400 * step + user)
+        (
+            f"u{user:02}",
+            f"i{(start + step) % 20:02}",
+            1_700_000_000 + 86_400 * step + user,
+        )
         for user, start in ((user, draw.randrange(20)) for user in range(60))
         for step in range(draw.randrange(5, 9))
     ]
     draw.shuffle(rows)
     folder.mkdir()
-    (folder / "log.csv").write_text("\n".join(["user,item,seconds", *(f"{u},{i},{t}" for u, i, t in rows)]) + "\n")
+    (folder / "log.csv").write_text(
+        "\n".join(["user,item,seconds", *(f"{u},{i},{t}" for u, i, t in rows)]) + "\n"
+    )
     (folder / "source.yaml").write_text(SOURCE)
     return len(rows)
 
@@ -162,7 +230,10 @@ def test_client_without_the_token_is_refused(cluster: Cluster, tmp_path: Path) -
     assert status_of(cluster.address, "0" * 64) == 403
     stranger = {**cluster.env, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(
-        [RAY, "job", "submit", "--address", cluster.address, "--", "true"], env=stranger, capture_output=True, text=True
+        [RAY, "job", "submit", "--address", cluster.address, "--", "true"],
+        env=stranger,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode != 0
     assert "Missing authentication token" in done.stdout + done.stderr
@@ -175,24 +246,51 @@ def test_job_runs_the_submitted_code_on_the_cluster(cluster: Cluster) -> None:
         "where = ray.remote(lambda: __import__('models').__file__); "
         "print('driver', jobs.__file__, 'task', ray.get(where.remote()), ray.cluster_resources()['CPU'])"
     )
-    said = next(line for line in cluster.submit("python", "-c", program).splitlines() if line.startswith("driver"))
+    said = next(
+        line
+        for line in cluster.submit("python", "-c", program).splitlines()
+        if line.startswith("driver")
+    )
     _, driver, _, task, cpus = said.split()
     assert "working_dir_files/_ray_pkg_" in driver
     assert Path(driver).parents[1] == Path(task).parents[1]
     assert cpus == "2.0"
 
 
-def test_prepare_and_train_on_the_cluster(cluster: Cluster, new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_prepare_and_train_on_the_cluster(
+    cluster: Cluster, new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     rows = raw_log(tmp_path / "raw")
     tables, runs = tmp_path / "tables", tmp_path / "runs"
-    source = ["--source", str(tmp_path / "raw/source.yaml"), "--input", str(tmp_path / "raw")]
+    source = [
+        "--source",
+        str(tmp_path / "raw/source.yaml"),
+        "--input",
+        str(tmp_path / "raw"),
+    ]
     uri = new_store(tmp_path)
     config = [
-        *["--config", "jobs/configs/sasrec.yaml", "--fit.max_epochs", "2", "--fit.batch_size", "16"],
+        *[
+            "--config",
+            "jobs/configs/sasrec.yaml",
+            "--fit.max_epochs",
+            "2",
+            "--fit.batch_size",
+            "16",
+        ],
         "--tables",
         str(tables),
     ]
-    place = ["--storage", str(runs), "--name", "ring", "--tracking_uri", uri, "--experiment", "retrieval/ring"]
+    place = [
+        "--storage",
+        str(runs),
+        "--name",
+        "ring",
+        "--tracking_uri",
+        uri,
+        "--experiment",
+        "retrieval/ring",
+    ]
     prepare = ["python", "-m", "jobs.prepare", *source, "--output", str(tables)]
     train = ["python", "-m", "jobs.train", *config, *place]
     said = cluster.submit("sh", "-c", f"{shlex.join(prepare)} && {shlex.join(train)}")
@@ -214,22 +312,53 @@ def test_prepare_and_train_on_the_cluster(cluster: Cluster, new_store: Callable[
     assert run.info.status == "FINISHED"
     assert run.data.params["model.name"] == "sasrec"
     assert run.data.tags["table.sequences"] == sequences.hash
-    steps = [point.step for point in client.get_metric_history(run.info.run_id, "val/ndcg_at_10")]
+    steps = [
+        point.step
+        for point in client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
+    ]
     assert len(steps) == 2
     assert steps == sorted(set(steps))
 
 
-def test_what_the_cluster_cannot_give_or_keep_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_the_cluster_cannot_give_or_keep_is_refused(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """More workers than there is room for, and an output in the working folder of the job."""
     tables, _ = write_tables(tmp_path)
     store = f"sqlite:///{tmp_path}/mlflow.db"
-    line = ["python", "-m", "jobs.train", "--config", "jobs/configs/sasrec.yaml", "--tables", tables]
-    line += ["--storage", str(tmp_path / "runs"), "--name", "n", "--tracking_uri", store, "--fit.batch_size", "256"]
+    line = [
+        "python",
+        "-m",
+        "jobs.train",
+        "--config",
+        "jobs/configs/sasrec.yaml",
+        "--tables",
+        tables,
+    ]
+    line += [
+        "--storage",
+        str(tmp_path / "runs"),
+        "--name",
+        "n",
+        "--tracking_uri",
+        store,
+        "--fit.batch_size",
+        "256",
+    ]
     raw_log(tmp_path / "raw")
-    prepare = ["python", "-m", "jobs.prepare", "--source", str(tmp_path / "raw/source.yaml")]
+    prepare = [
+        "python",
+        "-m",
+        "jobs.prepare",
+        "--source",
+        str(tmp_path / "raw/source.yaml"),
+    ]
     prepare += ["--input", str(tmp_path / "raw"), "--output", "tables"]
     said, kept = cluster.refused([*line, "--ray.num_workers", "4"], prepare)
-    assert "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2" in said
+    assert (
+        "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2"
+        in said
+    )
     assert "no autoscaler to start more; lower --ray.num_workers" in said
     assert not (tmp_path / "runs/n").exists()
     assert "--output is tables, which lies in the job's own working folder" in kept
@@ -240,25 +369,56 @@ def elsewhere(cluster: Cluster) -> Iterator[None]:
     """A second node of the cluster, with a host name of its own."""
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
         pytest.skip("another host name takes the right to unshare")
-    names = ["node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
-             "runtime-env-agent-port", "metrics-export-port"]  # fmt: skip
+    names = [
+        "node-manager-port",
+        "object-manager-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "runtime-env-agent-port",
+        "metrics-export-port",
+    ]
     ports = free_ports(len(names) + WORKERS)
-    line = [str(RAY), "start", "--address", f"{local_address(cluster)}:{cluster.gcs}", "--block", "--num-cpus", "1"]
+    line = [
+        str(RAY),
+        "start",
+        "--address",
+        f"{local_address(cluster)}:{cluster.gcs}",
+        "--block",
+        "--num-cpus",
+        "1",
+    ]
     line += ["--object-store-memory", "100000000", "--disable-usage-stats"]
     line += [
         "--temp-dir",
         str(cluster.folder / "2"),
     ]  # two nodes in one folder would unpack the same code over each other
     line += ["--worker-port-list", ",".join(ports[len(names) :])]
-    line += [word for name, port in zip(names, ports, strict=False) for word in (f"--{name}", port)]
+    line += [
+        word
+        for name, port in zip(names, ports, strict=False)
+        for word in (f"--{name}", port)
+    ]
     with open(cluster.folder / "node.log", "w") as log:
         node = subprocess.Popen(
-            ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"', "sh", *line],
-            env=cluster.env, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                'hostname elsewhere && exec "$@"',
+                "sh",
+                *line,
+            ],
+            env=cluster.env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         while "Ray runtime started" not in (cluster.folder / "node.log").read_text():
-            assert node.poll() is None, (cluster.folder / "node.log").read_text()[-2000:]
+            assert node.poll() is None, (cluster.folder / "node.log").read_text()[
+                -2000:
+            ]
             time.sleep(0.3)
         yield
     finally:
@@ -272,7 +432,10 @@ def elsewhere(cluster: Cluster) -> Iterator[None]:
 
 def local_address(cluster: Cluster) -> str:
     """The address that the head has told its nodes."""
-    found = re.search(r"Local node IP.*?(\d+\.\d+\.\d+\.\d+)", (cluster.folder / "head.log").read_text())
+    found = re.search(
+        r"Local node IP.*?(\d+\.\d+\.\d+\.\d+)",
+        (cluster.folder / "head.log").read_text(),
+    )
     assert found
     return found[1]
 
@@ -281,12 +444,22 @@ def test_a_local_path_is_refused_on_two_machines_unless_it_is_shared(
     cluster: Cluster, elsewhere: None, tmp_path: Path
 ) -> None:
     raw_log(tmp_path / "raw")
-    job = ["python", "-m", "jobs.prepare", "--source", str(tmp_path / "raw/source.yaml"), "--dry_run"]
+    job = [
+        "python",
+        "-m",
+        "jobs.prepare",
+        "--source",
+        str(tmp_path / "raw/source.yaml"),
+        "--dry_run",
+    ]
     job += ["--input", str(tmp_path / "raw"), "--output", str(tmp_path / "tables")]
     shared = ["env", f"TRIELINE_SHARED=/mnt:{tmp_path}", *job]
     both = cluster.submit("sh", "-c", f"! {shlex.join(job)} && {shlex.join(shared)}")
     assert "Traceback" not in both
     (said,) = {line for line in both.splitlines() if line.startswith("error: ")}
-    assert f"--input is {tmp_path}/raw, on the disk of one machine, and the cluster has 2" in said
+    assert (
+        f"--input is {tmp_path}/raw, on the disk of one machine, and the cluster has 2"
+        in said
+    )
     assert f"TRIELINE_SHARED={tmp_path} in the env_vars of runtime_env.yaml" in said
     assert "makes the tables" in both

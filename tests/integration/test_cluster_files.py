@@ -35,18 +35,30 @@ def options(command: str) -> object:
 def test_cluster_config_is_valid_to_ray() -> None:
     config = prepare_config(load("cluster.yaml"))
     validate_config(config)
-    assert config["head_setup_commands"] == config["worker_setup_commands"] == []  # the launcher's own install packages
+    assert (
+        config["head_setup_commands"] == config["worker_setup_commands"] == []
+    )  # the launcher's own install packages
 
 
 def test_cluster_nodes_run_the_tested_ray() -> None:
     tested = version("ray")
     assert f"ray=={tested}" in (ROOT / "constraints.txt").read_text()
-    assert f"FROM rayproject/ray:{tested}-py311" in (ROOT / "deploy/Dockerfile").read_text()
+    assert (
+        f"FROM rayproject/ray:{tested}-py311"
+        in (ROOT / "deploy/Dockerfile").read_text()
+    )
 
 
 def test_image_holds_every_package() -> None:
-    copied = re.findall(r"^COPY --chown=ray (\w+) trieline/(\w+)$", (ROOT / "deploy/Dockerfile").read_text(), re.M)
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"papers", "benchmarks"}
+    copied = re.findall(
+        r"^COPY --chown=ray (\w+) trieline/(\w+)$",
+        (ROOT / "deploy/Dockerfile").read_text(),
+        re.M,
+    )
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {
+        "papers",
+        "benchmarks",
+    }
     assert {name for name, _ in copied} == packages
     assert all(source == target for source, target in copied)
 
@@ -75,7 +87,9 @@ def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
     }
     assert code <= names
     size = sum((ROOT / name).stat().st_size + 2 * len(name) + 150 for name in code)
-    assert package.stat().st_size < size + (16 << 10)  # the code and hardly anything else
+    assert package.stat().st_size < size + (
+        16 << 10
+    )  # the code and hardly anything else
     assert "pipelines/data/prepare.py" in names
     parts = {part for name in names for part in Path(name).parts[:1]}
     assert not parts & {".git", ".venv", "data", "runs", "tests", "stores"}
@@ -101,8 +115,14 @@ def test_rayignore_keeps_data_and_stores_out(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
     (tmp_path / "checkout/.rayignore").write_text((ROOT / ".rayignore").read_text())
-    create_package(str(tmp_path / "checkout"), tmp_path / "package.zip", include_gitignore=True)
-    names = {name for name in zipfile.ZipFile(tmp_path / "package.zip").namelist() if not name.endswith("/")}
+    create_package(
+        str(tmp_path / "checkout"), tmp_path / "package.zip", include_gitignore=True
+    )
+    names = {
+        name
+        for name in zipfile.ZipFile(tmp_path / "package.zip").namelist()
+        if not name.endswith("/")
+    }
     assert names == {*kept, ".rayignore"}
 
 

@@ -36,7 +36,11 @@ ROOT = Path(__file__).parents[2]
 
 def blocks(language: str) -> list[str]:
     """Code of `docs/add_a_decoder.md`."""
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs/add_a_decoder.md").read_text(), flags=re.DOTALL)
+    return re.findall(
+        rf"```{language}\n(.*?)```",
+        (ROOT / "docs/add_a_decoder.md").read_text(),
+        flags=re.DOTALL,
+    )
 
 
 DECODER, ROW, CHECK = blocks("python")
@@ -203,23 +207,37 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project without its tests, and with a decoder, a search model and a kind of request more."""
     copy = tmp_path_factory.mktemp("extended") / "project"
     for name in ("models", "pipelines", "tuning", "jobs"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     add(
-        copy, "models/retrieval/decoders/newest.py", DECODER,
-        "from models.retrieval.decoders.newest import NewestConfig, NewestDecoder", ROW.strip(),
-    )  # fmt: skip
+        copy,
+        "models/retrieval/decoders/newest.py",
+        DECODER,
+        "from models.retrieval.decoders.newest import NewestConfig, NewestDecoder",
+        ROW.strip(),
+    )
     (copy / "jobs/configs/newest.yaml").write_text(DECODER_YAML)
     add(
-        copy, "models/search/nearest.py", RANKER, "from models.search.nearest import Nearest, NearestConfig",
+        copy,
+        "models/search/nearest.py",
+        RANKER,
+        "from models.search.nearest import Nearest, NearestConfig",
         '"nearest": Entry(NearestConfig, Nearest, SEARCH, unit="user"),',
-    )  # fmt: skip
+    )
     (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
     table = copy / "pipelines/data/kinds.py"
     text, row = table.read_text(), "for kind in (Retrieval(), Search(), Actions())"
     assert row in text
-    text = text.replace(row, "for kind in (Retrieval(), Search(), Actions(), Changes())")
+    text = text.replace(
+        row, "for kind in (Retrieval(), Search(), Actions(), Changes())"
+    )
     imported = "from pipelines.data.kind import Kind\n"
-    table.write_text(text.replace(imported, f"{imported}from pipelines.data.changes import Changes\n"))
+    table.write_text(
+        text.replace(
+            imported, f"{imported}from pipelines.data.changes import Changes\n"
+        )
+    )
     return copy
 
 
@@ -228,22 +246,69 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
     """What the commands of the copy print, on the shared Ray, whose workers import what the driver does."""
     home, store = copy.parent, ["--tracking_uri", new_store(copy.parent / "runs")]
     tables, sids = training_tables.write_tables(home / "small")
-    tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1,
-             "num_decoder_layers": 1}  # fmt: skip
+    tiger = {
+        "name": "tiger",
+        "d_model": 16,
+        "d_ff": 16,
+        "num_heads": 1,
+        "d_kv": 8,
+        "num_encoder_layers": 1,
+        "num_decoder_layers": 1,
+    }
     teacher = set_up(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
     checkpoint.save(home / "tiger", teacher.model, teacher.checkpoint(epoch=1))
-    small, runs = ["--tables", tables, "--sids", sids], ["--storage", str(home / "runs")]
-    decoder = ["--config", str(copy / "jobs/configs/newest.yaml"), "--model.teacher", str(home / "tiger")]
+    small, runs = (
+        ["--tables", tables, "--sids", sids],
+        ["--storage", str(home / "runs")],
+    )
+    decoder = [
+        "--config",
+        str(copy / "jobs/configs/newest.yaml"),
+        "--model.teacher",
+        str(home / "tiger"),
+    ]
     searched, text = search_tables.write_search(home / "searches", users=20, requests=6)
     search = ["--tables", searched, "--text", text]
     fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
     raw, shop = str(home / "raw"), str(home / "shop")
-    simulate = ["--kind", "changes", "--output", raw, "--users", "60", "--items", "30", "--events", "900"]
-    source = ["--source", str(ROOT / "jobs/configs/sources/simulated.yaml"), "--kind", "changes"]
-    sasrec = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1", "--fit.max_epochs", "1"]
+    simulate = [
+        "--kind",
+        "changes",
+        "--output",
+        raw,
+        "--users",
+        "60",
+        "--items",
+        "30",
+        "--events",
+        "900",
+    ]
+    source = [
+        "--source",
+        str(ROOT / "jobs/configs/sources/simulated.yaml"),
+        "--kind",
+        "changes",
+    ]
+    sasrec = [
+        "--model.name",
+        "sasrec",
+        "--model.dim",
+        "16",
+        "--model.num_layers",
+        "1",
+        "--fit.max_epochs",
+        "1",
+    ]
     commands = [
         ["train by Ray", *decoder, *small, *runs, "--name", "newest"],
-        ["evaluate", "--checkpoint", f"{home}/runs/newest", *small, "--scores", "codebook"],
+        [
+            "evaluate",
+            "--checkpoint",
+            f"{home}/runs/newest",
+            *small,
+            "--scores",
+            "codebook",
+        ],
         ["compare", "--experiment", "retrieval/small", *store],
         ["train", "--model.name", "nearest", *search, *fit, *runs, "--name", "nearest"],
         ["evaluate", "--checkpoint", f"{home}/runs/nearest", *search],
@@ -256,9 +321,13 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
         ["compare", "--experiment", "retrieval/shop", *store],
     ]
     made = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)], cwd=copy, capture_output=True, text=True,
-        check=False, env={**in_ray, "PYTHONPATH": str(copy)},
-    )  # fmt: skip
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**in_ray, "PYTHONPATH": str(copy)},
+    )
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout
 
@@ -266,9 +335,25 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
 @pytest.mark.parametrize(
     "order",
     [
-        ("Trained newest", "newest on test", "$ --experiment retrieval/small", "val/ndcg@10"),
-        ("Trained nearest", "nearest on test", "$ --experiment search/search-test", "val/gauc"),
-        ("No violations", "Trained sasrec", "sasrec on test", "$ --experiment retrieval/shop", "val/ndcg@10"),
+        (
+            "Trained newest",
+            "newest on test",
+            "$ --experiment retrieval/small",
+            "val/ndcg@10",
+        ),
+        (
+            "Trained nearest",
+            "nearest on test",
+            "$ --experiment search/search-test",
+            "val/gauc",
+        ),
+        (
+            "No violations",
+            "Trained sasrec",
+            "sasrec on test",
+            "$ --experiment retrieval/shop",
+            "val/ndcg@10",
+        ),
     ],
     ids=["a decoder", "a search model", "a kind of request"],
 )
@@ -285,8 +370,15 @@ def test_a_kind_of_request_asks_what_its_file_says(said: str, copy: Path) -> Non
     for user in read_table(f"{copy.parent}/shop/sequences", "sequences").to_pylist():
         asked += len(user["requests"])
         repeats += sum(a == b for a, b in pairwise(user["item_index"]))
-        last = [user["item_index"][r["history_end"] - 1] for r in user["requests"] if r["history_end"]]
-        assert all(r["candidates"] != [item] for r, item in zip(user["requests"][-len(last) :], last, strict=True))
+        last = [
+            user["item_index"][r["history_end"] - 1]
+            for r in user["requests"]
+            if r["history_end"]
+        ]
+        assert all(
+            r["candidates"] != [item]
+            for r, item in zip(user["requests"][-len(last) :], last, strict=True)
+        )
     assert repeats
     assert asked < 900
 
@@ -295,8 +387,17 @@ def test_its_two_ways_agree(tmp_path: Path) -> None:
     """The check that the page proposes."""
     tables, sids = training_tables.write_tables(tmp_path / "small")
     catalogue = Catalogue.load(tables, sids)
-    tiger = {"name": "tiger", "d_model": 16, "d_ff": 16, "num_heads": 1, "d_kv": 8, "num_encoder_layers": 1}
-    backbone: Any = registry.build(registry.config_from_dict(tiger), catalogue).eval().backbone
+    tiger = {
+        "name": "tiger",
+        "d_model": 16,
+        "d_ff": 16,
+        "num_heads": 1,
+        "d_kv": 8,
+        "num_encoder_layers": 1,
+    }
+    backbone: Any = (
+        registry.build(registry.config_from_dict(tiger), catalogue).eval().backbone
+    )
     made: dict[str, Any] = {"__name__": "newest"}
     sys.modules["newest"] = types.ModuleType("newest")  # where dataclasses look
     try:
@@ -307,4 +408,7 @@ def test_its_two_ways_agree(tmp_path: Path) -> None:
     codes = backbone.tokens.codes(torch.arange(catalogue.num_items))
     history = History(torch.randn(len(codes), 3, 16), torch.full((len(codes),), 3))
     with torch.no_grad():
-        exec(CHECK, {"torch": torch, "decoder": decoder, "history": history, "codes": codes})
+        exec(
+            CHECK,
+            {"torch": torch, "decoder": decoder, "history": history, "codes": codes},
+        )

@@ -38,7 +38,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     new_store(folder)
     made = Server(folder)
@@ -46,16 +48,26 @@ def server(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFa
     made.stop()
 
 
-def test_trials_of_a_sweep_log_at_once_to_a_server(server: Server, tmp_path: Path) -> None:
+def test_trials_of_a_sweep_log_at_once_to_a_server(
+    server: Server, tmp_path: Path
+) -> None:
     uri = server.address
-    parent = tracking.open_run(uri, "retrieval/x", "sweep", str(tmp_path), config={"sweep": {}}, hashes={})
+    parent = tracking.open_run(
+        uri, "retrieval/x", "sweep", str(tmp_path), config={"sweep": {}}, hashes={}
+    )
 
     def trial(i: int) -> str:
         tags = {tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: f"id{i}"}
         run = tracking.open_run(
-            uri, "retrieval/x", f"run{i}", str(tmp_path), config={"model": {"name": f"m{i}"}}, hashes={},
-            parent=parent.run_id, tags=tags,
-        )  # fmt: skip
+            uri,
+            "retrieval/x",
+            f"run{i}",
+            str(tmp_path),
+            config={"model": {"name": f"m{i}"}},
+            hashes={},
+            parent=parent.run_id,
+            tags=tags,
+        )
         logger = tracking.Logger(run)
         for step in range(10):
             logger.log({"train/loss": float(step), "val/ndcg@10": 0.5}, step)
@@ -84,7 +96,12 @@ class Slow(BaseHTTPRequestHandler):
             self.send_error(500)
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        asked = urllib.request.Request(f"{self.to}{self.path}", body or None, dict(self.headers), method=self.command)
+        asked = urllib.request.Request(
+            f"{self.to}{self.path}",
+            body or None,
+            dict(self.headers),
+            method=self.command,
+        )
         try:
             answer = urllib.request.urlopen(asked)
         except urllib.error.HTTPError as error:  # of what is not there
@@ -103,13 +120,17 @@ class Slow(BaseHTTPRequestHandler):
         """Not on the terminal."""
 
 
-def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(server: Server, tmp_path: Path) -> None:
+def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(
+    server: Server, tmp_path: Path
+) -> None:
     Slow.to = server.address
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as proxy:
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         Slow.failing = 3  # at the first contact already: it is there
         uri = f"http://127.0.0.1:{proxy.server_port}"
-        run = tracking.open_run(uri, "retrieval/slow", "a", str(tmp_path), config={}, hashes={})
+        run = tracking.open_run(
+            uri, "retrieval/slow", "a", str(tmp_path), config={}, hashes={}
+        )
         logger = tracking.Logger(run)
         Slow.failing = 2
         for step in range(50):
@@ -119,17 +140,29 @@ def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(server: Server
         logger.flush()
         proxy.shutdown()
     assert not Slow.failing
-    assert Slow.asked["log-batch"] <= 6  # one under way, tried three times, and all that had come together meanwhile
-    history = tracking.connect(server.address).get_metric_history(run.run_id, "train/loss")
+    assert (
+        Slow.asked["log-batch"] <= 6
+    )  # one under way, tried three times, and all that had come together meanwhile
+    history = tracking.connect(server.address).get_metric_history(
+        run.run_id, "train/loss"
+    )
     assert [point.step for point in history] == list(range(50))
 
 
-def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(server: Server, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(
+    server: Server, tmp_path: Path
+) -> None:
     tracking.expect(server.address)  # as a trial does, whose sweep has reached it
     server.stop()
     with ThreadPoolExecutor(1) as thread:
         opening = thread.submit(
-            tracking.open_run, server.address, "retrieval/gone", "r", str(tmp_path), config={}, hashes={}
+            tracking.open_run,
+            server.address,
+            "retrieval/gone",
+            "r",
+            str(tmp_path),
+            config={},
+            hashes={},
         )
         time.sleep(8)  # longer than a first contact tries
         assert not opening.done()

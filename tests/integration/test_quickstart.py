@@ -17,7 +17,17 @@ from pipelines.comparison.runs import select
 ROOT = Path(__file__).parents[2]
 
 
-SMALLER = (*SMALL, "--model.width", "16", "--model.num_layers", "1", "--model.num_heads", "2", "--model.ffn", "16")
+SMALLER = (
+    *SMALL,
+    "--model.width",
+    "16",
+    "--model.num_layers",
+    "1",
+    "--model.num_heads",
+    "2",
+    "--model.ffn",
+    "16",
+)
 FLOWN = {
     "search": (Trained("qgs", ("qgs", "search/small")), "simulated_search", "gauc"),
     "actions": (
@@ -31,7 +41,11 @@ FLOWN = {
 
 @pytest.mark.parametrize("family", FLOWN)
 def test_a_log_becomes_a_table_of_models(
-    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], family: str
+    ray_local: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
 ) -> None:
     model, log, metric = FLOWN[family]
     monkeypatch.setitem(FLOWS, family, replace(FLOWS[family], models=(model,)))
@@ -43,16 +57,26 @@ def test_a_log_becomes_a_table_of_models(
     runs = tmp_path / log / "runs"
     found = json.loads((runs / model.model / "best/evaluation-test.json").read_text())
     assert found["examples"] > 0
-    row = next(line for line in printed.split("] Compare ")[1].splitlines() if line.startswith(f"{model.model} "))
+    row = next(
+        line
+        for line in printed.split("] Compare ")[1].splitlines()
+        if line.startswith(f"{model.model} ")
+    )
     assert f"{found['metrics'][metric]:.4f}" in row
     assert "Beside the paper" not in printed  # where the log is simulated
     (run,) = select(f"sqlite:///{runs}/mlflow.db", [f"{family}/{log}"]).runs
     assert run.data.tags["simulated"] == "true"
     if family == "search":  # another seed joins what is there
-        quickstart.run(quickstart.Config(family=family, output=str(tmp_path), seed=43, **sizes))
+        quickstart.run(
+            quickstart.Config(family=family, output=str(tmp_path), seed=43, **sizes)
+        )
         printed = capsys.readouterr().out
         assert "events: up to date" in printed
-        row = next(line for line in printed.split("] Compare ")[1].splitlines() if line.startswith(f"{model.model} "))
+        row = next(
+            line
+            for line in printed.split("] Compare ")[1].splitlines()
+            if line.startswith(f"{model.model} ")
+        )
         assert "2" in row.split()
         assert "±" in row
 
@@ -60,7 +84,10 @@ def test_a_log_becomes_a_table_of_models(
 def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
     source = str(quickstart.CONFIGS / "sources" / "simulated_search.yaml")
     config = quickstart.Config(family="retrieval", data=str(tmp_path), source=source)
-    with pytest.raises(UserError, match="makes tables of kind 'search', not 'retrieval'; give --family search"):
+    with pytest.raises(
+        UserError,
+        match="makes tables of kind 'search', not 'retrieval'; give --family search",
+    ):
         quickstart.locate(config)
 
 
@@ -71,14 +98,28 @@ def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
             {"data": "{folder}"},
             "unheard holds no file that can be read as a log: it is empty",
         ),
-        ({"data": "{folder}", "source": "no.yaml"}, "there is no mapping file no.yaml for .*unheard; leave out"),
-        ({"data": "nowhere"}, "--data is nowhere, where nothing is; give the folder of a raw log"),
-        ({"source": "own.yaml"}, "--source is own.yaml, which describes a real log; give its folder with --data"),
+        (
+            {"data": "{folder}", "source": "no.yaml"},
+            "there is no mapping file no.yaml for .*unheard; leave out",
+        ),
+        (
+            {"data": "nowhere"},
+            "--data is nowhere, where nothing is; give the folder of a raw log",
+        ),
+        (
+            {"source": "own.yaml"},
+            "--source is own.yaml, which describes a real log; give its folder with --data",
+        ),
     ],
 )
-def test_a_log_without_folder_or_mapping_is_refused(options: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_a_log_without_folder_or_mapping_is_refused(
+    options: dict[str, str], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "unheard").mkdir()
-    given = {name: value.format(folder=tmp_path / "unheard") for name, value in options.items()}
+    given = {
+        name: value.format(folder=tmp_path / "unheard")
+        for name, value in options.items()
+    }
     with pytest.raises(UserError, match=message) as refused:
         quickstart.locate(quickstart.Config(**given))
     assert "\n" not in str(refused.value)
@@ -87,19 +128,31 @@ def test_a_log_without_folder_or_mapping_is_refused(options: dict[str, str], mes
 def searches(folder: Path, at: str, split: str) -> quickstart.Config:
     """The quickstart of a log of searches without texts of items, at the times `at`."""
     (folder / "visits").mkdir()
-    shown = [f"u{user},q,{user},i{item},{int(item == user % 5)}\n" for user in range(100) for item in range(5)]
-    (folder / "visits/visits.csv").write_text("user,query,n,item,clicked\n" + "".join(shown))
+    shown = [
+        f"u{user},q,{user},i{item},{int(item == user % 5)}\n"
+        for user in range(100)
+        for item in range(5)
+    ]
+    (folder / "visits/visits.csv").write_text(
+        "user,query,n,item,clicked\n" + "".join(shown)
+    )
     source = folder / "visits.yaml"
     source.write_text(
         f"files: visits.csv\nuser: user\nitem: item\nquery: query\ntime: {at}\nlabels: {{click: clicked = '1'}}\n"
         f"prepare: {{kind: search, core: 0, behaviour: click, split: {{kind: {split}}}}}\n"
     )
-    return quickstart.Config(data=str(folder / "visits"), source=str(source), output=str(folder))
+    return quickstart.Config(
+        data=str(folder / "visits"), source=str(source), output=str(folder)
+    )
 
 
-def test_a_log_that_leaves_nothing_to_test_on_stops_before_it_trains(tmp_path: Path) -> None:
+def test_a_log_that_leaves_nothing_to_test_on_stops_before_it_trains(
+    tmp_path: Path,
+) -> None:
     config = searches(tmp_path, "{column: n, unit: order}", "leave_last_out")
-    with pytest.raises(UserError, match="leaves nothing for val and test; see the warnings above"):
+    with pytest.raises(
+        UserError, match="leaves nothing for val and test; see the warnings above"
+    ):
         quickstart.run(config)
     assert not (tmp_path / "visits/runs").exists()
 
@@ -107,9 +160,16 @@ def test_a_log_that_leaves_nothing_to_test_on_stops_before_it_trains(tmp_path: P
 def test_searches_without_texts_are_ranked_by_the_models_that_read_none(
     ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quickstart.run(searches(tmp_path, "{column: cast(n as bigint) + 1600000000, unit: s}", "temporal"))
+    quickstart.run(
+        searches(
+            tmp_path, "{column: cast(n as bigint) + 1600000000, unit: s}", "temporal"
+        )
+    )
     printed = capsys.readouterr().out
-    assert "names no texts of items to make embeddings of; models of these are left out" in printed
+    assert (
+        "names no texts of items to make embeddings of; models of these are left out"
+        in printed
+    )
     assert "[5/5] Compare" in printed
     assert (tmp_path / "visits/compare.html").is_file()
 
@@ -130,11 +190,17 @@ def test_make_hands_on_folder_and_mapping(given: list[str], options: str) -> Non
         text=True,
         check=True,
     ).stdout
-    assert shown.splitlines()[-1].split() == f".venv/bin/python -m jobs.quickstart {options}".split()
+    assert (
+        shown.splitlines()[-1].split()
+        == f".venv/bin/python -m jobs.quickstart {options}".split()
+    )
 
 
 def test_runs_are_compared_where_they_were_logged(
-    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ray_local: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     lines: list[tuple[str, ...]] = []
@@ -146,7 +212,16 @@ def test_runs_are_compared_where_they_were_logged(
             made(self, title, *words)
 
     monkeypatch.setattr(quickstart.Steps, "run", run)
-    quickstart.run(quickstart.Config(family="search", output=str(tmp_path), users=60, items=60, events=500, epochs=1))
+    quickstart.run(
+        quickstart.Config(
+            family="search",
+            output=str(tmp_path),
+            users=60,
+            items=60,
+            events=500,
+            epochs=1,
+        )
+    )
     assert "ssh -L 8000:localhost:8000 HOST" in capsys.readouterr().out
     assert lines[-1][0] == "compare"
     assert lines[-1][-2:] == ("--tracking_uri", "http://server:5000")

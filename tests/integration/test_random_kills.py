@@ -28,14 +28,23 @@ def undisturbed(world: faults.World) -> dict[str, faults.Undisturbed]:
     """A prepare, and a sweep whose two trials need a whole node each."""
     found = faults.undisturbed(world, ["prepare"])
     began, out, most = time.monotonic(), world.folder / "sweep", 0
-    sweep = world.start([*faults.STEPS["sweep"].words(world, out), "--ray.cpus_per_worker", "2"])
+    sweep = world.start(
+        [*faults.STEPS["sweep"].words(world, out), "--ray.cpus_per_worker", "2"]
+    )
     while sweep.poll() is None:
-        trials = [[w for w in node if "ImplicitFunc" in faults.named(w)] for node in world.workers_by_node()]
+        trials = [
+            [w for w in node if "ImplicitFunc" in faults.named(w)]
+            for node in world.workers_by_node()
+        ]
         most = max(most, sum(bool(node) for node in trials))
         time.sleep(0.3)
     assert sweep.returncode == 0, faults.said(sweep)
     assert most == 2
-    return found | {"sweep": faults.Undisturbed(faults.STEPS["sweep"].result(world, out), time.monotonic() - began)}
+    return found | {
+        "sweep": faults.Undisturbed(
+            faults.STEPS["sweep"].result(world, out), time.monotonic() - began
+        )
+    }
 
 
 @pytest.mark.parametrize("step", ["prepare", "sweep"])
@@ -55,17 +64,48 @@ def test_a_node_taken_away_with_notice_is_no_failure(
     """The training saves where it stands and goes on on another node, though no failure is allowed."""
     world.mend()
     words = faults.STEPS["train"].words(world, world.folder / "spot")
-    words += ["--fit.max_epochs", "100000", "--ray.cpus_per_worker", "2", "--ray.max_failures", "0"]
+    words += [
+        "--fit.max_epochs",
+        "100000",
+        "--ray.cpus_per_worker",
+        "2",
+        "--ray.max_failures",
+        "0",
+    ]
     training = world.start(words)
     lines = iter(training.stdout or [])
     said = [next(line for line in lines if line.startswith("epoch"))]
-    busy = [any("RayTrainWorker" in faults.named(w) for w in node) for node in world.workers_by_node()]
+    busy = [
+        any("RayTrainWorker" in faults.named(w) for w in node)
+        for node in world.workers_by_node()
+    ]
     node = world.nodes[busy.index(True, 1) - 1]
-    drain = ["drain-node", "--address", world.cluster.address, "--node-id", node.node_id, "--reason-message", "spot"]
-    drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "10"]
-    subprocess.run([Path(sys.executable).with_name("ray"), *drain], env=world.environment, check=True)
+    drain = [
+        "drain-node",
+        "--address",
+        world.cluster.address,
+        "--node-id",
+        node.node_id,
+        "--reason-message",
+        "spot",
+    ]
+    drain += [
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--deadline-remaining-seconds",
+        "10",
+    ]
+    subprocess.run(
+        [Path(sys.executable).with_name("ray"), *drain],
+        env=world.environment,
+        check=True,
+    )
     while not said[-1].startswith("continuing after epoch"):
         said.append(next(lines))
-    assert [line for line in said if "a node is to be taken away: saving a checkpoint" in line]
+    assert [
+        line
+        for line in said
+        if "a node is to be taken away: saving a checkpoint" in line
+    ]
     training.terminate()
     assert training.wait() == 143

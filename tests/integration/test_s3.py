@@ -59,11 +59,18 @@ class World:
 
     def start(self, *lines: str) -> subprocess.Popen:
         """A process that runs the commands."""
-        words = [line.format(s3=self.s3, here=self.here, store=self.store).split() for line in lines]
+        words = [
+            line.format(s3=self.s3, here=self.here, store=self.store).split()
+            for line in lines
+        ]
         return subprocess.Popen(
-            [sys.executable, "-c", LINES, json.dumps(words)], cwd=ROOT, env=self.env, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [sys.executable, "-c", LINES, json.dumps(words)],
+            cwd=ROOT,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def run(self, *lines: str) -> str:
         """What the commands print."""
@@ -75,14 +82,24 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(
-    in_ray: dict[str, str], s3: str, new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+    in_ray: dict[str, str],
+    s3: str,
+    new_store: Callable[[Path], str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
     here = tmp_path_factory.mktemp("flow")
     (here / "grid.yaml").write_text(GRID)
-    known = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    known = {
+        name: value for name, value in os.environ.items() if name.startswith("AWS_")
+    }
     # what `ray job submit --runtime-env` hands to a job: workers of the shared Ray do not know this server
     submitted = json.dumps({"runtime_env": {"env_vars": known}})
-    world = World({**in_ray, **known, "RAY_JOB_CONFIG_JSON_ENV_VAR": submitted}, s3, here, new_store(here))
+    world = World(
+        {**in_ray, **known, "RAY_JOB_CONFIG_JSON_ENV_VAR": submitted},
+        s3,
+        here,
+        new_store(here),
+    )
     prepare = "prepare --source jobs/configs/sources/simulated.yaml --input {here}/raw --partitions 2 --output "
     tokenize = "tokenize --tokenizer rqkmeans --encoder tfidf --rqkmeans.codebook_size 16 --tables "
     world.run(
@@ -96,7 +113,13 @@ def world(
     return world
 
 
-MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
 FIT = {"batch_size": 64, "max_epochs": 40, "patience": 0}
 
 
@@ -115,12 +138,18 @@ def test_tables_are_those_of_a_local_disk(world: World) -> None:
         "sids/embeddings",
         "sids/trie",
     ):
-        on_disk, on_s3 = (read_manifest(f"{place}/{table}") for place in (world.here, world.s3))
-        assert [part.sha256 for part in on_s3.files] == [part.sha256 for part in on_disk.files]
+        on_disk, on_s3 = (
+            read_manifest(f"{place}/{table}") for place in (world.here, world.s3)
+        )
+        assert [part.sha256 for part in on_s3.files] == [
+            part.sha256 for part in on_disk.files
+        ]
         assert on_s3.rows == on_disk.rows
 
 
-def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_one(world: World) -> None:
+def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_one(
+    world: World,
+) -> None:
     (world.here / "one.yaml").write_text(json.dumps({"model": MODEL, "fit": FIT}))
     line = (
         "train --config {here}/one.yaml --tables {s3}/tables --storage {s3}/runs --name one --ray.threads 1 "
@@ -132,12 +161,21 @@ def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_o
         time.sleep(0.05)
     killed.kill()
     killed.communicate()
-    assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.File  # nobody let go of it
+    assert (
+        file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.File
+    )  # nobody let go of it
     train(
-        model=MODEL, fit=FitConfig(**FIT), ray_options=RayOptions(threads=1), inputs=Inputs(f"{world.here}/tables"),
-        storage=f"{world.here}/runs", name="one", tracking_uri=world.store, experiment="retrieval/disk",
-        log_model=False, heard=lambda about: None,
-    )  # fmt: skip
+        model=MODEL,
+        fit=FitConfig(**FIT),
+        ray_options=RayOptions(threads=1),
+        inputs=Inputs(f"{world.here}/tables"),
+        storage=f"{world.here}/runs",
+        name="one",
+        tracking_uri=world.store,
+        experiment="retrieval/disk",
+        log_model=False,
+        heard=lambda about: None,
+    )
     said = world.run(
         line,
         "evaluate --tables {s3}/tables --split test --checkpoint {s3}/runs/one",
@@ -150,7 +188,11 @@ def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_o
     assert on_s3.keys() == on_disk.keys()
     for name, value in on_disk.items():
         torch.testing.assert_close(on_s3[name], value, rtol=1e-5, atol=1e-6)
-    rows = [line for line in said.splitlines() if line.lstrip().startswith(("recall", "ndcg"))]
+    rows = [
+        line
+        for line in said.splitlines()
+        if line.lstrip().startswith(("recall", "ndcg"))
+    ]
     assert len(rows) == 4
     assert rows[:2] == rows[2:]
     assert read_manifest(f"{world.s3}/top").rows == 120

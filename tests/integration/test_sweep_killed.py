@@ -27,8 +27,20 @@ from tuning.halving import make_scheduler
 from tuning.trial import EPOCH, TRIAL, VALUE
 
 ROOT = Path(__file__).parents[2]
-MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
-FIT: dict[str, Any] = {"batch_size": 16, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
+FIT: dict[str, Any] = {
+    "batch_size": 16,
+    "max_epochs": 6,
+    "log_every_steps": 2,
+    "patience": 0,
+    "seed": 3,
+}
 RATES = [0.03, 0.01, 0.001]
 ASHA: dict[str, Any] = {"name": "asha", "grace": 3, "reduction": 2}
 
@@ -50,43 +62,84 @@ def undisturbed(tables: str) -> dict[float, list[float]]:
         halving.on_trial_add(None, trial)
         for epoch, value in enumerate(values_of(tables, lr), 1):
             kept[lr].append(value)
-            if halving.on_trial_result(None, trial, {EPOCH: epoch, VALUE: value}) == "STOP":
+            if (
+                halving.on_trial_result(None, trial, {EPOCH: epoch, VALUE: value})
+                == "STOP"
+            ):
                 break
     return kept
 
 
 def finished(folder: Path) -> list[Path]:
     """Folders of the trials that are done."""
-    return [path.parent for path in folder.glob("*/run.json") if '"status": "finished"' in path.read_text()]
+    return [
+        path.parent
+        for path in folder.glob("*/run.json")
+        if '"status": "finished"' in path.read_text()
+    ]
 
 
 def test_a_killed_sweep_goes_on_where_it_was(
-    in_ray: dict[str, str], small: tuple[str, str], new_store: Callable[[Path], str], tmp_path: Path,
+    in_ray: dict[str, str],
+    small: tuple[str, str],
+    new_store: Callable[[Path], str],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     tables, _ = small
     store = new_store(tmp_path / "runs")
-    fixed = {f"{of}.{key}": value for of, options in (("model", MODEL), ("fit", FIT)) for key, value in options.items()}
-    grid = {"source": "a test", "fixed": fixed, "axes": {"fit.lr": RATES}, "scheduler": ASHA}
+    fixed = {
+        f"{of}.{key}": value
+        for of, options in (("model", MODEL), ("fit", FIT))
+        for key, value in options.items()
+    }
+    grid = {
+        "source": "a test",
+        "fixed": fixed,
+        "axes": {"fit.lr": RATES},
+        "scheduler": ASHA,
+    }
     (tmp_path / "rates.yaml").write_text(yaml.safe_dump(grid))
     words = [
-        "--grid", str(tmp_path / "rates.yaml"), "--tables", tables, "--storage", str(tmp_path / "runs"),
-        "--options.concurrency", "1", "--options.test", "false",
-    ]  # fmt: skip
+        "--grid",
+        str(tmp_path / "rates.yaml"),
+        "--tables",
+        tables,
+        "--storage",
+        str(tmp_path / "runs"),
+        "--options.concurrency",
+        "1",
+        "--options.test",
+        "false",
+    ]
     folder = tmp_path / "runs/rates"
     line = [sys.executable, "-m", "jobs.sweep", *words]
-    driver = subprocess.Popen(line, cwd=ROOT, env=in_ray, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not finished(folder) or len({path.parent for path in folder.glob("*/step-*")}) < 2:  # the next has begun
+    driver = subprocess.Popen(
+        line,
+        cwd=ROOT,
+        env=in_ray,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while (
+        not finished(folder)
+        or len({path.parent for path in folder.glob("*/step-*")}) < 2
+    ):  # the next has begun
         assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
     done = finished(folder)
-    before = {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")}
+    before = {
+        path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")
+    }
 
     job.run(cli.options_for(job, words))
     assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
-    assert {path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")} == before
+    assert {
+        path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")
+    } == before
 
     client = tracking.connect(store)
     experiment = client.get_experiment_by_name("retrieval/small")
@@ -101,8 +154,12 @@ def test_a_killed_sweep_goes_on_where_it_was(
         assert run.info.status == "FINISHED"
         lr = json.loads(run.data.tags["sweep.point"])["fit.lr"]
         history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
-        values = [point.value for point in sorted(history, key=lambda point: point.step)]
-        assert values == pytest.approx(expected[lr], abs=1e-6), lr  # every epoch once, and as many as if undisturbed
+        values = [
+            point.value for point in sorted(history, key=lambda point: point.step)
+        ]
+        assert values == pytest.approx(expected[lr], abs=1e-6), (
+            lr
+        )  # every epoch once, and as many as if undisturbed
     best = max(RATES, key=lambda lr: max(expected[lr]))
     chosen = client.get_run(parent.data.tags["sweep.best"])
     assert json.loads(chosen.data.tags["sweep.point"]) == {"fit.lr": best}

@@ -24,7 +24,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if not 0 < self.val_share < 1:
-            raise ValueError(f"val_share {self.val_share} is outside (0, 1); give a share such as 0.1")
+            raise ValueError(
+                f"val_share {self.val_share} is outside (0, 1); give a share such as 0.1"
+            )
 
 
 @dataclass
@@ -67,17 +69,47 @@ def test_flag_needs_no_value() -> None:
         ([], "missing: --source (The source); give it"),
         (["--source"], "--source has no value; give one after it"),
         (["--source", "a", "b"], "'b' belongs to no option; give --OPTION VALUE"),
-        (["--source", "a", "--split", "b"], "unknown key 'split'; the nearest key is 'split.kind'"),
-        (["--source", "a", "--overwrite", "maybe"], "--overwrite is 'maybe', it must be true or false"),
-        (["--source", "a", "--count", "1.5"], "--count is 1.5, it must be a whole number"),
-        (["--source", "a", "--sizes", "[1, x]"], "--sizes is 'x', it must be a list of whole numbers"),
-        (["--source", "a", "--gpu", "some"], "--gpu is 'some', it must be one of true, false, auto"),
-        (["--source", "a", "--split.val_share", "nan"], "--split.val_share is 'nan', it must be a number, such as 0.1"),
-        (["--source", "a", "--split.val_share="], "--split.val_share is '', it must be a number"),
-        (["--source", "a", "--split.val_share", "null"], "--split.val_share is null, it must be a number"),
+        (
+            ["--source", "a", "--split", "b"],
+            "unknown key 'split'; the nearest key is 'split.kind'",
+        ),
+        (
+            ["--source", "a", "--overwrite", "maybe"],
+            "--overwrite is 'maybe', it must be true or false",
+        ),
+        (
+            ["--source", "a", "--count", "1.5"],
+            "--count is 1.5, it must be a whole number",
+        ),
+        (
+            ["--source", "a", "--sizes", "[1, x]"],
+            "--sizes is 'x', it must be a list of whole numbers",
+        ),
+        (
+            ["--source", "a", "--gpu", "some"],
+            "--gpu is 'some', it must be one of true, false, auto",
+        ),
+        (
+            ["--source", "a", "--split.val_share", "nan"],
+            "--split.val_share is 'nan', it must be a number, such as 0.1",
+        ),
+        (
+            ["--source", "a", "--split.val_share="],
+            "--split.val_share is '', it must be a number",
+        ),
+        (
+            ["--source", "a", "--split.val_share", "null"],
+            "--split.val_share is null, it must be a number",
+        ),
         (["--sorce", "a"], "unknown key 'sorce'; the nearest key is 'source'"),
-        (["--source", "a", "--split.val_shar", "1"], "the nearest key is 'split.val_share'"),
-        (["--source", "a", "--split.val_share", "x"], "--split.val_share is 'x', it must be a number, such as 0.1"),
+        (
+            ["--source", "a", "--split.val_shar", "1"],
+            "the nearest key is 'split.val_share'",
+        ),
+        (
+            ["--source", "a", "--split.val_share", "x"],
+            "--split.val_share is 'x', it must be a number, such as 0.1",
+        ),
         (["--source", "a", "--split.val_share", "7"], "outside (0, 1)"),
     ],
 )
@@ -94,8 +126,14 @@ def test_bad_line(argv: list[str], message: str) -> None:
         ("source: a\nsplit:\n  kin: x\n", "unknown key 'split.kin'"),
         ("sorce: a\n", "the nearest key is 'source'"),
         ("source: a\nsplit: 3\n", "unknown key 'split' in"),
-        ("source: a\nsplit: {val_share: x}\n", "bad.yaml is 'x', it must be a number, such as 0.1"),
-        ("source: a\nsplit: {val_share: }\n", "bad.yaml is null, it must be a number, such as 0.1"),
+        (
+            "source: a\nsplit: {val_share: x}\n",
+            "bad.yaml is 'x', it must be a number, such as 0.1",
+        ),
+        (
+            "source: a\nsplit: {val_share: }\n",
+            "bad.yaml is null, it must be a number, such as 0.1",
+        ),
         ("- a\n", "not a mapping"),
         ("a: [\n", "not valid YAML"),
     ],
@@ -126,19 +164,33 @@ def test_user_error_behind_a_ray_task(ray_local: None) -> None:
 @pytest.mark.long
 def test_waiting_threads_sleep_beside_other_processes() -> None:
     code = "import os; import jobs.cli; print(os.environ.get('OMP_WAIT_POLICY'))"
-    given = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "RAY_ADDRESS")}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("OMP_WAIT_POLICY", "RAY_ADDRESS")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=given,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "PASSIVE"
 
 
 @pytest.mark.long
 def test_a_reader_that_is_gone_is_no_fault(tmp_path: Path) -> None:
     """As in `| head`: no error, nothing on stderr."""
-    (tmp_path / "log.csv").write_text("user,item,time\n" + "".join(f"u{n % 9},i{n % 20},{n}\n" for n in range(300)))
+    (tmp_path / "log.csv").write_text(
+        "user,item,time\n" + "".join(f"u{n % 9},i{n % 20},{n}\n" for n in range(300))
+    )
     read, write = os.pipe()
     os.close(read)
     line = [sys.executable, "-m", "jobs.prepare", "--suggest", str(tmp_path)]
-    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        line, stdout=write, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
     os.close(write)
     assert done.returncode == 141
     assert b"error" not in done.stderr
@@ -146,4 +198,7 @@ def test_a_reader_that_is_gone_is_no_fault(tmp_path: Path) -> None:
 
 
 def test_the_line_to_run_next_is_quoted_for_a_shell() -> None:
-    assert cli.line("jobs.audit", tables="my tables") == "python -m jobs.audit --tables 'my tables'"
+    assert (
+        cli.line("jobs.audit", tables="my tables")
+        == "python -m jobs.audit --tables 'my tables'"
+    )

@@ -21,10 +21,18 @@ from pipelines.comparison.tables import tables
 
 def test_text_is_aligned_and_markdown_whole() -> None:
     table = Table(
-        "retrieval/x", ["model", "run", "test/ndcg@10"], [["sasrec", "a|b", "0.1"], ["t", "c", "-"]], ["note"]
+        "retrieval/x",
+        ["model", "run", "test/ndcg@10"],
+        [["sasrec", "a|b", "0.1"], ["t", "c", "-"]],
+        ["note"],
     )
     _, header, rule, first, second, note = table.text().splitlines()
-    assert header.index("test/ndcg@10") + len("test/ndcg@10") == len(first) == len(second) == len(rule)
+    assert (
+        header.index("test/ndcg@10") + len("test/ndcg@10")
+        == len(first)
+        == len(second)
+        == len(rule)
+    )
     assert note == "note"
     assert "| sasrec | a\\|b | 0.1 |" in table.markdown()
 
@@ -45,11 +53,19 @@ def test_runs_with_other_settings_stay_apart(
     uri = new_store(tmp_path)
     for name, width, value in [("narrow", 8, 0.1), ("wide", 16, 0.2)]:
         config = {"model": {"name": "sasrec", "dim": width}, "fit": {"seed": 1}}
-        logger = tracking.Logger(tracking.open_run(uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}))
+        logger = tracking.Logger(
+            tracking.open_run(
+                uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}
+            )
+        )
         logger.log({"test/ndcg@10": value, "val/ndcg@10": 0.3}, 5)
         logger.log({"best/ndcg@10": 0.4}, 6)
         logger.flush()
-    run(Config(["retrieval/x"], tracking_uri=uri, markdown=str(tmp_path / "out/table.md")))
+    run(
+        Config(
+            ["retrieval/x"], tracking_uri=uri, markdown=str(tmp_path / "out/table.md")
+        )
+    )
     printed = capsys.readouterr().out
     assert printed.index("wide ") < printed.index("narrow ")  # best first
     assert "0.4000" in printed  # val at the best epoch
@@ -63,13 +79,18 @@ def test_runs_with_other_settings_stay_apart(
 
 def test_the_frontier_is_what_no_other_beats_in_both() -> None:
     rng = np.random.default_rng(0)
-    points = [Point(str(i), float(s), float(a)) for i, (s, a) in enumerate(rng.integers(1, 9, (40, 2)))]
+    points = [
+        Point(str(i), float(s), float(a))
+        for i, (s, a) in enumerate(rng.integers(1, 9, (40, 2)))
+    ]
     points += [Point("twin", 9.0, 9.0), Point("other twin", 9.0, 9.0)]
     unbeaten = {
         (p.speed, p.accuracy)
         for p in points
         if not any(
-            q.speed >= p.speed and q.accuracy >= p.accuracy and (q.speed, q.accuracy) != (p.speed, p.accuracy)
+            q.speed >= p.speed
+            and q.accuracy >= p.accuracy
+            and (q.speed, q.accuracy) != (p.speed, p.accuracy)
             for q in points
         )
     }
@@ -78,36 +99,55 @@ def test_the_frontier_is_what_no_other_beats_in_both() -> None:
     assert found == sorted(found)
 
 
-def test_the_store_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match="give --tracking_uri"):
         run(Config(["retrieval/x"]))
 
 
-def test_a_run_that_nobody_trains_any_more_is_ended(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_a_run_that_nobody_trains_any_more_is_ended(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     uri = new_store(tmp_path)
     opened = {}
     for name in ("dead", "alive"):
         (tmp_path / name).mkdir()
         tags = {tracking.FOLDER_TAG: str(tmp_path / name)}
         config = {"model": {"name": "sasrec"}, "fit": {"seed": 1}}
-        opened[name] = tracking.open_run(uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}, tags=tags)
+        opened[name] = tracking.open_run(
+            uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}, tags=tags
+        )
     with locked(tracking.lock_of(str(tmp_path / "alive")), "busy"):
         select(uri, ["retrieval/x"])
     client = tracking.connect(uri)
-    said = {name: client.get_run(run.run_id).info.status for name, run in opened.items()}
+    said = {
+        name: client.get_run(run.run_id).info.status for name, run in opened.items()
+    }
     assert said == {"dead": "KILLED", "alive": "RUNNING"}
 
 
-def test_models_that_rank_candidates_are_sorted_by_gauc(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_models_that_rank_candidates_are_sorted_by_gauc(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     uri = new_store(tmp_path)
     for name, value in (("base", 0.61), ("qgs", 0.66)):
         config = {"model": {"name": name}, "fit": {"seed": 42}}
-        logger = tracking.Logger(tracking.open_run(uri, "search/x", name, str(tmp_path), config=config, hashes={}))
-        logger.log({"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0}, 5)
+        logger = tracking.Logger(
+            tracking.open_run(
+                uri, "search/x", name, str(tmp_path), config=config, hashes={}
+            )
+        )
+        logger.log(
+            {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0}, 5
+        )
         logger.end()
     (table,) = tables(compare(select(uri, ["search/x"])))
-    assert [row[1:5] for row in table.cells] == [["qgs", "1", "0.6600", "0.2400"], ["base", "1", "0.6100", "0.2900"]]
+    assert [row[1:5] for row in table.cells] == [
+        ["qgs", "1", "0.6600", "0.2400"],
+        ["base", "1", "0.6100", "0.2900"],
+    ]
     assert table.header[3:5] == ["test/gauc", "test/auc"]
     assert "candidates ranked in each" in table.text()

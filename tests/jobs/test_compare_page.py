@@ -20,7 +20,11 @@ from pipelines.comparison.plots import plots, validation
 from pipelines.comparison.rows import compare
 from pipelines.comparison.runs import select
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+)
 
 LOOK = """<script>
 const seen = [...document.querySelectorAll('figure svg')].map(svg => {
@@ -32,33 +36,63 @@ document.title = JSON.stringify(seen);
 </script></body>"""
 
 
-def log(uri: str, folder: Path, name: str, model: dict, values: dict[str, float], **more: object) -> tracking.RunRef:
+def log(
+    uri: str,
+    folder: Path,
+    name: str,
+    model: dict,
+    values: dict[str, float],
+    **more: object,
+) -> tracking.RunRef:
     """A finished run with a short curve."""
     opened = tracking.open_run(
-        uri, "retrieval/x", name, str(folder), config={"model": model, "fit": {"seed": more.pop("seed", 42)}},
-        hashes={"trie": "t"}, **more,
-    )  # fmt: skip
+        uri,
+        "retrieval/x",
+        name,
+        str(folder),
+        config={"model": model, "fit": {"seed": more.pop("seed", 42)}},
+        hashes={"trie": "t"},
+        **more,
+    )
     logger = tracking.Logger(opened)
     for step in range(1, 4):
-        logger.log({"train/loss": 3.0 / step, "val/ndcg@10": values["best/ndcg@10"] * step / 3}, step)
+        logger.log(
+            {
+                "train/loss": 3.0 / step,
+                "val/ndcg@10": values["best/ndcg@10"] * step / 3,
+            },
+            step,
+        )
     logger.log(values, 4)
     logger.end()
     return opened
 
 
 @pytest.fixture(scope="module")
-def store(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> str:
+def store(
+    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """A sweep of alpha and heads, and beside it a SASRec of two seeds and a run that began."""
     folder = tmp_path_factory.mktemp("sweep")
     uri = new_store(folder)
     axes = json.dumps(["model.alpha", "model.attention_heads"])
-    tags = {tracking.KIND_TAG: "sweep", "sweep.axes": axes, "sweep.metric": "val/ndcg@10"}
-    sweep = tracking.open_run(uri, "retrieval/x", "alphas", str(folder), config={}, hashes={}, tags=tags)
+    tags = {
+        tracking.KIND_TAG: "sweep",
+        "sweep.axes": axes,
+        "sweep.metric": "val/ndcg@10",
+    }
+    sweep = tracking.open_run(
+        uri, "retrieval/x", "alphas", str(folder), config={}, hashes={}, tags=tags
+    )
     trials = []
     for alpha in (0.0, 0.3, 0.7, 1.0):
         for heads in (4, 8):
             value = 0.05 - 0.02 * abs(alpha - 0.7) + heads / 1e4
-            found = {"best/ndcg@10": value + 0.04, "test/ndcg@10": value, "test/users_per_s": 900.0 + 100 * heads}
+            found = {
+                "best/ndcg@10": value + 0.04,
+                "test/ndcg@10": value,
+                "test/users_per_s": 900.0 + 100 * heads,
+            }
             model = {"name": "sid_mlp", "alpha": alpha, "attention_heads": heads}
             trials.append(
                 log(
@@ -68,39 +102,82 @@ def store(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFac
                     model,
                     found,
                     parent=sweep.run_id,
-                    tags={"sweep.trial": str(len(trials)), tracking.POINT_TAG: json.dumps(model)},
+                    tags={
+                        "sweep.trial": str(len(trials)),
+                        tracking.POINT_TAG: json.dumps(model),
+                    },
                 )
             )
     tracking.Logger(sweep).tag(**{"sweep.best": trials[5].run_id})
     tracking.Logger(sweep).end()
     for seed in (1, 2):
-        log(uri, folder, f"sasrec-{seed}", {"name": "sasrec"}, {"best/ndcg@10": 0.05, "test/ndcg@10": 0.03}, seed=seed)
-    tracking.open_run(uri, "retrieval/begun", "begun", str(folder), config={"model": {"name": "tiger"}}, hashes={})
+        log(
+            uri,
+            folder,
+            f"sasrec-{seed}",
+            {"name": "sasrec"},
+            {"best/ndcg@10": 0.05, "test/ndcg@10": 0.03},
+            seed=seed,
+        )
+    tracking.open_run(
+        uri,
+        "retrieval/begun",
+        "begun",
+        str(folder),
+        config={"model": {"name": "tiger"}},
+        hashes={},
+    )
     return uri
 
 
 def test_an_experiment_shows_the_best_trial_of_a_sweep_alone(store: str) -> None:
     comparison = compare(select(store, ["retrieval/x"]))
     assert [row.name for row in comparison.rows] == ["alpha-0.7-8", "sasrec-*"]
-    assert comparison.selection.notes == ["alphas: of its 8 trials the best is here; all of them: --sweep alphas"]
+    assert comparison.selection.notes == [
+        "alphas: of its 8 trials the best is here; all of them: --sweep alphas"
+    ]
     assert len(compare(select(store, sweep="alphas")).rows) == 8
 
 
-def test_a_sweep_over_seeds_stands_beside_its_teacher(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_a_sweep_over_seeds_stands_beside_its_teacher(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     uri = new_store(tmp_path)
-    teacher = log(uri, tmp_path, "tiger", {"name": "tiger"}, {"best/ndcg@10": 0.06, "test/ndcg@10": 0.050})
+    teacher = log(
+        uri,
+        tmp_path,
+        "tiger",
+        {"name": "tiger"},
+        {"best/ndcg@10": 0.06, "test/ndcg@10": 0.050},
+    )
     tracking.Logger(teacher).tag(**{tracking.WEIGHTS_TAG: "W"})
-    tags = {tracking.KIND_TAG: "sweep", "sweep.axes": '["model.alpha", "fit.seed"]', "sweep.metric": "val/ndcg@10"}
-    sweep = tracking.open_run(uri, "retrieval/x", "seeds", str(tmp_path), config={}, hashes={}, tags=tags)
-    for alpha, values in ((0.5, (0.056, 0.059)), (0.7, (0.058, 0.0585))):  # the luckiest seed is not of the best alpha
+    tags = {
+        tracking.KIND_TAG: "sweep",
+        "sweep.axes": '["model.alpha", "fit.seed"]',
+        "sweep.metric": "val/ndcg@10",
+    }
+    sweep = tracking.open_run(
+        uri, "retrieval/x", "seeds", str(tmp_path), config={}, hashes={}, tags=tags
+    )
+    for alpha, values in (
+        (0.5, (0.056, 0.059)),
+        (0.7, (0.058, 0.0585)),
+    ):  # the luckiest seed is not of the best alpha
         for seed, value in enumerate(values, 42):
             point = {"model.alpha": alpha, "fit.seed": seed}
             model = {"name": "sid_mlp", "alpha": alpha, "teacher_hash": "W"}
             found = {"best/ndcg@10": value, "test/ndcg@10": value - 0.008}
             tags = {tracking.POINT_TAG: json.dumps(point)}
             trial = log(
-                uri, tmp_path, f"seed-{seed}-{alpha}", model, found, parent=sweep.run_id, tags=tags, seed=seed
-            )  # fmt: skip
+                uri,
+                tmp_path,
+                f"seed-{seed}-{alpha}",
+                model,
+                found,
+                parent=sweep.run_id,
+                tags=tags,
+                seed=seed,
+            )
             if (alpha, seed) == (0.7, 43):
                 tracking.Logger(sweep).tag(**{"sweep.best": trial.run_id})
     comparison = compare(select(uri, ["retrieval/x"]))
@@ -109,16 +186,22 @@ def test_a_sweep_over_seeds_stands_beside_its_teacher(new_store: Callable[[Path]
     ]
     swept = compare(select(uri, sweep="seeds"))
     assert {row.name for row in swept.rows} == {"sid_mlp*"}
-    assert [group.teacher.name for group in groups_of(swept) if group.teacher] == ["tiger"] * 2
+    assert [group.teacher.name for group in groups_of(swept) if group.teacher] == [
+        "tiger"
+    ] * 2
 
 
 def test_plots_appear_where_their_runs_exist(store: str, tmp_path: Path) -> None:
     drawn = {
-        plot.name.removeprefix("retrieval-x-alphas-"): plot for plot in plots(compare(select(store, sweep="alphas")))
+        plot.name.removeprefix("retrieval-x-alphas-"): plot
+        for plot in plots(compare(select(store, sweep="alphas")))
     }
     assert list(drawn) == ["model-alpha", "model-attention_heads", "curves", "pareto"]
     assert "alpha-0.7-8" in drawn["pareto"].svg
-    assert [plot.title for plot in plots(compare(select(store, runs=["sasrec-1", "sasrec-2"])))] == ["Learning curves"]
+    assert [
+        plot.title
+        for plot in plots(compare(select(store, runs=["sasrec-1", "sasrec-2"])))
+    ] == ["Learning curves"]
 
 
 def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
@@ -126,10 +209,21 @@ def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
 ) -> None:
     uri = new_store(tmp_path)
     for name, value in (("sasrec", 0.05), ("tiger", 0.02), ("tiger", 0.07)):
-        log(uri, tmp_path, f"{name}-{value}", {"name": name, "dim": value}, {"best/ndcg@10": value})
+        log(
+            uri,
+            tmp_path,
+            f"{name}-{value}",
+            {"name": name, "dim": value},
+            {"best/ndcg@10": value},
+        )
     floor = tracking.Logger(
         tracking.open_run(
-            uri, "retrieval/x", "floor", str(tmp_path), config={"model": {"name": "popularity"}}, hashes={}
+            uri,
+            "retrieval/x",
+            "floor",
+            str(tmp_path),
+            config={"model": {"name": "popularity"}},
+            hashes={},
         )
     )
     floor.log({"val/ndcg@10": 0.03, "best/ndcg@10": 0.03}, 1)
@@ -137,7 +231,10 @@ def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
     comparison = compare(select(uri, ["retrieval/x"]))
     assert plots(comparison)[0].title == "Validation of all models"
     ((_, _, _, figure),) = validation(comparison)
-    drawn = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
+    drawn = {
+        str(line.get_label()): list(line.get_ydata())
+        for line in figure.axes[0].get_lines()
+    }
     assert drawn == {
         "tiger-0.07 0.0700": pytest.approx([0.07 * step / 3 for step in (1, 2, 3)]),
         "sasrec-0.05 0.0500": pytest.approx([0.05 * step / 3 for step in (1, 2, 3)]),
@@ -145,24 +242,56 @@ def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
     }
 
 
-def test_a_smoke_sweep_stays_out_of_its_experiment(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_a_smoke_sweep_stays_out_of_its_experiment(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     uri = new_store(tmp_path)
     tags = {tracking.KIND_TAG: "sweep", tracking.SMOKE_TAG: "true"}
-    tried = tracking.open_run(uri, "retrieval/x", "tried", str(tmp_path), config={}, hashes={}, tags=tags)
-    log(uri, tmp_path, "trial", {"name": "sasrec"}, {"best/ndcg@10": 0.9}, parent=tried.run_id)
-    with pytest.raises(UserError, match=r"has no runs; .*tried: a smoke sweep, left out; its trials: --sweep tried"):
+    tried = tracking.open_run(
+        uri, "retrieval/x", "tried", str(tmp_path), config={}, hashes={}, tags=tags
+    )
+    log(
+        uri,
+        tmp_path,
+        "trial",
+        {"name": "sasrec"},
+        {"best/ndcg@10": 0.9},
+        parent=tried.run_id,
+    )
+    with pytest.raises(
+        UserError,
+        match=r"has no runs; .*tried: a smoke sweep, left out; its trials: --sweep tried",
+    ):
         select(uri, ["retrieval/x"])
     log(uri, tmp_path, "sasrec", {"name": "sasrec"}, {"best/ndcg@10": 0.1})
     comparison = compare(select(uri, ["retrieval/x"]))
     assert [row.name for row in comparison.rows] == ["sasrec"]
-    assert comparison.selection.notes == ["tried: a smoke sweep, left out; its trials: --sweep tried"]
+    assert comparison.selection.notes == [
+        "tried: a smoke sweep, left out; its trials: --sweep tried"
+    ]
     assert [row.name for row in compare(select(uri, sweep="tried")).rows] == ["trial"]
 
 
 @pytest.mark.long
-def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_page_stands_alone_and_is_logged(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     page = tmp_path / "new/page.html"
-    run(parse(Config, ["--sweep", "alphas", "--tracking_uri", store, "--html", str(page), "--markdown", f"{page}.md"]))
+    run(
+        parse(
+            Config,
+            [
+                "--sweep",
+                "alphas",
+                "--tracking_uri",
+                store,
+                "--html",
+                str(page),
+                "--markdown",
+                f"{page}.md",
+            ],
+        )
+    )
     assert "4 plots written to" in capsys.readouterr().out
     text = page.read_text()
     assert not re.search(r"https?://|src=|@import|url\((?!#)", text)
@@ -171,11 +300,16 @@ def test_the_page_stands_alone_and_is_logged(store: str, tmp_path: Path, capsys:
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
     client = tracking.connect(store)
     (parent,) = client.search_runs(["1"], "tags.`trieline.kind` = 'sweep'")
-    assert {"compare.html", "compare.md"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert {"compare.html", "compare.md"} <= {
+        item.path for item in client.list_artifacts(parent.info.run_id)
+    }
     for _ in range(2):  # beside the experiment's runs, in one run that is no training
         run(Config(["retrieval/x"], tracking_uri=store, html=str(page)))
     (own,) = client.search_runs(["1"], "tags.`trieline.kind` = 'compare'")
-    assert [item.path for item in client.list_artifacts(own.info.run_id)] == ["compare.html", "compare.md"]
+    assert [item.path for item in client.list_artifacts(own.info.run_id)] == [
+        "compare.html",
+        "compare.md",
+    ]
     assert "of 'compare'" in capsys.readouterr().out
     assert len(compare(select(store, ["retrieval/x"])).rows) == 2
 
@@ -197,7 +331,11 @@ def test_entropy_over_lambda(new_store: Callable[[Path], str], tmp_path: Path) -
         )
     comparison = compare(select(uri, ["retrieval/x"]))
     assert comparison.metric == "mean/normalised_entropy"
-    assert [row.name for row in comparison.rows] == ["lambda-1.0", "lambda-0.75", "lambda-0.5"]  # less is better
+    assert [row.name for row in comparison.rows] == [
+        "lambda-1.0",
+        "lambda-0.75",
+        "lambda-0.5",
+    ]  # less is better
     drawn = {plot.title: plot.svg for plot in plots(comparison)}
     assert "test/like/normalised_entropy" in drawn["What model.action_weight does"]
 
@@ -209,12 +347,27 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
     page = tmp_path / "page.html"
     run(Config(sweep="alphas", tracking_uri=store, html=str(page)))
     page.write_text(page.read_text().replace("</body>", LOOK))
-    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
+    scheme = (
+        ["--blink-settings=preferredColorScheme=0"]
+        if dark
+        else ["--blink-settings=preferredColorScheme=1"]
+    )
     shown = subprocess.run(
-        [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", *scheme,
-         f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            str(BROWSER),
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            *scheme,
+            f"--user-data-dir={tmp_path}/profile",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert "CONSOLE" not in shown.stderr, shown.stderr
     title = re.search(r"<title>(.*?)</title>", shown.stdout)
     assert title, shown.stdout[:500]
@@ -231,16 +384,37 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sweep", "alpha"], r"there is no sweep 'alpha' at .*; the nearest is 'alphas'"),
-        (["--run", "sasrec-3"], r"there is no run 'sasrec-3' at .*; the nearest is 'sasrec-"),
-        (["--experiment", "retrieval/y"], r"the experiment 'retrieval/y' is not at .* there are .*retrieval/x"),
-        (["--experiment", "retrieval/x", "--metric", "ndgc@10"], r"metric 'ndgc@10' .* nearest is 'ndcg@10'"),
-        (["--experiment", "retrieval/begun"], r"no run of retrieval/begun at .* is finished"),
-        (["--sweep", "alphas", "--html", "/proc/x/page.html"], r"cannot write /proc/x/page.html .*choose another file"),
-        (["--sweep", "alphas", "--run", "sasrec-1"], "sweep is alphas and run is sasrec-1; give one of them"),
+        (
+            ["--sweep", "alpha"],
+            r"there is no sweep 'alpha' at .*; the nearest is 'alphas'",
+        ),
+        (
+            ["--run", "sasrec-3"],
+            r"there is no run 'sasrec-3' at .*; the nearest is 'sasrec-",
+        ),
+        (
+            ["--experiment", "retrieval/y"],
+            r"the experiment 'retrieval/y' is not at .* there are .*retrieval/x",
+        ),
+        (
+            ["--experiment", "retrieval/x", "--metric", "ndgc@10"],
+            r"metric 'ndgc@10' .* nearest is 'ndcg@10'",
+        ),
+        (
+            ["--experiment", "retrieval/begun"],
+            r"no run of retrieval/begun at .* is finished",
+        ),
+        (
+            ["--sweep", "alphas", "--html", "/proc/x/page.html"],
+            r"cannot write /proc/x/page.html .*choose another file",
+        ),
+        (
+            ["--sweep", "alphas", "--run", "sasrec-1"],
+            "sweep is alphas and run is sasrec-1; give one of them",
+        ),
         (["--html", "page.html"], "nothing is given to compare"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(store: str, words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(parse(Config, [*words, "--tracking_uri", store]))
@@ -249,5 +423,7 @@ def test_bad_input_is_one_line(store: str, words: list[str], message: str) -> No
 def test_a_name_of_two_runs_is_no_name(store: str, tmp_path: Path) -> None:
     for _ in range(2):
         log(store, tmp_path, "twin", {"name": "tiger"}, {"best/ndcg@10": 0.1})
-    with pytest.raises(UserError, match=r"2 runs at .* are called 'twin'; give the id of one: \w+, \w+"):
+    with pytest.raises(
+        UserError, match=r"2 runs at .* are called 'twin'; give the id of one: \w+, \w+"
+    ):
         select(store, runs=["twin"])

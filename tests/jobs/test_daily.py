@@ -30,43 +30,64 @@ DAYS = 4
 
 def write_parts(folder: Path) -> None:
     """A simulated log in parts of equally many events."""
-    simulate.run(simulate.Config(output=str(folder / "all"), users=200, items=60, events=2000, files=DAYS))
+    simulate.run(
+        simulate.Config(
+            output=str(folder / "all"), users=200, items=60, events=2000, files=DAYS
+        )
+    )
 
 
 def config_of(folder: Path, **more: Any) -> Path:
-    source = {**yaml.safe_load((ROOT / "jobs/configs/sources/simulated.yaml").read_text())}
+    source = {
+        **yaml.safe_load((ROOT / "jobs/configs/sources/simulated.yaml").read_text())
+    }
     (folder / "source.yaml").write_text(yaml.safe_dump(source))
     content: dict[str, Any] = {
         "output": str(folder / "out"),
         "prepare": {
-            "source": str(folder / "source.yaml"), "input": str(folder / "raw"),
+            "source": str(folder / "source.yaml"),
+            "input": str(folder / "raw"),
             "split": {"val_fraction": 0.1, "test_fraction": 0.15},
         },
-        "tokenize": {"tokenizer": "rqkmeans", "encoder": "tfidf", "rqkmeans": {"codebook_size": 8}},
+        "tokenize": {
+            "tokenizer": "rqkmeans",
+            "encoder": "tfidf",
+            "rqkmeans": {"codebook_size": 8},
+        },
         "train": {
             "config": str(ROOT / "jobs/configs/tiger_small.yaml"),
-            "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8}, "fit": {"max_epochs": 2},
+            "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8},
+            "fit": {"max_epochs": 2},
         },
         "go_on": {"fit": {"replay": 0.2, "max_epochs": 1}},
         "fall": {"recall@10": 1.0},
         "register": "simulated",
-    }  # fmt: skip
+    }
     (folder / "daily.yaml").write_text(yaml.safe_dump(content | more))
     return folder / "daily.yaml"
 
 
 def add(folder: Path, *numbers: int) -> None:
     (folder / "raw").mkdir(exist_ok=True)
-    for name in ("items.parquet", *(f"events-{number:05}.parquet" for number in numbers)):
-        if not (folder / "raw" / name).exists():  # its time of change is what tells a file that was read
+    for name in (
+        "items.parquet",
+        *(f"events-{number:05}.parquet" for number in numbers),
+    ):
+        if not (
+            folder / "raw" / name
+        ).exists():  # its time of change is what tells a file that was read
             (folder / "raw" / name).write_bytes((folder / "all" / name).read_bytes())
 
 
 def daily(config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "jobs.daily", "--config", str(config)], cwd=ROOT, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, "-m", "jobs.daily", "--config", str(config)],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def done(config: Path) -> str:
@@ -80,17 +101,31 @@ def results(folder: Path) -> dict[str, Any]:
     """Hashes of the tables, codes and models, and what is noted of the days."""
     out = folder / "out"
     days = json.loads((out / "days.json").read_text())
-    tables = {name: read_manifest(str(out / "tables" / name)).hash for name in ("events", "items", "sequences")}
-    codes = {name: read_manifest(str(out / "sids" / name)).hash for name in ("sids", "trie")}
-    models = {day["name"]: checkpoint.weights_hash(str(out / "runs" / day["name"] / "best")) for day in days}
-    of_day = [{key: value for key, value in day.items() if key != "checkpoint"} for day in days]
+    tables = {
+        name: read_manifest(str(out / "tables" / name)).hash
+        for name in ("events", "items", "sequences")
+    }
+    codes = {
+        name: read_manifest(str(out / "sids" / name)).hash for name in ("sids", "trie")
+    }
+    models = {
+        day["name"]: checkpoint.weights_hash(str(out / "runs" / day["name"] / "best"))
+        for day in days
+    }
+    of_day = [
+        {key: value for key, value in day.items() if key != "checkpoint"}
+        for day in days
+    ]
     return {"tables": tables, "codes": codes, "models": models, "days": of_day}
 
 
 def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     draw, found, took, said = random.Random(seed), [], 2.0, ""
-    for name, kills in (("undisturbed", 0), ("killed", int(os.environ.get("KILLS", "1")))):
+    for name, kills in (
+        ("undisturbed", 0),
+        ("killed", int(os.environ.get("KILLS", "1"))),
+    ):
         folder = tmp_path / name
         folder.mkdir()
         write_parts(folder)
@@ -112,28 +147,46 @@ def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) ->
 
     days = found[0]["days"]
     assert [day["accepted"] for day in days] == [True] * (DAYS - 1)
-    assert [day.get("running") for day in days] == [None, *(day["name"] for day in days[:-1])]
+    assert [day.get("running") for day in days] == [
+        None,
+        *(day["name"] for day in days[:-1]),
+    ]
     assert "weights of" in said
     assert "extends what was trained on" in said
     assert "recall@10" in said
     uri = f"sqlite:///{tmp_path}/killed/out/runs/mlflow.db"
     client = tracking.connect(uri)
-    assert sorted(int(version.version) for version in versions(client, "simulated")) == [*range(1, DAYS)]
-    run = client.get_run(checkpoint.read(str(folder / "out/runs" / days[-1]["name"] / "best")).tracking["run_id"])
+    assert sorted(
+        int(version.version) for version in versions(client, "simulated")
+    ) == [*range(1, DAYS)]
+    run = client.get_run(
+        checkpoint.read(str(folder / "out/runs" / days[-1]["name"] / "best")).tracking[
+            "run_id"
+        ]
+    )
     assert run.data.tags["accepted"] == "true"
     assert tracking.metric_name("running/recall@10") in run.data.metrics
 
 
-def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(tmp_path: Path) -> None:
+def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(
+    tmp_path: Path,
+) -> None:
     write_parts(tmp_path)
     good = config_of(tmp_path)
     add(tmp_path, 0, 1)
     done(good)
     add(tmp_path, 2)
-    low = config_of(tmp_path, fall={"ndcg@10": 0.0}, go_on={"fit": {"lr": 1.0, "max_epochs": 1, "warmup_share": 0}})
+    low = config_of(
+        tmp_path,
+        fall={"ndcg@10": 0.0},
+        go_on={"fit": {"lr": 1.0, "max_epochs": 1, "warmup_share": 0}},
+    )
     said = done(low)
     first, second = json.loads((tmp_path / "out/days.json").read_text())
-    assert (first["accepted"], second["accepted"]) == (True, second["after"]["ndcg@10"] >= second["before"]["ndcg@10"])
+    assert (first["accepted"], second["accepted"]) == (
+        True,
+        second["after"]["ndcg@10"] >= second["before"]["ndcg@10"],
+    )
     assert ("not accepted: ndcg@10 fell" in said) is not second["accepted"]
     add(tmp_path, 3)
     done(good)
@@ -149,13 +202,23 @@ def test_a_metric_of_either_sign_falls_by_a_share() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"train": {"config": "jobs/configs/tiger_small.yaml", "fit": {"epochs": 2}}}, "fit.epochs"),
+        (
+            {
+                "train": {
+                    "config": "jobs/configs/tiger_small.yaml",
+                    "fit": {"epochs": 2},
+                }
+            },
+            "fit.epochs",
+        ),
         ({"tokenize": {"tokenizer": "rqkmean"}}, "rqkmean"),
         ({"fall": {"ndcg@10": 2}}, "fall.ndcg@10"),
         ({"tokenise": {}}, "the nearest key is 'tokenize'"),
     ],
 )
-def test_what_is_wrong_with_a_step_is_said_before_any_work(tmp_path: Path, more: dict[str, Any], why: str) -> None:
+def test_what_is_wrong_with_a_step_is_said_before_any_work(
+    tmp_path: Path, more: dict[str, Any], why: str
+) -> None:
     process = daily(config_of(tmp_path, **more))
     said = process.communicate()[0]
     assert process.returncode != 0

@@ -9,7 +9,9 @@ import pytest
 from jobs import cli, compare, train
 
 
-def shown(module: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def shown(
+    module: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> str:
     with pytest.raises(SystemExit):
         cli.options_for(module, words)
     return capsys.readouterr().out
@@ -17,11 +19,15 @@ def shown(module: ModuleType, words: list[str], capsys: pytest.CaptureFixture[st
 
 def test_commands_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(compare, ["--help"], capsys).splitlines()
-    assert lines[0] == "usage: python -m jobs.compare [--config FILE] [--OPTION VALUE ...]"
+    assert (
+        lines[0] == "usage: python -m jobs.compare [--config FILE] [--OPTION VALUE ...]"
+    )
     assert sum(line.startswith("    python -m jobs.compare ") for line in lines) == 3
 
 
-def test_training_shows_the_options_of_the_model_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_shows_the_options_of_the_model_that_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = shown(train, ["--model.name", "attn_mvp", "--help"], capsys)
     assert "--model.action_weight" in text
     assert "--model.name TEXT\n        Which model: one of popularity, sasrec" in text
@@ -29,5 +35,10 @@ def test_training_shows_the_options_of_the_model_that_is_named(capsys: pytest.Ca
 
 
 def test_popularity_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(shown(train, ["--model.name", "popularity", "--help"], capsys).split())
-    assert "recommends the items that are most frequent in training, to every user the same." in text
+    text = " ".join(
+        shown(train, ["--model.name", "popularity", "--help"], capsys).split()
+    )
+    assert (
+        "recommends the items that are most frequent in training, to every user the same."
+        in text
+    )

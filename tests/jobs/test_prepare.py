@@ -47,10 +47,20 @@ def write_log(folder: Path, events: int = 4000) -> Path:
 
 
 def arguments(raw: Path, output: Path, *more: str) -> list[str]:
-    return ["--source", str(raw / "source.yaml"), "--input", str(raw), "--output", str(output), *more]
+    return [
+        "--source",
+        str(raw / "source.yaml"),
+        "--input",
+        str(raw),
+        "--output",
+        str(output),
+        *more,
+    ]
 
 
-def start(raw: Path, output: Path, *more: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    raw: Path, output: Path, *more: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "jobs.prepare", *arguments(raw, output, *more)],
         stdout=subprocess.PIPE,
@@ -90,14 +100,32 @@ def hashes(output: Path) -> dict[str, str]:
     return {name: read_manifest(str(output / name), name).hash for name in TABLES}
 
 
-def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, str], tmp_path: Path) -> None:
-    raw, output, undisturbed = write_log(tmp_path / "raw"), tmp_path / "out", tmp_path / "undisturbed"
+def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(
+    in_ray: dict[str, str], tmp_path: Path
+) -> None:
+    raw, output, undisturbed = (
+        write_log(tmp_path / "raw"),
+        tmp_path / "out",
+        tmp_path / "undisturbed",
+    )
     source, defaults = load_source(str(raw / "source.yaml"))
-    prepare(source, str(raw), str(undisturbed), read_config(defaults, {"partitions": 6}), say=lambda line: None)
+    prepare(
+        source,
+        str(raw),
+        str(undisturbed),
+        read_config(defaults, {"partitions": 6}),
+        say=lambda line: None,
+    )
 
-    words = [["events: reading", "events: reading", "items:"], arguments(raw, output, "--partitions", "6")]
+    words = [
+        ["events: reading", "events: reading", "items:"],
+        arguments(raw, output, "--partitions", "6"),
+    ]
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, json.dumps(words)], capture_output=True, text=True, env=in_ray
+        [sys.executable, "-c", KILLED, json.dumps(words)],
+        capture_output=True,
+        text=True,
+        env=in_ray,
     )
     assert killed.returncode == 0, killed.stderr
 
@@ -105,36 +133,59 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(in_ray: dict[str, st
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert hashes(output) == hashes(undisturbed)
-    assert (output / "statistics.json").read_bytes() == (undisturbed / "statistics.json").read_bytes()
+    assert (output / "statistics.json").read_bytes() == (
+        undisturbed / "statistics.json"
+    ).read_bytes()
     for name in TABLES:  # nothing is left of the killed runs
-        listed = {part.path for part in read_manifest(str(output / name)).files} | {"manifest.json"}
+        listed = {part.path for part in read_manifest(str(output / name)).files} | {
+            "manifest.json"
+        }
         assert {path.name for path in (output / name).iterdir()} == listed
     for part in read_manifest(str(output / "events")).files:
-        assert (output / "events" / part.path).read_bytes() == (undisturbed / "events" / part.path).read_bytes()
+        assert (output / "events" / part.path).read_bytes() == (
+            undisturbed / "events" / part.path
+        ).read_bytes()
     assert f"next: python -m jobs.audit --tables {output}" in out.splitlines()[-1]
     assert "rejects: 1 row, ms: before 1980" in out or "events: up to date" in out
 
 
-def test_options_win_over_the_source_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_win_over_the_source_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     raw = write_log(tmp_path / "raw", events=300)
-    options = ("--core", "0", "--split.test_fraction", "0.3", "--max_events", "5", "--overwrite")
+    options = (
+        "--core",
+        "0",
+        "--split.test_fraction",
+        "0.3",
+        "--max_events",
+        "5",
+        "--overwrite",
+    )
     statistics = run(parse(arguments(raw, tmp_path / "out", *options)))
     assert statistics["core"] == 0
     assert statistics["max_length"] == 5
     config = read_manifest(str(tmp_path / "out" / "sequences")).config
-    assert config["split"] == {"kind": "temporal", "val_fraction": 0.2, "test_fraction": 0.3}
+    assert config["split"] == {
+        "kind": "temporal",
+        "val_fraction": 0.2,
+        "test_fraction": 0.3,
+    }
     text = capsys.readouterr().out
     assert "1 reject)" in text
     assert text.splitlines()[-1].startswith("next: python -m jobs.audit")
 
     without = {}
-    for split, requests in statistics["requests"].items():  # what prepare says is left out is what a training lacks
+    for split, requests in statistics[
+        "requests"
+    ].items():  # what prepare says is left out is what a training lacks
         examples = Examples.load(str(tmp_path / "out" / "sequences"), split)
         assert examples.counted == "requests with a history"
         without[split] = requests - examples.requests
     said = ", ".join(f"{rows} {split}" for split, rows in without.items())
     assert (
-        f"\nno history, such as each user's first request: {said}; models neither train on them nor rank them\n" in text
+        f"\nno history, such as each user's first request: {said}; models neither train on them nor rank them\n"
+        in text
     )
     assert without["train"] > 0
 
@@ -157,7 +208,9 @@ def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> No
     assert not list((tmp_path / "out").rglob("*.*"))
 
 
-def test_append_joins_a_new_file_and_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_append_joins_a_new_file_and_keeps_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     raw = write_log(tmp_path / "raw", events=400)
     run(parse(arguments(raw, tmp_path / "out", "--append")))
     rows = read_manifest(str(tmp_path / "out/events")).rows
@@ -169,7 +222,9 @@ def test_append_joins_a_new_file_and_keeps_what_is_there(tmp_path: Path, capsys:
         run(parse(arguments(raw, tmp_path / "out", "--append", "--overwrite")))
 
 
-def test_a_missing_column_is_said_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_column_is_said_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = write_log(tmp_path / "raw", events=500)
     monkeypatch.setattr("jobs.cli.start_ray", lambda: pytest.fail("Ray was started"))
     (raw / "source.yaml").write_text(yaml.safe_dump({**SOURCE, "item": "itm"}))

@@ -39,7 +39,9 @@ print("SOCKETS", json.dumps(found))
 
 @pytest.mark.long
 def test_a_local_ray_listens_on_loopback_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     said = next(line for line in done.stdout.splitlines() if line.startswith("SOCKETS"))
     sockets = json.loads(said.removeprefix("SOCKETS"))
@@ -54,22 +56,30 @@ def listening() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_cluster_without_a_token_is_one_line(listening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_a_token_is_one_line(
+    listening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError) as raised:
         cli.join_cluster(listening)
-    assert f"no token for the Ray cluster at RAY_ADDRESS={listening}" in str(raised.value)
+    assert f"no token for the Ray cluster at RAY_ADDRESS={listening}" in str(
+        raised.value
+    )
     assert "ray get-auth-token --generate" in str(raised.value)
     assert "export RAY_AUTH_MODE=token" in str(raised.value)
 
 
 @pytest.mark.long  # Ray waits for the answer
-def test_what_answers_and_is_no_ray_is_one_line(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_answers_and_is_no_ray_is_one_line(
+    listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(UserError, match=f"what answers at RAY_ADDRESS={listening} is no Ray cluster"):
+    with pytest.raises(
+        UserError, match=f"what answers at RAY_ADDRESS={listening} is no Ray cluster"
+    ):
         cli.join_cluster(listening)
 
 
@@ -77,11 +87,19 @@ def test_an_address_at_which_nobody_answers_is_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(UserError, match=f"nobody answers at RAY_ADDRESS=127.0.0.1:{port} .*; start the cluster"):
+    with pytest.raises(
+        UserError,
+        match=f"nobody answers at RAY_ADDRESS=127.0.0.1:{port} .*; start the cluster",
+    ):
         cli.join_cluster(f"127.0.0.1:{port}")
 
 
-@pytest.mark.parametrize("address", ["head", "head:", "head:x", "head:70000", "http://head:8265", "a b:6379", ":6379"])
+@pytest.mark.parametrize(
+    "address",
+    ["head", "head:", "head:x", "head:70000", "http://head:8265", "a b:6379", ":6379"],
+)
 def test_an_address_that_is_none_is_one_line(address: str) -> None:
-    with pytest.raises(UserError, match="is no address of a Ray cluster; give HOST:PORT"):
+    with pytest.raises(
+        UserError, match="is no address of a Ray cluster; give HOST:PORT"
+    ):
         cli.join_cluster(address)

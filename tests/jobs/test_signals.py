@@ -22,11 +22,19 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 STOPPED = "stopped; the same line again goes on from what is finished\n"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
 GRID = {
-    "name": "rates", "source": "a test", "fixed": dotted({"model": MODEL, "fit": {"batch_size": 8, "patience": 0}}),
+    "name": "rates",
+    "source": "a test",
+    "fixed": dotted({"model": MODEL, "fit": {"batch_size": 8, "patience": 0}}),
     "axes": {"fit.lr": [0.01, 0.001]},
-}  # fmt: skip
+}
 
 
 def catches(process: int) -> bool:
@@ -36,22 +44,33 @@ def catches(process: int) -> bool:
     return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def send(words: list[str], number: signal.Signals, until: str, environment: dict[str, str]) -> tuple[str, int]:
+def send(
+    words: list[str], number: signal.Signals, until: str, environment: dict[str, str]
+) -> tuple[str, int]:
     """What the command prints, errors too, and its exit code, where the signal comes as soon as it has printed `until`
     (at its very start where that is empty). SIGINT goes to all of its processes, as from a terminal."""
     line = [sys.executable, "-m", *words]
     process = subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        line,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     assert process.stdout
     printed = ""
-    while not until and not catches(process.pid):  # Python has started, and the imports go on
+    while not until and not catches(
+        process.pid
+    ):  # Python has started, and the imports go on
         time.sleep(0.01)
     while until and until not in printed:
         printed += (read := process.stdout.readline())
         assert read, printed
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(
+        number
+    )
     rest, _ = process.communicate()
     return printed + rest, process.returncode
 
@@ -59,33 +78,70 @@ def send(words: list[str], number: signal.Signals, until: str, environment: dict
 def status(store: str) -> dict[str, str]:
     """Of each of the store's runs."""
     client = tracking.connect(store)
-    found = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    found = client.search_runs(
+        [experiment.experiment_id for experiment in client.search_experiments()]
+    )
     return {str(run.info.run_name): run.info.status for run in found}
 
 
 @pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("job", ["simulate", "prepare", "tokenize", "train", "evaluate", "sweep", "compare"])
-def test_before_anything_is_begun(job: str, number: signal.Signals, tmp_path: Path) -> None:
-    printed, code = send([f"jobs.{job}", "--output", f"{tmp_path}/out"], number, "", dict(os.environ))
+@pytest.mark.parametrize(
+    "job", ["simulate", "prepare", "tokenize", "train", "evaluate", "sweep", "compare"]
+)
+def test_before_anything_is_begun(
+    job: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    printed, code = send(
+        [f"jobs.{job}", "--output", f"{tmp_path}/out"], number, "", dict(os.environ)
+    )
     assert (printed, code) == (STOPPED, CODES[number])
 
 
 @pytest.mark.parametrize("number", CODES)
 def test_while_a_local_ray_starts(number: signal.Signals, tmp_path: Path) -> None:
     alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    raw = ["--output", f"{tmp_path}/raw", "--users", "20", "--items", "20", "--events", "200"]
-    subprocess.run([sys.executable, "-m", "jobs.simulate", *raw], cwd=ROOT, check=True, capture_output=True)
-    words = ["jobs.prepare", "--source", "jobs/configs/sources/simulated.yaml", "--input", f"{tmp_path}/raw"]
+    raw = [
+        "--output",
+        f"{tmp_path}/raw",
+        "--users",
+        "20",
+        "--items",
+        "20",
+        "--events",
+        "200",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "jobs.simulate", *raw],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    words = [
+        "jobs.prepare",
+        "--source",
+        "jobs/configs/sources/simulated.yaml",
+        "--input",
+        f"{tmp_path}/raw",
+    ]
     words += ["--output", f"{tmp_path}/tables", "--partitions", "2"]
     line = [sys.executable, "-m", *words]
     job = subprocess.Popen(
-        line, cwd=ROOT, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        line,
+        cwd=ROOT,
+        env=alone,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     while not psutil.Process(job.pid).children():  # the first of Ray's
         time.sleep(0.01)
     os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
     printed, _ = job.communicate()
-    assert (printed[printed.rindex("\n", 0, -1) + 1 :], job.returncode) == (STOPPED, CODES[number])
+    assert (printed[printed.rindex("\n", 0, -1) + 1 :], job.returncode) == (
+        STOPPED,
+        CODES[number],
+    )
     assert "Traceback" not in printed
     assert not (tmp_path / "tables/events/manifest.json").exists()
     subprocess.run(line, cwd=ROOT, env=alone, check=True, capture_output=True)
@@ -93,45 +149,97 @@ def test_while_a_local_ray_starts(number: signal.Signals, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("number", CODES)
 def test_a_training(
-    number: signal.Signals, small: tuple[str, str], new_store: Callable[[Path], str], tmp_path: Path
+    number: signal.Signals,
+    small: tuple[str, str],
+    new_store: Callable[[Path], str],
+    tmp_path: Path,
 ) -> None:
     """Stopped in its epochs; then continued, and stopped when all is done."""
     store = new_store(tmp_path)
-    words = ["jobs.train", "--tables", small[0], "--storage", str(tmp_path), "--name", "one", "--fit.batch_size", "8"]
-    words += [word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))]
+    words = [
+        "jobs.train",
+        "--tables",
+        small[0],
+        "--storage",
+        str(tmp_path),
+        "--name",
+        "one",
+        "--fit.batch_size",
+        "8",
+    ]
+    words += [
+        word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))
+    ]
     words += ["--fit.patience", "0", "--fit.lr", "0.01", "--log_model", "false"]
     alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     # an epoch's line is printed before its checkpoint is saved
-    printed, code = send([*words, "--fit.max_epochs", "2000"], number, " 2/2000 ", alone)
-    assert (printed[printed.rindex("\n", 0, -1) + 1 :], code) == (STOPPED, CODES[number])
+    printed, code = send(
+        [*words, "--fit.max_epochs", "2000"], number, " 2/2000 ", alone
+    )
+    assert (printed[printed.rindex("\n", 0, -1) + 1 :], code) == (
+        STOPPED,
+        CODES[number],
+    )
     assert "Traceback" not in printed
     assert status(store) == {"one": "KILLED"}
     (one,) = [json.loads(path.read_text()) for path in tmp_path.glob("one/run.json")]
     assert one["status"] == "running"
-    printed, code = send([*words, "--fit.max_epochs", "2000"], number, "continuing after epoch", alone)
+    printed, code = send(
+        [*words, "--fit.max_epochs", "2000"], number, "continuing after epoch", alone
+    )
     assert code == CODES[number]
 
 
 @pytest.mark.parametrize("number", CODES)
 def test_a_sweep(
-    number: signal.Signals, small: tuple[str, str], new_store: Callable[[Path], str], in_ray: dict[str, str],
+    number: signal.Signals,
+    small: tuple[str, str],
+    new_store: Callable[[Path], str],
+    in_ray: dict[str, str],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     store = new_store(tmp_path)
     (tmp_path / "grid.json").write_text(json.dumps(GRID))
-    words = ["jobs.sweep", "--grid", f"{tmp_path}/grid.json", "--tables", small[0], "--storage", str(tmp_path)]
+    words = [
+        "jobs.sweep",
+        "--grid",
+        f"{tmp_path}/grid.json",
+        "--tables",
+        small[0],
+        "--storage",
+        str(tmp_path),
+    ]
     words += ["--name", "swept", "--fit.max_epochs", "3"]
     printed, code = send(words, number, "2 trials of rates, 0 done before", in_ray)
-    assert (printed[printed.rindex("\n", 0, -1) + 1 :], code) == (STOPPED, CODES[number])
+    assert (printed[printed.rindex("\n", 0, -1) + 1 :], code) == (
+        STOPPED,
+        CODES[number],
+    )
     assert set(status(store).values()) <= {"KILLED", "FINISHED"}
-    again = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=in_ray, capture_output=True, text=True)
+    again = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=in_ray,
+        capture_output=True,
+        text=True,
+    )
     assert again.returncode == 0, again.stderr
     assert "Swept 2 trials of rates" in again.stdout
     assert set(status(store).values()) == {"FINISHED"}
 
 
 def test_after_all_is_done(tmp_path: Path) -> None:
-    words = ["jobs.simulate", "--output", f"{tmp_path}/raw", "--users", "20", "--items", "20", "--events", "100"]
+    words = [
+        "jobs.simulate",
+        "--output",
+        f"{tmp_path}/raw",
+        "--users",
+        "20",
+        "--items",
+        "20",
+        "--events",
+        "100",
+    ]
     printed, code = send(words, signal.SIGINT, "next:", dict(os.environ))
     assert code in (0, 130)  # the last line is printed before the job ends
     assert "Traceback" not in printed

@@ -61,11 +61,22 @@ def test_every_job_says_so_in_one_line_before_ray_starts(
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/log.csv").write_text("u,i,t\n1,2,3\n")
     (tmp_path / "new/items").mkdir(parents=True)
-    commit(str(tmp_path / "new/items"), "items", pa.schema([("x", pa.int64())]), [], config={}, inputs={})
+    commit(
+        str(tmp_path / "new/items"),
+        "items",
+        pa.schema([("x", pa.int64())]),
+        [],
+        config={},
+        inputs={},
+    )
     places = {
-        "place": closed.format("x"), "new": tmp_path / "new", "raw": tmp_path / "raw", "mapping": mapping,
-        "sasrec": ROOT / "jobs/configs/sasrec.yaml", "grid": ROOT / "tuning/grids/sid_mlp_alpha.yaml",
-    }  # fmt: skip
+        "place": closed.format("x"),
+        "new": tmp_path / "new",
+        "raw": tmp_path / "raw",
+        "mapping": mapping,
+        "sasrec": ROOT / "jobs/configs/sasrec.yaml",
+        "grid": ROOT / "tuning/grids/sid_mlp_alpha.yaml",
+    }
     for line in LINES:
         job, *words = line.format(**places).split()
         module = importlib.import_module(f"jobs.{job}")
@@ -103,29 +114,46 @@ def answering(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
 @pytest.mark.long  # a request that failed is sent again a few times
 def test_what_the_storage_answers_is_in_the_line(answering: tuple[int, int]) -> None:
     status, port = answering
-    wanted = {403: "ACCESS_DENIED", 404: "there is no bucket bucket", 301: "located in 'eu-west-1'", 503: "503"}
+    wanted = {
+        403: "ACCESS_DENIED",
+        404: "there is no bucket bucket",
+        301: "located in 'eu-west-1'",
+        503: "503",
+    }
     with pytest.raises(UserError, match="cannot reach") as raised:
-        open_uri(f"s3://bucket/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1")
+        open_uri(
+            f"s3://bucket/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        )
     assert wanted[status] in str(raised.value) or status == 503
 
 
 @pytest.mark.parametrize(
     ("uri", "wanted"),
-    [("s3://bucket/x?colour=red", "Unexpected query"), ("nowhere://host/x", "Unrecognized filesystem")],
+    [
+        ("s3://bucket/x?colour=red", "Unexpected query"),
+        ("nowhere://host/x", "Unrecognized filesystem"),
+    ],
 )
 def test_uris_that_are_none_are_one_line(uri: str, wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
         open_uri(uri)
 
 
-def test_an_output_in_the_place_of_a_file_is_refused_and_nothing_made(tmp_path: Path) -> None:
+def test_an_output_in_the_place_of_a_file_is_refused_and_nothing_made(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=f"cannot write to .*{tmp_path}/file is no folder"):
+    with pytest.raises(
+        UserError, match=f"cannot write to .*{tmp_path}/file is no folder"
+    ):
         check_writable(f"{tmp_path}/file/runs/a")
     check_writable(f"{tmp_path}/new/runs")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_names_are_joined_before_the_query() -> None:
-    assert tables.join("s3://bucket/a?region=eu", "b", "c.json") == "s3://bucket/a/b/c.json?region=eu"
+    assert (
+        tables.join("s3://bucket/a?region=eu", "b", "c.json")
+        == "s3://bucket/a/b/c.json?region=eu"
+    )
     assert tables.join("runs/a?b", "c") == "runs/a?b/c"

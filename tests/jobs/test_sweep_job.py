@@ -22,9 +22,17 @@ def parse(*words: str) -> job.Config:
 
 def test_keys_below_model_fit_and_axes_are_free() -> None:
     config = parse(
-        "--dry-run", "--model.teacher=runs/tiger", "--fit.lr", "5e-4", "--axes.model.alpha", "[0, 1.0]",
-        "--ray.threads", "2", "--options.test", "false",
-    )  # fmt: skip
+        "--dry-run",
+        "--model.teacher=runs/tiger",
+        "--fit.lr",
+        "5e-4",
+        "--axes.model.alpha",
+        "[0, 1.0]",
+        "--ray.threads",
+        "2",
+        "--options.test",
+        "false",
+    )
     assert config.dry_run
     assert (config.model, config.fit) == ({"teacher": "runs/tiger"}, {"lr": 5e-4})
     assert config.axes == {"model.alpha": [0, 1.0]}
@@ -36,28 +44,54 @@ def test_keys_below_model_fit_and_axes_are_free() -> None:
     assert grid.published
 
 
-@pytest.mark.parametrize("path", sorted(GRIDS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(GRIDS.glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
     """Each is read as for a sweep that trains, whose trials share what their teacher says where that lasts."""
     words = ["--smoke", "--tables", "T", "--storage", str(tmp_path), "--name", "s"]
     left_open = [key for key, values in load(str(path)).axes.items() if values is None]
-    words += [word for key in left_open for word in (f"--axes.{key}", f"[{tmp_path}/a, {tmp_path}/b]")]
+    words += [
+        word
+        for key in left_open
+        for word in (f"--axes.{key}", f"[{tmp_path}/a, {tmp_path}/b]")
+    ]
     trials = job.read(cli.options_for(job, ["--grid", str(path), *words]))[1]
     assert trials
     for trial in trials:
         if trial.model.get("name") in ("earn", "nezha", "lc_rec_nezha"):
             assert not trial.model.get("teacher_cache")
-        if trial.model.get("name") in ("sid_mlp", "gdn", "mamba2", "one_layer", "atspeed_s", "lc_rec_sid_mlp"):
+        if trial.model.get("name") in (
+            "sid_mlp",
+            "gdn",
+            "mamba2",
+            "one_layer",
+            "atspeed_s",
+            "lc_rec_sid_mlp",
+        ):
             assert trial.model["teacher_cache"] or path.stem == "beam"
 
 
-def test_a_dry_run_prints_the_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     grid: dict[str, Any] = {
         "source": "a test",
-        "fixed": {"model.name": "sasrec", "model.dim": 16, "fit.max_epochs": 2, "fit.batch_size": 16},
+        "fixed": {
+            "model.name": "sasrec",
+            "model.dim": 16,
+            "fit.max_epochs": 2,
+            "fit.batch_size": 16,
+        },
         "axes": {"fit.lr": [0.1, 0.2, 0.3]},
-    }  # fmt: skip
+    }
     (tmp_path / "g.yaml").write_text(yaml.safe_dump(grid))
-    job.run(cli.options_for(job, ["--grid", str(tmp_path / "g.yaml"), "--dry-run", "--samples", "2"]))
-    assert "2 of 3 points; metric val/ndcg@10; scheduler none" in capsys.readouterr().out
+    job.run(
+        cli.options_for(
+            job, ["--grid", str(tmp_path / "g.yaml"), "--dry-run", "--samples", "2"]
+        )
+    )
+    assert (
+        "2 of 3 points; metric val/ndcg@10; scheduler none" in capsys.readouterr().out
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["g.yaml"]

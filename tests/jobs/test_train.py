@@ -29,10 +29,23 @@ from pipelines import tracking
 ROOT = Path(__file__).parents[2]
 
 CONFIG = {
-    "model": {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.5, "max_history": 12},
-    "fit": {"batch_size": 8, "max_epochs": 10, "patience": 0, "lr": 0.01, "log_every_steps": 4,
-            "checkpoint_every_steps": 5, "seed": 5},
-}  # fmt: skip
+    "model": {
+        "name": "sasrec",
+        "dim": 16,
+        "num_layers": 1,
+        "dropout": 0.5,
+        "max_history": 12,
+    },
+    "fit": {
+        "batch_size": 8,
+        "max_epochs": 10,
+        "patience": 0,
+        "lr": 0.01,
+        "log_every_steps": 4,
+        "checkpoint_every_steps": 5,
+        "seed": 5,
+    },
+}
 
 
 def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
@@ -40,24 +53,49 @@ def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
     assert "--fit.max_epochs 20 goes on" in still_rising(10, 10, fit)
     assert still_rising(5, 10, fit) == ""
     assert still_rising(5, 5, fit) == ""  # patience ended it, or another run's epochs
-    assert still_rising(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""  # the only one measured
+    assert (
+        still_rising(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""
+    )  # the only one measured
 
 
-def test_a_training_that_is_no_better_than_without_a_model_says_so(small: tuple[str, str]) -> None:
+def test_a_training_that_is_no_better_than_without_a_model_says_so(
+    small: tuple[str, str],
+) -> None:
     fit = FitConfig(max_epochs=10, lr=0.01)
     for found, popularity, told in (
-        ({"ndcg@10": 0.1}, 0.2, "(ndcg@10 0.1000, popularity 0.2000): train longer, --fit.max_epochs 30 goes on"),
-        ({"mean/rig": -0.01, "mean/normalised_entropy": 1.01}, math.nan, "1.0100, the base rates 1"),
+        (
+            {"ndcg@10": 0.1},
+            0.2,
+            "(ndcg@10 0.1000, popularity 0.2000): train longer, --fit.max_epochs 30 goes on",
+        ),
+        (
+            {"mean/rig": -0.01, "mean/normalised_entropy": 1.01},
+            math.nan,
+            "1.0100, the base rates 1",
+        ),
         ({"gauc": 0.501, "auc": 0.6}, math.nan, "(gauc 0.5010, chance 0.5)"),
     ):
         assert told in learned_nothing(found, fit, popularity)
-    for found in ({"ndcg@10": 0.2}, {"mean/rig": 0.01, "mean/normalised_entropy": 0.99}, {"gauc": 0.52}):
+    for found in (
+        {"ndcg@10": 0.2},
+        {"mean/rig": 0.01, "mean/normalised_entropy": 0.99},
+        {"gauc": 0.52},
+    ):
         assert learned_nothing(found, fit, 0.2) == ""
-    config = Config(small[0], "runs", "x", fit=replace(fit, eval_examples=50, eval_options={"unseen": True, "beam": 5}))
+    config = Config(
+        small[0],
+        "runs",
+        "x",
+        fit=replace(fit, eval_examples=50, eval_options={"unseen": True, "beam": 5}),
+    )
     about = Checkpoint({"name": "sasrec", "max_history": 12}, {}, {}, shards=[1, 1])
-    setup = set_up({"name": "popularity", "max_history": 12}, FitConfig(), Inputs(small[0]))
+    setup = set_up(
+        {"name": "popularity", "max_history": 12}, FitConfig(), Inputs(small[0])
+    )
     setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
-    whole = replace(setup, fit=replace(setup.fit, eval_examples=50, eval_options={"unseen": True}))
+    whole = replace(
+        setup, fit=replace(setup.fit, eval_examples=50, eval_options={"unseen": True})
+    )
     expected = setup.means(whole.validate(setup.model)[0])["ndcg@10"]
     assert popularity_of(config, about) == pytest.approx(expected)
     assert expected > 0
@@ -65,7 +103,10 @@ def test_a_training_that_is_no_better_than_without_a_model_says_so(small: tuple[
 
 @pytest.mark.long
 def test_killed_and_run_again_equals_undisturbed(
-    small: tuple[str, str], new_store: Callable[[Path], str], in_ray: dict[str, str], tmp_path: Path
+    small: tuple[str, str],
+    new_store: Callable[[Path], str],
+    in_ray: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     tables, _ = small
     store = new_store(tmp_path / "runs")
@@ -73,18 +114,50 @@ def test_killed_and_run_again_equals_undisturbed(
     config.write_text(json.dumps(CONFIG))
 
     command = [
-        sys.executable, "-m", "jobs.train", "--config", str(config), "--tables", tables,
-        "--storage", str(tmp_path / "runs"), "--name", "killed", "--ray.threads", "1", "--log_model", "false",
-    ]  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MLFLOW_"))}
+        sys.executable,
+        "-m",
+        "jobs.train",
+        "--config",
+        str(config),
+        "--tables",
+        tables,
+        "--storage",
+        str(tmp_path / "runs"),
+        "--name",
+        "killed",
+        "--ray.threads",
+        "1",
+        "--log_model",
+        "false",
+    ]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_", "MLFLOW_"))
+    }
     environment["OMP_NUM_THREADS"] = "1"
     # The undisturbed run: the same loop without Ray. In a process of its own, as oneDNN's choice of kernels
     # depends on what a process has computed before.
-    alone = [sys.executable, "-m", "models.train", "--config", str(config), "--tables", tables]
-    subprocess.run([*alone, "--output", str(tmp_path / "undisturbed")], cwd=ROOT, env=environment, check=True)
+    alone = [
+        sys.executable,
+        "-m",
+        "models.train",
+        "--config",
+        str(config),
+        "--tables",
+        tables,
+    ]
+    subprocess.run(
+        [*alone, "--output", str(tmp_path / "undisturbed")],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )
     run = tmp_path / "runs/killed"
     with open(tmp_path / "first.log", "w") as log:
-        first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        first = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
         while not checkpoint.last(str(run)) and first.poll() is None:
             time.sleep(0.05)
         time.sleep(random.uniform(0, 0.1))  # of less than a second
@@ -96,25 +169,42 @@ def test_killed_and_run_again_equals_undisturbed(
 
     # Its Ray was killed with it; another one goes on, here the one that is there.
     joined = {**in_ray, "OMP_NUM_THREADS": "1"}
-    second = subprocess.run(command, cwd=ROOT, env=joined, capture_output=True, text=True)
+    second = subprocess.run(
+        command, cwd=ROOT, env=joined, capture_output=True, text=True
+    )
     assert second.returncode == 0, second.stdout + second.stderr
     assert "continuing after epoch" in second.stdout
     assert "next        python -m jobs.evaluate" in second.stdout
-    assert ("note: the best epoch is the last" in second.stdout) == (checkpoint.read(run / "best").epoch == 10)
+    assert ("note: the best epoch is the last" in second.stdout) == (
+        checkpoint.read(run / "best").epoch == 10
+    )
     ours, expected = run / "best", tmp_path / "undisturbed/best"
     for name, value in load_file(expected / "model.safetensors").items():
-        assert torch.equal(load_file(ours / "model.safetensors")[name], value), (name, killed_at)
+        assert torch.equal(load_file(ours / "model.safetensors")[name], value), (
+            name,
+            killed_at,
+        )
     assert checkpoint.read(ours).metrics == checkpoint.read(expected).metrics
     last = max(run.glob("step-*"))
-    for name, value in load_file(max((tmp_path / "undisturbed").glob("step-*")) / "model.safetensors").items():
-        assert torch.equal(load_file(last / "model.safetensors")[name], value), (name, killed_at)
+    for name, value in load_file(
+        max((tmp_path / "undisturbed").glob("step-*")) / "model.safetensors"
+    ).items():
+        assert torch.equal(load_file(last / "model.safetensors")[name], value), (
+            name,
+            killed_at,
+        )
 
     client = tracking.connect(store)
     experiment = client.get_experiment_by_name("retrieval/small")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
-    assert [run.info.status for run in runs] == ["FINISHED"]  # one run in spite of two starts
-    steps = [point.step for point in client.get_metric_history(runs[0].info.run_id, "train/loss")]
+    assert [run.info.status for run in runs] == [
+        "FINISHED"
+    ]  # one run in spite of two starts
+    steps = [
+        point.step
+        for point in client.get_metric_history(runs[0].info.run_id, "train/loss")
+    ]
     assert len(steps) == len(set(steps))
     assert max(steps) == checkpoint.read(last).step
 
@@ -123,9 +213,19 @@ def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(CONFIG))
     line = ["--config", str(config), "--tables", "t", "--storage", "s", "--name", "n"]
-    parsed = parse([*line, "--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"])
-    assert [parsed.model[key] for key in ("name", "dim", "num_layers")] == ["sasrec", 16, 3]
-    assert (parsed.fit.lr, parsed.fit.max_epochs, parsed.ray.num_workers) == (0.5, 10, 2)
+    parsed = parse(
+        [*line, "--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"]
+    )
+    assert [parsed.model[key] for key in ("name", "dim", "num_layers")] == [
+        "sasrec",
+        16,
+        3,
+    ]
+    assert (parsed.fit.lr, parsed.fit.max_epochs, parsed.ray.num_workers) == (
+        0.5,
+        10,
+        2,
+    )
 
 
 @pytest.mark.parametrize("name", ["sasrec", "tiger", "popularity"])

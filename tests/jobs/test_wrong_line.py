@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def made(small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def made(
+    small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """Tables of retrieval with their semantic IDs, tables of search with text, and a storage with a TIGER's run."""
     home = tmp_path_factory.mktemp("wrong")
     tiger = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}
@@ -32,7 +34,9 @@ def made(small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     checkpoint.save(home / "runs/teacher/best", setup.model, setup.checkpoint(epoch=1))
     (home / "runs/teacher/run.json").write_text("{}")
     (home / "log.csv").write_text("user,item,ms\na,b,1600000000000\n")
-    (home / "source.yaml").write_text("{files: log.csv, user: user, item: item, time: {column: ms, unit: ms}}")
+    (home / "source.yaml").write_text(
+        "{files: log.csv, user: user, item: item, time: {column: ms, unit: ms}}"
+    )
     search, text = write_search(home)
     return {
         "home": str(home),
@@ -50,93 +54,207 @@ TIGERS = f"{SWEEP}/tiger.yaml --tables {{tables}} --sids {{sids}}"
 PREPARE = "prepare --source {home}/source.yaml --input {home} --output {runs}/out"
 EVALUATE = "evaluate --checkpoint {runs}/teacher/best"
 LINES = [
-    (f"{TRAIN}/sasrec.yaml --tables {{tables}} --fit.metric ndcg10",
-     "'ndcg10', which .* the nearest is 'ndcg@10'; known are"),
-    (f"{TRAIN}/sasrec.yaml --tables {{tables}} --ray.num_workers 4096 --fit.batch_size 4096",
-     "4,096 workers need 4096 CPUs, 1 CPU for each; this machine has .*; lower --ray.num_workers or "),
+    (
+        f"{TRAIN}/sasrec.yaml --tables {{tables}} --fit.metric ndcg10",
+        "'ndcg10', which .* the nearest is 'ndcg@10'; known are",
+    ),
+    (
+        f"{TRAIN}/sasrec.yaml --tables {{tables}} --ray.num_workers 4096 --fit.batch_size 4096",
+        "4,096 workers need 4096 CPUs, 1 CPU for each; this machine has .*; lower --ray.num_workers or ",
+    ),
     (f"{TRAIN}/sasrec.yaml --tables {{tables}} --name a/b", "the run's name is 'a/b'"),
-    (f"{TRAIN}/tiger_small.yaml --tables {{tables}}", "the model 'tiger' needs semantic IDs; give --sids"),
-    (f"{TRAIN}/qgs.yaml --tables {{tables}}",
-     "'qgs' is of search, and {tables} holds tables of retrieval; models of retrieval are .*sasrec, .*: give a config "
-     "of one .*, or tables that jobs.prepare made with --kind search"),
-    (f"{TRAIN}/tiger_small.yaml --tables {{search}}",
-     "'tiger' is of retrieval, .* models of search are boosted, base, hstu, hllm, qgs: "),
-    (f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}}",
-     "model.teacher is not set; .* which is STORAGE/NAME of"),
-    (f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}} --model.teacher teacher",
-     "model.teacher is teacher, the name of a run; give the run's folder, which is {runs}/teacher"),
-    (f"{TRAIN}/sasrec.yaml --tables {{tables}} --model.nam x", "unknown key 'model.nam'; .*'model.name'"),
-    ("train --tables {tables} --storage {runs} --name new", "no model is named; give a --config"),
-    (f"{TRAIN}/sasrec.yaml --tables {{tables}} --model tiger --model.dim 8",
-     "--model is 'tiger', it must be a mapping"),
-    (f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --model.teacher t", "needs semantic IDs; give --sids"),
-    (f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --sids {{sids}} --model.teacher gone",
-     "the teacher .*/gone is neither a checkpoint nor a finished run"),
-    (f"{TIGERS} --fit.metric ndcg10", "the grid tiger ranks by val/ndcg@10; leave it out"),
-    (f"{TIGERS} --ray.num_workers 4096 --fit.batch_size 4096", "4,096 workers need 4096 CPUs"),
-    (f"{EVALUATE} --tables {{tables}}", "the model 'tiger' needs semantic IDs; give --sids"),
-    ("evaluate --checkpoint {runs}/gone --tables {tables}", "--checkpoint is {runs}/gone, where nothing is"),
-    (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --draft_beam 5",
-     "the model 'tiger' has no option --draft_beam when recommending; it takes unseen, precision, compile, beam"),
+    (
+        f"{TRAIN}/tiger_small.yaml --tables {{tables}}",
+        "the model 'tiger' needs semantic IDs; give --sids",
+    ),
+    (
+        f"{TRAIN}/qgs.yaml --tables {{tables}}",
+        "'qgs' is of search, and {tables} holds tables of retrieval; models of retrieval are .*sasrec, .*: "
+        "give a config of one .*, or tables that jobs.prepare made with --kind search",
+    ),
+    (
+        f"{TRAIN}/tiger_small.yaml --tables {{search}}",
+        "'tiger' is of retrieval, .* models of search are boosted, base, hstu, hllm, qgs: ",
+    ),
+    (
+        f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}}",
+        "model.teacher is not set; .* which is STORAGE/NAME of",
+    ),
+    (
+        f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}} --model.teacher teacher",
+        "model.teacher is teacher, the name of a run; give the run's folder, which is {runs}/teacher",
+    ),
+    (
+        f"{TRAIN}/sasrec.yaml --tables {{tables}} --model.nam x",
+        "unknown key 'model.nam'; .*'model.name'",
+    ),
+    (
+        "train --tables {tables} --storage {runs} --name new",
+        "no model is named; give a --config",
+    ),
+    (
+        f"{TRAIN}/sasrec.yaml --tables {{tables}} --model tiger --model.dim 8",
+        "--model is 'tiger', it must be a mapping",
+    ),
+    (
+        f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --model.teacher t",
+        "needs semantic IDs; give --sids",
+    ),
+    (
+        f"{SWEEP}/sid_mlp_alpha.yaml --tables {{tables}} --sids {{sids}} --model.teacher gone",
+        "the teacher .*/gone is neither a checkpoint nor a finished run",
+    ),
+    (
+        f"{TIGERS} --fit.metric ndcg10",
+        "the grid tiger ranks by val/ndcg@10; leave it out",
+    ),
+    (
+        f"{TIGERS} --ray.num_workers 4096 --fit.batch_size 4096",
+        "4,096 workers need 4096 CPUs",
+    ),
+    (
+        f"{EVALUATE} --tables {{tables}}",
+        "the model 'tiger' needs semantic IDs; give --sids",
+    ),
+    (
+        "evaluate --checkpoint {runs}/gone --tables {tables}",
+        "--checkpoint is {runs}/gone, where nothing is",
+    ),
+    (
+        f"{EVALUATE} --tables {{tables}} --sids {{sids}} --draft_beam 5",
+        "the model 'tiger' has no option --draft_beam when recommending; it takes unseen, precision, compile, beam",
+    ),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --beam 0", "beam is 0"),
-    (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --allowed {{home}}/log.csv", "allowed is given without"),
-    (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference {{runs}}/out --allowed {{home}}/log.csv",
-     "log.csv has the row 'user,item,ms'; give one item id per line"),
-    (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference=", "batch_inference is empty; give a folder"),
+    (
+        f"{EVALUATE} --tables {{tables}} --sids {{sids}} --allowed {{home}}/log.csv",
+        "allowed is given without",
+    ),
+    (
+        f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference {{runs}}/out --allowed {{home}}/log.csv",
+        "log.csv has the row 'user,item,ms'; give one item id per line",
+    ),
+    (
+        f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference=",
+        "batch_inference is empty; give a folder",
+    ),
     (f"{EVALUATE} --tables {{search}} --sids {{sids}}", "'tiger' is of retrieval"),
-    ("tokenize --tables {tables} --output {runs}/out --encoder tfdf --tokenizer rqkmeans",
-     "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'"),
-    ("encode --tables {tables} --output {runs}/out --encoder tfdf",
-     "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'"),
-    (f"{TRAIN}/qgs.yaml --tables {{search}} --text {{text}} --fit.metric ndcg@10", "'ndcg@10', .* known are gauc, "),
-    (f"{TRAIN}/sasrec.yaml --tables {{tables}} --tracking_uri http://me-the-user:pa55%2Fw0rd@127.0.0.1:5000",
-     "holds a user, password or key; leave it out and set MLFLOW_TRACKING_USERNAME"),
-    ("train --tables t --storage s --name n --config nowhere.yaml", r"cannot read nowhere\.yaml \(no such file\)"),
-    *[(f"{TRAIN}/sasrec.yaml --tables t {words}", message) for words, message in (
-        ("--fit.lrr 1", "unknown key 'fit.lrr'; the nearest key is 'fit.lr'"),
-        ("--model.num_layer 1", "unknown key 'model.num_layer'; the nearest key is 'model.num_layers'"),
-        ("--fit.device cpu", "unknown key 'fit.device'; the nearest key is 'ray.use_gpu'"),
-        ("--model.lr 1", "unknown key 'model.lr'; the nearest key is 'fit.lr'"),
-        ("--model.num_layers 0", "num_layers is 0, it must be at least 1"),
-        ("--model.name tigre", "unknown model 'tigre'; the nearest is 'tiger'"),
-        ("--fit.batch_size 0", "fit.batch_size is 0, it must be at least 1"), ("--fit.lr fast", "fast"),
-        ("--ray.num_workers 0", "ray.num_workers is 0"), ("--fit.schedule linear", "linear"),
-    )],
-    *[(f"{SWEEP}/sid_mlp_alpha.yaml {words}", message) for words, message in (
-        ("", "--tables is not given; only --dry_run does without"),
-        ("--dry-run --smok", "unknown key 'smok'; the nearest key is 'smoke'"),
-        ("--dry-run --model.alpha", r"--model\.alpha has no value"),
-        ("--dry-run --ray.max_failures -1", "max_failures is -1, it must be at least 0"),
-        ("--tables t --axes.model.alpha 0.5", "--axes.model.alpha is 0.5, it must be "),
-        ("--tables t --model.alpha 0.5", "'model.alpha' is an axis of the grid sid_mlp_alpha"),
-        ("--tables t --axes.model.alfa [1]", "has no axis 'model.alfa' to give values to; .* is 'model.alpha'"),
-        ("--tables t --axes.model.alpha []", "the axis 'model.alpha' of the grid sid_mlp_alpha has no values"),
-        ("--tables t --model.teechar x", "the nearest key is 'model.teacher'"),
-        ("--tables t --samples 0", "--samples is 0, it must be at least 1"),
-    )],
-    *[(f"tokenize --tables t --output {{runs}}/out {words}", message) for words, message in (
-        ("--tokenizer rqvae --rqvae.epoch 3", "nearest key is 'rqvae.epochs'"), ("--tokenizer bpe", "bpe"),
-        ("--tokenizer rqvae --pca -1", "pca is -1"), ("--tokenizer published", "--published FILE go together"),
-        ("--tokenizer published --published f --embeddings e", "published SIDs need none"),
-        ("--tokenizer psid --psid.width 0", "psid.width is 0"),
-    )],
-    *[(f"{PREPARE} {words}", message) for words, message in (
-        ("--input /nowhere", "/nowhere"), ("--source /nowhere.yaml", "cannot read /nowhere.yaml"),
-        ("--core -3", "core is -3, it must be at least 0"), ("--core five", "core"),
-        ("--split.kind random", "--split.kind is 'random', it must be one of auto, "),
-        ("--cores 3", "unknown key 'cores'; the nearest key is 'core'"),
-    )],
-    *[(f"simulate --output {{runs}}/out {words}", message) for words, message in (
-        ("--kind feed --query_driven 0.5", "add --kind search"), ("--users 0", "users is 0"), ("--users many", "users"),
-        ("--evnts 5", "the nearest key is 'events'"),
-    )],
-]  # fmt: skip
+    (
+        "tokenize --tables {tables} --output {runs}/out --encoder tfdf --tokenizer rqkmeans",
+        "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'",
+    ),
+    (
+        "encode --tables {tables} --output {runs}/out --encoder tfdf",
+        "the encoder tfdf is neither a folder nor .*; the nearest is 'tfidf'",
+    ),
+    (
+        f"{TRAIN}/qgs.yaml --tables {{search}} --text {{text}} --fit.metric ndcg@10",
+        "'ndcg@10', .* known are gauc, ",
+    ),
+    (
+        f"{TRAIN}/sasrec.yaml --tables {{tables}} --tracking_uri http://me-the-user:pa55%2Fw0rd@127.0.0.1:5000",
+        "holds a user, password or key; leave it out and set MLFLOW_TRACKING_USERNAME",
+    ),
+    (
+        "train --tables t --storage s --name n --config nowhere.yaml",
+        r"cannot read nowhere\.yaml \(no such file\)",
+    ),
+    *[
+        (f"{TRAIN}/sasrec.yaml --tables t {words}", message)
+        for words, message in (
+            ("--fit.lrr 1", "unknown key 'fit.lrr'; the nearest key is 'fit.lr'"),
+            (
+                "--model.num_layer 1",
+                "unknown key 'model.num_layer'; the nearest key is 'model.num_layers'",
+            ),
+            (
+                "--fit.device cpu",
+                "unknown key 'fit.device'; the nearest key is 'ray.use_gpu'",
+            ),
+            ("--model.lr 1", "unknown key 'model.lr'; the nearest key is 'fit.lr'"),
+            ("--model.num_layers 0", "num_layers is 0, it must be at least 1"),
+            ("--model.name tigre", "unknown model 'tigre'; the nearest is 'tiger'"),
+            ("--fit.batch_size 0", "fit.batch_size is 0, it must be at least 1"),
+            ("--fit.lr fast", "fast"),
+            ("--ray.num_workers 0", "ray.num_workers is 0"),
+            ("--fit.schedule linear", "linear"),
+        )
+    ],
+    *[
+        (f"{SWEEP}/sid_mlp_alpha.yaml {words}", message)
+        for words, message in (
+            ("", "--tables is not given; only --dry_run does without"),
+            ("--dry-run --smok", "unknown key 'smok'; the nearest key is 'smoke'"),
+            ("--dry-run --model.alpha", r"--model\.alpha has no value"),
+            (
+                "--dry-run --ray.max_failures -1",
+                "max_failures is -1, it must be at least 0",
+            ),
+            (
+                "--tables t --axes.model.alpha 0.5",
+                "--axes.model.alpha is 0.5, it must be ",
+            ),
+            (
+                "--tables t --model.alpha 0.5",
+                "'model.alpha' is an axis of the grid sid_mlp_alpha",
+            ),
+            (
+                "--tables t --axes.model.alfa [1]",
+                "has no axis 'model.alfa' to give values to; .* is 'model.alpha'",
+            ),
+            (
+                "--tables t --axes.model.alpha []",
+                "the axis 'model.alpha' of the grid sid_mlp_alpha has no values",
+            ),
+            ("--tables t --model.teechar x", "the nearest key is 'model.teacher'"),
+            ("--tables t --samples 0", "--samples is 0, it must be at least 1"),
+        )
+    ],
+    *[
+        (f"tokenize --tables t --output {{runs}}/out {words}", message)
+        for words, message in (
+            ("--tokenizer rqvae --rqvae.epoch 3", "nearest key is 'rqvae.epochs'"),
+            ("--tokenizer bpe", "bpe"),
+            ("--tokenizer rqvae --pca -1", "pca is -1"),
+            ("--tokenizer published", "--published FILE go together"),
+            (
+                "--tokenizer published --published f --embeddings e",
+                "published SIDs need none",
+            ),
+            ("--tokenizer psid --psid.width 0", "psid.width is 0"),
+        )
+    ],
+    *[
+        (f"{PREPARE} {words}", message)
+        for words, message in (
+            ("--input /nowhere", "/nowhere"),
+            ("--source /nowhere.yaml", "cannot read /nowhere.yaml"),
+            ("--core -3", "core is -3, it must be at least 0"),
+            ("--core five", "core"),
+            (
+                "--split.kind random",
+                "--split.kind is 'random', it must be one of auto, ",
+            ),
+            ("--cores 3", "unknown key 'cores'; the nearest key is 'core'"),
+        )
+    ],
+    *[
+        (f"simulate --output {{runs}}/out {words}", message)
+        for words, message in (
+            ("--kind feed --query_driven 0.5", "add --kind search"),
+            ("--users 0", "users is 0"),
+            ("--users many", "users"),
+            ("--evnts 5", "the nearest key is 'events'"),
+        )
+    ],
+]
 
 
 def test_it_is_refused_before_ray_starts(
     made: dict[str, str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.setattr(cli, "start_ray", lambda **options: pytest.fail("Ray is started"))
+    monkeypatch.setattr(
+        cli, "start_ray", lambda **options: pytest.fail("Ray is started")
+    )
     monkeypatch.chdir(ROOT)
     before = sorted(Path(made["runs"]).rglob("*"))
     for line, message in LINES:
@@ -161,11 +279,20 @@ def weights_of_another(best: Path) -> None:
 
 
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
-    (lambda home: (home / "tables/items/manifest.json").unlink(), "which holds no table items; give a folder"),
-    (lambda home: truncated(next((home / "tables/sequences").glob("*.parquet"))), "truncated"),
+    (
+        lambda home: (home / "tables/items/manifest.json").unlink(),
+        "which holds no table items; give a folder",
+    ),
+    (
+        lambda home: truncated(next((home / "tables/sequences").glob("*.parquet"))),
+        "truncated",
+    ),
     (lambda home: truncated(home / "tables/sequences/manifest.json"), "is damaged"),
     (lambda home: truncated(home / "sids/trie/manifest.json"), "is damaged"),
-    (lambda home: weights_of_another(home / "runs/teacher/best"), "model.safetensors|weights"),
+    (
+        lambda home: weights_of_another(home / "runs/teacher/best"),
+        "model.safetensors|weights",
+    ),
 ]
 
 
@@ -182,7 +309,9 @@ def test_what_is_damaged_is_named(
         shutil.copytree(made[name], tmp_path / name)
     damage(tmp_path)
     line = f"{EVALUATE} --tables {{tables}} --sids {{sids}}"
-    words = line.format(**{name: tmp_path / name for name in ("tables", "sids", "runs")}).split()[1:]
+    words = line.format(
+        **{name: tmp_path / name for name in ("tables", "sids", "runs")}
+    ).split()[1:]
     evaluate = importlib.import_module("jobs.evaluate")
     with pytest.raises(UserError, match=message):
         evaluate.run(cli.options_for(evaluate, words))

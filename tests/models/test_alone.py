@@ -13,8 +13,15 @@ from training_tables import write_tables
 ROOT = Path(__file__).parents[2]
 
 HIDDEN = (
-    "ray", "mlflow", "polars", "pandas", "matplotlib", "pipelines", "tuning", "jobs",
-)  # fmt: skip
+    "ray",
+    "mlflow",
+    "polars",
+    "pandas",
+    "matplotlib",
+    "pipelines",
+    "tuning",
+    "jobs",
+)
 
 PROGRAM = f"""
 import runpy, sys
@@ -45,9 +52,21 @@ runpy.run_module("models.train", run_name="__main__")
 @pytest.mark.long
 def test_training_and_benchmarks_need_pytorch_and_no_ray(tmp_path: Path) -> None:
     tables, _ = write_tables(tmp_path, users=12)
-    config = {"model": {"name": "sasrec", "dim": 8, "num_layers": 1}, "fit": {"max_epochs": 1, "batch_size": 4}}
+    config = {
+        "model": {"name": "sasrec", "dim": 8, "num_layers": 1},
+        "fit": {"max_epochs": 1, "batch_size": 4},
+    }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
-    line = ["--config", str(tmp_path / "config.yaml"), "--tables", tables, "--output", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *line], cwd=ROOT, capture_output=True, text=True)
+    line = [
+        "--config",
+        str(tmp_path / "config.yaml"),
+        "--tables",
+        tables,
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *line], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "run/best/model.safetensors").is_file()

@@ -18,7 +18,13 @@ def test_means_and_counts_are_those_of_a_loop_over_values(stride: int) -> None:
     values = torch.rand(300, generator=generator, dtype=torch.float64)
     values[torch.rand(300, generator=generator) < 0.2] = torch.nan
     values[user == 6] = torch.nan  # a user without any value
-    added = sum((ByUser.of(user[at : at + 37], values[at : at + 37], stride) for at in range(0, 300, 37)), 0.0)
+    added = sum(
+        (
+            ByUser.of(user[at : at + 37], values[at : at + 37], stride)
+            for at in range(0, 300, 37)
+        ),
+        0.0,
+    )
     expected = defaultdict(list)
     for one, value in zip(user.tolist(), values.tolist(), strict=True):
         if value == value and one % stride == 0:
@@ -30,16 +36,23 @@ def test_means_and_counts_are_those_of_a_loop_over_values(stride: int) -> None:
 
 
 def test_the_order_of_batches_changes_nothing_and_other_users_are_told() -> None:
-    one, two = ByUser.of(torch.tensor([5, 2]), torch.tensor([0.5, 1.0])), ByUser.of(torch.tensor([9]), torch.zeros(1))
+    one, two = (
+        ByUser.of(torch.tensor([5, 2]), torch.tensor([0.5, 1.0])),
+        ByUser.of(torch.tensor([9]), torch.zeros(1)),
+    )
     assert (one + two).packed() == (two + one).packed()
     assert one.packed()["users"] != (one + two).packed()["users"]
     twice = ByUser.of(torch.tensor([5, 2, 2]), torch.tensor([0.5, 1.0, 1.0]))
-    assert one.packed()["users"] != twice.packed()["users"]  # a mean of two weighs twice
+    assert (
+        one.packed()["users"] != twice.packed()["users"]
+    )  # a mean of two weighs twice
 
 
 def test_a_file_holds_means_in_half_precision_and_whole_counts() -> None:
     user = torch.arange(1000).repeat_interleave(3)
-    values = torch.rand(3000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    values = torch.rand(
+        3000, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     value = ByUser.of(user, values)
     means, counts = unpacked(value.packed())
     assert means == pytest.approx(value.whole()[1], rel=2**-11)
@@ -49,4 +62,10 @@ def test_a_file_holds_means_in_half_precision_and_whole_counts() -> None:
 
 
 def test_of_many_users_some_are_kept() -> None:
-    assert [stride_of(users) for users in (0, 1, MOST, MOST + 1, 38_000_000)] == [1, 1, 1, 2, 380]
+    assert [stride_of(users) for users in (0, 1, MOST, MOST + 1, 38_000_000)] == [
+        1,
+        1,
+        1,
+        2,
+        380,
+    ]

@@ -27,11 +27,22 @@ OF_KIND: dict[str, dict[str, Any]] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "sasrec": {"name": "sasrec", "dim": 8, "num_layers": 1, "num_heads": 1},
-    "attn_lfa": {"name": "attn_lfa", "width": 8, "num_layers": 1, "num_heads": 1, "ffn": 8, "experts": 1},
+    "attn_lfa": {
+        "name": "attn_lfa",
+        "width": 8,
+        "num_layers": 1,
+        "num_heads": 1,
+        "ffn": 8,
+        "experts": 1,
+    },
 }
 KIND = {"sasrec": "retrieval", "attn_lfa": "actions"}
 PLACES = ("rome", "oslo")
-CONFIG = {"core": 0, "min_matched": 0, "split": {"kind": "temporal", "val_days": 1, "test_days": 1}}
+CONFIG = {
+    "core": 0,
+    "min_matched": 0,
+    "split": {"kind": "temporal", "val_days": 1, "test_days": 1},
+}
 
 
 def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> None:
@@ -42,7 +53,12 @@ def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> No
     for user in range(12):
         for at in sorted(draw.sample(range(DAY), 8)):
             price = "" if draw.random() < 0.2 else str(draw.random() * (day + 1))
-            cells = (f"u{user}", f"i{draw.randrange(items)}", BEGIN + day * DAY + at, draw.randrange(2))
+            cells = (
+                f"u{user}",
+                f"i{draw.randrange(items)}",
+                BEGIN + day * DAY + at,
+                draw.randrange(2),
+            )
             rows.append(",".join(map(str, (*cells, draw.choice(places), price))))
     (folder / f"day_{day}.csv").write_text("\n".join(rows) + "\n")
     about = [f"i{i},author{'CBA'[i // 10]},{i if i % 4 else ''}" for i in range(items)]
@@ -51,20 +67,33 @@ def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> No
 
 def append(folder: Path, kind: str) -> Inputs:
     source = {
-        "files": "day_*.csv", "format": "csv", "user": "user", "item": "item",
-        "time": {"column": "ms", "unit": "ms"}, "labels": {"like": "like"}, "numbers": {"price": "price"},
+        "files": "day_*.csv",
+        "format": "csv",
+        "user": "user",
+        "item": "item",
+        "time": {"column": "ms", "unit": "ms"},
+        "labels": {"like": "like"},
+        "numbers": {"price": "price"},
         "categories": {"place": "place"},
-        "items": {"files": "items.csv", "item": "item", "attributes": {"author": "author"},
-                  "numbers": {"size": "size"}},
-    }  # fmt: skip
+        "items": {
+            "files": "items.csv",
+            "item": "item",
+            "attributes": {"author": "author"},
+            "numbers": {"size": "size"},
+        },
+    }
     config = read_config({**CONFIG, **OF_KIND[kind]})
-    prepare(log_of(source), str(folder / "raw"), str(folder / "tables"), config, append=True)
+    prepare(
+        log_of(source), str(folder / "raw"), str(folder / "tables"), config, append=True
+    )
     return Inputs(str(folder / "tables"))
 
 
 def trained(setup: Setup, where: Path) -> str:
     """The checkpoint that a training leaves."""
-    for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
+    for event in fit(
+        setup.model, setup.train, setup.validate, setup.fit, means=setup.means
+    ):
         last = event
     about = setup.checkpoint(epoch=1, step=last.step, best={"step": last.step})
     checkpoint.save(where, setup.model, about)
@@ -73,7 +102,9 @@ def trained(setup: Setup, where: Path) -> str:
 
 def config_of(name: str, **options: Any) -> FitConfig:
     metric = "ndcg@10" if name == "sasrec" else "mean/auc"
-    return FitConfig(max_epochs=1, batch_size=8, lr=0.01, metric=metric, seed=1, **options)
+    return FitConfig(
+        max_epochs=1, batch_size=8, lr=0.01, metric=metric, seed=1, **options
+    )
 
 
 @pytest.fixture
@@ -122,9 +153,13 @@ def test_what_is_said_of_old_items_stays(days: Any, tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_goes_on_with_what_is_newer(days: Any, tmp_path: Path, name: str) -> None:
+def test_training_goes_on_with_what_is_newer(
+    days: Any, tmp_path: Path, name: str
+) -> None:
     begin, more = days
-    uri = trained(set_up(MODELS[name], config_of(name), begin(KIND[name])), tmp_path / "one")
+    uri = trained(
+        set_up(MODELS[name], config_of(name), begin(KIND[name])), tmp_path / "one"
+    )
     until = checkpoint.read(uri).learned["until"]
     assert BEGIN + DAY / 2 < until < BEGIN + 3 * DAY / 2
     grown = more(KIND[name])
@@ -137,8 +172,14 @@ def test_training_goes_on_with_what_is_newer(days: Any, tmp_path: Path, name: st
             if name == "attn_lfa":
                 times += batch["time"][batch["learn"]].tolist()
             else:
-                rows, at = batch["user_row"][batch["target_row"]], batch["target_position"] + 1
-                times += [sequences[row]["timestamp_ms"][place] for row, place in zip(rows, at.tolist(), strict=True)]
+                rows, at = (
+                    batch["user_row"][batch["target_row"]],
+                    batch["target_position"] + 1,
+                )
+                times += [
+                    sequences[row]["timestamp_ms"][place]
+                    for row, place in zip(rows, at.tolist(), strict=True)
+                ]
         assert setup.learned["since"] == (0 if replay == 1 else until)
         return sorted(times)
 
@@ -151,17 +192,28 @@ def test_training_goes_on_with_what_is_newer(days: Any, tmp_path: Path, name: st
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_begin_as_they_were(days: Any, tmp_path: Path, name: str) -> None:
     begin, more = days
-    uri = trained(set_up(MODELS[name], config_of(name), begin(KIND[name])), tmp_path / "one")
+    uri = trained(
+        set_up(MODELS[name], config_of(name), begin(KIND[name])), tmp_path / "one"
+    )
     setup = set_up(MODELS[name], config_of(name), more(KIND[name]), init=uri)
     table = "item.weight" if name == "sasrec" else "items.tables.0.weight"
-    old, now = Loaded.of(uri, Inputs(f"{tmp_path}/tables")).model.state_dict()[table], setup.model.state_dict()[table]
+    old, now = (
+        Loaded.of(uri, Inputs(f"{tmp_path}/tables")).model.state_dict()[table],
+        setup.model.state_dict()[table],
+    )
     assert torch.equal(old, now)
     assert torch.allclose(now[20:], now[:20].mean(0).expand(6, -1))
     assert f"6 new items in {table}" in setup.notes
     if name == "attn_lfa":
         before, after = (checkpoint.read(uri).learned["names"], setup.learned["names"])
-        assert (before["items"][-1], after["items"][-1]) == (["oslo", "rome"], ["bern", "oslo", "rome"])
-        assert (before["items"][1], after["items"][1]) == (["authorB", "authorC"], ["authorA", "authorB", "authorC"])
+        assert (before["items"][-1], after["items"][-1]) == (
+            ["oslo", "rome"],
+            ["bern", "oslo", "rome"],
+        )
+        assert (before["items"][1], after["items"][1]) == (
+            ["authorB", "authorC"],
+            ["authorA", "authorB", "authorC"],
+        )
         places = setup.model.state_dict()["items.tables.2.weight"]
         assert torch.equal(places[0], places[1])  # unknown, bern
     again = trained(setup, tmp_path / "two")  # and a day later still
@@ -173,18 +225,31 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
     begin, _ = days
     inputs, model = begin("retrieval"), MODELS["sasrec"]
     uri = trained(set_up(model, config_of("sasrec"), inputs), tmp_path / "one")
-    with pytest.raises(UserError, match=r"fit.replay is 0.5, but no model is given to go on from; add --init"):
+    with pytest.raises(
+        UserError,
+        match=r"fit.replay is 0.5, but no model is given to go on from; add --init",
+    ):
         set_up(model, config_of("sasrec", replay=0.5), inputs)
-    with pytest.raises(UserError, match=r"nothing is newer than what .* was trained on; .* raise fit.replay"):
+    with pytest.raises(
+        UserError,
+        match=r"nothing is newer than what .* was trained on; .* raise fit.replay",
+    ):
         set_up(model, config_of("sasrec", replay=0), inputs, init=uri)
     with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):
         set_up({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
-    with pytest.raises(UserError, match=r"does not fit the model: .* is of \(8,\) there and of \(16,\) here"):
+    with pytest.raises(
+        UserError,
+        match=r"does not fit the model: .* is of \(8,\) there and of \(16,\) here",
+    ):
         set_up({**model, "dim": 16}, config_of("sasrec"), inputs, init=uri)
-    with pytest.raises(UserError, match=r"position.weight is of \(50, 8\) there and of \(60, 8\) here"):
+    with pytest.raises(
+        UserError, match=r"position.weight is of \(50, 8\) there and of \(60, 8\) here"
+    ):
         set_up({**model, "max_history": 60}, config_of("sasrec"), inputs, init=uri)
     for day in range(3):
         write_day(tmp_path / "other/raw", day, 20, PLACES)
     other = append(tmp_path / "other", "actions")
-    with pytest.raises(UserError, match="is a checkpoint of the model 'sasrec', not of 'attn_lfa'"):
+    with pytest.raises(
+        UserError, match="is a checkpoint of the model 'sasrec', not of 'attn_lfa'"
+    ):
         set_up(MODELS["attn_lfa"], config_of("attn_lfa"), other, init=uri)

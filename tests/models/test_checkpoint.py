@@ -27,8 +27,16 @@ from models.train import main
 from models.uri import open_uri
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
-TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
-         "num_decoder_layers": 1, "beam": 24}  # fmt: skip
+TIGER = {
+    "name": "tiger",
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "beam": 24,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +46,43 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     other, other_sids = write_tables(folder / "other", items=20)
     for name, model in {"sasrec": SASREC, "tiger": TIGER}.items():
         setup = set_up(model, FitConfig(batch_size=8), Inputs(tables, sids))
-        checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=3), {"cursor": {"epoch": 3}})
+        checkpoint.save(
+            folder / name,
+            setup.model,
+            setup.checkpoint(epoch=3),
+            {"cursor": {"epoch": 3}},
+        )
     return {
-        "tables": tables, "sids": sids, "other": other, "other_sids": other_sids,
-        "sasrec": str(folder / "sasrec"), "tiger": str(folder / "tiger"),
-    }  # fmt: skip
+        "tables": tables,
+        "sids": sids,
+        "other": other,
+        "other_sids": other_sids,
+        "sasrec": str(folder / "sasrec"),
+        "tiger": str(folder / "tiger"),
+    }
 
 
 @pytest.mark.parametrize("name", ["sasrec", "tiger"])
-def test_a_loaded_model_ranks_as_the_saved_one(saved: dict[str, str], name: str) -> None:
+def test_a_loaded_model_ranks_as_the_saved_one(
+    saved: dict[str, str], name: str
+) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
     model, about = registry.load(saved[name], catalogue)
     again, _ = registry.load(saved[name], catalogue, name=name)
     assert about.epoch == 3
-    assert set(about.hashes) == ({"sequences", "items", "sids", "trie"} if name == "tiger" else {"sequences", "items"})
-    batch = {"history": torch.tensor([[1, 2, 3]]), "history_length": torch.tensor([3]), "user": torch.tensor([7])}
-    for ours, theirs in zip(model.recommend(batch, 10), again.recommend(batch, 10), strict=True):
+    assert set(about.hashes) == (
+        {"sequences", "items", "sids", "trie"}
+        if name == "tiger"
+        else {"sequences", "items"}
+    )
+    batch = {
+        "history": torch.tensor([[1, 2, 3]]),
+        "history_length": torch.tensor([3]),
+        "user": torch.tensor([7]),
+    }
+    for ours, theirs in zip(
+        model.recommend(batch, 10), again.recommend(batch, 10), strict=True
+    ):
         assert torch.equal(ours, theirs)
     assert checkpoint.load_state(saved[name]) == {"cursor": {"epoch": 3}}
 
@@ -63,12 +92,30 @@ def test_what_does_not_belong_together_is_refused(saved: dict[str, str]) -> None
     wider = registry.build(registry.config_from_dict({**SASREC, "dim": 32}), catalogue)
     other_trie = replace(catalogue, hashes={**catalogue.hashes, "trie": "0" * 64})
     for load, said in (
-        (lambda: registry.load(saved["sasrec"], catalogue, name="tiger"), "of the model 'sasrec', not of 'tiger'"),
-        (lambda: checkpoint.load_weights(wider, saved["sasrec"]), "does not fit the model.*size mismatch"),
-        (lambda: registry.load(saved["sasrec"], Catalogue.load(saved["other"])), "another table 'items'.*evaluate on"),
-        (lambda: registry.load(saved["tiger"], Catalogue.load(saved["tables"])), "table 'sids' that is not given"),
-        (lambda: Catalogue.load(saved["tables"], saved["other_sids"]), "sids was made from other items"),
-        (lambda: registry.load(saved["tiger"], other_trie), "another table 'trie'.*give the --sids"),
+        (
+            lambda: registry.load(saved["sasrec"], catalogue, name="tiger"),
+            "of the model 'sasrec', not of 'tiger'",
+        ),
+        (
+            lambda: checkpoint.load_weights(wider, saved["sasrec"]),
+            "does not fit the model.*size mismatch",
+        ),
+        (
+            lambda: registry.load(saved["sasrec"], Catalogue.load(saved["other"])),
+            "another table 'items'.*evaluate on",
+        ),
+        (
+            lambda: registry.load(saved["tiger"], Catalogue.load(saved["tables"])),
+            "table 'sids' that is not given",
+        ),
+        (
+            lambda: Catalogue.load(saved["tables"], saved["other_sids"]),
+            "sids was made from other items",
+        ),
+        (
+            lambda: registry.load(saved["tiger"], other_trie),
+            "another table 'trie'.*give the --sids",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             load()
@@ -78,12 +125,17 @@ def test_damage_is_named(saved: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a checkpoint: it holds no config\.json"):
         checkpoint.read(tmp_path)
     broken = Path(shutil.copytree(saved["sasrec"], tmp_path / "broken"))
-    weights, state, config = (broken / name for name in ("model.safetensors", "state.pt", "config.json"))
+    weights, state, config = (
+        broken / name for name in ("model.safetensors", "state.pt", "config.json")
+    )
     state.unlink()
     with pytest.raises(UserError, match=r"holds no state\.pt"):
         checkpoint.load_state(broken)
     weights.write_bytes(weights.read_bytes()[:-50])
-    with pytest.raises(UserError, match=r"model\.safetensors has \d+ bytes, config\.json says \d+: truncated"):
+    with pytest.raises(
+        UserError,
+        match=r"model\.safetensors has \d+ bytes, config\.json says \d+: truncated",
+    ):
         checkpoint.read(broken)
     weights.unlink()
     with pytest.raises(UserError, match=r"model\.safetensors is missing"):
@@ -97,17 +149,33 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
     saved: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = tmp_path / "sasrec.yaml"
-    config.write_text(json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 3}}))
-    arguments = ["--config", str(config), "--tables", saved["tables"], "--output", str(tmp_path / "run")]
+    config.write_text(
+        json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 3}})
+    )
+    arguments = [
+        "--config",
+        str(config),
+        "--tables",
+        saved["tables"],
+        "--output",
+        str(tmp_path / "run"),
+    ]
     main(arguments)
     assert "epoch   3/3" in capsys.readouterr().out
     main(arguments)
     again = capsys.readouterr().out
     assert "continuing after epoch 3" in again
     assert "val ndcg" not in again
-    assert checkpoint.read(tmp_path / "run/best").metrics["ndcg@10"] > 0.3  # random order: about 0.19
-    config.write_text(json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 4}}))
-    with pytest.raises(SystemExit, match=r"run was begun with fit.max_epochs 3, not 4; give another --output"):
+    assert (
+        checkpoint.read(tmp_path / "run/best").metrics["ndcg@10"] > 0.3
+    )  # random order: about 0.19
+    config.write_text(
+        json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 4}})
+    )
+    with pytest.raises(
+        SystemExit,
+        match=r"run was begun with fit.max_epochs 3, not 4; give another --output",
+    ):
         main(arguments)
     config.write_text(json.dumps({"model": TIGER}))
     with pytest.raises(SystemExit, match="needs semantic IDs"):
@@ -118,7 +186,9 @@ def linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
     """A small model with what is saved beside it, all of `epoch`, in a run whose best is the first."""
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, epoch)
-    about = checkpoint.Checkpoint({"name": "linear"}, epoch=epoch, step=epoch, best={"step": 1})
+    about = checkpoint.Checkpoint(
+        {"name": "linear"}, epoch=epoch, step=epoch, best={"step": 1}
+    )
     return model, about, {"epoch": epoch, "moments": torch.full((5,), float(epoch))}
 
 
@@ -127,34 +197,55 @@ def used(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
     model = nn.Linear(3, 2)
     checkpoint.load_weights(model, folder)
     state = checkpoint.load_state(folder)
-    return checkpoint.read(folder), model.weight.flatten().tolist(), {**state, "moments": state["moments"].tolist()}
+    return (
+        checkpoint.read(folder),
+        model.weight.flatten().tolist(),
+        {**state, "moments": state["moments"].tolist()},
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "config.json"])
-def test_a_flipped_bit_is_found_when_the_checkpoint_is_used(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found_when_the_checkpoint_is_used(
+    tmp_path: Path, name: str
+) -> None:
     checkpoint.save(tmp_path / "best", *linear(1))
     right = used(tmp_path / "best")
     file = tmp_path / "best" / name
     whole, said = file.read_bytes(), []
     places = range(0, len(whole), 1 if len(whole) < 300 else 7)
     for place in places:
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        file.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+        )
         try:
             assert used(tmp_path / "best") == right
         except UserError as error:
             said.append(str(error))
-    assert all(name in line and "use another checkpoint or train again" in line for line in said)
+    assert all(
+        name in line and "use another checkpoint or train again" in line
+        for line in said
+    )
     assert not any("\n" in line for line in said)
-    assert len(said) >= (len(places) * 0.8 if name == "config.json" else len(places))  # some of its bits are spaces
+    assert len(said) >= (
+        len(places) * 0.8 if name == "config.json" else len(places)
+    )  # some of its bits are spaces
 
 
 def test_files_of_other_folders_are_none_of_a_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "best", *linear(1))
     config = tmp_path / "best/config.json"
     content = unsealed(config.read_text())
-    for files in ({"../model.safetensors": 3}, {"/etc/passwd": 3}, ["model.safetensors"], 3):
+    for files in (
+        {"../model.safetensors": 3},
+        {"/etc/passwd": 3},
+        ["model.safetensors"],
+        3,
+    ):
         config.write_text(sealed({**content, "files": files}))
-        with pytest.raises(UserError, match=r"config\.json is damaged \(.*\); use another checkpoint or train again"):
+        with pytest.raises(
+            UserError,
+            match=r"config\.json is damaged \(.*\); use another checkpoint or train again",
+        ):
             checkpoint.read(tmp_path / "best")
 
 
@@ -193,7 +284,9 @@ def killed_at(step: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def test_a_run_that_is_killed_while_it_saves_has_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_while_it_saves_has_a_whole_checkpoint(
+    tmp_path: Path,
+) -> None:
     def stand(epoch: int) -> None:
         checkpoint.keep(str(tmp_path), *linear(epoch))
 
@@ -209,12 +302,20 @@ def test_a_run_that_is_killed_while_it_saves_has_a_whole_checkpoint(tmp_path: Pa
         assert weights == [about.epoch] * 6
         assert state == {"epoch": about.epoch, "moments": [about.epoch] * 5}
         found.add(about.epoch)
-        assert checkpoint.read(tmp_path / "step-00000001").epoch == 1  # the best is kept
+        assert (
+            checkpoint.read(tmp_path / "step-00000001").epoch == 1
+        )  # the best is kept
         stand(4)  # writes over what is half done
         stand(5)
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000005"]
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+            "step-00000001",
+            "step-00000005",
+        ]
         best = checkpoint.publish(str(tmp_path), linear(5)[1])
-        assert (checkpoint.read(best).epoch, sorted(checkpoint.read(best).files)) == (1, ["model.safetensors"])
+        assert (checkpoint.read(best).epoch, sorted(checkpoint.read(best).files)) == (
+            1,
+            ["model.safetensors"],
+        )
         if not killed:
             break
         step += 1
@@ -237,12 +338,19 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
         model.bias[1] = float("nan")
-    checkpoint.save(tmp_path / "best", model, checkpoint.Checkpoint(model={"name": "any"}))
-    with pytest.raises(UserError, match=r"weights of .*best are not all finite \(bias\): its training diverged"):
+    checkpoint.save(
+        tmp_path / "best", model, checkpoint.Checkpoint(model={"name": "any"})
+    )
+    with pytest.raises(
+        UserError,
+        match=r"weights of .*best are not all finite \(bias\): its training diverged",
+    ):
         checkpoint.load_weights(torch.nn.Linear(3, 2), tmp_path / "best")
 
 
-def test_a_checkpoint_on_its_way_to_a_storage_is_none_until_it_is_there(s3: str) -> None:
+def test_a_checkpoint_on_its_way_to_a_storage_is_none_until_it_is_there(
+    s3: str,
+) -> None:
     way: list[Callable[[], None]] = []
 
     class Held(checkpoint.Uploads):
@@ -252,7 +360,10 @@ def test_a_checkpoint_on_its_way_to_a_storage_is_none_until_it_is_there(s3: str)
     run = f"{s3}/uploads"
     checkpoint.keep(run, *linear(1), first := checkpoint.Uploads())
     first.wait()
-    for epoch in (2, 3):  # what is sent is what the model was, whatever has become of it
+    for epoch in (
+        2,
+        3,
+    ):  # what is sent is what the model was, whatever has become of it
         checkpoint.keep(run, *linear(epoch), Held())
     steps = []
     for upload in [lambda: None, *way]:

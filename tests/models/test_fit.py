@@ -13,7 +13,17 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from models.fit import EpochEvent, FitConfig, StepEvent, StillEvent, describe, fit, learning_rate, prefetch, step_seed
+from models.fit import (
+    EpochEvent,
+    FitConfig,
+    StepEvent,
+    StillEvent,
+    describe,
+    fit,
+    learning_rate,
+    prefetch,
+    step_seed,
+)
 from models.tables import UserError
 
 
@@ -28,13 +38,19 @@ class Classifier(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         state = self.dropout(torch.relu(self.hidden(self.embedding(batch["x"]))))
-        return {"loss": nn.functional.cross_entropy(state @ self.embedding.weight.T, batch["y"])}
+        return {
+            "loss": nn.functional.cross_entropy(
+                state @ self.embedding.weight.T, batch["y"]
+            )
+        }
 
 
 class Batches:
     """Rows (3 i mod 20 -> 7 i mod 20), shuffled by epoch, this rank's part of every global batch."""
 
-    def __init__(self, size: int = 8, count: int = 5, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, size: int = 8, count: int = 5, rank: int = 0, world: int = 1
+    ) -> None:
         self.size, self.count, self.rank, self.world = size, count, rank, world
         self.made = 0
 
@@ -42,7 +58,9 @@ class Batches:
         return self.count
 
     def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
-        order = torch.randperm(self.size * self.count, generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(
+            self.size * self.count, generator=torch.Generator().manual_seed(epoch)
+        )
         for i in range(skip, self.count):
             rows = order[i * self.size : (i + 1) * self.size][self.rank :: self.world]
             self.made += 1
@@ -60,7 +78,9 @@ def start(seed: int = 0, dropout: float = 0.5) -> Classifier:
     return Classifier(dropout=dropout)
 
 
-def finish(model: nn.Module, config: FitConfig, **options: object) -> list[StepEvent | EpochEvent]:
+def finish(
+    model: nn.Module, config: FitConfig, **options: object
+) -> list[StepEvent | EpochEvent]:
     return list(fit(model, Batches(), validate, config, **options))
 
 
@@ -69,7 +89,13 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 CONFIG = FitConfig(
-    lr=0.01, warmup_steps=3, max_epochs=4, batch_size=8, log_every_steps=2, checkpoint_every_steps=3, eval_every_steps=4
+    lr=0.01,
+    warmup_steps=3,
+    max_epochs=4,
+    batch_size=8,
+    log_every_steps=2,
+    checkpoint_every_steps=3,
+    eval_every_steps=4,
 )
 
 
@@ -79,12 +105,20 @@ def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path, optimizer: str) 
     undisturbed = start()
     whole = finish(undisturbed, config)
     saves = [event for event in whole if event.state]
-    assert {type(event) for event in saves} == {StepEvent, EpochEvent}  # within epochs and at their ends
+    assert {type(event) for event in saves} == {
+        StepEvent,
+        EpochEvent,
+    }  # within epochs and at their ends
     for number in range(len(saves) - 1):
         model = start()
-        for i, event in enumerate(e for e in fit(model, Batches(), validate, config) if e.state):
+        for i, event in enumerate(
+            e for e in fit(model, Batches(), validate, config) if e.state
+        ):
             if i == number:
-                torch.save({"model": model.state_dict(), "state": event.state}, tmp_path / "saved.pt")
+                torch.save(
+                    {"model": model.state_dict(), "state": event.state},
+                    tmp_path / "saved.pt",
+                )
                 break
         saved = torch.load(tmp_path / "saved.pt", weights_only=True)
         resumed = start(seed=99)
@@ -97,7 +131,9 @@ def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path, optimizer: str) 
         assert isinstance(last, EpochEvent)
         assert isinstance(expected, EpochEvent)
         assert last.metrics == expected.metrics
-        assert last.state["cursor"]["best_step"] == expected.state["cursor"]["best_step"]
+        assert (
+            last.state["cursor"]["best_step"] == expected.state["cursor"]["best_step"]
+        )
 
 
 def test_resuming_skips_batches_without_making_them() -> None:
@@ -122,9 +158,16 @@ def test_a_finished_run_does_nothing_more() -> None:
 def test_best_and_stop_follow_the_validation_metric_alone() -> None:
     values = iter([0.1, 0.5, 0.5, 0.4, 0.9, 0.9])
     config = FitConfig(lr=0.1, max_epochs=6, patience=2, warmup_steps=0)
-    events = fit(start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config)
+    events = fit(
+        start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config
+    )
     ends = [event for event in events if isinstance(event, EpochEvent)]
-    assert [event.is_best for event in ends] == [True, True, False, False]  # an equal value is not better
+    assert [event.is_best for event in ends] == [
+        True,
+        True,
+        False,
+        False,
+    ]  # an equal value is not better
     assert [event.stop for event in ends] == [False, False, False, True]
     assert ends[-1].state["cursor"]["best_epoch"] == 2
     why = "stopped: no better val ndcg@10 in 2 validations (fit.patience), best 0.5000 in epoch 2"
@@ -135,15 +178,33 @@ def test_best_and_stop_follow_the_validation_metric_alone() -> None:
 def test_a_long_epoch_says_every_30_seconds_that_it_is_alive() -> None:
     time = iter(range(0, 10_000, 12))  # asked once a step: 12 seconds each
     config = FitConfig(max_epochs=2, log_every_steps=2)
-    events = list(fit(start(), Batches(count=8), validate, config, clock=lambda: float(next(time))))
+    events = list(
+        fit(
+            start(), Batches(count=8), validate, config, clock=lambda: float(next(time))
+        )
+    )
     alive = [event for event in events if isinstance(event, StillEvent)]
-    assert [(event.epoch, event.step) for event in alive] == [(1, 3), (1, 6), (2, 11), (2, 14)]
-    assert all(not event.state and not event.metrics and event.steps_in_epoch == 8 for event in alive)
+    assert [(event.epoch, event.step) for event in alive] == [
+        (1, 3),
+        (1, 6),
+        (2, 11),
+        (2, 14),
+    ]
+    assert all(
+        not event.state and not event.metrics and event.steps_in_epoch == 8
+        for event in alive
+    )
     assert "step      3" in describe(alive[0], config)
     assert describe(alive[0], config).endswith("8 steps per epoch")
     quick = fit(start(), Batches(count=8), validate, config, clock=lambda: 0.0)
-    told = [(event.step, event.loss) for event in events if not isinstance(event, StillEvent)]
-    assert told == [(event.step, event.loss) for event in quick]  # and it changes nothing
+    told = [
+        (event.step, event.loss)
+        for event in events
+        if not isinstance(event, StillEvent)
+    ]
+    assert told == [
+        (event.step, event.loss) for event in quick
+    ]  # and it changes nothing
 
 
 def test_validation_every_n_epochs_and_at_the_end() -> None:
@@ -155,10 +216,19 @@ def test_validation_every_n_epochs_and_at_the_end() -> None:
 def test_validation_every_n_steps_within_epochs() -> None:
     values = iter([0.1, 0.5, 0.4, 0.3, 0.9])
     config = FitConfig(max_epochs=4, eval_every_steps=3, patience=2, log_every_steps=50)
-    events = list(fit(start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config))
-    checked = [(event.step, event.is_best, event.stop) for event in events if event.metrics]
+    events = list(
+        fit(start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config)
+    )
+    checked = [
+        (event.step, event.is_best, event.stop) for event in events if event.metrics
+    ]
     # 5 steps an epoch: after 3 and at its end; the fourth validation is the second without a better value
-    assert checked == [(3, True, False), (5, True, False), (6, False, False), (9, False, True)]
+    assert checked == [
+        (3, True, False),
+        (5, True, False),
+        (6, False, False),
+        (9, False, True),
+    ]
     last = events[-1]
     assert isinstance(last, StepEvent)
     assert last.state["cursor"]["best_step"] == 5
@@ -166,7 +236,9 @@ def test_validation_every_n_steps_within_epochs() -> None:
 
 
 def test_a_metric_or_a_loss_that_is_no_number_is_named() -> None:
-    with pytest.raises(UserError, match=r"ndcg@10 is nan on the 4 rows validated.*fit\.metric"):
+    with pytest.raises(
+        UserError, match=r"ndcg@10 is nan on the 4 rows validated.*fit\.metric"
+    ):
         list(fit(start(), Batches(), lambda model: ({"ndcg@10": math.nan}, 4), CONFIG))
     model = start()
     with torch.no_grad():
@@ -182,17 +254,29 @@ def test_learning_rate_rises_then_falls() -> None:
     assert rates[0] == pytest.approx(0.01)
     assert rates[-1] < 1e-4
     assert all(a >= b for a, b in pairwise(rates[99:]))
-    assert learning_rate(FitConfig(lr=1.0, warmup_steps=0, schedule="constant"), 999, 1000) == 1.0
+    assert (
+        learning_rate(FitConfig(lr=1.0, warmup_steps=0, schedule="constant"), 999, 1000)
+        == 1.0
+    )
 
 
 def test_step_seeds_differ_between_ranks_and_steps() -> None:
-    seeds = {step_seed(seed, rank, step) for seed in range(3) for rank in range(8) for step in range(50)}
+    seeds = {
+        step_seed(seed, rank, step)
+        for seed in range(3)
+        for rank in range(8)
+        for step in range(50)
+    }
     assert len(seeds) == 3 * 8 * 50
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [("batch_size", 0, "at least 1"), ("lr", 0.0, "above 0"), ("warmup_share", 2.0, "between 0 and 1")],
+    [
+        ("batch_size", 0, "at least 1"),
+        ("lr", 0.0, "above 0"),
+        ("warmup_share", 2.0, "between 0 and 1"),
+    ],
 )
 def test_impossible_config(field: str, value: float, message: str) -> None:
     with pytest.raises(ValueError, match=rf"fit\.{field} is .*{message}"):
@@ -207,25 +291,46 @@ def trained_by(rank: int, counts: tuple[int, int]) -> dict:
     """What one of two workers sees of a training."""
     model, batches = start(dropout=0.0), Batches(rank=rank, world=2, count=counts[rank])
 
-    def half(model: nn.Module) -> tuple[dict[str, float], int]:  # unequal shares: 5 and 15 of 20 requests
+    def half(
+        model: nn.Module,
+    ) -> tuple[dict[str, float], int]:  # unequal shares: 5 and 15 of 20 requests
         mine = range(5) if rank == 0 else range(5, 20)
-        return {"ndcg@10": sum(model.embedding.weight[i].sum().item() for i in mine)}, len(mine)
+        return {
+            "ndcg@10": sum(model.embedding.weight[i].sum().item() for i in mine)
+        }, len(mine)
 
-    def one_sided(model: nn.Module) -> tuple[dict[str, Tensor], int]:  # the first rank has nothing to validate
+    def one_sided(
+        model: nn.Module,
+    ) -> tuple[dict[str, Tensor], int]:  # the first rank has nothing to validate
         return ({"histogram": torch.tensor([3.0, 1.0])}, 4) if rank else ({}, 0)
 
     of = half if counts == EQUAL else one_sided
-    means = None if counts == EQUAL else lambda sums: {"ndcg@10": float(sums["histogram"][0] / sums["histogram"].sum())}
+    means = (
+        None
+        if counts == EQUAL
+        else lambda sums: {
+            "ndcg@10": float(sums["histogram"][0] / sums["histogram"].sum())
+        }
+    )
     events = list(fit(model, batches, of, CONFIG, means=means, rank=rank, world=2))
     curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
-    ends = [(e.epoch, e.metrics, e.is_best, e.examples) for e in events if isinstance(e, EpochEvent)]
+    ends = [
+        (e.epoch, e.metrics, e.is_best, e.examples)
+        for e in events
+        if isinstance(e, EpochEvent)
+    ]
     return {"curve": curve, "ends": ends, "model": model.state_dict()}
 
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save({counts: trained_by(rank, counts) for counts in (EQUAL, UNEQUAL)}, f"{folder}/{rank}.pt")
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2
+    )
+    torch.save(
+        {counts: trained_by(rank, counts) for counts in (EQUAL, UNEQUAL)},
+        f"{folder}/{rank}.pt",
+    )
     torch.distributed.barrier()  # neither rank takes the connection down while the other still uses it
     torch.distributed.destroy_process_group()
 
@@ -247,7 +352,9 @@ def test_two_workers_equal_one_with_the_same_batches(two: list[dict]) -> None:
     events = finish(model, CONFIG)
     curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     assert [step for step, _ in curve] == [step for step, _ in ours[0]["curve"]]
-    assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in ours[0]["curve"]], rel=1e-5)
+    assert [loss for _, loss in curve] == pytest.approx(
+        [loss for _, loss in ours[0]["curve"]], rel=1e-5
+    )
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, ours[0]["model"][name], rtol=1e-4, atol=1e-6)
         assert torch.equal(ours[0]["model"][name], ours[1]["model"][name])

@@ -47,7 +47,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "group_output": 10,
         "dropout": 0.0,
     },
-    "actions": {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 32, "expert_width": 16, "tower_width": 8},
+    "actions": {
+        "width": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "ffn": 32,
+        "expert_width": 16,
+        "tower_width": 8,
+    },
 }
 DEEP = {"width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
 WAITS = {
@@ -69,7 +76,9 @@ def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
     if name == "tiger":
         options |= small_retrieval.TEACHER
     elif issubclass(entry.config, TaughtConfig):
-        options["teacher_model"] = LC_REC if name.startswith("lc_rec") else small_retrieval.TEACHER
+        options["teacher_model"] = (
+            LC_REC if name.startswith("lc_rec") else small_retrieval.TEACHER
+        )
     config = registry.config_from_dict(options)
     torch.manual_seed(0)
     model: Any = registry.build(config, catalogue)
@@ -77,20 +86,31 @@ def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
         model.set_teacher(registry.teacher_of(config, catalogue))
     batch = small_retrieval.requests(8, longest=5)
     if entry.unit == "user":
-        batch |= {"target": torch.tensor([1, 2, 3]), "target_row": torch.tensor([0, 1, 2])}
+        batch |= {
+            "target": torch.tensor([1, 2, 3]),
+            "target_row": torch.tensor([0, 1, 2]),
+        }
         batch |= {"target_position": torch.tensor([0, 0, 0])}
     return model, batch
 
 
-def search_model(name: str, log: tuple[str, str], **options: Any) -> tuple[Any, SearchExamples]:
-    config = registry.config_from_dict({"name": name} | SMALL["search"] | ({} if name == "base" else DEEP) | options)
+def search_model(
+    name: str, log: tuple[str, str], **options: Any
+) -> tuple[Any, SearchExamples]:
+    config = registry.config_from_dict(
+        {"name": name} | SMALL["search"] | ({} if name == "base" else DEEP) | options
+    )
     catalogue = SearchCatalogue.load(*log)
     torch.manual_seed(0)
     model = registry.build(config, catalogue)
-    return model, SearchExamples.of_model(config).load(join(log[0], "sequences"), "train", max_history=8)
+    return model, SearchExamples.of_model(config).load(
+        join(log[0], "sequences"), "train", max_history=8
+    )
 
 
-logging.getLogger("torch.__trace").disabled = True  # a record of every operation, of which pytest would keep all
+logging.getLogger(
+    "torch.__trace"
+).disabled = True  # a record of every operation, of which pytest would keep all
 
 
 def traced(run: Any) -> Any:
@@ -108,12 +128,18 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, T
     monkeypatch.setattr(
         torch,
         "autocast",
-        lambda device, *of, **how: nullcontext() if device == "meta" else autocast(device, *of, **how),
+        lambda device, *of, **how: (
+            nullcontext() if device == "meta" else autocast(device, *of, **how)
+        ),
     )
-    monkeypatch.setattr(fast, "check_finite", lambda weights, *of: weights)  # once, when they are derived
+    monkeypatch.setattr(
+        fast, "check_finite", lambda weights, *of: weights
+    )  # once, when they are derived
 
     def moved(batch: dict[str, Tensor], *modules: Any) -> dict[str, Tensor]:
-        for module in [inner for outer in modules for inner in outer.to("meta").modules()]:
+        for module in [
+            inner for outer in modules for inner in outer.to("meta").modules()
+        ]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, Tensor):
                     setattr(module, name, value.to("meta"))
@@ -124,8 +150,12 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, T
 
 def test_what_reads_a_value_back_is_seen(without_values):
     values = without_values({"x": torch.randn(3)})["x"]
-    for wait in (lambda: values.sum().item(), lambda: values[values > 0], lambda: bool((values > 0).any()),
-                 lambda: values.repeat_interleave((values > 0).long())):  # fmt: skip
+    for wait in (
+        lambda: values.sum().item(),
+        lambda: values[values > 0],
+        lambda: bool((values > 0).any()),
+        lambda: values.repeat_interleave((values > 0).long()),
+    ):
         with pytest.raises((RuntimeError, NotImplementedError)):
             wait()
 
@@ -144,27 +174,48 @@ def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
         return
     bare, search = bare.eval(), type(model).recommend.__wrapped__.__wrapped__
     with torch.no_grad():
-        for how in [{}] + [{"constrained": False}] * ("constrained" in registry.recommend_options(name)):
+        for how in [{}] + [{"constrained": False}] * (
+            "constrained" in registry.recommend_options(name)
+        ):
             search(bare, empty, 3, **how)
-            search(bare, {**empty, "allowed": allow(bare, torch.zeros(30, dtype=torch.bool, device="meta"))}, 3, **how)
+            search(
+                bare,
+                {
+                    **empty,
+                    "allowed": allow(
+                        bare, torch.zeros(30, dtype=torch.bool, device="meta")
+                    ),
+                },
+                3,
+                **how,
+            )
     model.eval()
     allowed = allow(model, torch.arange(30) % 3 > 0)
-    items, scores = model.recommend(batch, 3, allowed=allowed)  # which makes what is kept of the weights
+    items, scores = model.recommend(
+        batch, 3, allowed=allowed
+    )  # which makes what is kept of the weights
     with torch.no_grad():
         found = traced(lambda: search(model, {**batch, "allowed": allowed}, 3))
     assert torch.equal(found[0], items)
     assert torch.allclose(found[1], scores, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in OF["retrieval"] if registry.find(name).recommends])
+@pytest.mark.parametrize(
+    "name", [name for name in OF["retrieval"] if registry.find(name).recommends]
+)
 def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
     model, _ = retrieval_model(name)
     model.eval()
     batch = small_retrieval.requests(2, longest=5)
     batch["history_length"] = torch.tensor([0, 5])
     batch["history"] = torch.tensor([[-1] * 5, [1, 2, 3, 4, 5]])
-    alone = {key: value[:1] for key, value in batch.items()} | {"history": batch["history"][:1, :1]}
-    wide = {**batch, "history": torch.nn.functional.pad(batch["history"], (0, 7), value=-1)}
+    alone = {key: value[:1] for key, value in batch.items()} | {
+        "history": batch["history"][:1, :1]
+    }
+    wide = {
+        **batch,
+        "history": torch.nn.functional.pad(batch["history"], (0, 7), value=-1),
+    }
     items, scores = model.recommend(batch, 3)
     for other in (alone, wide):
         found = model.recommend(other, 3)
@@ -175,7 +226,9 @@ def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF["search"])
 def test_no_step_of_search_waits(name, search_log, without_values):
-    model, examples = search_model(name, search_log, **({} if name == "base" else {"num_layers": 1}))
+    model, examples = search_model(
+        name, search_log, **({} if name == "base" else {"num_layers": 1})
+    )
     batch = examples.filled(examples.collate(np.arange(9)))
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
     empty = without_values(batch, model)
@@ -192,12 +245,16 @@ def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsExa
     config = registry.config_from_dict({"name": name} | SMALL["actions"] | options)
     torch.manual_seed(0)
     model = registry.build(config, ActionsCatalogue.load(feed))
-    examples = ActionsExamples.of_model(config).load(join(feed, "sequences"), "train", unit=entry.unit, max_history=10)
+    examples = ActionsExamples.of_model(config).load(
+        join(feed, "sequences"), "train", unit=entry.unit, max_history=10
+    )
     return model, examples
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in OF["actions"]), ("attn_lfa", False)])
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, True) for name in OF["actions"]), ("attn_lfa", False)]
+)
 def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values):
     model, examples = actions_model(name, feed, num_layers=1)
     batch = next(examples.epoch(5, seed=1, epoch=0, few_shapes=True))
@@ -205,7 +262,9 @@ def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values)
     batch |= {} if tied else {"untied": torch.zeros(0)}
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
     with torch.no_grad():
-        assert traced(lambda: model.eval().logits(batch, history=False)).isfinite().all()
+        assert (
+            traced(lambda: model.eval().logits(batch, history=False)).isfinite().all()
+        )
     empty = without_values(batch, model)
     model.train()(empty)["loss"].backward()
     with torch.no_grad():
@@ -226,7 +285,9 @@ def alike(model: Any, plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None
         model.zero_grad()
         loss = model.eval()(batch)["loss"]
         loss.backward()
-        found.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+        found.append(
+            [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+        )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -271,12 +332,21 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
     model, _ = retrieval_model(name)
     batch = small_retrieval.requests(5, longest=5)
     search = type(model.eval()).recommend.__wrapped__.__wrapped__
-    sets = [allow(model, torch.arange(30) % step == 0) for step in (2, 3, 30)]  # of one graph
+    sets = [
+        allow(model, torch.arange(30) % step == 0) for step in (2, 3, 30)
+    ]  # of one graph
     for allowed in [None, None, None, *sets]:
         items, scores = model.recommend(batch, 4, allowed=allowed)
         given = batch if allowed is None else {**batch, "allowed": allowed}
         with torch.no_grad():
-            found = _replayed(model, "a test", given, lambda given: search(model, given, 4), "highest", False)
+            found = _replayed(
+                model,
+                "a test",
+                given,
+                lambda given: search(model, given, 4),
+                "highest",
+                False,
+            )
         assert torch.equal(found[0], items)
         assert torch.allclose(found[1], scores, atol=1e-5)
 
@@ -294,7 +364,9 @@ def test_requests_of_several_threads_get_their_own_answers():
         return [place.copy_(value) for place, value in zip(kept, found, strict=True)]
 
     def ask(turn: int) -> bool:
-        found = _replayed(model, "threads", batches[turn % 4], search, "highest", False)[0]
+        found = _replayed(
+            model, "threads", batches[turn % 4], search, "highest", False
+        )[0]
         return torch.equal(found, wanted[turn % 4])
 
     before = sys.getswitchinterval()
@@ -331,23 +403,46 @@ class Repeated:
         return (dict(batch) for batch in islice(cycle(self.batches), skip, 7))
 
 
-def trained(model: Any, batches: list[dict[str, Tensor]], stop: int = 0, state: Any = None, **options: Any) -> Any:
+def trained(
+    model: Any,
+    batches: list[dict[str, Tensor]],
+    stop: int = 0,
+    state: Any = None,
+    **options: Any,
+) -> Any:
     """The weights after two epochs, or the state of the event after `stop` steps."""
-    config = FitConfig(max_epochs=2, metric="none", seed=3, lr=0.01, checkpoint_every_steps=3, **options)
-    for event in fit(model, Repeated(batches), lambda m: ({"none": 0.0}, 1), config, state=state):
+    config = FitConfig(
+        max_epochs=2,
+        metric="none",
+        seed=3,
+        lr=0.01,
+        checkpoint_every_steps=3,
+        **options,
+    )
+    for event in fit(
+        model, Repeated(batches), lambda m: ({"none": 0.0}, 1), config, state=state
+    ):
         if event.step == stop and event.state:
-            return {"weights": {n: v.clone() for n, v in model.state_dict().items()}, "state": event.state}
+            return {
+                "weights": {n: v.clone() for n, v in model.state_dict().items()},
+                "state": event.state,
+            }
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
 def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypatch):
     """As on a GPU, but for the graph: the third batch of a shape and all later ones are copied into kept tensors."""
-    batches = [small_retrieval.requests(8, longest=5), small_retrieval.requests(8, seed=2, longest=4)]
+    batches = [
+        small_retrieval.requests(8, longest=5),
+        small_retrieval.requests(8, seed=2, longest=4),
+    ]
     plain = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
     made = []
     monkeypatch.setattr(fit_module, "captures", lambda *of: True)
-    monkeypatch.setattr(fit_module, "Graphs", lambda *of: made.append(Graphs(*of)) or made[-1])
+    monkeypatch.setattr(
+        fit_module, "Graphs", lambda *of: made.append(Graphs(*of)) or made[-1]
+    )
     replayed = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
     assert [len(graphs._graphs) for graphs in made] == [2]
     stopped = trained(retrieval_model("tiger")[0], batches, stop=9, optimizer=optimizer)
@@ -364,7 +459,10 @@ def test_adagrad_of_all_parameters_at_once_is_torchs():
     start = [torch.randn(3, 4), torch.randn(5)]
     ours, theirs = ([p.clone().requires_grad_() for p in start] for _ in range(2))
     options = {"lr": 0.1, "weight_decay": 0.01}
-    steppers = [(CapturableAdagrad(ours, **options), ours), (torch.optim.Adagrad(theirs, **options), theirs)]
+    steppers = [
+        (CapturableAdagrad(ours, **options), ours),
+        (torch.optim.Adagrad(theirs, **options), theirs),
+    ]
     for _ in range(4):
         gradients = [torch.randn_like(p) for p in start]
         for optimizer, parameters in steppers:

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.label_loss import LabelOptions, counted, drawn, label_loss, mask_places, weights_of
+from models.label_loss import (
+    LabelOptions,
+    counted,
+    drawn,
+    label_loss,
+    mask_places,
+    weights_of,
+)
 from models.search import metrics
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.ranker import Ranker, RankerConfig
@@ -19,7 +26,12 @@ from tests.search_tables import write_search
 LABELS = ("click", "purchase", "share")
 
 
-def plain_loss(logits: torch.Tensor, labels: torch.Tensor, weights: dict[str, float], masks: dict[str, str]) -> float:
+def plain_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: dict[str, float],
+    masks: dict[str, str],
+) -> float:
     total = 0.0
     for place, name in enumerate(LABELS):
         terms = []
@@ -32,19 +44,28 @@ def plain_loss(logits: torch.Tensor, labels: torch.Tensor, weights: dict[str, fl
     return total
 
 
-@pytest.mark.parametrize("masks", [{}, {"purchase": "click"}, {"purchase": "click", "share": "purchase"}])
-@pytest.mark.parametrize("weights", [{}, {"click": 0.5, "share": 3.0}, {"purchase": 0.0}])
+@pytest.mark.parametrize(
+    "masks", [{}, {"purchase": "click"}, {"purchase": "click", "share": "purchase"}]
+)
+@pytest.mark.parametrize(
+    "weights", [{}, {"click": 0.5, "share": 3.0}, {"purchase": 0.0}]
+)
 def test_the_loss_is_its_loop(masks: dict[str, str], weights: dict[str, float]) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(40, 3), torch.rand(40, 3) < 0.4
     places = mask_places(LABELS, masks)
     there = counted(labels, places) if masks else None
     got = label_loss(logits, labels, weights_of(LABELS, weights), there)
-    assert float(got) == pytest.approx(plain_loss(logits, labels, weights, masks), rel=1e-5)
+    assert float(got) == pytest.approx(
+        plain_loss(logits, labels, weights, masks), rel=1e-5
+    )
 
 
 def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
-    logits, labels = torch.randn(5, 2, requires_grad=True), torch.zeros(5, 2, dtype=torch.bool)
+    logits, labels = (
+        torch.randn(5, 2, requires_grad=True),
+        torch.zeros(5, 2, dtype=torch.bool),
+    )
     loss = label_loss(logits, labels, [1.0, 1.0], counted(labels, [None, 0]))
     loss.backward()
     assert torch.isfinite(loss)
@@ -54,9 +75,15 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"label_masks": {"purchas": "click"}}, "label_masks names 'purchas', which is no label .*purchase"),
+        (
+            {"label_masks": {"purchas": "click"}},
+            "label_masks names 'purchas', which is no label .*purchase",
+        ),
         ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'.*click"),
-        ({"label_weights": {"likes": 2.0}}, "label_weights names 'likes', which is no label of the tables"),
+        (
+            {"label_weights": {"likes": 2.0}},
+            "label_weights names 'likes', which is no label of the tables",
+        ),
         ({"label_weights": {"click": -1}}, "label_weights has -1 for 'click'"),
         ({"label_masks": {"click": "click"}}, "label_masks has 'click' for itself"),
         ({"negative_rate": 0.0}, r"negative_rate 0.0 is not in \(0, 1\]"),
@@ -72,7 +99,9 @@ def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
         use()
 
 
-def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighted_by_it() -> None:
+def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighted_by_it() -> (
+    None
+):
     rate, masks = 0.25, {"purchase": "click"}
     torch.manual_seed(0)
     logits, labels = torch.randn(600, 3), torch.rand(600, 3) < 0.2
@@ -83,12 +112,23 @@ def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighte
         for row in range(len(labels)):
             if name in masks and not labels[row, LABELS.index(masks[name])]:
                 continue
-            positive, chance = bool(labels[row, place]), 1 / (1 + math.exp(-float(logits[row, place])))
+            positive, chance = (
+                bool(labels[row, place]),
+                1 / (1 + math.exp(-float(logits[row, place]))),
+            )
             share = 1.0 if positive else rate
-            cost, weight = cost - share * math.log(chance if positive else 1 - chance), weight + share
+            cost, weight = (
+                cost - share * math.log(chance if positive else 1 - chance),
+                weight + share,
+            )
         expected += cost / weight
-    losses = [float(label_loss(logits, labels, [1.0] * 3, drawn(labels, places, rate))) for _ in range(400)]
-    assert np.mean(losses) == pytest.approx(expected, abs=4 * np.std(losses) / 20 + 1e-3)
+    losses = [
+        float(label_loss(logits, labels, [1.0] * 3, drawn(labels, places, rate)))
+        for _ in range(400)
+    ]
+    assert np.mean(losses) == pytest.approx(
+        expected, abs=4 * np.std(losses) / 20 + 1e-3
+    )
     assert drawn(labels, [None] * 3, 1.0) is None  # nothing to draw
 
 
@@ -98,11 +138,15 @@ def test_the_correction_is_the_log_of_the_rate(rate: float) -> None:
     correction = LabelOptions(negative_rate=rate).correction
     assert correction == math.log(rate)
     p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
-    torch.testing.assert_close((p.logit() + correction).sigmoid(), p * rate / (p * rate + 1 - p))
+    torch.testing.assert_close(
+        (p.logit() + correction).sigmoid(), p * rate / (p * rate + 1 - p)
+    )
 
 
 @pytest.fixture(scope="module")
-def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchCatalogue, dict[str, torch.Tensor]]:
+def search(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[SearchCatalogue, dict[str, torch.Tensor]]:
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
     examples = SearchExamples.load(join(tables, "sequences"), "train", max_history=8)
     return SearchCatalogue.load(tables, text), examples.collate(np.arange(12))
@@ -110,17 +154,23 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchCatalogue, d
 
 def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -> None:
     catalogue, batch = search
-    model = Ranker(RankerConfig(dropout=0.0, label_masks={"purchase": "click"}), catalogue)
+    model = Ranker(
+        RankerConfig(dropout=0.0, label_masks={"purchase": "click"}), catalogue
+    )
     clicked = batch["labels"][:, 0]
     assert 0 < clicked.sum() < len(clicked)
     other = {**batch, "labels": batch["labels"].clone()}
     other["labels"][~clicked, 1] = ~other["labels"][~clicked, 1]
     assert torch.equal(model(batch)["loss"], model(other)["loss"])
-    found, again = (metrics.means(metrics.measure(model.eval(), of)) for of in (batch, other))
+    found, again = (
+        metrics.means(metrics.measure(model.eval(), of)) for of in (batch, other)
+    )
     assert found["purchase/log_loss"] == again["purchase/log_loss"]
     with torch.no_grad():
         logits = model.score(batch)[clicked, 1]
-    want = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"][clicked, 1].float())
+    want = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, batch["labels"][clicked, 1].float()
+    )
     assert found["purchase/log_loss"] == pytest.approx(float(want), rel=1e-4)
 
 
@@ -135,7 +185,12 @@ def test_all_positives_and_a_share_of_the_rest_are_learned_from(search) -> None:
         assert there is not None
         assert bool(there[labels].all())
         assert int(labels.any(1).sum()) == int(positive.sum())
-        assert len(sampled["candidate"]) == len(sampled["features"]) == len(sampled["candidate_request"]) == len(labels)
+        assert (
+            len(sampled["candidate"])
+            == len(sampled["features"])
+            == len(sampled["candidate_request"])
+            == len(labels)
+        )
         kept_negatives += len(labels) - int(positive.sum())
         negatives += int((~positive).sum())
     assert kept_negatives / negatives == pytest.approx(0.25, abs=0.03)

@@ -16,7 +16,10 @@ def test_products_stay_float32_and_no_random_number_is_drawn():
         assert torch.get_float32_matmul_precision() == ("medium" if on else before)
         left, right = torch.randn(300, 128), torch.randn(128, 1000)
         exact = left.double() @ right.double()
-        for product in (left @ right, torch.nn.functional.linear(left, right.T.contiguous())):
+        for product in (
+            left @ right,
+            torch.nn.functional.linear(left, right.T.contiguous()),
+        ):
             assert (product - exact).abs().max() < TOLERANCE * exact.abs().max()
     finally:
         torch.set_float32_matmul_precision(before)

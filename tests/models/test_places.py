@@ -35,9 +35,14 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(home)
     for root in (Path(), home):
         reach(
-            tables=str(root / "tables"), sids=str(root / "sids"), text=str(root / "text"), input=str(root / "raw"),
-            checkpoint=str(root / "runs/tiger"), embeddings="not/there/yet", catalogue=None,
-        )  # fmt: skip
+            tables=str(root / "tables"),
+            sids=str(root / "sids"),
+            text=str(root / "text"),
+            input=str(root / "raw"),
+            checkpoint=str(root / "runs/tiger"),
+            embeddings="not/there/yet",
+            catalogue=None,
+        )
         reach(checkpoint=str(root / "runs/tiger/best"))
 
 
@@ -45,17 +50,37 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("option", "place", "why"),
     [
         ("tables", "table", "where nothing is; give a folder that jobs.prepare made"),
-        ("tables", "tables/items", "which holds no table items; give a folder that jobs.prepare made"),
-        ("catalogue", ".", "which holds no table items; give a folder that jobs.prepare made"),
+        (
+            "tables",
+            "tables/items",
+            "which holds no table items; give a folder that jobs.prepare made",
+        ),
+        (
+            "catalogue",
+            ".",
+            "which holds no table items; give a folder that jobs.prepare made",
+        ),
         ("sids", "sidz", "where nothing is; give a folder that jobs.tokenize made"),
-        ("text", "tables", "which holds no table embeddings; give a folder that jobs.encode made"),
-        ("checkpoint", "runs/tigre", "where nothing is; give the folder of a run of jobs.train, or its checkpoint"),
-        ("checkpoint", "runs", "which holds no config.json or run.json; give the folder of a run of jobs.train, or its "
-         "checkpoint"),
+        (
+            "text",
+            "tables",
+            "which holds no table embeddings; give a folder that jobs.encode made",
+        ),
+        (
+            "checkpoint",
+            "runs/tigre",
+            "where nothing is; give the folder of a run of jobs.train, or its checkpoint",
+        ),
+        (
+            "checkpoint",
+            "runs",
+            "which holds no config.json or run.json; give the folder of a run of jobs.train, or its "
+            "checkpoint",
+        ),
         ("input", "rwa", "where nothing is; give the folder of a raw log"),
         ("input", "log.csv", "which is no folder; give the folder of a raw log"),
     ],
-)  # fmt: skip
+)
 def test_another_folder(home: Path, option: str, place: str, why: str) -> None:
     given = str(home / place)
     with pytest.raises(UserError) as caught:

@@ -15,7 +15,11 @@ from models.tables import UserError
 CODES = torch.tensor([[0, 0], [0, 1], [1, 0]])
 
 
-RETRIEVAL = [name for name, entry in registry.MODELS.items() if entry.family is registry.RETRIEVAL]
+RETRIEVAL = [
+    name
+    for name, entry in registry.MODELS.items()
+    if entry.family is registry.RETRIEVAL
+]
 
 
 @pytest.mark.parametrize("name", registry.MODELS)
@@ -45,14 +49,22 @@ def test_every_model_of_a_catalogue_builds_from_its_own_defaults(name):
     assert sorted(items[0].tolist()) == [0, 1, 2]
     assert scores.shape == (1, 3)
     search = set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
-    assert set(registry.recommend_options(name)) == search | {"unseen", "precision", "compile"}
+    assert set(registry.recommend_options(name)) == search | {
+        "unseen",
+        "precision",
+        "compile",
+    }
     assert entry.gradient != hasattr(model, "fit_counts")
 
 
 def test_mistakes_are_answered_with_the_nearest_name():
-    with pytest.raises(UserError, match="unknown model 'sasrek'; the nearest is 'sasrec'"):
+    with pytest.raises(
+        UserError, match="unknown model 'sasrek'; the nearest is 'sasrec'"
+    ):
         registry.find("sasrek")
-    with pytest.raises(UserError, match=r"unknown key 'model.d_modle' .* 'model.d_model'"):
+    with pytest.raises(
+        UserError, match=r"unknown key 'model.d_modle' .* 'model.d_model'"
+    ):
         registry.config_from_dict({"name": "tiger", "d_modle": 3})
     with pytest.raises(UserError, match="the model has no name"):
         registry.config_from_dict({"d_model": 3})

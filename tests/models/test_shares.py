@@ -41,20 +41,34 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """URIs of `sequences` of twelve parts, by family."""
     folder = tmp_path_factory.mktemp("shares")
     return {
-        "retrieval": join(write_tables(folder / "retrieval", users=48, parts=PARTS)[0], "sequences"),
-        "search": join(write_search(folder / "search", users=48, parts=PARTS)[0], "sequences"),
-        "actions": join(write_actions(folder / "actions", users=48, parts=PARTS), "sequences"),
+        "retrieval": join(
+            write_tables(folder / "retrieval", users=48, parts=PARTS)[0], "sequences"
+        ),
+        "search": join(
+            write_search(folder / "search", users=48, parts=PARTS)[0], "sequences"
+        ),
+        "actions": join(
+            write_actions(folder / "actions", users=48, parts=PARTS), "sequences"
+        ),
     }
 
 
-def load(sequences: dict[str, str], name: str, world: int, shards: int) -> list[dict[str, Any]]:
+def load(
+    sequences: dict[str, str], name: str, world: int, shards: int
+) -> list[dict[str, Any]]:
     """Of each of `world` workers, the examples by split, agreed about each other's shards."""
     family, units, limit = FAMILIES[name]
     uri = sequences[name.partition("_")[0]]
     sizes = np.array([part.bytes for part in read_manifest(uri).files])
-    ranks = [family.load_share(uri, units, limit, Share.of(sizes, shards, rank, world)) for rank in range(world)]
+    ranks = [
+        family.load_share(uri, units, limit, Share.of(sizes, shards, rank, world))
+        for rank in range(world)
+    ]
     for split in units:
-        counts = [[*rank[split].rows_per_buffer.flat, *rank[split].examples_per_buffer.flat] for rank in ranks]
+        counts = [
+            [*rank[split].rows_per_buffer.flat, *rank[split].examples_per_buffer.flat]
+            for rank in ranks
+        ]
         largest = np.max(counts, 0).tolist()
         for rank in ranks:
             rank[split].agree(lambda mine, largest=largest: largest)
@@ -66,16 +80,27 @@ def contents(examples: Any, rows: np.ndarray) -> Counter[Any]:
     found: Counter[Any] = Counter()
     for row in range(len(rows)):
         batch = examples.collate(rows[row : row + 1])
-        found[tuple((name, tuple(value.flatten().tolist())) for name, value in sorted(batch.items()))] += 1
+        found[
+            tuple(
+                (name, tuple(value.flatten().tolist()))
+                for name, value in sorted(batch.items())
+            )
+        ] += 1
     return found
 
 
 def epoch_of(ranks: list[Any], epoch: int, batch_size: int) -> list[Counter[Any]]:
     """What all workers together have of each step."""
-    orders = [list(rank.batches(batch_size, seed=5, epoch=epoch, shuffle=True)) for rank in ranks]
+    orders = [
+        list(rank.batches(batch_size, seed=5, epoch=epoch, shuffle=True))
+        for rank in ranks
+    ]
     assert {len(order) for order in orders} == {ranks[0].steps(batch_size)}
     return [
-        sum((contents(rank, rows) for rank, rows in zip(ranks, step, strict=True)), Counter())
+        sum(
+            (contents(rank, rows) for rank, rows in zip(ranks, step, strict=True)),
+            Counter(),
+        )
         for step in zip(*orders, strict=True)
     ]
 
@@ -89,13 +114,22 @@ def test_each_batch_is_the_same_whatever_the_number_of_workers(
     steps = epoch_of([alone], 1, 16)
     rows = alone._shard_rows()
     if name != "actions_cut":  # which cuts a row anew
-        assert sum(steps, Counter()) == sum((contents(alone, own) for _, own in rows), Counter())  # each once
+        assert sum(steps, Counter()) == sum(
+            (contents(alone, own) for _, own in rows), Counter()
+        )  # each once
     assert steps != epoch_of([alone], 2, 16)
     for world in WORLDS[1:]:
-        assert epoch_of([rank["train"] for rank in load(sequences, name, world, shards)], 1, 16) == steps
+        assert (
+            epoch_of(
+                [rank["train"] for rank in load(sequences, name, world, shards)], 1, 16
+            )
+            == steps
+        )
 
 
-@pytest.mark.parametrize(("name", "shards"), [("retrieval", 1), ("search", 4), ("actions_cut", 4)])
+@pytest.mark.parametrize(
+    ("name", "shards"), [("retrieval", 1), ("search", 4), ("actions_cut", 4)]
+)
 def test_training_on_some_rows_is_on_the_same_ones_whatever_the_epoch_and_the_number_of_workers(
     sequences: dict[str, str], name: str, shards: int
 ) -> None:
@@ -110,7 +144,9 @@ def test_training_on_some_rows_is_on_the_same_ones_whatever_the_epoch_and_the_nu
     assert sum(steps, Counter()).total() == len(alone[0]) == 17
     assert epoch_of(limited(2), 1, 4) == steps
     if name != "actions_cut":  # which cuts a row anew
-        every = contents(alone[0], np.concatenate([rows for _, rows in alone[0]._shard_rows()]))
+        every = contents(
+            alone[0], np.concatenate([rows for _, rows in alone[0]._shard_rows()])
+        )
         assert sum(steps, Counter()) == sum(epoch_of(alone, 2, 4), Counter()) == every
 
 
@@ -124,17 +160,27 @@ def test_a_validation_is_of_the_same_rows_whatever_the_number_of_workers(
     assert expected.total() == (limit or len(alone))
     for world in WORLDS[1:]:
         ranks = [rank["val"] for rank in load(sequences, name, world, shards)]
-        assert sum((contents(rank, rank.chosen(limit)) for rank in ranks), Counter()) == expected
+        assert (
+            sum((contents(rank, rank.chosen(limit)) for rank in ranks), Counter())
+            == expected
+        )
 
 
 @pytest.mark.parametrize("name", ["retrieval", "search"])
 def test_shares_are_even(sequences: dict[str, str], name: str) -> None:
     """Of batches of 32 examples each of four workers has about eight."""
     ranks = [rank["train"] for rank in load(sequences, name, 4, PARTS)]
-    sizes = np.array([[rank.sizes(rows).sum() for rows in rank.batches(32, shuffle=True)] for rank in ranks])
+    sizes = np.array(
+        [
+            [rank.sizes(rows).sum() for rows in rank.batches(32, shuffle=True)]
+            for rank in ranks
+        ]
+    )
     full = sizes[:, sizes.sum(0) > 24]
     assert abs(full.mean(1) - 8).max() < 1
-    assert full.max() <= 9 + max(rank.sizes(np.arange(len(rank))).max() for rank in ranks)
+    assert full.max() <= 9 + max(
+        rank.sizes(np.arange(len(rank))).max() for rank in ranks
+    )
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -168,16 +214,22 @@ def test_four_workers_read_no_more_than_one(
 def held(examples: Any) -> int:
     """Bytes of the arrays that it holds."""
     values = [*vars(examples).values()]
-    values += [array for value in values if isinstance(value, dict) for array in value.values()]
+    values += [
+        array for value in values if isinstance(value, dict) for array in value.values()
+    ]
     return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_worker_holds_no_more_than_its_share(sequences: dict[str, str], name: str) -> None:
+def test_a_worker_holds_no_more_than_its_share(
+    sequences: dict[str, str], name: str
+) -> None:
     whole = load(sequences, name, 1, PARTS)[0]
     for rank in load(sequences, name, 4, PARTS):
         for split in ("train", "val"):
-            rows = sum(len(own) for _, own in rank[split]._shard_rows()) / len(whole[split])
+            rows = sum(len(own) for _, own in rank[split]._shard_rows()) / len(
+                whole[split]
+            )
             assert held(rank[split]) <= 1.3 * max(rows, 0.25) * held(whole[split])
 
 
@@ -185,7 +237,9 @@ def test_a_validation_holds_only_what_it_needs(tmp_path: Path) -> None:
     """Of 60 users with 40 behaviours each, the latest six before each validation request; and no user without one."""
     uri = join(write_tables(tmp_path, length=40)[0], "sequences")
     share = Share.of(np.ones(1, np.int64), 1, 0, 1)
-    examples = Examples.load_share(uri, {"train": "request", "val": "request"}, 6, share)
+    examples = Examples.load_share(
+        uri, {"train": "request", "val": "request"}, 6, share
+    )
     assert len(examples["val"].behaviours) == 60 * 6
     assert len(examples["train"].behaviours) > 60 * 36
     assert examples["val"].behaviours.dtype == np.int32
@@ -198,10 +252,14 @@ def test_a_validation_holds_only_what_it_needs(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 40))
-def test_quotas_give_each_row_once_in_batches_of_the_size(rows: list[int], batch_size: int) -> None:
+def test_quotas_give_each_row_once_in_batches_of_the_size(
+    rows: list[int], batch_size: int
+) -> None:
     total = sum(rows)
     steps = -(-total // batch_size)
-    edges = np.array([quotas(n, total, batch_size, steps, v, len(rows)) for v, n in enumerate(rows)])
+    edges = np.array(
+        [quotas(n, total, batch_size, steps, v, len(rows)) for v, n in enumerate(rows)]
+    )
     assert (np.diff(edges) >= 0).all()
     assert edges[:, 0].sum() == 0
     if not steps:
@@ -214,12 +272,18 @@ def test_quotas_give_each_row_once_in_batches_of_the_size(rows: list[int], batch
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=20), st.integers(1, 30), st.integers(1, 40))
+@given(
+    st.lists(st.integers(1, 99), min_size=1, max_size=20),
+    st.integers(1, 30),
+    st.integers(1, 40),
+)
 def test_every_part_is_held_and_by_one_worker_if_there_are_shards_enough(
     sizes: list[int], shards: int, world: int
 ) -> None:
     ranks = [Share.of(np.array(sizes), shards, rank, world) for rank in range(world)]
-    parts = Counter(part for share in ranks for shard in share.held for part in shard.parts)
+    parts = Counter(
+        part for share in ranks for shard in share.held for part in shard.parts
+    )
     assert set(parts) == set(range(len(sizes)))
     assert all(share.held for share in ranks)
     if world <= ranks[0].shards:
@@ -232,7 +296,9 @@ def test_every_part_is_held_and_by_one_worker_if_there_are_shards_enough(
         assert sorted(found) == [(place, len(found)) for place in range(len(found))]
 
 
-def test_shards_are_a_matter_of_the_table_and_the_batch(sequences: dict[str, str]) -> None:
+def test_shards_are_a_matter_of_the_table_and_the_batch(
+    sequences: dict[str, str],
+) -> None:
     manifest = read_manifest(sequences["retrieval"])
     size = sum(part.bytes for part in manifest.files) / 2**20
     assert shards_of(manifest, 32.0, 256) == 1
@@ -245,20 +311,34 @@ def test_a_worker_without_rows_of_a_batch_stands_in(sequences: dict[str, str]) -
     ranks = load(sequences, "retrieval", 4, PARTS)
     batches = [[*Batches(rank["train"], 2, 0)(0, 0)] for rank in ranks]
     assert all(len(batch["history"]) for rank in batches for batch in rank)
-    real = [len(batch["history"]) for rank in batches for batch in rank if IDLE not in batch]
+    real = [
+        len(batch["history"]) for rank in batches for batch in rank if IDLE not in batch
+    ]
     assert sum(real) == sum(len(rank["train"]) for rank in ranks)
     assert len(real) < sum(map(len, batches))
-    assert torch.equal(next(Batches(ranks[0]["train"], 2, 0)(0, 3))["history"], batches[0][3]["history"])
+    assert torch.equal(
+        next(Batches(ranks[0]["train"], 2, 0)(0, 3))["history"],
+        batches[0][3]["history"],
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        ([0, 1, 255], np.uint8), ([0, 256], np.float16), ([-1.0, 0.5], np.float16), ([np.nan, 1.0], np.float16),
-        ([0.1], np.float32), ([70000.0], np.float32), ([2049.0], np.float32), ([], np.uint8), ([np.inf], np.float16),
+        ([0, 1, 255], np.uint8),
+        ([0, 256], np.float16),
+        ([-1.0, 0.5], np.float16),
+        ([np.nan, 1.0], np.float16),
+        ([0.1], np.float32),
+        ([70000.0], np.float32),
+        ([2049.0], np.float32),
+        ([], np.uint8),
+        ([np.inf], np.float16),
     ],
-)  # fmt: skip
+)
 def test_compact_numbers_are_the_same(values: list[float], kind: type) -> None:
     found = shares.compact(np.array(values, np.float32))
     assert found.dtype == kind
-    np.testing.assert_array_equal(found.astype(np.float32), np.array(values, np.float32))
+    np.testing.assert_array_equal(
+        found.astype(np.float32), np.array(values, np.float32)
+    )

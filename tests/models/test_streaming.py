@@ -31,7 +31,9 @@ from tests.training_tables import write_tables
 Tables = dict[str, str]
 
 
-def streams(sequences: Tables, name: str, world: int, shards: int, buffers: int) -> list[Sharded]:  # noqa: F811
+def streams(
+    sequences: Tables, name: str, world: int, shards: int, buffers: int
+) -> list[Sharded]:
     """Of each of `world` workers, agreed about each other's shards."""
     family, units, limit = FAMILIES[name]
     uri = sequences[name.partition("_")[0]]
@@ -40,7 +42,10 @@ def streams(sequences: Tables, name: str, world: int, shards: int, buffers: int)
     for rank in range(world):
         share = Share.of(np.ones(len(manifest.files), np.int64), shards, rank, world)
         made.append(family.load_share(uri, units, limit, share, buffers)["train"])
-    counts = [[*stream.rows_per_buffer.flat, *stream.examples_per_buffer.flat] for stream in made]
+    counts = [
+        [*stream.rows_per_buffer.flat, *stream.examples_per_buffer.flat]
+        for stream in made
+    ]
     largest = np.max(counts, 0).tolist()
     for stream in made:
         stream.agree(lambda mine: largest)
@@ -54,15 +59,23 @@ def rows_of(batch: dict[str, Any]) -> Counter[Any]:
     found: Counter[Any] = Counter()
     for row in range(len(batch["history"])):
         length = int(batch["history_length"][row])
-        one = (tuple(batch["history"][row, :length].tolist()), *(int(batch[k][row]) for k in ("user", "target")))
+        one = (
+            tuple(batch["history"][row, :length].tolist()),
+            *(int(batch[k][row]) for k in ("user", "target")),
+        )
         found[one] += 1
     return found
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_epoch_has_every_row_once(sequences: Tables, name: str) -> None:  # noqa: F811
+def test_an_epoch_has_every_row_once(sequences: Tables, name: str) -> None:
     family, units, limit = FAMILIES[name]
-    whole = family.load(sequences[name.partition("_")[0]], "train", unit=units["train"], max_history=limit)
+    whole = family.load(
+        sequences[name.partition("_")[0]],
+        "train",
+        unit=units["train"],
+        max_history=limit,
+    )
     (stream,) = streams(sequences, name, world=1, shards=2, buffers=3)
     assert stream.requests == whole.requests
     assert stream.rows_per_buffer.sum() == len(whole)
@@ -77,25 +90,35 @@ def test_an_epoch_has_every_row_once(sequences: Tables, name: str) -> None:  # n
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_workers_share_the_same_batches(sequences: Tables, shards: int) -> None:  # noqa: F811
+def test_workers_share_the_same_batches(sequences: Tables, shards: int) -> None:
     epochs = []
     for world in (1, 2, 4):
-        ranks = [list(s.epoch(8, seed=5, epoch=2)) for s in streams(sequences, "retrieval", world, shards, 3)]
+        ranks = [
+            list(s.epoch(8, seed=5, epoch=2))
+            for s in streams(sequences, "retrieval", world, shards, 3)
+        ]
         assert len({len(steps) for steps in ranks}) == 1
-        epochs.append([sum(map(rows_of, step), Counter()) for step in zip(*ranks, strict=True)])
+        epochs.append(
+            [sum(map(rows_of, step), Counter()) for step in zip(*ranks, strict=True)]
+        )
     assert epochs[0] == epochs[1] == epochs[2]
 
 
 def test_a_continued_epoch_reads_no_buffer_before_its_own(
-    sequences: Tables, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-) -> None:  # fmt: skip
+    sequences: Tables,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (stream,) = streams(sequences, "retrieval", 1, 2, 3)
     whole = list(stream.epoch(8, seed=5, epoch=0))
     other = list(stream.epoch(8, seed=5, epoch=1))
     assert [rows_of(b) for b in whole] != [rows_of(b) for b in other]
     read: list[int] = []
     load = Sharded._buffer
-    monkeypatch.setattr(Sharded, "_buffer", lambda self, number: (read.append(number), load(self, number))[1])
+    monkeypatch.setattr(
+        Sharded,
+        "_buffer",
+        lambda self, number: (read.append(number), load(self, number))[1],
+    )
     order = np.random.default_rng([5, 0, 2, 3]).permutation(3)
     ends = np.cumsum(-(-stream.rows_per_buffer.sum(0) // 8)[order])
     for skip in range(len(whole)):
@@ -106,7 +129,9 @@ def test_a_continued_epoch_reads_no_buffer_before_its_own(
         assert read == order[int(np.searchsorted(ends, skip, side="right")) :].tolist()
 
 
-def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_two_buffers_are_held_at_most(
+    sequences: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (stream,) = streams(sequences, "retrieval", 1, 1, 6)
     alive: weakref.WeakSet[Sharded] = weakref.WeakSet()
     most, lock, load = [0], threading.Lock(), Sharded._buffer
@@ -121,7 +146,9 @@ def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.Mon
     sizes = []
     for _ in stream.epoch(4, seed=0, epoch=0):
         with lock:
-            if len(alive) > 2:  # examples refer to themselves: what is let go of waits for the collector
+            if (
+                len(alive) > 2
+            ):  # examples refer to themselves: what is let go of waits for the collector
                 gc.collect()
             most[0] = max(most[0], len(alive))
             sizes += [examples.nbytes for examples in alive]
@@ -129,16 +156,21 @@ def test_two_buffers_are_held_at_most(sequences: Tables, monkeypatch: pytest.Mon
     assert 0 < max(sizes) <= stream.nbytes <= max(sizes) + 100  # an end mark per part
 
 
-def test_a_budget_decides(sequences: Tables) -> None:  # noqa: F811
+def test_a_budget_decides(sequences: Tables) -> None:
     uri = sequences["retrieval"]
     held = Examples.load(uri, "train", max_history=6).nbytes
-    choose = lambda budget, world=1: plan(Examples, uri, "request", 6, shards=9, budget=budget, world=world)  # noqa: E731
+
+    def choose(budget: float, world: int = 1) -> tuple[int, int]:
+        return plan(Examples, uri, "request", 6, shards=9, budget=budget, world=world)
+
     assert choose(0) == choose(100 * held) == choose(0.9 * held, 2) == (9, 1)
     assert choose(0.9 * held)[0] == 1
     assert 3 <= choose(0.9 * held)[1] <= 4
     assert choose(0.4 * held, 2)[0] == 2
     assert choose(0.4 * held, 2)[1] < choose(0.4 * held)[1] <= PARTS
-    with pytest.raises(UserError, match=r"memory_budget_gb .* is below .* raise it, or prepare"):
+    with pytest.raises(
+        UserError, match=r"memory_budget_gb .* is below .* raise it, or prepare"
+    ):
         choose(held / 20)
 
 
@@ -147,26 +179,52 @@ def test_a_run_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     uri = f"{tables}/sequences"
     held = Examples.load(uri, "train", max_history=20).nbytes
     config = FitConfig(
-        max_epochs=2, batch_size=16, metric="ndcg@10", memory_budget_gb=0.6 * held / 2**30, checkpoint_every_steps=3,
-        log_every_steps=3, seed=3,
-    )  # fmt: skip
+        max_epochs=2,
+        batch_size=16,
+        metric="ndcg@10",
+        memory_budget_gb=0.6 * held / 2**30,
+        checkpoint_every_steps=3,
+        log_every_steps=3,
+        seed=3,
+    )
     model = {"name": "sasrec", "dim": 8, "num_layers": 1, "num_heads": 1}
 
-    def run(config: FitConfig, last: Any = (None, None, None), upto: int = 10**6) -> tuple[Any, Any, Any]:
+    def run(
+        config: FitConfig, last: Any = (None, None, None), upto: int = 10**6
+    ) -> tuple[Any, Any, Any]:
         """(state, weights, shards) of the last checkpoint of the first `upto` events."""
         state, weights, shards = last
-        setup = set_up(model, config, Inputs(tables), goes_on=Checkpoint(model, shards=shards) if shards else None)
+        setup = set_up(
+            model,
+            config,
+            Inputs(tables),
+            goes_on=Checkpoint(model, shards=shards) if shards else None,
+        )
         assert setup.train.examples.buffers > 1
         assert f"streaming: {setup.checkpoint().shards[1]} buffers" in setup.notes[-1]
         if weights:
             setup.model.load_state_dict(weights)
-        events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means, state=state)
+        events = fit(
+            setup.model,
+            setup.train,
+            setup.validate,
+            setup.fit,
+            means=setup.means,
+            state=state,
+        )
         for event in itertools.islice(events, upto):
             if event.state:
-                last = (*copy.deepcopy((event.state, setup.model.state_dict())), setup.checkpoint().shards)
+                last = (
+                    *copy.deepcopy((event.state, setup.model.state_dict())),
+                    setup.checkpoint().shards,
+                )
         return last
 
     _, undisturbed, _ = run(config)
     for upto in (1, 3, 5):
-        _, resumed, _ = run(dataclasses.replace(config, memory_budget_gb=8), run(config, upto=upto))
-        assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
+        _, resumed, _ = run(
+            dataclasses.replace(config, memory_budget_gb=8), run(config, upto=upto)
+        )
+        assert all(
+            torch.equal(undisturbed[name], resumed[name]) for name in undisturbed
+        )

@@ -13,53 +13,123 @@ from models.uri import UserError, refuse_secrets
 
 SCHEMES = ("https", "http", "s3", "postgresql", "mysql+pymysql", "gs", "abfs")
 NAMES = (
-    "access_key", "secret_key", "token", "password", "sig", "X-Amz-Signature", "X-Amz-Credential", "AWSAccessKeyId",
-    "session_token", "accessKey", "ACCOUNT_KEY", "api-key", "access%5Fkey", "client_secret", "user", "sas_token",
-)  # fmt: skip
-PLAIN = ("endpoint_override", "region", "scheme", "keepalives", "sslmode", "max_tries", "monkey")
+    "access_key",
+    "secret_key",
+    "token",
+    "password",
+    "sig",
+    "X-Amz-Signature",
+    "X-Amz-Credential",
+    "AWSAccessKeyId",
+    "session_token",
+    "accessKey",
+    "ACCOUNT_KEY",
+    "api-key",
+    "access%5Fkey",
+    "client_secret",
+    "user",
+    "sas_token",
+)
+PLAIN = (
+    "endpoint_override",
+    "region",
+    "scheme",
+    "keepalives",
+    "sslmode",
+    "max_tries",
+    "monkey",
+)
 
-secrets = st.text(string.ascii_letters + string.digits + "%@:/?#&=+;!$'()* ", min_size=1).map(lambda s: f"S3CR{s}ET")
+secrets = st.text(
+    string.ascii_letters + string.digits + "%@:/?#&=+;!$'()* ", min_size=1
+).map(lambda s: f"S3CR{s}ET")
 words = st.text(string.ascii_lowercase, min_size=1, max_size=6)
 
 
-@given(st.sampled_from(SCHEMES), st.sampled_from(["{}@", "{}:{}@", ":{}@"]), secrets, words, words)
-def test_a_user_is_refused(scheme: str, user: str, secret: str, host: str, path: str) -> None:
-    with pytest.raises(UserError, match="holds a user, password or key; leave it out and") as raised:
-        refuse_secrets(f"{scheme}://{user.format(quote(secret, safe=''), quote(secret, safe=''))}{host}/{path}")
+@given(
+    st.sampled_from(SCHEMES),
+    st.sampled_from(["{}@", "{}:{}@", ":{}@"]),
+    secrets,
+    words,
+    words,
+)
+def test_a_user_is_refused(
+    scheme: str, user: str, secret: str, host: str, path: str
+) -> None:
+    with pytest.raises(
+        UserError, match="holds a user, password or key; leave it out and"
+    ) as raised:
+        refuse_secrets(
+            f"{scheme}://{user.format(quote(secret, safe=''), quote(secret, safe=''))}{host}/{path}"
+        )
     assert "S3CR" not in str(raised.value)
 
 
-@given(st.sampled_from(SCHEMES), words, st.sampled_from(NAMES), secrets, st.sampled_from("?#"))
-def test_a_secret_parameter_is_refused(scheme: str, path: str, name: str, secret: str, sign: str) -> None:
+@given(
+    st.sampled_from(SCHEMES),
+    words,
+    st.sampled_from(NAMES),
+    secrets,
+    st.sampled_from("?#"),
+)
+def test_a_secret_parameter_is_refused(
+    scheme: str, path: str, name: str, secret: str, sign: str
+) -> None:
     uri = f"{scheme}://host:5000/{path}{sign}region=eu&{name}={quote(secret, safe='')}"
-    with pytest.raises(UserError, match=f"--storage .{scheme.replace('+', '.')}://...") as raised:
+    with pytest.raises(
+        UserError, match=f"--storage .{scheme.replace('+', '.')}://..."
+    ) as raised:
         refuse_secrets({"storage": [uri]}, "--storage")
     assert "S3CR" not in str(raised.value)
 
 
-@pytest.mark.parametrize("uri", ["s3://KEY:ab/c+d@bucket/x", "s3://KEY%3Aabc%40bucket/x", "postgresql://u:p@[::1]/db"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://KEY:ab/c+d@bucket/x",
+        "s3://KEY%3Aabc%40bucket/x",
+        "postgresql://u:p@[::1]/db",
+    ],
+)
 def test_odd_users_are_refused(uri: str) -> None:
     with pytest.raises(UserError, match="holds a user"):
         refuse_secrets(uri)
 
 
 @given(
-    st.sampled_from(SCHEMES), words, st.lists(st.text(string.ascii_letters + "@:.=-_~", min_size=1)),
+    st.sampled_from(SCHEMES),
+    words,
+    st.lists(st.text(string.ascii_letters + "@:.=-_~", min_size=1)),
     st.lists(st.tuples(st.sampled_from(PLAIN), words)),
-)  # fmt: skip
-def test_uris_without_secrets_are_taken(scheme: str, host: str, path: list[str], query: list[tuple[str, str]]) -> None:
-    parameters = "?" + "&".join(f"{name}={value}" for name, value in query) if query else ""
+)
+def test_uris_without_secrets_are_taken(
+    scheme: str, host: str, path: list[str], query: list[tuple[str, str]]
+) -> None:
+    parameters = (
+        "?" + "&".join(f"{name}={value}" for name, value in query) if query else ""
+    )
     refuse_secrets(f"{scheme}://{host}/{'/'.join(path)}{parameters}")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        r"C:\Users\me@home\runs", "C:/Users/me:x@home", "/home/me@work/token=5?sig=1", "runs/a b/password=x", "", "~/x",
-        "sqlite:////home/me:x/a@b/mlflow.db", "file:///C:/me@work/x", "http://[::1]:5000/a@b", "models:/name@champion",
-        "gs://anonymous@bucket/x", "http://host:5000/path/me@x?y=a@b", "50% of all: 1@2", "https://host?keepalives=1",
+        r"C:\Users\me@home\runs",
+        "C:/Users/me:x@home",
+        "/home/me@work/token=5?sig=1",
+        "runs/a b/password=x",
+        "",
+        "~/x",
+        "sqlite:////home/me:x/a@b/mlflow.db",
+        "file:///C:/me@work/x",
+        "http://[::1]:5000/a@b",
+        "models:/name@champion",
+        "gs://anonymous@bucket/x",
+        "http://host:5000/path/me@x?y=a@b",
+        "50% of all: 1@2",
+        "https://host?keepalives=1",
         "split_part(url, '://', 2) || 'me@x'",
     ],
-)  # fmt: skip
+)
 def test_paths_and_plain_texts_are_taken(text: str) -> None:
     refuse_secrets([text, 3, None])

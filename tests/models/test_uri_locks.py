@@ -41,9 +41,12 @@ def lock(uri: str) -> str | None:
 def holder(uri: str) -> subprocess.Popen:
     """Another process, which holds `uri` until its input is closed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, f"{uri}/{LOCK}"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+        [sys.executable, "-c", HOLDS, f"{uri}/{LOCK}"],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -56,7 +59,9 @@ def test_a_second_job_is_refused_while_the_first_one_lives(s3: str) -> None:
         began = time.monotonic()
         with pytest.raises(UserError, match=said), writing(f"{s3}/t"):
             raise AssertionError("two hold it")
-        assert time.monotonic() - began < locks.SILENT / 2  # it does not wait for the first one to fall silent
+        assert (
+            time.monotonic() - began < locks.SILENT / 2
+        )  # it does not wait for the first one to fall silent
         with writing(f"{s3}/other"):
             assert lock(f"{s3}/other")
         first.communicate("")
@@ -81,14 +86,19 @@ def test_a_killed_job_gives_way_when_it_is_silent_and_one_that_beats_does_not(
         assert time.monotonic() - began > 4
     try:
         began = time.monotonic()
-        with pytest.raises(UserError, match=f"process {alive.pid} on"), locked(f"{s3}/alive/{LOCK}", "held", 5):
+        with (
+            pytest.raises(UserError, match=f"process {alive.pid} on"),
+            locked(f"{s3}/alive/{LOCK}", "held", 5),
+        ):
             raise AssertionError("two hold it")
         assert time.monotonic() - began > 5
     finally:
         alive.communicate("")
 
 
-def test_of_several_that_begin_together_one_has_it(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_that_begin_together_one_has_it(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "BEAT", 1.0)
     inside, most, refused = 0, 0, []
     guard = threading.Lock()
@@ -131,7 +141,9 @@ def test_of_two_that_find_a_silent_one_one_takes_it(s3: str) -> None:
     assert lock(f"{s3}/silent") is None
 
 
-def test_who_loses_the_lock_says_so_at_the_end(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_loses_the_lock_says_so_at_the_end(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "BEAT", 0.2)
 
     def write() -> None:
@@ -141,6 +153,8 @@ def test_who_loses_the_lock_says_so_at_the_end(s3: str, monkeypatch: pytest.Monk
                 stream.write(b"process 7 on elsewhere")
             time.sleep(1)
 
-    with pytest.raises(UserError, match=r"another process took .*/lost/\.lock meanwhile"):
+    with pytest.raises(
+        UserError, match=r"another process took .*/lost/\.lock meanwhile"
+    ):
         write()
     assert lock(f"{s3}/lost") == "process 7 on elsewhere"

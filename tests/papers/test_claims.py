@@ -19,7 +19,17 @@ from benchmarks.tables import rows_of_lines
 from models import registry
 from models.by_user import ByUser
 from models.tables import UserError
-from papers.claims import FAILS, HOLDS, OPEN, Claim, Verdict, decide, read_claims, verdicts, verdicts_table
+from papers.claims import (
+    FAILS,
+    HOLDS,
+    OPEN,
+    Claim,
+    Verdict,
+    decide,
+    read_claims,
+    verdicts,
+    verdicts_table,
+)
 from papers.kept import select_all
 from papers.published import USERS, Papers, beside_the_papers, fits, load
 from pipelines import tracking
@@ -74,28 +84,50 @@ class Store:
         self.folder, self.uri = folder, uri
 
     def log(
-        self, run: str, ndcg: float, *, seed: int = 1, speed: float = 10.0, end: bool = True, sequences: str = "s",
-        users: Sequence[float] = (), **model: object,
-    ) -> None:  # fmt: skip
-        config = {"model": {"name": "sid_mlp", "head_width": 512, **model}, "fit": {"seed": seed}}
+        self,
+        run: str,
+        ndcg: float,
+        *,
+        seed: int = 1,
+        speed: float = 10.0,
+        end: bool = True,
+        sequences: str = "s",
+        users: Sequence[float] = (),
+        **model: object,
+    ) -> None:
+        config = {
+            "model": {"name": "sid_mlp", "head_width": 512, **model},
+            "fit": {"seed": seed},
+        }
         hashes = {"trie": "t", "sequences": sequences}
-        opened = tracking.open_run(self.uri, "retrieval/x", run, str(self.folder), config=config, hashes=hashes)
+        opened = tracking.open_run(
+            self.uri, "retrieval/x", run, str(self.folder), config=config, hashes=hashes
+        )
         logger = tracking.Logger(opened)
-        metrics = {"test/ndcg@10": ndcg, "best/ndcg@10": ndcg, "test/users_per_s": speed, "sids/branching/1": 1.5}
+        metrics = {
+            "test/ndcg@10": ndcg,
+            "best/ndcg@10": ndcg,
+            "test/users_per_s": speed,
+            "sids/branching/1": 1.5,
+        }
         metrics["test/users"] = USERS["Games"]
         logger.log(metrics, 1)
         logger.flush()
         logger.tag(**{tracking.WEIGHTS_TAG: run})
         if len(users):
             kept = ByUser.of(torch.arange(len(users)), torch.tensor(users))
-            tracking.log_json(opened, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json")
+            tracking.log_json(
+                opened, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json"
+            )
         if end:
             logger.end()
 
     def simulate(self, run: str) -> None:
         """Makes the run one on a simulated log."""
         client = tracking.connect(self.uri)
-        (found,) = [each for each in select_all(self.uri).runs if each.info.run_name == run]
+        (found,) = [
+            each for each in select_all(self.uri).runs if each.info.run_name == run
+        ]
         client.set_tag(found.info.run_id, tracking.SIMULATED_TAG, "true")
 
     def decided(self, papers: Papers) -> dict[str, Verdict]:
@@ -113,7 +145,9 @@ def store(empty: Store) -> Store:
     store = empty
     store.log("teacher", 0.0300, name="tiger")
     for seed, value in ((1, 0.0301), (2, 0.0302), (3, 0.0303)):
-        store.log(f"student-{seed}", value, seed=seed, alpha=0.7, teacher_hash="teacher")
+        store.log(
+            f"student-{seed}", value, seed=seed, alpha=0.7, teacher_hash="teacher"
+        )
     return store
 
 
@@ -140,28 +174,59 @@ def test_students_against_their_own_teacher(store: Store, papers: Papers) -> Non
     assert found["above"].verdict == HOLDS  # 0 to 10% are printed, up to 20% would hold
     assert found["seeds"].verdict == HOLDS
     assert found["branching"].verdict == HOLDS
-    assert found["scratch"].verdict == found["speed"].verdict == found["peak"].verdict == OPEN
+    assert (
+        found["scratch"].verdict
+        == found["speed"].verdict
+        == found["peak"].verdict
+        == OPEN
+    )
 
 
-def test_students_of_several_teachers_are_decided_by_all_pairs(empty: Store, papers: Papers) -> None:
+def test_students_of_several_teachers_are_decided_by_all_pairs(
+    empty: Store, papers: Papers
+) -> None:
     draw = np.random.default_rng(7)
-    taught = [(draw.random(50).astype(np.float16), draw.random(50).astype(np.float16)) for _ in range(3)]
+    taught = [
+        (draw.random(50).astype(np.float16), draw.random(50).astype(np.float16))
+        for _ in range(3)
+    ]
     for seed, (teacher, student) in reversed(list(enumerate(taught))):
-        empty.log(f"teacher-{seed}", teacher.mean(dtype=float), seed=seed, users=teacher.tolist(), name="tiger")
+        empty.log(
+            f"teacher-{seed}",
+            teacher.mean(dtype=float),
+            seed=seed,
+            users=teacher.tolist(),
+            name="tiger",
+        )
         names = {"teacher_hash": f"teacher-{seed}", "alpha": 0.7}
-        empty.log(f"student-{seed}", student.mean(dtype=float), seed=seed, users=student.tolist(), **names)
+        empty.log(
+            f"student-{seed}",
+            student.mean(dtype=float),
+            seed=seed,
+            users=student.tolist(),
+            **names,
+        )
     empty.log("apart", 0.9, seed=4, alpha=0.7, teacher_hash="not here")
-    changes = [float(np.mean(s, dtype=float) / np.mean(t, dtype=float)) - 1 for t, s in taught]
+    changes = [
+        float(np.mean(s, dtype=float) / np.mean(t, dtype=float)) - 1 for t, s in taught
+    ]
     draws, again = [], np.random.default_rng(0)
     for _ in range(2000):
         users = again.integers(50, size=50)
-        draws.append(sum(float(s[user]) - float(t[user]) for t, s in taught for user in users) / 150)
+        draws.append(
+            sum(float(s[user]) - float(t[user]) for t, s in taught for user in users)
+            / 150
+        )
     base = sum(float(value) for t, _ in taught for value in t) / 150
-    low, high = (percent(float(np.quantile(draws, end)) / base) for end in (0.025, 0.975))
+    low, high = (
+        percent(float(np.quantile(draws, end)) / base) for end in (0.025, 0.975)
+    )
     found = empty.decided(papers)
     assert found["keeps"].ours == percent(sum(changes) / 3)
     assert found["keeps"].why == f"within 1.0%; seeds 3 / 3; 95% {low} to {high}"
-    p = ttest_1samp([change + 0.01 for change in changes], 0, alternative="greater").pvalue
+    p = ttest_1samp(
+        [change + 0.01 for change in changes], 0, alternative="greater"
+    ).pvalue
     assert found["seeds"].why.startswith(f"p = {p:.3f}; seeds 3 / 3")
     (table,) = beside_the_papers(compare(select(empty.uri, ["retrieval/x"])), papers)
     assert [line[1] for line in table.cells] == ["teacher-*", "student-*"]
@@ -170,29 +235,41 @@ def test_students_of_several_teachers_are_decided_by_all_pairs(empty: Store, pap
 
 def test_direction_and_size_both_count(store: Store, papers: Papers) -> None:
     def scratch(value: float, seed: int) -> Verdict:
-        store.log(f"scratch-{value}", value, seed=seed, alpha=0.0, teacher_hash="teacher")
+        store.log(
+            f"scratch-{value}", value, seed=seed, alpha=0.0, teacher_hash="teacher"
+        )
         return store.decided(papers)["scratch"]
 
     lost = scratch(0.0302 * 0.94, 1)  # 10 to 20% are printed: half of it is the least
     assert (lost.verdict, lost.why.split(";")[0]) == (HOLDS, "size")
-    assert scratch(0.0302 * 1.2, 2).verdict == FAILS  # the mean of both is above the student
+    assert (
+        scratch(0.0302 * 1.2, 2).verdict == FAILS
+    )  # the mean of both is above the student
     assert store.decided(papers)["scratch"].why.startswith("direction")
 
 
 def test_too_small_a_size_does_not_hold(store: Store, papers: Papers) -> None:
     store.log("scratch", 0.0302 * 0.97, alpha=0.0, teacher_hash="teacher")
     lost = store.decided(papers)["scratch"]
-    assert (lost.verdict, lost.ours, lost.why) == (FAILS, "-2.7%", "size; seeds 1 / 1")  # of the seed that both have
+    assert (lost.verdict, lost.ours, lost.why) == (
+        FAILS,
+        "-2.7%",
+        "size; seeds 1 / 1",
+    )  # of the seed that both have
 
 
-def test_of_several_rows_the_best_on_validation_are_compared(store: Store, papers: Papers) -> None:
+def test_of_several_rows_the_best_on_validation_are_compared(
+    store: Store, papers: Papers
+) -> None:
     store.log("scratch", 0.027, alpha=0.0, teacher_hash="other")
     for alpha, value in ((0.3, 0.028), (0.5, 0.030), (0.8, 0.029)):
         store.log(f"alpha-{alpha}", value, alpha=alpha, teacher_hash="other")
     assert store.decided(papers)["scratch"].ours == "-10.0%"
 
 
-def test_rows_that_differ_in_more_are_not_compared(store: Store, papers: Papers) -> None:
+def test_rows_that_differ_in_more_are_not_compared(
+    store: Store, papers: Papers
+) -> None:
     store.log("scratch", 0.02, alpha=0.0, head_width=64, teacher_hash="teacher")
     store.log("elsewhere", 0.02, alpha=0.0, teacher_hash="teacher", sequences="others")
     assert store.decided(papers)["scratch"].verdict == OPEN
@@ -207,16 +284,39 @@ claims: [{id: shared, source: Table 14, says: loses, left: shared, right: own, m
           paper: [-0.2, -0.1]}]
 """)
     papers = load(tmp_path / "pp.yaml")
-    empty.log("own", 0.030, name="sid_mlp_pp", shared_mlp=False, encoder="a", encoder_hash="a")
-    empty.log("narrow", 0.027, name="sid_mlp_pp", shared_mlp=True, head_width=64, encoder="b", encoder_hash="b")
+    empty.log(
+        "own", 0.030, name="sid_mlp_pp", shared_mlp=False, encoder="a", encoder_hash="a"
+    )
+    empty.log(
+        "narrow",
+        0.027,
+        name="sid_mlp_pp",
+        shared_mlp=True,
+        head_width=64,
+        encoder="b",
+        encoder_hash="b",
+    )
     assert empty.decided(papers)["shared"].verdict == OPEN
-    empty.log("shared", 0.027, name="sid_mlp_pp", shared_mlp=True, encoder="b", encoder_hash="b")
+    empty.log(
+        "shared",
+        0.027,
+        name="sid_mlp_pp",
+        shared_mlp=True,
+        encoder="b",
+        encoder_hash="b",
+    )
     assert empty.decided(papers)["shared"].verdict == HOLDS
 
 
 def test_what_a_setting_does(store: Store, papers: Papers) -> None:
     for place, (alpha, value) in enumerate(((0.3, 0.025), (0.5, 0.028), (1.0, 0.029))):
-        store.log(f"alpha-{alpha}", value, speed=30.0 - place, alpha=alpha, teacher_hash="teacher")
+        store.log(
+            f"alpha-{alpha}",
+            value,
+            speed=30.0 - place,
+            alpha=alpha,
+            teacher_hash="teacher",
+        )
     found = store.decided(papers)
     assert found["peak"].ours == "best at 0.7"
     assert found["peak"].verdict == found["flat"].verdict == HOLDS
@@ -226,17 +326,35 @@ def test_what_a_setting_does(store: Store, papers: Papers) -> None:
 
 def test_lines_of_benchmarks_are_evidence(papers: Papers) -> None:
     lines = [
-        {"benchmark": "decode", "variant": variant, "params": {"batch": batch}, "median_s": 1.0, "items_per_s": speed}
-        for variant, batch, speed in (("fast", 32, 60.0), ("slow", 32, 10.0), ("slow", 1, 2.0))
+        {
+            "benchmark": "decode",
+            "variant": variant,
+            "params": {"batch": batch},
+            "median_s": 1.0,
+            "items_per_s": speed,
+        }
+        for variant, batch, speed in (
+            ("fast", 32, 60.0),
+            ("slow", 32, 10.0),
+            ("slow", 1, 2.0),
+        )
     ]
 
     def decided(*more: dict) -> Verdict:
-        (found,) = [v for v in verdicts(rows_of_lines([*lines, *more]), papers) if v.claim.id == "speed"]
+        (found,) = [
+            v
+            for v in verdicts(rows_of_lines([*lines, *more]), papers)
+            if v.claim.id == "speed"
+        ]
         return found
 
     found = decided()
     assert (found.verdict, found.ours, found.paper) == (HOLDS, "6x", "8x")
-    again = {**lines[0], "items_per_s": 12.0, "median_s": 2.0}  # measured again: the mean counts
+    again = {
+        **lines[0],
+        "items_per_s": 12.0,
+        "median_s": 2.0,
+    }  # measured again: the mean counts
     assert decided(again).ours == "3.6x"
 
 
@@ -249,11 +367,25 @@ def test_the_table_counts_verdicts(store: Store, papers: Papers) -> None:
 def test_ours_beside_the_papers(store: Store, papers: Papers) -> None:
     (table,) = beside_the_papers(compare(select(store.uri, ["retrieval/x"])), papers)
     assert table.header == [
-        "system", "run", "metric", "ours", "Games", "ours vs teacher", "Games vs teacher"
-    ]  # fmt: skip
+        "system",
+        "run",
+        "metric",
+        "ours",
+        "Games",
+        "ours vs teacher",
+        "Games vs teacher",
+    ]
     assert table.cells == [
         ["teacher", "teacher", "test/ndcg@10", "0.0300", "0.0300", "", ""],
-        ["student", "student-*", "test/ndcg@10", "0.0302", "0.0330", "+0.67%", "+10.0%"],
+        [
+            "student",
+            "student-*",
+            "test/ndcg@10",
+            "0.0302",
+            "0.0330",
+            "+0.67%",
+            "+10.0%",
+        ],
     ]
     comparison = compare(select(store.uri, ["retrieval/x"]))
     for run in (run for row in comparison.rows for run in row.runs):
@@ -268,12 +400,21 @@ def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
     for claim in claims:
         (verdict,) = decide(claim, [], papers)
         assert verdict.verdict == OPEN
-        sized = claim.left and claim.expect in ("higher", "lower") and claim.size == "printed"
-        assert bool(verdict.paper) >= bool(sized), claim.id  # a claimed size is printed somewhere
+        sized = (
+            claim.left
+            and claim.expect in ("higher", "lower")
+            and claim.size == "printed"
+        )
+        assert bool(verdict.paper) >= bool(sized), (
+            claim.id
+        )  # a claimed size is printed somewhere
     for system in papers.systems.values():
         for name in system.model if isinstance(system.model, list) else [system.model]:
             if "/" not in name:
-                known = {f.name for f in registry.model_config(name).__dataclass_fields__.values()}
+                known = {
+                    f.name
+                    for f in registry.model_config(name).__dataclass_fields__.values()
+                }
                 assert set(system.params) <= known | {"beam"}
 
 
@@ -283,7 +424,11 @@ def test_claims_on_benchmarks_name_what_is_measured() -> None:
     keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
     measured = {key.value for key in keys if isinstance(key, ast.Constant)}
     papers = load()
-    timed = [claim for claim in read_claims(papers) if claim.left and "/" in str(papers.systems[claim.left].model)]
+    timed = [
+        claim
+        for claim in read_claims(papers)
+        if claim.left and "/" in str(papers.systems[claim.left].model)
+    ]
     assert len(timed) > 10
     assert not {claim.metric for claim in timed} - measured
 
@@ -291,24 +436,51 @@ def test_claims_on_benchmarks_name_what_is_measured() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"systems": {"a": {"params": {"m": 1}}}}, "system a: model missing; give model"),
+        (
+            {"systems": {"a": {"params": {"m": 1}}}},
+            "system a: model missing; give model",
+        ),
         ({"systems": {"a": {"like": "b"}}}, "system a: 'b' is unknown"),
-        ({"claims": [{"id": "c", "says": "x"}]}, "claim c: source, metric missing; give id, source, says, metric"),
-        ({"claims": [{"id": "a", "left": "studnt", "right": "teacher"}]}, r"'studnt' is unknown; .* 'student'"),
+        (
+            {"claims": [{"id": "c", "says": "x"}]},
+            "claim c: source, metric missing; give id, source, says, metric",
+        ),
+        (
+            {"claims": [{"id": "a", "left": "studnt", "right": "teacher"}]},
+            r"'studnt' is unknown; .* 'student'",
+        ),
         ({"claim": []}, "'claim' is unknown; the nearest is 'claims'"),
-        ({"published": [{"source": "s", "metrics": ["m"]}]}, "s: datasets missing; give source, metrics, datasets"),
-        ({"published": [{"source": "T", "metrics": ["m", "n"], "datasets": {"A": {"teacher": [1]}}}]}, "1 figures"),
+        (
+            {"published": [{"source": "s", "metrics": ["m"]}]},
+            "s: datasets missing; give source, metrics, datasets",
+        ),
+        (
+            {
+                "published": [
+                    {
+                        "source": "T",
+                        "metrics": ["m", "n"],
+                        "datasets": {"A": {"teacher": [1]}},
+                    }
+                ]
+            },
+            "1 figures",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_file_is_refused(tmp_path: Path, change: dict, message: str) -> None:
-    (tmp_path / "claims.yaml").write_text(yaml.safe_dump({**yaml.safe_load(PAPERS), **change}, sort_keys=False))
+    (tmp_path / "claims.yaml").write_text(
+        yaml.safe_dump({**yaml.safe_load(PAPERS), **change}, sort_keys=False)
+    )
     with pytest.raises(UserError, match=message):
         read_claims(load(tmp_path / "claims.yaml"))
 
 
 def test_an_impossible_rule_is_refused(papers: Papers) -> None:
     rule = {"id": "a", "source": "", "says": "", "metric": "m"}
-    with pytest.raises(UserError, match="claim a, expect: 'hiher' is unknown; the nearest is 'higher'"):
+    with pytest.raises(
+        UserError, match="claim a, expect: 'hiher' is unknown; the nearest is 'higher'"
+    ):
         Claim(**rule, left="student", right="teacher", expect="hiher")
     with pytest.raises(UserError, match="claim a: give left and right, or a system"):
         Claim(**rule, system="student")

@@ -11,27 +11,58 @@ from papers.days import BEGIN, DAY, beauty_days, shown
 
 
 def test_users_come_by_their_newest_item_in_days_of_equal_size(tmp_path: Path) -> None:
-    rows = [f"u{user},B{item:02d},{order}" for user in range(20) for order, item in enumerate((19 - user, 3, 0))]
+    rows = [
+        f"u{user},B{item:02d},{order}"
+        for user in range(20)
+        for order, item in enumerate((19 - user, 3, 0))
+    ]
     with gzip.open(tmp_path / "interactions.csv.gz", "wt") as file:
         file.write("\n".join(["user_id,item_id,order", *rows]) + "\n")
     days = [day[1:] for day in beauty_days(tmp_path)]
     assert [len(day) for day in days] == [3] * 20
     events = [(int(ms), user, item) for day in days for user, item, ms in day]
     assert all(before[0] < after[0] for before, after in pairwise(events))
-    assert [int(ms - BEGIN) // DAY for ms, _, _ in events] == [day for day in range(20) for _ in range(3)]
-    newest = [max(item for _, other, item in events if other == user) for _, user, _ in events]
+    assert [int(ms - BEGIN) // DAY for ms, _, _ in events] == [
+        day for day in range(20) for _ in range(3)
+    ]
+    newest = [
+        max(item for _, other, item in events if other == user) for _, user, _ in events
+    ]
     assert newest == sorted(newest)
     assert [item for _, user, item in events if user == "u0"] == ["B19", "B03", "B00"]
 
 
-def line(policy: str, day: int, recall: float, new: float, share: float) -> dict[str, Any]:
-    metrics = {"requests": 10, "share new": share, "recall@10": recall, "recall@10 new": new, "recall@10 old": recall}
-    return {"policy": policy, "day": day, "seed": 1, "steps": 5, "metrics": metrics, "hardware": "cpu", "command": "c"}
+def line(
+    policy: str, day: int, recall: float, new: float, share: float
+) -> dict[str, Any]:
+    metrics = {
+        "requests": 10,
+        "share new": share,
+        "recall@10": recall,
+        "recall@10 new": new,
+        "recall@10 old": recall,
+    }
+    return {
+        "policy": policy,
+        "day": day,
+        "seed": 1,
+        "steps": 5,
+        "metrics": metrics,
+        "hardware": "cpu",
+        "command": "c",
+    }
 
 
 def test_policies_are_compared_on_the_days_that_all_have() -> None:
-    lines = [line("daily", 2, 0.1, 0.0, 0.1), line("daily", 3, 0.3, 0.4, 0.3), line("daily", 4, 0.2, 0.2, 0.1)]
-    lines += [line("anew, in full", 2, 0.2, 0.1, 0.1), line("anew, in full", 3, 0.2, 0.2, 0.3)]
+    lines = [
+        line("daily", 2, 0.1, 0.0, 0.1),
+        line("daily", 3, 0.3, 0.4, 0.3),
+        line("daily", 4, 0.2, 0.2, 0.1),
+    ]
+    lines += [
+        line("anew, in full", 2, 0.2, 0.1, 0.1),
+        line("anew, in full", 3, 0.2, 0.2, 0.3),
+    ]
     tables, plot = shown("beauty", lines)
     # all days, then days 2 and 3; a new item's metric counts by how many requests ask for one
     assert tables[0].cells == [

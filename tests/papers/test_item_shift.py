@@ -26,23 +26,41 @@ from pipelines.data.schemas import events_schema, items_schema, sequences_schema
 ITEMS = 30
 
 
-def write_log(folder: Path, log: list[list[tuple[int, int]]], clock: bool = True) -> str:
+def write_log(
+    folder: Path, log: list[list[tuple[int, int]]], clock: bool = True
+) -> str:
     """TABLES of users with their (time, item)s in order; the last two are val and test."""
     tables = str(folder / "tables")
     names = [f"item-{i:03d}" for i in range(ITEMS)]
-    content = pa.table({"item_index": np.arange(ITEMS, dtype=np.int32), "item_id": names}, items_schema())
+    content = pa.table(
+        {"item_index": np.arange(ITEMS, dtype=np.int32), "item_id": names},
+        items_schema(),
+    )
     items = write(f"{tables}/items", "items", content, {"core": 1, "texts": []}, {})
     rows = []
     for user, behaviours in enumerate(log):
         splits = (["train"] * len(behaviours) + ["val", "test"])[-len(behaviours) :]
         requests = [
-            {"timestamp_ms": time, "query": None, "history_end": i, "split": split, "candidates": [item]}
-            for i, ((time, item), split) in enumerate(zip(behaviours, splits, strict=True))
+            {
+                "timestamp_ms": time,
+                "query": None,
+                "history_end": i,
+                "split": split,
+                "candidates": [item],
+            }
+            for i, ((time, item), split) in enumerate(
+                zip(behaviours, splits, strict=True)
+            )
         ]
         rows.append(
-            {"user_id": f"u{user}", "item_index": [i for _, i in behaviours],
-             "timestamp_ms": [time for time, _ in behaviours], "query": [None] * len(behaviours), "requests": requests}
-        )  # fmt: skip
+            {
+                "user_id": f"u{user}",
+                "item_index": [i for _, i in behaviours],
+                "timestamp_ms": [time for time, _ in behaviours],
+                "query": [None] * len(behaviours),
+                "requests": requests,
+            }
+        )
     content = pa.Table.from_pylist(rows, sequences_schema(events_schema()))
     info = {"kind": "retrieval", "users": len(log), "items": ITEMS, "clock": clock}
     write(f"{tables}/sequences", "sequences", content, info, {"items": items.hash})
@@ -55,7 +73,12 @@ def drifting_log(users: int = 80) -> list[list[tuple[int, int]]]:
     log = []
     for _ in range(users):
         times = np.sort(rng.integers(0, 1000, 6))
-        log.append([(int(t), int(rng.integers(t * ITEMS // 2000, t * ITEMS // 1000 + 1))) for t in times])
+        log.append(
+            [
+                (int(t), int(rng.integers(t * ITEMS // 2000, t * ITEMS // 1000 + 1)))
+                for t in times
+            ]
+        )
     return log
 
 
@@ -65,7 +88,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("shift")
     tables = write_log(folder, drifting_log())
     setup = set_up(
-        {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 1}, FitConfig(batch_size=8), Inputs(tables)
+        {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 1},
+        FitConfig(batch_size=8),
+        Inputs(tables),
     )
     checkpoint.save(folder / "sasrec", setup.model, setup.checkpoint(epoch=1, step=4))
     return folder, tables
@@ -74,10 +99,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @settings(max_examples=30)
 @given(
     st.lists(
-        st.lists(st.tuples(st.integers(0, 40), st.integers(0, ITEMS - 1)), min_size=1, max_size=6).map(sorted),
-        min_size=1, max_size=12,
+        st.lists(
+            st.tuples(st.integers(0, 40), st.integers(0, ITEMS - 1)),
+            min_size=1,
+            max_size=6,
+        ).map(sorted),
+        min_size=1,
+        max_size=12,
     )
-)  # fmt: skip
+)
 def test_new_items_are_those_counted_by_hand(
     tmp_path_factory: pytest.TempPathFactory, log: list[list[tuple[int, int]]]
 ) -> None:
@@ -87,8 +117,16 @@ def test_new_items_are_those_counted_by_hand(
     assert list(found) == ["temporal80", "temporal90"]
     for percent in (80, 90):
         # the first moment by which that share of all interactions has happened
-        cut = min(t for t in times if 100 * sum(other <= t for other in times) >= percent * len(times))
-        new = {item for item in range(ITEMS) if all(t > cut for user in log for t, i in user if i == item)}
+        cut = min(
+            t
+            for t in times
+            if 100 * sum(other <= t for other in times) >= percent * len(times)
+        )
+        new = {
+            item
+            for item in range(ITEMS)
+            if all(t > cut for user in log for t, i in user if i == item)
+        }
         assert set(np.flatnonzero(found[f"temporal{percent}"])) == new
 
 
@@ -117,12 +155,16 @@ def test_the_command_measures_what_ranking_by_hand_gives(
         name = f"temporal{percent}"
         sizes.append(len(ranks))
         assert found[f"{name}/examples"] == len(ranks)
-        assert found[f"{name}/recall@10"] == pytest.approx(sum(r < 10 for r in ranks) / len(ranks))
+        assert found[f"{name}/recall@10"] == pytest.approx(
+            sum(r < 10 for r in ranks) / len(ranks)
+        )
         expected = sum(1 / math.log2(r + 2) for r in ranks if r < 10) / len(ranks)
         assert found[f"{name}/ndcg@10"] == pytest.approx(expected)
         assert f"{name}  {len(ranks)} requests, recall@10" in printed
     assert 80 > sizes[0] > sizes[1] > 0  # both subsets are proper ones
-    assert json.loads((folder / "sasrec/item_shift-test.json").read_text()) == pytest.approx(found)
+    assert json.loads(
+        (folder / "sasrec/item_shift-test.json").read_text()
+    ) == pytest.approx(found)
 
 
 def test_an_empty_subset_has_no_metrics() -> None:
@@ -130,13 +172,22 @@ def test_an_empty_subset_has_no_metrics() -> None:
         def recommend(self, batch: dict, k: int) -> tuple[torch.Tensor, None]:
             return torch.arange(k).expand(len(batch["target"]), k), None
 
-    subsets = {"temporal80": np.arange(ITEMS) >= 28, "temporal90": np.zeros(ITEMS, bool)}
-    found = means(measure(Ranks(), {"target": torch.tensor([0, 1, 29])}, subsets), subsets)
+    subsets = {
+        "temporal80": np.arange(ITEMS) >= 28,
+        "temporal90": np.zeros(ITEMS, bool),
+    }
+    found = means(
+        measure(Ranks(), {"target": torch.tensor([0, 1, 29])}, subsets), subsets
+    )
     assert (found["temporal80/examples"], found["temporal80/recall@20"]) == (1, 0)
-    assert {name for name in found if name.startswith("temporal90")} == {"temporal90/examples"}
+    assert {name for name in found if name.startswith("temporal90")} == {
+        "temporal90/examples"
+    }
 
 
-def test_a_log_without_clock_is_refused(world: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_log_without_clock_is_refused(
+    world: tuple[Path, str], tmp_path: Path
+) -> None:
     tables = write_log(tmp_path, drifting_log(5), clock=False)
     with pytest.raises(UserError, match="without clock times"):
         run(Config(str(world[0] / "sasrec"), tables))

@@ -18,7 +18,9 @@ from papers.noninferiority import non_inferiority
         ([0.0511, 0.0512, 0.0513], 0.0512, 0.0512, 0.0001, 0.006),
     ],
 )
-def test_table_12_of_the_paper(seeds: list[float], teacher: float, mean: float, deviation: float, p: float) -> None:
+def test_table_12_of_the_paper(
+    seeds: list[float], teacher: float, mean: float, deviation: float, p: float
+) -> None:
     found = non_inferiority(seeds, teacher)
     assert found.mean == pytest.approx(mean, abs=5e-5)
     assert found.deviation == pytest.approx(deviation, abs=5e-5)

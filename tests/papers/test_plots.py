@@ -16,16 +16,31 @@ def test_tokenizers_and_beams(new_store: Callable[[Path], str], tmp_path: Path) 
     uri = new_store(tmp_path)
     for folder, kept in (("rqvae", 1.01), ("psid", 0.99)):
         for name, found in (("tiger", 0.05), ("sid_mlp", 0.05 * kept)):
-            model = {"name": name, "beam": 50, "teacher_hash": f"tiger-{folder}" if name == "sid_mlp" else ""}
+            model = {
+                "name": name,
+                "beam": 50,
+                "teacher_hash": f"tiger-{folder}" if name == "sid_mlp" else "",
+            }
             opened = tracking.open_run(
-                uri, "retrieval/x", f"{name}-{folder}", str(tmp_path), hashes={"trie": folder},
+                uri,
+                "retrieval/x",
+                f"{name}-{folder}",
+                str(tmp_path),
+                hashes={"trie": folder},
                 config={"model": model, "sids": f"/somewhere/{folder}"},
-            )  # fmt: skip
+            )
             logger = tracking.Logger(opened)
             logger.log({"test/ndcg@10": found, "test-beam-10/ndcg@10": 0.9 * found}, 1)
             logger.tag(**{tracking.WEIGHTS_TAG: f"{name}-{folder}"})
             logger.end()
-    drawn = {plot.title: plot.svg for plot in plots(compare(select(uri, ["retrieval/x"])), (tokenizers, beams))}
+    drawn = {
+        plot.title: plot.svg
+        for plot in plots(compare(select(uri, ["retrieval/x"])), (tokenizers, beams))
+    }
     assert list(drawn) == ["Tokenizers", "Beams and accuracy"]
-    assert all(text in drawn["Tokenizers"] for text in ("101.0%", "99.0%", "rqvae", "psid"))
-    assert all(f"{name}-psid" in drawn["Beams and accuracy"] for name in ("tiger", "sid_mlp"))
+    assert all(
+        text in drawn["Tokenizers"] for text in ("101.0%", "99.0%", "rqvae", "psid")
+    )
+    assert all(
+        f"{name}-psid" in drawn["Beams and accuracy"] for name in ("tiger", "sid_mlp")
+    )

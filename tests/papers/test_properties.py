@@ -24,7 +24,9 @@ def test_the_code_has_the_properties_that_the_paper_says(name: str) -> None:
 
 
 def test_recurrent_decoders_carry_a_state_in_place_of_attention() -> None:
-    assert properties("gdn") == properties("mamba2") == Properties(True, True, True, False)
+    assert (
+        properties("gdn") == properties("mamba2") == Properties(True, True, True, False)
+    )
     assert properties("one_layer") == Properties(True, True, False, False)
 
 
@@ -34,8 +36,12 @@ def test_attention_and_states_are_seen() -> None:
     assert not any("aten::_softmax" in name for name in ran.names)
     with Operators() as ran, torch.no_grad():
         functional.scaled_dot_product_attention(*[torch.zeros(1, 1, 2, 4)] * 3)
-    assert any(name.startswith(("aten::_scaled_dot_product", "aten::_softmax", "aten::_safe_softmax"))
-               for name in ran.names)  # fmt: skip
+    assert any(
+        name.startswith(
+            ("aten::_scaled_dot_product", "aten::_softmax", "aten::_safe_softmax")
+        )
+        for name in ran.names
+    )
 
     class Holds:
         def __init__(self) -> None:

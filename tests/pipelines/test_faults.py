@@ -35,7 +35,9 @@ def sqlite_full(folder: Path) -> None:
 
 def arrow_full(folder: Path) -> None:
     with fs.LocalFileSystem().open_output_stream(str(folder / "x.parquet")) as stream:
-        pq.write_table(pa.table({"x": np.random.default_rng(0).random(1 << 19)}), stream)
+        pq.write_table(
+            pa.table({"x": np.random.default_rng(0).random(1 << 19)}), stream
+        )
 
 
 @contextmanager
@@ -55,11 +57,16 @@ def no_room() -> Iterator[None]:
         lambda folder: (folder / "x").write_bytes(bytes(1 << 21)),
         lambda folder: torch.save({"w": WIDE}, folder / "x.pt"),
         lambda folder: torch.save({"w": WIDE}, (folder / "x.pt").open("wb")),
-        lambda folder: safetensors.torch.save_file({"w": WIDE}, folder / "x.safetensors"),
-        sqlite_full, arrow_full,
+        lambda folder: safetensors.torch.save_file(
+            {"w": WIDE}, folder / "x.safetensors"
+        ),
+        sqlite_full,
+        arrow_full,
     ],
-)  # fmt: skip
-def test_a_full_disk_is_told_by_every_library(fill: Callable[[Path], object], tmp_path: Path) -> None:
+)
+def test_a_full_disk_is_told_by_every_library(
+    fill: Callable[[Path], object], tmp_path: Path
+) -> None:
     with no_room(), pytest.raises(Exception) as caught:  # noqa: PT011
         fill(tmp_path)
     assert str(explain(caught.value)).startswith("the disk is full (")
@@ -90,8 +97,16 @@ def test_a_worker_that_others_wait_for_is_named() -> None:
 def test_an_s3_that_mlflow_cannot_reach_is_a_line() -> None:
     from botocore.exceptions import EndpointConnectionError
 
-    line = str(explain(EndpointConnectionError(endpoint_url="http://127.0.0.1:9/bucket", error="refused")))
-    assert line.startswith('S3 fails (Could not connect to the endpoint URL: "http://127.0.0.1:9/bucket"); see that')
+    line = str(
+        explain(
+            EndpointConnectionError(
+                endpoint_url="http://127.0.0.1:9/bucket", error="refused"
+            )
+        )
+    )
+    assert line.startswith(
+        'S3 fails (Could not connect to the endpoint URL: "http://127.0.0.1:9/bucket"); see that'
+    )
 
 
 def test_defects_keep_their_tracebacks() -> None:
@@ -129,11 +144,17 @@ cli.main(run, Config)
 @pytest.mark.long
 def test_a_job_ends_with_one_line_and_keeps_the_traceback(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "TMPDIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        "TMPDIR": str(tmp_path),
+    }
     line = [sys.executable, "-m", "job"]
     ended = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1
     (said,) = ended.stderr.splitlines()
-    assert said.startswith("error: the disk is full ([Errno 28] No space left on device); free some space, then")
+    assert said.startswith(
+        "error: the disk is full ([Errno 28] No space left on device); free some space, then"
+    )
     kept = Path(said.rpartition("traceback in ")[2].rstrip(")"))
     assert "Traceback (most recent call last)" in kept.read_text()

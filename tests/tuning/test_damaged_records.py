@@ -11,16 +11,38 @@ from models.tables import UserError
 from pipelines.training.record import read_record
 
 RUN = {"uri": "sqlite:///store.db", "experiment": "retrieval/small", "run_id": "f" * 32}
-DAMAGED = ["{", "", "[1, 2", "3", "null", '["a", "b"]', '"text"', '{"status": "finished"}', "\x00\x00"]
+DAMAGED = [
+    "{",
+    "",
+    "[1, 2",
+    "3",
+    "null",
+    '["a", "b"]',
+    '"text"',
+    '{"status": "finished"}',
+    "\x00\x00",
+]
 
 
-@pytest.mark.parametrize("text", [*DAMAGED, json.dumps({"tracking": RUN}), json.dumps({"status": 1, "tracking": RUN})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *DAMAGED,
+        json.dumps({"tracking": RUN}),
+        json.dumps({"status": 1, "tracking": RUN}),
+    ],
+)
 def test_run_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(UserError, match=r"^\S+/run\.json is damaged \(.+\); train again with --overwrite, .*folder$"):
+    with pytest.raises(
+        UserError,
+        match=r"^\S+/run\.json is damaged \(.+\); train again with --overwrite, .*folder$",
+    ):
         read_record(str(tmp_path))
 
 
 def test_a_whole_one_is_read(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "tracking": RUN}))
+    (tmp_path / "run.json").write_text(
+        json.dumps({"status": "running", "tracking": RUN})
+    )
     assert read_record(str(tmp_path)) == {"status": "running", "tracking": RUN}

@@ -31,10 +31,29 @@ from tuning.sweep import Options, Outcome, Swept, best_of, best_trial, sweep
 
 ROOT = Path(__file__).parents[2]
 
-MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
-TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
-         "num_decoder_layers": 1}  # fmt: skip
-FIT = {"batch_size": 16, "max_epochs": 4, "log_every_steps": 2, "patience": 0, "seed": 3}
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
+TIGER = {
+    "name": "tiger",
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+}
+FIT = {
+    "batch_size": 16,
+    "max_epochs": 4,
+    "log_every_steps": 2,
+    "patience": 0,
+    "seed": 3,
+}
 
 
 @dataclass
@@ -48,9 +67,13 @@ class World:
 
     def sweep(self, grid: Grid, **changes: Any) -> Swept:
         arguments: dict[str, Any] = {
-            "inputs": Inputs(self.tables), "storage": str(self.folder / "runs"), "name": "halved",
-            "ray_options": RayOptions(threads=1), "options": Options(concurrency=1), "say": self.lines.append,
-        }  # fmt: skip
+            "inputs": Inputs(self.tables),
+            "storage": str(self.folder / "runs"),
+            "name": "halved",
+            "ray_options": RayOptions(threads=1),
+            "options": Options(concurrency=1),
+            "say": self.lines.append,
+        }
         return sweep(grid, grid.trials(), **{**arguments, **changes})
 
     def children(self, swept: Swept) -> dict[str, Any]:
@@ -58,16 +81,24 @@ class World:
         client = tracking.connect(swept.run.uri)
         experiment = client.get_experiment_by_name(swept.run.experiment)
         found = client.search_runs(
-            [experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{swept.run.run_id}'"
-        )  # fmt: skip
+            [experiment.experiment_id],
+            f"tags.`mlflow.parentRunId` = '{swept.run.run_id}'",
+        )
         assert len({run.data.tags[tracking.TRIAL_TAG] for run in found}) == len(found)
         return {run.data.tags[tracking.POINT_TAG]: run for run in found}
 
 
-def grid(model: dict[str, Any] = MODEL, fit: dict[str, Any] = FIT, fixed: Point | None = None, **fields: Any) -> Grid:
+def grid(
+    model: dict[str, Any] = MODEL,
+    fit: dict[str, Any] = FIT,
+    fixed: Point | None = None,
+    **fields: Any,
+) -> Grid:
     settings = {**dotted({"model": model, "fit": fit}), **(fixed or {})}
     axes = {"fit.lr": [0.03, 0.01, 0.0001]}
-    return Grid(**{"name": "g", "source": "a test", "fixed": settings, "axes": axes, **fields})
+    return Grid(
+        **{"name": "g", "source": "a test", "fixed": settings, "axes": axes, **fields}
+    )
 
 
 HALVED = grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
@@ -75,7 +106,10 @@ HALVED = grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
 
 @pytest.fixture(scope="module")
 def world(
-    ray_local: None, small: tuple[str, str], new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+    ray_local: None,
+    small: tuple[str, str],
+    new_store: Callable[[Path], str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
     folder = tmp_path_factory.mktemp("sweep")
     new_store(folder / "runs")
@@ -91,19 +125,39 @@ def test_trials_train_as_jobs_train_does(world: World) -> None:
     config, alone = world.folder / "config.yaml", world.folder / "alone"
     config.write_text(json.dumps({"model": MODEL, "fit": {**FIT, "lr": 0.03}}))
     # In a process of its own, as oneDNN's choice of kernels depends on what a process has computed before.
-    command = [sys.executable, "-m", "models.train", "--config", str(config), "--tables", world.tables]
+    command = [
+        sys.executable,
+        "-m",
+        "models.train",
+        "--config",
+        str(config),
+        "--tables",
+        world.tables,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, "--output", str(alone)], cwd=ROOT, env=environment, check=True)
-    assert best.value == pytest.approx(checkpoint.read(alone / "best").metrics["ndcg@10"], abs=1e-6)
+    subprocess.run(
+        [*command, "--output", str(alone)], cwd=ROOT, env=environment, check=True
+    )
+    assert best.value == pytest.approx(
+        checkpoint.read(alone / "best").metrics["ndcg@10"], abs=1e-6
+    )
     last = max((world.folder / "runs/halved" / best.name).glob("step-*"))
-    expected = checkpoint.safetensors.torch.load_file(max(alone.glob("step-*")) / "model.safetensors")
-    for name, value in checkpoint.safetensors.torch.load_file(last / "model.safetensors").items():
+    expected = checkpoint.safetensors.torch.load_file(
+        max(alone.glob("step-*")) / "model.safetensors"
+    )
+    for name, value in checkpoint.safetensors.torch.load_file(
+        last / "model.safetensors"
+    ).items():
         torch.testing.assert_close(value, expected[name])
 
 
 def test_trials_stopped_early_keep_their_best(world: World) -> None:
     found = [(outcome.status, outcome.epochs) for outcome in world.swept.outcomes]
-    assert found == [("finished", 4), ("stopped", 2), ("stopped", 1)]  # 0.01 is ahead after one epoch, not after two
+    assert found == [
+        ("finished", 4),
+        ("stopped", 2),
+        ("stopped", 1),
+    ]  # 0.01 is ahead after one epoch, not after two
     for outcome in world.swept.outcomes[1:]:
         about = checkpoint.read(str(outcome.checkpoint))
         assert about.epoch == outcome.epochs
@@ -114,7 +168,10 @@ def test_trials_stopped_early_keep_their_best(world: World) -> None:
 def test_the_axes_are_tunes_own_parameters(world: World) -> None:
     found = world.swept.results
     assert found is not None
-    shown = {result.config["trial"]: (result.config["fit.lr"], result.metrics["epoch"]) for result in found}  # type: ignore[index]
+    shown = {
+        result.config["trial"]: (result.config["fit.lr"], result.metrics["epoch"])
+        for result in found
+    }  # type: ignore[index]
     names = [outcome.name for outcome in world.swept.outcomes]
     assert shown == dict(zip(names, [(0.03, 4), (0.01, 2), (0.0001, 1)], strict=True))
 
@@ -124,34 +181,58 @@ def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
     parent = client.get_run(world.swept.run.run_id)
     tags = parent.data.tags
     assert parent.info.status == "FINISHED"
-    assert (tags["trieline.kind"], tags["sweep.grid"], tags["sweep.metric"]) == ("sweep", "g", "val/ndcg@10")
+    assert (tags["trieline.kind"], tags["sweep.grid"], tags["sweep.metric"]) == (
+        "sweep",
+        "g",
+        "val/ndcg@10",
+    )
     assert json.loads(tags["sweep.axes"]) == ["fit.lr"]
     assert world.swept.best is not None
     assert tags["sweep.best"] == world.swept.best.run_id
-    assert parent.data.metrics["best/ndcg_at_10"] == pytest.approx(world.swept.best.value)
-    assert {"grid.yaml", "trials.json"} <= {a.path for a in client.list_artifacts(parent.info.run_id)}
+    assert parent.data.metrics["best/ndcg_at_10"] == pytest.approx(
+        world.swept.best.value
+    )
+    assert {"grid.yaml", "trials.json"} <= {
+        a.path for a in client.list_artifacts(parent.info.run_id)
+    }
     children = world.children(world.swept)
     assert set(children) == {json.dumps({"fit.lr": lr}) for lr in (0.03, 0.01, 0.0001)}
     for point, run in children.items():
         assert run.info.status == "FINISHED"
         assert run.data.tags["trieline.kind"] == "trial"
         assert run.data.params["fit.lr"] == str(json.loads(point)["fit.lr"])
-        epochs = next(o.epochs for o in world.swept.outcomes if o.run_id == run.info.run_id)
-        assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == epochs
-        assert ("test/ndcg_at_10" in run.data.metrics) == (epochs == 4)  # those that were stopped are not measured
+        epochs = next(
+            o.epochs for o in world.swept.outcomes if o.run_id == run.info.run_id
+        )
+        assert (
+            len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == epochs
+        )
+        assert ("test/ndcg_at_10" in run.data.metrics) == (
+            epochs == 4
+        )  # those that were stopped are not measured
 
 
 def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
     other, _ = write_tables(world.folder / "others", items=20)
-    with pytest.raises(UserError, match=r"was started with another table '(items|sequences)'"):
+    with pytest.raises(
+        UserError, match=r"was started with another table '(items|sequences)'"
+    ):
         world.sweep(HALVED, inputs=Inputs(other))
     again = world.sweep(HALVED)
     assert again.results is None
-    assert (again.run, again.best, again.outcomes) == (world.swept.run, world.swept.best, world.swept.outcomes)
+    assert (again.run, again.best, again.outcomes) == (
+        world.swept.run,
+        world.swept.best,
+        world.swept.outcomes,
+    )
     assert len(world.children(again)) == 3
-    with pytest.raises(UserError, match=r"was started with model\.dim 16, not 8; choose another --name"):
+    with pytest.raises(
+        UserError, match=r"was started with model\.dim 16, not 8; choose another --name"
+    ):
         world.sweep(grid(fixed={"model.dim": 8}))
-    assert best_trial(str(world.folder / "runs/halved")) == str(world.folder / "runs/halved" / again.best.name)
+    assert best_trial(str(world.folder / "runs/halved")) == str(
+        world.folder / "runs/halved" / again.best.name
+    )
     assert best_trial("runs/elsewhere") == "runs/elsewhere"
 
 
@@ -168,7 +249,9 @@ def kill_holder(lock: Path) -> None:
     """SIGKILL to the process that holds a trial's lock: the one that runs it."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and str(lock) in {file.path for file in process.open_files()}:
+            if process.pid != os.getpid() and str(lock) in {
+                file.path for file in process.open_files()
+            }:
                 return process.send_signal(signal.SIGKILL)
     raise AssertionError(f"nobody holds {lock}")
 
@@ -184,11 +267,18 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
             kill_holder(world.folder / f"runs/killed/.{name}.lock")
 
     three = grid(axes={"fit.lr": [0.03, 0.01, 1e30]})
-    swept = world.sweep(three, name="killed", ray_options=RayOptions(threads=1, max_failures=1), say=watch)
+    swept = world.sweep(
+        three,
+        name="killed",
+        ray_options=RayOptions(threads=1, max_failures=1),
+        say=watch,
+    )
     first, second, third = swept.outcomes
     assert len(kills) == 3
     assert first.status == "finished"
-    assert first.value == pytest.approx(world.swept.outcomes[0].value)  # as if nothing had happened
+    assert first.value == pytest.approx(
+        world.swept.outcomes[0].value
+    )  # as if nothing had happened
     assert second.status == "failed"
     assert third.status == "failed"
     assert "the loss is" in str(third.error)
@@ -201,9 +291,15 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
         assert client.get_run(str(outcome.run_id)).info.status == "FAILED"
     assert client.get_run(swept.run.run_id).info.status == "FINISHED"
 
-    assert [o.status for o in world.sweep(three, name="killed").outcomes] == ["finished", "finished", "failed"]
+    assert [o.status for o in world.sweep(three, name="killed").outcomes] == [
+        "finished",
+        "finished",
+        "failed",
+    ]
     again = world.children(swept)
-    assert {run.info.run_id for run in again.values()} == {run.info.run_id for run in children.values()}
+    assert {run.info.run_id for run in again.values()} == {
+        run.info.run_id for run in children.values()
+    }
     healed = again[json.dumps({"fit.lr": 0.01})]
     assert healed.info.status == "FINISHED"
     assert len(client.get_metric_history(healed.info.run_id, "val/ndcg_at_10")) == 4
@@ -219,11 +315,14 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
     asked: dict[str, Any] = {"name": "lost", "inputs": Inputs(tables, sids)}
 
     def lose(line: str) -> None:
-        if "trial of g" in line:  # what the look before has found is gone when the trial starts
+        if (
+            "trial of g" in line
+        ):  # what the look before has found is gone when the trial starts
             teacher.rename(away)
 
     with pytest.raises(
-        UserError, match=r"no trial of .*/lost has a value; mend what failed, .* \(lr-0.01-\w+: the teacher"
+        UserError,
+        match=r"no trial of .*/lost has a value; mend what failed, .* \(lr-0.01-\w+: the teacher",
     ):
         world.sweep(one, **asked, say=lose)
     with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint"):
@@ -231,27 +330,46 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
     away.rename(teacher)
     swept = world.sweep(one, **asked)
     (run,) = world.children(swept).values()
-    assert [(o.status, o.run_id) for o in swept.outcomes] == [("finished", run.info.run_id)]
-    assert run.data.params["model.teacher"] == str(teacher / "best")  # which the grid's own line does not say
+    assert [(o.status, o.run_id) for o in swept.outcomes] == [
+        ("finished", run.info.run_id)
+    ]
+    assert run.data.params["model.teacher"] == str(
+        teacher / "best"
+    )  # which the grid's own line does not say
 
 
 def measured(world: World, **fields: Any) -> Grid:
     """A grid that measures the first trial's checkpoint."""
-    axes = {"checkpoint": [str(world.folder / "runs/halved" / world.swept.outcomes[0].name)], **fields.pop("axes", {})}
-    return Grid(**{"name": "g", "source": "a test", "kind": "evaluate", "axes": axes, **fields})
+    axes = {
+        "checkpoint": [
+            str(world.folder / "runs/halved" / world.swept.outcomes[0].name)
+        ],
+        **fields.pop("axes", {}),
+    }
+    return Grid(
+        **{"name": "g", "source": "a test", "kind": "evaluate", "axes": axes, **fields}
+    )
 
 
 def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     asha = Scheduler(name="asha", grace=1, reduction=2)
-    two = grid(axes={"fit.lr": [0.03, 0.0001]}, scheduler=asha, fit={**FIT, "max_epochs": 9})
-    swept = world.sweep(two, name="halved_workers", ray_options=RayOptions(num_workers=2, cpus_per_worker=0.5))
+    two = grid(
+        axes={"fit.lr": [0.03, 0.0001]}, scheduler=asha, fit={**FIT, "max_epochs": 9}
+    )
+    swept = world.sweep(
+        two,
+        name="halved_workers",
+        ray_options=RayOptions(num_workers=2, cpus_per_worker=0.5),
+    )
     ahead, behind = swept.outcomes
     assert (ahead.status, ahead.epochs, behind.status) == ("finished", 9, "stopped")
     assert behind.epochs < 9  # its workers go on until they are ended
     for run in world.children(swept).values():
         assert run.info.status == "FINISHED"
         assert run.data.params["ray.num_workers"] == "2"
-    history = tracking.connect(swept.run.uri).get_metric_history(str(ahead.run_id), "val/ndcg_at_10")
+    history = tracking.connect(swept.run.uri).get_metric_history(
+        str(ahead.run_id), "val/ndcg_at_10"
+    )
     assert len(history) == 9
     assert max(point.value for point in history) == pytest.approx(ahead.value)
 
@@ -259,18 +377,35 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
 def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
     each = measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]})
     swept = world.sweep(each, name="measured", smoke=True)
-    assert tracking.SMOKE_TAG in tracking.connect(swept.run.uri).get_run(swept.run.run_id).data.tags
+    assert (
+        tracking.SMOKE_TAG
+        in tracking.connect(swept.run.uri).get_run(swept.run.run_id).data.tags
+    )
     found, _ = evaluate(str(each.axes["checkpoint"][0]), Inputs(world.tables))  # type: ignore[index]
-    assert [outcome.value for outcome in swept.outcomes] == pytest.approx([found.metrics["ndcg@10"]] * 2)
+    assert [outcome.value for outcome in swept.outcomes] == pytest.approx(
+        [found.metrics["ndcg@10"]] * 2
+    )
     for run in world.children(swept).values():
-        assert {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"} <= set(run.data.metrics)
+        assert {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"} <= set(
+            run.data.metrics
+        )
     with pytest.raises(UserError, match="was measured with other options"):
         world.sweep(
-            measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8]}, fixed={"evaluate.unseen": True}),
+            measured(
+                world,
+                metric="test/ndcg@10",
+                axes={"evaluate.batch_size": [8]},
+                fixed={"evaluate.unseen": True},
+            ),
             name="measured",
         )
-    with pytest.raises(UserError, match="the model 'sasrec' has no option --beams when recommending"):
-        world.sweep(measured(world, metric="test/ndcg@10", axes={"evaluate.beams": [1]}), name="refused")
+    with pytest.raises(
+        UserError, match="the model 'sasrec' has no option --beams when recommending"
+    ):
+        world.sweep(
+            measured(world, metric="test/ndcg@10", axes={"evaluate.beams": [1]}),
+            name="refused",
+        )
 
 
 def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> None:
@@ -280,17 +415,29 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
             grid(metric="val/recall@7"),
             {},
         ),
-        ("cannot reach MLflow at http://127.0.0.1:9", grid(), {"tracking_uri": "http://127.0.0.1:9"}),
+        (
+            "cannot reach MLflow at http://127.0.0.1:9",
+            grid(),
+            {"tracking_uri": "http://127.0.0.1:9"},
+        ),
         ("is not a table", grid(), {"inputs": Inputs(str(world.folder))}),
         ("needs semantic IDs; give --sids", grid(model={"name": "tiger"}), {}),
-        ("needs 100 CPUs, .*the cluster has 2", grid(), {"ray_options": RayOptions(cpus_per_worker=100)}),
+        (
+            "needs 100 CPUs, .*the cluster has 2",
+            grid(),
+            {"ray_options": RayOptions(cpus_per_worker=100)},
+        ),
         (
             "fit.batch_size 9 does not divide by 2 workers; choose a multiple of 2",
             grid(axes={"fit.batch_size": [8, 9]}),
             {"ray_options": RayOptions(num_workers=2, cpus_per_worker=0.5)},
         ),
         ("names a folder", grid(), {"name": "a/b"}),
-        ("is test/recall@7, which is not measured; .*users_per_s", measured(world, metric="test/recall@7"), {}),
+        (
+            "is test/recall@7, which is not measured; .*users_per_s",
+            measured(world, metric="test/recall@7"),
+            {},
+        ),
     ]
     for message, one, changes in refused:
         with pytest.raises(UserError, match=message):
@@ -300,11 +447,16 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
 
 def test_the_best_settings_are_those_of_the_best_mean() -> None:
     def trial(name: str, alpha: float, seed: int, value: float | None) -> Outcome:
-        return Outcome(name, name, {"model.alpha": alpha, "fit.seed": seed}, "finished", value)
+        return Outcome(
+            name, name, {"model.alpha": alpha, "fit.seed": seed}, "finished", value
+        )
 
     lucky = [trial("a", 0.5, 1, 0.9), trial("b", 0.5, 2, 0.1)]
     steady = [trial("c", 0.7, 1, 0.6), trial("d", 0.7, 2, 0.7)]
     assert best_of([*lucky, *steady]) is steady[1]
-    alone = [trial("e", 1.0, 1, 0.95), trial("f", 1.0, 2, None)]  # its other seed failed
+    alone = [
+        trial("e", 1.0, 1, 0.95),
+        trial("f", 1.0, 2, None),
+    ]  # its other seed failed
     assert best_of([*lucky, *steady, *alone]) is steady[1]
     assert best_of([trial("g", 1.0, 1, None)]) is None

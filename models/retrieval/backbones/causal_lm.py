@@ -38,7 +38,13 @@ class LmBackbone(Backbone):
     between: Tensor
     after: Tensor
 
-    def __init__(self, tokens: SidTokens, lm: nn.Module, prompt: dict[str, list[int]], max_history: int) -> None:
+    def __init__(
+        self,
+        tokens: SidTokens,
+        lm: nn.Module,
+        prompt: dict[str, list[int]],
+        max_history: int,
+    ) -> None:
         """`lm` is a causal language model of `transformers`; `prompt` has the words before and after a history and
         between its items."""
         super().__init__()
@@ -46,9 +52,13 @@ class LmBackbone(Backbone):
         words = self.words()
         self.vocabulary, width = words.weight.shape
         self.embedding = nn.Embedding(tokens.vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # as `transformers` starts its own
+        nn.init.normal_(
+            self.embedding.weight, std=0.02
+        )  # as `transformers` starts its own
         for name in ("before", "between", "after"):
-            self.register_buffer(name, torch.tensor(prompt[name], dtype=torch.long), persistent=False)
+            self.register_buffer(
+                name, torch.tensor(prompt[name], dtype=torch.long), persistent=False
+            )
 
     def words(self) -> nn.Embedding:
         """(V, D): embeddings of the words."""
@@ -71,8 +81,12 @@ class LmBackbone(Backbone):
     def embed(self, tokens: Tensor) -> Tensor:
         """(..., D) of words and codes."""
         of_words = self.words()(tokens.clamp(max=self.vocabulary - 1))
-        of_codes = functional.embedding((tokens - self.vocabulary).clamp(min=0), self.table())
-        return torch.where((tokens >= self.vocabulary).unsqueeze(-1), of_codes, of_words)
+        of_codes = functional.embedding(
+            (tokens - self.vocabulary).clamp(min=0), self.table()
+        )
+        return torch.where(
+            (tokens >= self.vocabulary).unsqueeze(-1), of_codes, of_words
+        )
 
     def item_tokens(self, items: Tensor) -> Tensor:
         """(..., L): tokens of the items' codes."""
@@ -96,18 +110,26 @@ class LmBackbone(Backbone):
         there = (history != PAD).unsqueeze(-1)
         another = functional.pad(there[:, 1:], (0, 0, 0, 1))  # whether an item follows
         tokens = torch.cat([codes, between], 2).flatten(1)
-        real = torch.cat([there.expand_as(codes), another.expand_as(between)], 2).flatten(1)
+        real = torch.cat(
+            [there.expand_as(codes), another.expand_as(between)], 2
+        ).flatten(1)
         return tokens, real
 
     def prompts(self, batch: dict[str, Tensor]) -> list[Segment]:
         """The prompt of each request."""
         history = batch["history"]
-        return [self.constant(self.before, history), self.history_tokens(batch), self.constant(self.after, history)]
+        return [
+            self.constant(self.before, history),
+            self.history_tokens(batch),
+            self.constant(self.after, history),
+        ]
 
     def inputs(self, batch: dict[str, Tensor]) -> Segment:
         """((B, S) tokens of the prompts, (B,) how many of each)."""
         tokens, lengths = joined(self.prompts(batch))
-        behind = len(self.between) if batch["history"].shape[1] else 0  # nothing stands behind the last item
+        behind = (
+            len(self.between) if batch["history"].shape[1] else 0
+        )  # nothing stands behind the last item
         return tokens[:, : tokens.shape[1] - behind], lengths
 
     def of_history(self, history: History) -> tuple[slice, Tensor]:
@@ -118,13 +140,20 @@ class LmBackbone(Backbone):
         code = place % (self.tokens.levels + len(self.between)) < self.tokens.levels
         return slice(len(self.before), longest), code & (place < lengths.unsqueeze(1))
 
-    def run(self, embedded: Tensor, memory: Memory | None = None, **given: Any) -> tuple[Tensor, Memory]:
+    def run(
+        self, embedded: Tensor, memory: Memory | None = None, **given: Any
+    ) -> tuple[Tensor, Memory]:
         """((B, S, D) last states, keys and values of each layer) of `embedded` (B, S, D), which goes on from
         `memory`."""
-        from models.retrieval.backbones.lm_cache import cache_of, memory_of  # loads transformers
+        from models.retrieval.backbones.lm_cache import (
+            cache_of,
+            memory_of,
+        )  # loads transformers
 
         cache = cache_of(memory)
-        found = cast(Any, self.lm).base_model(inputs_embeds=embedded, past_key_values=cache, use_cache=True, **given)
+        found = cast(Any, self.lm).base_model(
+            inputs_embeds=embedded, past_key_values=cache, use_cache=True, **given
+        )
         return found.last_hidden_state, memory_of(cache)
 
     def encode(self, batch: dict[str, Tensor]) -> History:

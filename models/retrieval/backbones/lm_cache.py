@@ -17,12 +17,18 @@ from models.retrieval.parts import Memory
 class CacheLayer(DynamicLayer):
     """Those of one layer; the first ones are kept without a copy."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], 2)
             value_states = torch.cat([self.values, value_states], 2)
         self.keys, self.values = key_states, value_states
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.dtype, self.device, self.is_initialized = (
+            key_states.dtype,
+            key_states.device,
+            True,
+        )
         return key_states, value_states
 
 

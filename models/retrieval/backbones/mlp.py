@@ -59,12 +59,25 @@ class RoleMlp(nn.Module):
         """(n, D): F([x; mean of its request]) of tokens x (n, D) of the requests `owner` (n,); mean (B, D)."""
         if not on_cpu(x) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             hidden = self.inner(torch.cat([x, mean[owner]], 1))  # (n, width)
-            return self.outer(dropout(functional.gelu(self.norm(hidden)), self.dropout_p if self.training else 0.0))
-        own, given = self.inner.weight.tensor_split(2, 1)  # [x; mean] W = x W_own + mean W_given
-        shared = functional.linear(mean, given, self.inner.bias)  # (B, width), once per request
+            return self.outer(
+                dropout(
+                    functional.gelu(self.norm(hidden)),
+                    self.dropout_p if self.training else 0.0,
+                )
+            )
+        own, given = self.inner.weight.tensor_split(
+            2, 1
+        )  # [x; mean] W = x W_own + mean W_given
+        shared = functional.linear(
+            mean, given, self.inner.bias
+        )  # (B, width), once per request
         pieces = [
-            self.outer(functional.gelu(self.norm(torch.addmm(shared[request], piece, own.T))))
-            for piece, request in zip(x.split(IN_CACHE), owner.split(IN_CACHE), strict=True)
+            self.outer(
+                functional.gelu(self.norm(torch.addmm(shared[request], piece, own.T)))
+            )
+            for piece, request in zip(
+                x.split(IN_CACHE), owner.split(IN_CACHE), strict=True
+            )
         ]
         return torch.cat(pieces)
 
@@ -101,11 +114,20 @@ class Layout:
         else:
             owner = request.repeat_interleave(items)
             item = torch.arange(items, device=history.device).repeat(rows)
-            codes = vocabulary.items[torch.where(cast(Tensor, real), history, 0).flatten()]
-        tokens, positions = list(codes.unbind(1)), [1 + level + levels * item for level in range(levels)]
+            codes = vocabulary.items[
+                torch.where(cast(Tensor, real), history, 0).flatten()
+            ]
+        tokens, positions = (
+            list(codes.unbind(1)),
+            [1 + level + levels * item for level in range(levels)],
+        )
         user = vocabulary.first_user + batch["user"] % vocabulary.n_user_tokens
-        tokens[-1] = torch.cat([tokens[-1], user, torch.full_like(user, vocabulary.end)])
-        positions[-1] = torch.cat([positions[-1], torch.zeros_like(user), 1 + levels * length])
+        tokens[-1] = torch.cat(
+            [tokens[-1], user, torch.full_like(user, vocabulary.end)]
+        )
+        positions[-1] = torch.cat(
+            [positions[-1], torch.zeros_like(user), 1 + levels * length]
+        )
         owners = [owner] * (levels - 1) + [torch.cat([owner, request, request])]
         return cls(tokens, owners, positions, (2 + levels * length).unsqueeze(1), real)
 
@@ -119,7 +141,9 @@ class Layout:
         if self.real is None:
             total = total.index_add(0, self.owners[-1][: codes.shape[0]], codes)
         else:  # summed in a fixed order, which adding by index on a GPU is not
-            total = total + codes.unflatten(0, self.real.shape).masked_fill(~self.real.unsqueeze(-1), 0.0).sum(1)
+            total = total + codes.unflatten(0, self.real.shape).masked_fill(
+                ~self.real.unsqueeze(-1), 0.0
+            ).sum(1)
         return total / self.counts
 
     def padded(self, states: list[Tensor], length: int) -> Tensor:
@@ -128,12 +152,21 @@ class Layout:
         if self.real is not None:
             real = self.real.flatten().unsqueeze(-1)
             states = [state * real for state in states[:-1]] + [
-                torch.cat([states[-1][: real.shape[0]] * real, states[-1][real.shape[0] :]])
+                torch.cat(
+                    [states[-1][: real.shape[0]] * real, states[-1][real.shape[0] :]]
+                )
             ]
-        index = torch.cat([owner * length + at for owner, at in zip(self.owners, self.positions, strict=True)])
+        index = torch.cat(
+            [
+                owner * length + at
+                for owner, at in zip(self.owners, self.positions, strict=True)
+            ]
+        )
         joined = torch.cat(states)
         flat = joined.new_zeros((self.counts.shape[0] * length, joined.shape[1]))
-        return flat.index_add(0, index, joined).unflatten(0, (-1, length))  # padding adds zeros where an end is
+        return flat.index_add(0, index, joined).unflatten(
+            0, (-1, length)
+        )  # padding adds zeros where an end is
 
 
 class MlpBackbone(Backbone):
@@ -146,7 +179,11 @@ class MlpBackbone(Backbone):
     def __init__(self, teacher: Backbone, sizes: EncoderSizes) -> None:
         """`teacher` gives the vocabulary and the embedding."""
         super().__init__()
-        self.tokens, self.embedding, self.max_history = teacher.tokens, teacher.embedding, teacher.max_history
+        self.tokens, self.embedding, self.max_history = (
+            teacher.tokens,
+            teacher.embedding,
+            teacher.max_history,
+        )
         self.embedding.requires_grad_(False)
         dim, levels = self.embedding.embedding_dim, self.tokens.levels
         self.shared = sizes.shared_mlp
@@ -155,7 +192,10 @@ class MlpBackbone(Backbone):
         self.positions = nn.Embedding(2 + levels * self.max_history, dim)
         roles = 1 if self.shared else levels
         self.layers = nn.ModuleList(
-            nn.ModuleList(RoleMlp(dim, sizes.encoder_width, sizes.encoder_dropout) for _ in range(roles))
+            nn.ModuleList(
+                RoleMlp(dim, sizes.encoder_width, sizes.encoder_dropout)
+                for _ in range(roles)
+            )
             for _ in range(sizes.encoder_layers)
         )
         self.norm = nn.LayerNorm(dim)
@@ -163,20 +203,41 @@ class MlpBackbone(Backbone):
     def encode(self, batch: dict[str, Tensor]) -> History:
         """States (B, S, D), zero at padding."""
         items = batch["history"].shape[1]
-        layout = Layout.of(batch, self.tokens, on_cpu(batch["history"]) if self.pack is None else self.pack)
+        layout = Layout.of(
+            batch,
+            self.tokens,
+            on_cpu(batch["history"]) if self.pack is None else self.pack,
+        )
         states = [
             self.embedding(token) + self.positions(position)
             for token, position in zip(layout.tokens, layout.positions, strict=True)
         ]
         for layer in self.layers:
             mean = layout.mean(states)
-            updates = self._updates(cast(nn.ModuleList, layer), states, mean, layout.owners)
+            updates = self._updates(
+                cast(nn.ModuleList, layer), states, mean, layout.owners
+            )
             states = [x + update for x, update in zip(states, updates, strict=True)]
-        padded = layout.padded([self.norm(x) for x in states], 2 + self.tokens.levels * items)
+        padded = layout.padded(
+            [self.norm(x) for x in states], 2 + self.tokens.levels * items
+        )
         return History(padded, self.tokens.lengths(batch))
 
-    def _updates(self, layer: nn.ModuleList, states: list[Tensor], mean: Tensor, owners: list[Tensor]) -> list[Tensor]:
+    def _updates(
+        self,
+        layer: nn.ModuleList,
+        states: list[Tensor],
+        mean: Tensor,
+        owners: list[Tensor],
+    ) -> list[Tensor]:
         """F_role of the states of each role."""
         if self.shared:
-            return list(layer[0](torch.cat(states), mean, torch.cat(owners)).split([x.shape[0] for x in states]))
-        return [mlp(x, mean, owner) for mlp, x, owner in zip(layer, states, owners, strict=True)]
+            return list(
+                layer[0](torch.cat(states), mean, torch.cat(owners)).split(
+                    [x.shape[0] for x in states]
+                )
+            )
+        return [
+            mlp(x, mean, owner)
+            for mlp, x, owner in zip(layer, states, owners, strict=True)
+        ]

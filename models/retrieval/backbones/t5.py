@@ -52,14 +52,18 @@ class T5Backbone(Backbone):
 
     def fast_encoder(self) -> PackedEncoder:
         """The encoder with the weights as they are now, kept until they change."""
-        return derived(self, "packed_encoder", lambda: PackedEncoder(self.embedding, self.encoder))
+        return derived(
+            self, "packed_encoder", lambda: PackedEncoder(self.embedding, self.encoder)
+        )
 
 
 class ExtendedT5(T5Backbone):
     """T5's encoder that reads tokens of its own beside the vocabulary's, which the decoder does not know: token
     `V + i` is row i of `extra`."""
 
-    def __init__(self, tokens: SidTokens, sizes: T5Sizes, max_history: int, extra: int) -> None:
+    def __init__(
+        self, tokens: SidTokens, sizes: T5Sizes, max_history: int, extra: int
+    ) -> None:
         super().__init__(tokens, sizes, max_history)
         self.extra = nn.Embedding(extra, sizes.d_model)
 
@@ -71,5 +75,9 @@ class ExtendedT5(T5Backbone):
 
     def fast_encoder(self) -> PackedEncoder:
         return derived(
-            self, "packed_encoder", lambda: PackedEncoder(nn.Embedding.from_pretrained(self.table()), self.encoder)
+            self,
+            "packed_encoder",
+            lambda: PackedEncoder(
+                nn.Embedding.from_pretrained(self.table()), self.encoder
+            ),
         )

@@ -27,11 +27,16 @@ class LmDecoder(Decoder):
     def __init__(self, backbone: LmBackbone, tied: bool) -> None:
         """With `tied` the codes' embeddings are their output layer, as of models whose words' are."""
         super().__init__()
-        self.tokens, self.hidden_width = backbone.tokens, backbone.embedding.embedding_dim
+        self.tokens, self.hidden_width = (
+            backbone.tokens,
+            backbone.embedding.embedding_dim,
+        )
         self._backbone = (backbone,)  # no submodule here
         self.output: nn.Linear | None = None
         if not tied:
-            self.output = nn.Linear(self.hidden_width, sum(self.tokens.sizes), bias=False)
+            self.output = nn.Linear(
+                self.hidden_width, sum(self.tokens.sizes), bias=False
+            )
             nn.init.normal_(self.output.weight, std=0.02)
 
     @property
@@ -42,11 +47,15 @@ class LmDecoder(Decoder):
         """(C_0 + ... + C_(L-1), D): the output layer."""
         if self.output is not None:
             return self.output.weight
-        return self.backbone.embedding.weight.narrow(0, self.tokens.first[0], sum(self.tokens.sizes))
+        return self.backbone.embedding.weight.narrow(
+            0, self.tokens.first[0], sum(self.tokens.sizes)
+        )
 
     def level_logits(self, level: int, hidden: Tensor) -> Tensor:
         """(..., C_level) of the states before the code."""
-        rows = self.rows().narrow(0, self.tokens.first[level] - self.tokens.first[0], self.tokens.sizes[level])
+        rows = self.rows().narrow(
+            0, self.tokens.first[level] - self.tokens.first[0], self.tokens.sizes[level]
+        )
         return functional.linear(hidden, rows)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
@@ -57,19 +66,31 @@ class LmDecoder(Decoder):
             return query.unsqueeze(1)
         device = codes.device
         tokens = self.backbone.vocabulary + (codes + self.tokens.offset)[:, :-1]
-        prompt = torch.arange(longest, device=device) < history.lengths[:, None, None]  # (B, 1, S)
-        causal = torch.ones(given, given, dtype=torch.bool, device=device).tril().expand(len(codes), -1, -1)
+        prompt = (
+            torch.arange(longest, device=device) < history.lengths[:, None, None]
+        )  # (B, 1, S)
+        causal = (
+            torch.ones(given, given, dtype=torch.bool, device=device)
+            .tril()
+            .expand(len(codes), -1, -1)
+        )
         seen = torch.cat([prompt.expand(-1, given, -1), causal], 2)
         at = history.lengths.unsqueeze(1) + torch.arange(given, device=device)
         states = self.go_on(tokens, at, seen, memory)[0]
         return torch.cat([query.unsqueeze(1), states], 1)
 
-    def go_on(self, tokens: Tensor, at: Tensor, seen: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def go_on(
+        self, tokens: Tensor, at: Tensor, seen: Tensor, memory: Memory
+    ) -> tuple[Tensor, Memory]:
         """((B, n, D) states, keys and values with theirs) of further `tokens` (B, n) at the positions `at` (B, n);
         each sees those marked in `seen` (B, n, S + n)."""
         embedded = self.backbone.embed(tokens)
-        mask = torch.zeros(seen.shape, dtype=embedded.dtype, device=seen.device).masked_fill(~seen, -torch.inf)
-        return self.backbone.run(embedded, memory, attention_mask=mask.unsqueeze(1), position_ids=at)
+        mask = torch.zeros(
+            seen.shape, dtype=embedded.dtype, device=seen.device
+        ).masked_fill(~seen, -torch.inf)
+        return self.backbone.run(
+            embedded, memory, attention_mask=mask.unsqueeze(1), position_ids=at
+        )
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
         return [self.level_logits(level, x) for level, x in enumerate(hidden.unbind(1))]
@@ -95,7 +116,9 @@ class LmScorer:
         self.memory, self.query = prompt_of(history)
         positions = torch.arange(history.states.shape[1], device=history.lengths.device)
         self.prompt = positions < history.lengths[:, None, None]  # (B, 1, S)
-        self.ancestors = history.lengths.new_zeros((len(history.lengths), 1, 0))  # (B, W, level) among N
+        self.ancestors = history.lengths.new_zeros(
+            (len(history.lengths), 1, 0)
+        )  # (B, W, level) among N
 
     def start(self) -> Tensor:
         return self.decoder.level_logits(0, self.query).float().log_softmax(-1)
@@ -103,13 +126,21 @@ class LmScorer:
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
         level = self.ancestors.shape[2]
         before = self.memory[0][0].shape[2] - self.prompt.shape[2]  # N
-        own = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        own = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(
+            tokens
+        )
         inherited = self.ancestors.take_along_dim(parents.unsqueeze(-1), 1)
         self.ancestors = torch.cat([inherited, own.unsqueeze(-1)], -1)
-        beams = torch.zeros((*tokens.shape, before + tokens.shape[1]), dtype=torch.bool, device=tokens.device)
+        beams = torch.zeros(
+            (*tokens.shape, before + tokens.shape[1]),
+            dtype=torch.bool,
+            device=tokens.device,
+        )
         beams.scatter_(2, self.ancestors, True)
         seen = torch.cat([self.prompt.expand(-1, tokens.shape[1], -1), beams], 2)
         at = (self.lengths + level).unsqueeze(1).expand_as(tokens)
-        chosen = self.decoder.backbone.vocabulary + self.decoder.tokens.first[level] + tokens
+        chosen = (
+            self.decoder.backbone.vocabulary + self.decoder.tokens.first[level] + tokens
+        )
         states, self.memory = self.decoder.go_on(chosen, at, seen, self.memory)
         return self.decoder.level_logits(level + 1, states).float().log_softmax(-1)

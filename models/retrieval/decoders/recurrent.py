@@ -110,23 +110,33 @@ class Mamba2Config(RecurrentConfig):
 class Block(nn.Module):
     """x + mixer(norm(x)), then, where it has one, x + ffn(norm(x)) with a SwiGLU."""
 
-    def __init__(self, width: int, mixer: RecurrentMixer, ffn_width: int, dropout_p: float) -> None:
+    def __init__(
+        self, width: int, mixer: RecurrentMixer, ffn_width: int, dropout_p: float
+    ) -> None:
         """`ffn_width` 0: none."""
         super().__init__()
-        self.norm, self.mixer, self.dropout_p = nn.RMSNorm(width, eps=1e-6), mixer, dropout_p
+        self.norm, self.mixer, self.dropout_p = (
+            nn.RMSNorm(width, eps=1e-6),
+            mixer,
+            dropout_p,
+        )
         self.ffn_norm: nn.RMSNorm | None = None
         if ffn_width:
             self.ffn_norm = nn.RMSNorm(width, eps=1e-6)
             self.ffn_in = nn.Linear(width, 2 * ffn_width, bias=False)
             self.ffn_out = nn.Linear(ffn_width, width, bias=False)
 
-    def forward(self, x: Tensor, real: Tensor, last: int | None = None) -> tuple[Tensor, MixerState]:
+    def forward(
+        self, x: Tensor, real: Tensor, last: int | None = None
+    ) -> tuple[Tensor, MixerState]:
         """As `RecurrentMixer.forward`."""
         mixed, state = self.mixer(self.norm(x), real, last)
         x = x if last is None else x[:, x.shape[1] - last :]
         return self._add(x, mixed), state
 
-    def step(self, x: Tensor, state: MixerState, keep: bool) -> tuple[Tensor, MixerState]:
+    def step(
+        self, x: Tensor, state: MixerState, keep: bool
+    ) -> tuple[Tensor, MixerState]:
         """As `RecurrentMixer.step`."""
         mixed, state = self.mixer.step(self.norm(x), state, keep)
         return self._add(x, mixed), state
@@ -144,7 +154,11 @@ class RecurrentDecoder(Decoder):
     """A stack of blocks over the states and the embeddings of a backbone, whose they stay."""
 
     def __init__(
-        self, config: RecurrentConfig, backbone: Backbone, mixer: Callable[[int], RecurrentMixer], ffn_width: int = 0
+        self,
+        config: RecurrentConfig,
+        backbone: Backbone,
+        mixer: Callable[[int], RecurrentMixer],
+        ffn_width: int = 0,
     ) -> None:
         """`mixer(N)` makes that of a block."""
         super().__init__()
@@ -155,7 +169,8 @@ class RecurrentDecoder(Decoder):
         self.start = nn.Parameter(torch.randn(dim))
         self.enter = nn.Linear(dim, width) if config.width else nn.Identity()
         self.blocks: Any = nn.ModuleList(
-            Block(width, mixer(width), ffn_width, config.dropout) for _ in range(config.num_layers)
+            Block(width, mixer(width), ffn_width, config.dropout)
+            for _ in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.heads = nn.ModuleList(
@@ -166,7 +181,9 @@ class RecurrentDecoder(Decoder):
     @property
     def beam_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the states of all blocks."""
-        return self.norm.weight.element_size() * sum(block.mixer.state_size for block in self.blocks)
+        return self.norm.weight.element_size() * sum(
+            block.mixer.state_size for block in self.blocks
+        )
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """(..., D) of `tokens` (...)."""
@@ -176,14 +193,22 @@ class RecurrentDecoder(Decoder):
         """(B, P + 1, N) after the history, from the start token on, of the embedded `prefix` (B, P, D); and each
         block's state after all of it."""
         states, lengths = history.states, history.lengths
-        source = torch.arange(states.shape[1], device=states.device) - (states.shape[1] - lengths).unsqueeze(1)
-        shifted = states.gather(1, source.clamp(min=0).unsqueeze(-1).expand_as(states))  # padding first
+        source = torch.arange(states.shape[1], device=states.device) - (
+            states.shape[1] - lengths
+        ).unsqueeze(1)
+        shifted = states.gather(
+            1, source.clamp(min=0).unsqueeze(-1).expand_as(states)
+        )  # padding first
         begin = self.start.to(states.dtype).expand(len(states), 1, -1)
         x = self.enter(torch.cat([shifted, begin, prefix.to(states.dtype)], 1))
-        real = functional.pad((source >= 0).to(x.dtype), (0, 1 + prefix.shape[1]), value=1.0).unsqueeze(-1)
+        real = functional.pad(
+            (source >= 0).to(x.dtype), (0, 1 + prefix.shape[1]), value=1.0
+        ).unsqueeze(-1)
         found = []
         for i, block in enumerate(self.blocks):
-            x, state = block(x, real, 1 + prefix.shape[1] if i == len(self.blocks) - 1 else None)
+            x, state = block(
+                x, real, 1 + prefix.shape[1] if i == len(self.blocks) - 1 else None
+            )
             found.append(state)
         return self.norm(x), found
 
@@ -192,7 +217,12 @@ class RecurrentDecoder(Decoder):
         return self.read(history, prefix)[0][:, self.first_level :]
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        return [head(x) for head, x in zip(self.heads[self.first_level :], hidden.unbind(1), strict=True)]
+        return [
+            head(x)
+            for head, x in zip(
+                self.heads[self.first_level :], hidden.unbind(1), strict=True
+            )
+        ]
 
     def scorer(self, history: History) -> RecurrentScorer:
         return RecurrentScorer(self, history)
@@ -208,16 +238,25 @@ class RecurrentScorer:
 
     def start(self) -> Tensor:
         states = self.history.states
-        x, self.states = self.decoder.read(self.history, states.new_zeros((len(states), 0, states.shape[2])))
+        x, self.states = self.decoder.read(
+            self.history, states.new_zeros((len(states), 0, states.shape[2]))
+        )
         return self._score(x)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        decoder, users = self.decoder, torch.arange(len(parents), device=parents.device).unsqueeze(1)
+        decoder, users = (
+            self.decoder,
+            torch.arange(len(parents), device=parents.device).unsqueeze(1),
+        )
         beams = len(self.states[0].memory) // len(parents)
         rows = (parents + users * beams).flatten()
-        x = decoder.enter(decoder.embedded(tokens.flatten() + decoder.tokens.first[self.level]))  # (B * W, N)
+        x = decoder.enter(
+            decoder.embedded(tokens.flatten() + decoder.tokens.first[self.level])
+        )  # (B * W, N)
         self.level += 1
-        keep = self.level < decoder.tokens.levels - 1  # after the last code nobody asks for a state
+        keep = (
+            self.level < decoder.tokens.levels - 1
+        )  # after the last code nobody asks for a state
         for i, block in enumerate(decoder.blocks):
             x, self.states[i] = block.step(x, self.states[i].rows(rows), keep)
         return self._score(decoder.norm(x).unflatten(0, parents.shape))
@@ -231,8 +270,16 @@ class RecurrentScorer:
 
 def gdn(config: GdnConfig, backbone: Backbone) -> RecurrentDecoder:
     """The decoder on a backbone."""
-    sizes = (config.heads, config.head_width, config.expand_v, config.conv, config.chunk)
-    return RecurrentDecoder(config, backbone, lambda width: GatedDeltaNet(width, *sizes), config.ffn_width)
+    sizes = (
+        config.heads,
+        config.head_width,
+        config.expand_v,
+        config.conv,
+        config.chunk,
+    )
+    return RecurrentDecoder(
+        config, backbone, lambda width: GatedDeltaNet(width, *sizes), config.ffn_width
+    )
 
 
 def mamba2(config: Mamba2Config, backbone: Backbone) -> RecurrentDecoder:

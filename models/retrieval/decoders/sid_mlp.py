@@ -60,7 +60,9 @@ class SidMlpConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("attention_heads", "attention_width", "ffn_width", "head_width"))
+        check_positive(
+            self, ("attention_heads", "attention_width", "ffn_width", "head_width")
+        )
         if self.attention_width % self.attention_heads:
             raise ValueError(
                 f"attention_width {self.attention_width} does not divide by attention_heads {self.attention_heads}; "
@@ -68,13 +70,28 @@ class SidMlpConfig(StudentConfig):
             )
         check_dropout(self, "dropout", "attention_dropout")
         for holds, message in (
-            (self.shared_head and self.prefix != "sum", "shared_head needs the same input per digit; set prefix sum"),
-            (self.readout == "mean" and not self.context_ffn, "readout mean has no feed-forward to leave out"),
-            (self.readout == "per_digit" and self.prefix in ("none", "cascade"),
-             f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; set prefix concat or sum"),
-            (self.prefix == "none" and self.embeddings == "random", "prefix none has no embeddings to train"),
-            (self.prefix == "cascade" and self.m > 0, f"prefix cascade starts at the first digit; set m {self.m} to 0"),
-        ):  # fmt: skip
+            (
+                self.shared_head and self.prefix != "sum",
+                "shared_head needs the same input per digit; set prefix sum",
+            ),
+            (
+                self.readout == "mean" and not self.context_ffn,
+                "readout mean has no feed-forward to leave out",
+            ),
+            (
+                self.readout == "per_digit" and self.prefix in ("none", "cascade"),
+                f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; "
+                "set prefix concat or sum",
+            ),
+            (
+                self.prefix == "none" and self.embeddings == "random",
+                "prefix none has no embeddings to train",
+            ),
+            (
+                self.prefix == "cascade" and self.m > 0,
+                f"prefix cascade starts at the first digit; set m {self.m} to 0",
+            ),
+        ):
             if holds:
                 raise ValueError(message)
 
@@ -110,18 +127,26 @@ class CrossAttention(nn.Module):
         if self.training and query.shape[1] == 1:
             return self.one_query(query[:, 0], states, padding).unsqueeze(1)
         q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, W or S, K)
+            layer(x)
+            .unflatten(-1, (self.heads, -1))
+            .transpose(1, 2)  # (B, H, W or S, K)
             for layer, x in ((self.q, query), (self.k, states), (self.v, states))
         )
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         scores = scores if padding is None else scores + padding
         return self.o((self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
 
-    def one_query(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
+    def one_query(
+        self, query: Tensor, states: Tensor, padding: Tensor | None
+    ) -> Tensor:
         """(B, D) of `query` (B, D): the query goes through the projection of keys, and the states as each head weighs
         them through that of values: q (H Wk)' = (q Wk') H' and p (H Wv) = (p H) Wv."""
-        k, v = (layer.weight.unflatten(0, (self.heads, -1)) for layer in (self.k, self.v))  # (H, K, D)
-        keyed = torch.einsum("bhk,hkd->bhd", self.q(query).unflatten(1, (self.heads, -1)), k)
+        k, v = (
+            layer.weight.unflatten(0, (self.heads, -1)) for layer in (self.k, self.v)
+        )  # (H, K, D)
+        keyed = torch.einsum(
+            "bhk,hkd->bhd", self.q(query).unflatten(1, (self.heads, -1)), k
+        )
         scores = keyed @ states.transpose(1, 2) * k.shape[1] ** -0.5  # (B, H, S)
         scores = scores if padding is None else scores + padding[:, 0]
         mixed = self.dropout(scores.softmax(-1)) @ states  # (B, H, D)
@@ -132,9 +157,16 @@ class Readout(nn.Module):
     """Equation 1. With `given` > 0 the query also reads a vector of that width, the prefix of a digit."""
 
     def __init__(
-        self, dim: int, width: int, heads: int, ffn_width: int, dropout: float, ffn: bool = True, given: int = 0,
+        self,
+        dim: int,
+        width: int,
+        heads: int,
+        ffn_width: int,
+        dropout: float,
+        ffn: bool = True,
+        given: int = 0,
         attention_dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.query = nn.Linear(dim + given, dim)
         self.attention = CrossAttention(dim, width, heads, attention_dropout)
@@ -142,7 +174,10 @@ class Readout(nn.Module):
         self.ffn: nn.Sequential | None = None
         if ffn:
             self.ffn = nn.Sequential(
-                nn.Linear(dim, ffn_width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(ffn_width, dim)
+                nn.Linear(dim, ffn_width),
+                nn.ReLU(),
+                nn.Dropout(dropout),
+                nn.Linear(ffn_width, dim),
             )
             self.norm2 = nn.LayerNorm(dim)
 
@@ -173,7 +208,9 @@ class MeanReadout(nn.Module):
 class SidMlpDecoder(Decoder):
     """Readout and heads over the states and the embeddings of a backbone, whose they stay."""
 
-    def __init__(self, config: SidMlpConfig, backbone: Backbone, width: int | None = None) -> None:
+    def __init__(
+        self, config: SidMlpConfig, backbone: Backbone, width: int | None = None
+    ) -> None:
         """`width` of z and of the prefix's embeddings; by default D."""
         super().__init__()
         self.config, self.tokens, self.first_level = config, backbone.tokens, config.m
@@ -191,9 +228,15 @@ class SidMlpDecoder(Decoder):
 
         def make(level: int = 0) -> Readout:
             return Readout(
-                dim, config.attention_width, config.attention_heads, config.ffn_width, config.dropout,
-                ffn=config.context_ffn, given=level * dim, attention_dropout=config.attention_dropout,
-            )  # fmt: skip
+                dim,
+                config.attention_width,
+                config.attention_heads,
+                config.ffn_width,
+                config.dropout,
+                ffn=config.context_ffn,
+                given=level * dim,
+                attention_dropout=config.attention_dropout,
+            )
 
         if config.readout == "mean":
             return MeanReadout(dim)
@@ -218,33 +261,60 @@ class SidMlpDecoder(Decoder):
                 nn.LayerNorm(config.head_width),
                 nn.GELU(),
                 nn.Dropout(config.dropout),
-                nn.Linear(config.head_width, self.tokens.vocabulary if config.logits == "vocabulary" else outputs),
+                nn.Linear(
+                    config.head_width,
+                    self.tokens.vocabulary
+                    if config.logits == "vocabulary"
+                    else outputs,
+                ),
             )
 
-        return nn.ModuleList([make(0)] * len(sizes)) if config.shared_head else self._of_levels(make)
+        return (
+            nn.ModuleList([make(0)] * len(sizes))
+            if config.shared_head
+            else self._of_levels(make)
+        )
 
     def _of_levels(self, make: Callable[[int], nn.Module]) -> nn.ModuleList:
         levels = range(self.tokens.levels)
-        return nn.ModuleList(nn.Identity() if level < self.first_level else make(level) for level in levels)
+        return nn.ModuleList(
+            nn.Identity() if level < self.first_level else make(level)
+            for level in levels
+        )
 
     def span(self, level: int) -> tuple[int, int]:
-        return (0, self.tokens.vocabulary) if self.config.logits == "vocabulary" else super().span(level)
+        return (
+            (0, self.tokens.vocabulary)
+            if self.config.logits == "vocabulary"
+            else super().span(level)
+        )
 
     def embedding(self) -> Tensor:
         """(V, D): e of each token."""
-        return self.embeddings.weight if self.config.embeddings == "random" else self._embedding[0].weight
+        return (
+            self.embeddings.weight
+            if self.config.embeddings == "random"
+            else self._embedding[0].weight
+        )
 
     def context(self, history: History) -> Tensor | None:
         """z (B, D) of equation 1; None where each digit has its own."""
         return None if self.config.readout == "per_digit" else self.readout(history)
 
     def head_hidden(
-        self, level: int, history: History, z: Tensor | None, given: Tensor, previous: Tensor | None
+        self,
+        level: int,
+        history: History,
+        z: Tensor | None,
+        given: Tensor,
+        previous: Tensor | None,
     ) -> Tensor:
         """(B, W, N): the hidden layer of the level's head after the embedded prefix `given` (B, W, level, D); `z` is
         the `context`, `previous` (B, W, N) what this gave of the level before."""
         if z is None:
-            z = cast(nn.ModuleList, self.readout)[level](history, given.flatten(2))  # (B, W, D)
+            z = cast(nn.ModuleList, self.readout)[level](
+                history, given.flatten(2)
+            )  # (B, W, D)
         else:
             z = z.unsqueeze(1).expand(-1, given.shape[1], -1)
         if self.config.prefix == "concat":
@@ -257,7 +327,9 @@ class SidMlpDecoder(Decoder):
 
     def output(self, level: int, hidden: Tensor) -> Tensor:
         """(..., O_l): the level's logits of its hidden layer (..., N)."""
-        return cast(nn.Sequential, self.heads[level])[-1](hidden)[..., : self.span(level)[1]]
+        return cast(nn.Sequential, self.heads[level])[-1](hidden)[
+            ..., : self.span(level)[1]
+        ]
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """(B, L - first_level, N): hidden layers of the heads."""
@@ -265,13 +337,18 @@ class SidMlpDecoder(Decoder):
         embedded = functional.embedding(tokens, self.embedding())  # (B, 1, L - 1, D)
         z, previous, found = self.context(history), None, []
         for level in range(self.first_level, self.tokens.levels):
-            previous = self.head_hidden(level, history, z, embedded[:, :, :level], previous)
+            previous = self.head_hidden(
+                level, history, z, embedded[:, :, :level], previous
+            )
             found.append(previous[:, 0])
         return torch.stack(found, 1)
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
         levels = range(self.first_level, self.tokens.levels)
-        return [self.output(level, x) for level, x in zip(levels, hidden.unbind(1), strict=True)]
+        return [
+            self.output(level, x)
+            for level, x in zip(levels, hidden.unbind(1), strict=True)
+        ]
 
     def scorer(self, history: History) -> HeadScorer:
         return HeadScorer(self, history)
@@ -283,8 +360,12 @@ class HeadScorer:
 
     def __init__(self, decoder: SidMlpDecoder, history: History) -> None:
         self.decoder, self.history, self.z = decoder, history, decoder.context(history)
-        self.prefix = history.lengths.new_zeros((len(history.lengths), 1, 0))  # (B, W, level) tokens
-        self.hidden: Tensor | None = None  # (B, W, N) of the level before, where the prefix is cascaded
+        self.prefix = history.lengths.new_zeros(
+            (len(history.lengths), 1, 0)
+        )  # (B, W, level) tokens
+        self.hidden: Tensor | None = (
+            None  # (B, W, N) of the level before, where the prefix is cascaded
+        )
 
     def start(self) -> Tensor:
         return self._score(0)[:, 0]
@@ -295,7 +376,9 @@ class HeadScorer:
         newest = tokens + self.decoder.tokens.first[level - 1]
         self.prefix = torch.cat([before, newest.unsqueeze(-1)], -1)
         if self.hidden is not None:
-            self.hidden = self.hidden.gather(1, parents.unsqueeze(-1).expand(-1, -1, self.hidden.shape[2]))
+            self.hidden = self.hidden.gather(
+                1, parents.unsqueeze(-1).expand(-1, -1, self.hidden.shape[2])
+            )
         return self._score(level)
 
     def _score(self, level: int) -> Tensor:
@@ -308,4 +391,8 @@ class HeadScorer:
             self.hidden = hidden
         logits = decoder.output(level, hidden)
         first, size = decoder.tokens.first[level], decoder.tokens.sizes[level]
-        return logits.narrow(-1, first - decoder.span(level)[0], size).float().log_softmax(-1)
+        return (
+            logits.narrow(-1, first - decoder.span(level)[0], size)
+            .float()
+            .log_softmax(-1)
+        )

@@ -43,19 +43,33 @@ class T5Decoder(Decoder):
     """Blocks over the embeddings of the tokens, which are the output layer too and belong to the backbone."""
 
     def __init__(
-        self, tokens: SidTokens, sizes: T5Sizes, embedding: nn.Embedding, *, layers: int | None = None,
-        self_attention: bool = True, cross_attention: bool = True, codebook_logits: bool = False,
+        self,
+        tokens: SidTokens,
+        sizes: T5Sizes,
+        embedding: nn.Embedding,
+        *,
+        layers: int | None = None,
+        self_attention: bool = True,
+        cross_attention: bool = True,
+        codebook_logits: bool = False,
         codebook_scores: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`layers` in place of those of `sizes`; each attention can be left out; with `codebook_logits` the logits of a
         level are of its codes, else of the whole vocabulary; with `codebook_scores` log-probabilities in search are
         normalised over the level's codes, else over the whole vocabulary, as `transformers` does."""
         super().__init__()
         self.tokens = tokens
-        self.stack = Stack(sizes if layers is None else replace(sizes, num_decoder_layers=layers), decoder=True)
+        self.stack = Stack(
+            sizes if layers is None else replace(sizes, num_decoder_layers=layers),
+            decoder=True,
+        )
         for block in self.stack.blocks:
             block.drop(not self_attention, not cross_attention)
-        self.codebook_logits, self.codebook_scores, self.hidden_width = codebook_logits, codebook_scores, sizes.d_model
+        self.codebook_logits, self.codebook_scores, self.hidden_width = (
+            codebook_logits,
+            codebook_scores,
+            sizes.d_model,
+        )
         self._embedding = (embedding,)  # the backbone's, no submodule here
 
     @property
@@ -63,7 +77,9 @@ class T5Decoder(Decoder):
         return self._embedding[0]
 
     def span(self, level: int) -> tuple[int, int]:
-        return super().span(level) if self.codebook_logits else (0, self.tokens.vocabulary)
+        return (
+            super().span(level) if self.codebook_logits else (0, self.tokens.vocabulary)
+        )
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """(B, L, D): states of the decoder, all codes at once."""
@@ -71,9 +87,15 @@ class T5Decoder(Decoder):
 
     def states(self, history: History, given: Tensor) -> Tensor:
         """(B, T, D): states of the decoder after the tokens `given` (B, T)."""
-        bias = self.stack.position_bias(given.shape[1]) if self.stack.blocks[0].has_attention else None
+        bias = (
+            self.stack.position_bias(given.shape[1])
+            if self.stack.blocks[0].has_attention
+            else None
+        )
         dropout_p = self.stack.sizes.dropout if self.training else 0.0
-        return self.stack(self.embedding(given), bias, dropout_p, history.states, history.padding)
+        return self.stack(
+            self.embedding(given), bias, dropout_p, history.states, history.padding
+        )
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
         """Scaled as T5 does where embeddings are tied."""
@@ -88,10 +110,17 @@ class T5Decoder(Decoder):
 
     def packed(self) -> PackedDecoder:
         """The weights as they are now, kept until they change."""
-        return derived(self, "packed_decoder", lambda: PackedDecoder(self.embedding, self.stack), self.embedding)
+        return derived(
+            self,
+            "packed_decoder",
+            lambda: PackedDecoder(self.embedding, self.stack),
+            self.embedding,
+        )
 
     def scorer(self, history: History) -> SharedKV:
-        return SharedKV(self.packed(), history, self.tokens, vocabulary=not self.codebook_scores)
+        return SharedKV(
+            self.packed(), history, self.tokens, vocabulary=not self.codebook_scores
+        )
 
 
 class PackedDecoder:
@@ -100,48 +129,101 @@ class PackedDecoder:
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, stack: Stack) -> None:
         """`embedding` is that of the tokens, and the output layer."""
-        self.embedding, self.stack, sizes, blocks = embedding, stack, stack.sizes, stack.blocks
+        self.embedding, self.stack, sizes, blocks = (
+            embedding,
+            stack,
+            stack.sizes,
+            stack.blocks,
+        )
         self.scaled, self.heads = stack.final_layer_norm.scaled, sizes.num_heads
         self.q, self.kv, self.o = [], [], []
-        self.has_attention, self.has_cross_attention = blocks[0].has_attention, blocks[0].has_cross_attention
+        self.has_attention, self.has_cross_attention = (
+            blocks[0].has_attention,
+            blocks[0].has_cross_attention,
+        )
         if self.has_attention:
-            attentions = [(block.attention, block.norm_of(0).weight) for block in blocks]
+            attentions = [
+                (block.attention, block.norm_of(0).weight) for block in blocks
+            ]
             self.q = [Packed(a.q.weight * norm) for a, norm in attentions]
-            self.kv = [Packed(torch.cat([a.k.weight, a.v.weight]) * norm) for a, norm in attentions]
+            self.kv = [
+                Packed(torch.cat([a.k.weight, a.v.weight]) * norm)
+                for a, norm in attentions
+            ]
             self.o = [Packed(a.o.weight) for a, _ in attentions]
             token = self.scaled(embedding.weight)
-            self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)  # (V, ...): what block 0 makes of a token
-        self.wi = [Packed(block.feedforward.wi.weight * block.norm_of(-1).weight) for block in blocks]
+            self.first_q, self.first_kv = (
+                self.q[0](token),
+                self.kv[0](token),
+            )  # (V, ...): what block 0 makes of a token
+        self.wi = [
+            Packed(block.feedforward.wi.weight * block.norm_of(-1).weight)
+            for block in blocks
+        ]
         self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
-        self.logits = Packed(embedding.weight * (stack.final_layer_norm.weight * sizes.d_model**-0.5))
-        self.keys, self.values = [], []  # each (H * D, D): of the states, with the projections of q and o in them
-        for cross, norm in [(b.cross_attention, b.norm_of(1).weight) for b in blocks if self.has_cross_attention]:
-            q, k, v = (layer.weight.unflatten(0, (cross.heads, -1)) for layer in (cross.q, cross.k, cross.v))
+        self.logits = Packed(
+            embedding.weight * (stack.final_layer_norm.weight * sizes.d_model**-0.5)
+        )
+        self.keys, self.values = (
+            [],
+            [],
+        )  # each (H * D, D): of the states, with the projections of q and o in them
+        for cross, norm in [
+            (b.cross_attention, b.norm_of(1).weight)
+            for b in blocks
+            if self.has_cross_attention
+        ]:
+            q, k, v = (
+                layer.weight.unflatten(0, (cross.heads, -1))
+                for layer in (cross.q, cross.k, cross.v)
+            )
             o = cross.o.weight.unflatten(1, (cross.heads, -1))  # (D, H, K)
-            self.keys.append(Packed(torch.einsum("hkd,hke->hde", q * norm, k).flatten(0, 1)))
+            self.keys.append(
+                Packed(torch.einsum("hkd,hke->hde", q * norm, k).flatten(0, 1))
+            )
             self.values.append(Packed(torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)))
 
 
 class SharedKV:
     """A `Scorer` (see `parts.py`) over T5 weights."""
 
-    def __init__(self, decoder: PackedDecoder, history: History, tokens: SidTokens, vocabulary: bool = True) -> None:
+    def __init__(
+        self,
+        decoder: PackedDecoder,
+        history: History,
+        tokens: SidTokens,
+        vocabulary: bool = True,
+    ) -> None:
         """Log-probabilities are normalised over the whole vocabulary, as `transformers` does, or over each level's
         codebook."""
-        self.decoder, self.padding, self.tokens, self.vocabulary = decoder, history.padding, tokens, vocabulary
+        self.decoder, self.padding, self.tokens, self.vocabulary = (
+            decoder,
+            history.padding,
+            tokens,
+            vocabulary,
+        )
         shape = (decoder.heads, -1)
         self.cross = [  # keys and values (B, H * S, D) of each block
-            tuple(fold(history.states).unflatten(-1, shape).transpose(1, 2).flatten(1, 2) for fold in folds)
+            tuple(
+                fold(history.states).unflatten(-1, shape).transpose(1, 2).flatten(1, 2)
+                for fold in folds
+            )
             for folds in zip(decoder.keys, decoder.values, strict=True)
         ]
         if decoder.has_attention:
             self.bias = decoder.stack.position_bias(tokens.levels)[0]  # (H, L, L)
-        self.codes: list[list[Tensor]] = [[] for _ in decoder.wi]  # per block and level (n, 2 * H * K): keys, values
-        self.ancestors: list[Tensor] = []  # per level (N,): each beam's row among those of that level
+        self.codes: list[list[Tensor]] = [
+            [] for _ in decoder.wi
+        ]  # per block and level (n, 2 * H * K): keys, values
+        self.ancestors: list[
+            Tensor
+        ] = []  # per level (N,): each beam's row among those of that level
         self.batch, self.device = len(history.states), history.states.device
 
     def start(self) -> Tensor:
-        begin = torch.zeros((self.batch, 1), dtype=torch.long, device=self.device)  # T5 starts with padding
+        begin = torch.zeros(
+            (self.batch, 1), dtype=torch.long, device=self.device
+        )  # T5 starts with padding
         return self._advance(begin, 0)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
@@ -160,7 +242,10 @@ class SharedKV:
         for i, codes in enumerate(self.codes):
             if decoder.has_attention:
                 if i == 0:
-                    q, kv = (functional.embedding(tokens, table) for table in (decoder.first_q, decoder.first_kv))
+                    q, kv = (
+                        functional.embedding(tokens, table)
+                        for table in (decoder.first_q, decoder.first_kv)
+                    )
                 else:
                     normed = decoder.scaled(x)
                     q, kv = decoder.q[i](normed), decoder.kv[i](normed)
@@ -172,18 +257,24 @@ class SharedKV:
             if decoder.has_cross_attention:
                 keys, values = self.cross[i]
                 x = x.unflatten(0, shape)  # (B, W, D)
-                scores = (decoder.scaled(x) @ keys.transpose(1, 2)).unflatten(-1, (decoder.heads, -1))  # (B, W, H, S)
+                scores = (decoder.scaled(x) @ keys.transpose(1, 2)).unflatten(
+                    -1, (decoder.heads, -1)
+                )  # (B, W, H, S)
                 scores = scores if self.padding is None else scores.add_(self.padding)
                 x = (x + scores.softmax(-1).flatten(2) @ values).flatten(0, 1)
             x = decoder.wo[i](decoder.wi[i](decoder.scaled(x), relu=True), add=x)
         logits = decoder.logits(decoder.scaled(x))  # (N, V)
         first, size = self.tokens.first[level], self.tokens.sizes[level]
         if not self.vocabulary:
-            return logits.narrow(1, first, size).float().log_softmax(1).unflatten(0, shape)
+            return (
+                logits.narrow(1, first, size).float().log_softmax(1).unflatten(0, shape)
+            )
         if kernels.ready(logits):
             return kernels.log_softmax_part(logits, first, size).unflatten(0, shape)
         logits = logits.float()
-        return (logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)).unflatten(0, shape)
+        return (
+            logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)
+        ).unflatten(0, shape)
 
     def _attend_to_codes(self, q: Tensor, codes: list[Tensor], bias: Tensor) -> Tensor:
         """(N, H * K): self-attention of a block from the last codes, `q` (N, H * K), to all codes of their beams."""
@@ -192,10 +283,14 @@ class SharedKV:
             return kernels.beam_attention(q, codes, self.ancestors, bias, heads)
         query = q.unflatten(-1, (heads, -1))  # (N, H, K)
         seen = [
-            kv.index_select(0, rows).unflatten(-1, (2, heads, -1)).unbind(1)  # keys and values (N, H, K)
+            kv.index_select(0, rows)
+            .unflatten(-1, (2, heads, -1))
+            .unbind(1)  # keys and values (N, H, K)
             for kv, rows in zip(codes, self.ancestors, strict=True)
         ]
-        scores = torch.stack([(query * k).sum(-1) for k, _ in seen], -1)  # (N, H, level + 1)
+        scores = torch.stack(
+            [(query * k).sum(-1) for k, _ in seen], -1
+        )  # (N, H, level + 1)
         weights = (scores + bias).softmax(-1).unsqueeze(-2)
         mixed = weights[..., 0] * seen[0][1]
         for at, (_, v) in enumerate(seen[1:], start=1):
@@ -217,36 +312,65 @@ class T5Target:
         found = []
         for part in torch.arange(len(rows), device=rows.device).split(size):
             own = Tree([x[part] for x in tree.parents], [x[part] for x in tree.codes])
-            history = History(self.history.states[rows[part]], self.history.lengths[rows[part]])
+            history = History(
+                self.history.states[rows[part]], self.history.lengths[rows[part]]
+            )
             found.append(self._log_probs(history, own, first))
         return [torch.cat(levels) for levels in zip(*found, strict=True)]
 
     def _log_probs(self, history: History, tree: Tree, first: int) -> list[Tensor]:
         decoder, tokens = self.decoder, self.decoder.tokens
         widths = [1, *(codes.shape[1] for codes in tree.codes)]
-        given = [torch.zeros_like(history.lengths).unsqueeze(1)]  # T5 starts with padding
+        given = [
+            torch.zeros_like(history.lengths).unsqueeze(1)
+        ]  # T5 starts with padding
         given += [codes + tokens.first[level] for level, codes in enumerate(tree.codes)]
-        bias = self._bias(tree, widths) if decoder.stack.blocks[0].has_attention else None
-        states = decoder.stack(decoder.embedding(torch.cat(given, 1)), bias, 0.0, history.states, history.padding)
+        bias = (
+            self._bias(tree, widths) if decoder.stack.blocks[0].has_attention else None
+        )
+        states = decoder.stack(
+            decoder.embedding(torch.cat(given, 1)),
+            bias,
+            0.0,
+            history.states,
+            history.padding,
+        )
         weight, found = decoder.embedding.weight, []
         for level, hidden in enumerate(states.split(widths, 1)):
             if level < first:
                 continue
             begin, size = tokens.first[level], tokens.sizes[level]
-            hidden = hidden * decoder.stack.sizes.d_model**-0.5  # as T5 does where embeddings are tied
+            hidden = (
+                hidden * decoder.stack.sizes.d_model**-0.5
+            )  # as T5 does where embeddings are tied
             if decoder.codebook_scores:
-                found.append(functional.linear(hidden, weight.narrow(0, begin, size)).float().log_softmax(-1))
+                found.append(
+                    functional.linear(hidden, weight.narrow(0, begin, size))
+                    .float()
+                    .log_softmax(-1)
+                )
             else:
-                found.append(functional.linear(hidden, weight).float().log_softmax(-1).narrow(-1, begin, size))
+                found.append(
+                    functional.linear(hidden, weight)
+                    .float()
+                    .log_softmax(-1)
+                    .narrow(-1, begin, size)
+                )
         return found
 
     def _bias(self, tree: Tree, widths: list[int]) -> Tensor:
         """(R, H, T, T): position bias by length; -inf where the key is no beginning of the query."""
         device = self.decoder.embedding.weight.device
-        length = torch.cat([torch.full((width,), at, device=device) for at, width in enumerate(widths)])  # (T,)
-        bias = self.decoder.stack.position_bias(len(widths))[0][:, length[:, None], length]  # (H, T, T)
+        length = torch.cat(
+            [torch.full((width,), at, device=device) for at, width in enumerate(widths)]
+        )  # (T,)
+        bias = self.decoder.stack.position_bias(len(widths))[0][
+            :, length[:, None], length
+        ]  # (H, T, T)
         users = len(tree.codes[0]) if tree.codes else 1
-        seen = torch.eye(len(length), dtype=torch.bool, device=device).repeat(users, 1, 1)
+        seen = torch.eye(len(length), dtype=torch.bool, device=device).repeat(
+            users, 1, 1
+        )
         before = seen[:, :1]  # of the prefixes one code shorter
         begin = 1
         for parent in tree.parents:
@@ -272,8 +396,16 @@ class OneLayerConfig(StudentConfig):
 def one_layer(config: OneLayerConfig, backbone: Backbone) -> T5Decoder:
     """The decoder on the backbone of a T5, such as TIGER's; UserError for another."""
     if not isinstance(backbone, T5Backbone):
-        raise UserError("the model 'one_layer' has a layer of its teacher's T5; give a TIGER as model.teacher")
+        raise UserError(
+            "the model 'one_layer' has a layer of its teacher's T5; give a TIGER as model.teacher"
+        )
     return T5Decoder(
-        backbone.tokens, backbone.sizes, backbone.embedding, layers=1, self_attention=config.self_attention,
-        cross_attention=config.cross_attention, codebook_logits=config.logits == "codebook", codebook_scores=True,
-    )  # fmt: skip
+        backbone.tokens,
+        backbone.sizes,
+        backbone.embedding,
+        layers=1,
+        self_attention=config.self_attention,
+        cross_attention=config.cross_attention,
+        codebook_logits=config.logits == "codebook",
+        codebook_scores=True,
+    )

@@ -18,7 +18,12 @@ from models.retrieval.search.trie import Trie
 
 
 def beam_search(
-    scorer: Scorer, trie: Trie, k: int, beam: int, children: bool = False, allowed: Tensor | None = None
+    scorer: Scorer,
+    trie: Trie,
+    k: int,
+    beam: int,
+    children: bool = False,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(items, scores), each (B, k): the items of the highest sums of log-probabilities found.
 
@@ -40,10 +45,14 @@ def beam_search(
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)  # (B, 1, C_0)
-    node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)  # (B, W): where each beam stands in the trie
+    node = log_probs.new_zeros(
+        log_probs.shape[:2], dtype=torch.long
+    )  # (B, W): where each beam stands in the trie
     score = log_probs.new_zeros(log_probs.shape[:2])
     for level in range(trie.levels):
-        scores, edge, token = pairs_of(trie, level, node, score, log_probs, children, allowed)
+        scores, edge, token = pairs_of(
+            trie, level, node, score, log_probs, children, allowed
+        )
         if level == trie.levels - 1:
             position, score = top_k(scores, k)
             item = trie.leaves[edge.gather(1, position.clamp(min=0))]
@@ -51,13 +60,21 @@ def beam_search(
         position = select(scores, min(beam, trie.edges[level], scores.shape[1]))
         children_each = scores.shape[1] // node.shape[1]
         node = edge.gather(1, position)
-        score = scores.gather(1, position)  # -inf where fewer prefixes than beams are left: dead from here on
+        score = scores.gather(
+            1, position
+        )  # -inf where fewer prefixes than beams are left: dead from here on
         log_probs = scorer.step(position // children_each, token.gather(1, position))
     raise ValueError("the trie has no levels; it needs at least one codebook")
 
 
 def pairs_of(
-    trie: Trie, level: int, node: Tensor, score: Tensor, log_probs: Tensor, children: bool, allowed: Tensor | None
+    trie: Trie,
+    level: int,
+    node: Tensor,
+    score: Tensor,
+    log_probs: Tensor,
+    children: bool,
+    allowed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(scores, edges, codes), each (B, W * M): of all pairs of a beam at `node` (B, W) with `score` (B, W) and a child,
     rising along the beams; scores are -inf where there is no child. `log_probs` (B, W, C_level), `children` and
@@ -73,8 +90,14 @@ def pairs_of(
     if children and level > 0:
         of_children = of_children.log_softmax(-1)
     if allowed is not None:
-        of_children = of_children.masked_fill(~allowed.split(trie.edges)[level][edge], -torch.inf)
-    return (score.unsqueeze(-1) + of_children).flatten(1), edge.flatten(1), token.flatten(1)
+        of_children = of_children.masked_fill(
+            ~allowed.split(trie.edges)[level][edge], -torch.inf
+        )
+    return (
+        (score.unsqueeze(-1) + of_children).flatten(1),
+        edge.flatten(1),
+        token.flatten(1),
+    )
 
 
 def unconstrained_beam_search(
@@ -93,7 +116,10 @@ def unconstrained_beam_search(
     codes = score.new_zeros((*score.shape, 0), dtype=torch.long)  # (B, W, level)
     for level in range(trie.levels):
         scores = (score.unsqueeze(-1) + log_probs).flatten(1)
-        position = select(scores, min(max(beam, k) if level == trie.levels - 1 else beam, scores.shape[1]))
+        position = select(
+            scores,
+            min(max(beam, k) if level == trie.levels - 1 else beam, scores.shape[1]),
+        )
         score = scores.gather(1, position)
         parents = position // log_probs.shape[-1]
         token = position % log_probs.shape[-1]
@@ -102,6 +128,8 @@ def unconstrained_beam_search(
         if level < trie.levels - 1:
             log_probs = scorer.step(parents, token)
     item = trie.lookup(codes, allowed)
-    position, score = top_k(score.masked_fill((item < 0) & ~score.isnan(), -torch.inf), k)  # NaN is for all to see
+    position, score = top_k(
+        score.masked_fill((item < 0) & ~score.isnan(), -torch.inf), k
+    )  # NaN is for all to see
     item = item.gather(1, position.clamp(min=0))
     return torch.where(score == -torch.inf, -1, item), score

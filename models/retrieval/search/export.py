@@ -34,7 +34,9 @@ class Program(nn.Module):
         self.student, self.k = student, k
         self.search = FastSearch(student)
 
-    def forward(self, history: Tensor, history_length: Tensor, user: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, history: Tensor, history_length: Tensor, user: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), of `history` (B, T) item_index padded with -1, its length (B,) and the hash
         of the user (B,), as batches of `models.retrieval.data` have them."""
         config = self.student.config
@@ -64,19 +66,32 @@ def export_student(model: nn.Module, path: str | Path, k: int) -> None:
         program = torch.export.export(
             Program(model, k).eval(),
             (history, length, torch.zeros(2, dtype=torch.long, device=device)),
-            dynamic_shapes=({0: batch, 1: items} if longest > 1 else {0: batch}, {0: batch}, {0: batch}),
+            dynamic_shapes=(
+                {0: batch, 1: items} if longest > 1 else {0: batch},
+                {0: batch},
+                {0: batch},
+            ),
         )
     torch.export.save(program, str(path))
 
 
-def load_exported(path: str | Path) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def load_exported(
+    path: str | Path,
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The program of such a file."""
-    program = cast(Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], torch.export.load(str(path)).module())
+    program = cast(
+        Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        torch.export.load(str(path)).module(),
+    )
 
-    def recommend(history: Tensor, history_length: Tensor, user: Tensor) -> tuple[Tensor, Tensor]:
+    def recommend(
+        history: Tensor, history_length: Tensor, user: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if len(history):
             return program(history, history_length, user)
-        items, scores = program(history.new_zeros((1, 1)), history_length.new_ones(1), user.new_zeros(1))
+        items, scores = program(
+            history.new_zeros((1, 1)), history_length.new_ones(1), user.new_zeros(1)
+        )
         return items[:0], scores[:0]  # a program has at least one row
 
     return recommend

@@ -133,7 +133,9 @@ class Beams:
 
     def of(self, kept: Tensor) -> Beams:
         """Those of some requests, by place or as a mask."""
-        return Beams(self.rows[kept], self.codes[kept], self.node[kept], self.score[kept])
+        return Beams(
+            self.rows[kept], self.codes[kept], self.node[kept], self.score[kept]
+        )
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,14 @@ class Drafts:
 
 
 def speculative_search(
-    target: Target, draft: Draft, trie: Trie, requests: int, k: int, how: Speculation,
+    target: Target,
+    draft: Draft,
+    trie: Trie,
+    requests: int,
+    k: int,
+    how: Speculation,
     keys: Tensor | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """The search of the module's docstring for `requests` requests. With `keys` (B,) int64, which all that is drawn
     for a request follows from, it is relaxed, else strict."""
     if k < 1 or how.beam < 1 or how.draft_beam < 1 or how.steps < 0:
@@ -163,27 +170,43 @@ def speculative_search(
         )
     device = trie.leaves.device
     found = Found(
-        torch.full((requests, k), -1, device=device), torch.full((requests, k), -torch.inf, device=device),
+        torch.full((requests, k), -1, device=device),
+        torch.full((requests, k), -torch.inf, device=device),
         *(torch.zeros(requests, dtype=torch.long, device=device) for _ in range(3)),
-    )  # fmt: skip
+    )
     zero = torch.zeros((requests, 1), dtype=torch.long, device=device)
-    everyone = Beams(torch.arange(requests, device=device), zero[..., None][..., :0], zero, zero.float())
+    everyone = Beams(
+        torch.arange(requests, device=device),
+        zero[..., None][..., :0],
+        zero,
+        zero.float(),
+    )
     waiting: list[list[Beams]] = [[everyone], *([] for _ in range(trie.levels - 1))]
-    for length in range(trie.levels):  # requests that a pass left at one length go on together
+    for length in range(
+        trie.levels
+    ):  # requests that a pass left at one length go on together
         parts = [beams for beams in waiting[length] if len(beams.rows)]
         if not parts:
             continue
         names = ("rows", "codes", "node", "score")
-        beams = Beams(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        beams = Beams(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in names)
+        )
         noise = None if keys is None else Noise(keys[beams.rows], length)
         _one_pass(target, draft, trie, beams, how, noise, waiting, found)
     return found
 
 
 def _one_pass(
-    target: Target, draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None,
-    waiting: list[list[Beams]], found: Found,
-) -> None:  # fmt: skip
+    target: Target,
+    draft: Draft,
+    trie: Trie,
+    beams: Beams,
+    how: Speculation,
+    noise: Noise | None,
+    waiting: list[list[Beams]],
+    found: Found,
+) -> None:
     """Drafts, verifies, and goes on with each request as far as its drafts are accepted: to `found`, or to `waiting`
     at the length that it has come to."""
     length = beams.codes.shape[2]
@@ -191,38 +214,66 @@ def _one_pass(
     verified = target(beams.rows, tree, length)
     found.passes[beams.rows] += 1
     found.drafted[beams.rows] += len(drafts) - 1
-    row = torch.arange(len(beams.rows), device=beams.rows.device)  # (R,): which of the pass's requests go on
-    at = torch.arange(beams.node.shape[1], device=row.device).expand(beams.node.shape)  # (R, W): each beam in the tree
+    row = torch.arange(
+        len(beams.rows), device=beams.rows.device
+    )  # (R,): which of the pass's requests go on
+    at = torch.arange(beams.node.shape[1], device=row.device).expand(
+        beams.node.shape
+    )  # (R, W): each beam in the tree
     for step, of_tree in enumerate(verified):
         level, now = length + step, drafts[step]
         log_probs = _pick(of_tree[row], at)
-        scores, edge, token = pairs_of(trie, level, beams.node, beams.score, log_probs, how.children, how.allowed)
+        scores, edge, token = pairs_of(
+            trie, level, beams.node, beams.score, log_probs, how.children, how.allowed
+        )
         mine = None if noise is None else noise.of(row, level)
         if level == trie.levels - 1:
             _finish(trie, scores, edge, beams.rows, how, mine, found)
             return
         width, widest = min(how.beam, trie.edges[level]), scores.shape[1] // at.shape[1]
-        missing = max(0, width - scores.shape[1])  # requests of other passes may have more pairs: one width for all
+        missing = max(
+            0, width - scores.shape[1]
+        )  # requests of other passes may have more pairs: one width for all
         scores = functional.pad(scores, (0, missing), value=-torch.inf)
-        edge, token = functional.pad(edge, (0, missing)), functional.pad(token, (0, missing))
+        edge, token = (
+            functional.pad(edge, (0, missing)),
+            functional.pad(token, (0, missing)),
+        )
         drafted = place = None
         if step + 1 < len(drafts):
             drafted = drafts[step + 1]
-            place = _places(trie, level, now, drafted, row, at, beams.score, widest, scores.shape[1])
+            place = _places(
+                trie, level, now, drafted, row, at, beams.score, widest, scores.shape[1]
+            )
         if mine is None:
             position = select(scores, width)
         elif place is None or drafted is None:
             position = select(scores + mine.gumbel(edge), width)
         else:
-            score, log_probs = now.score[row].gather(1, at), _pick(now.log_probs[row], at)
-            of_draft, _, _ = pairs_of(trie, level, beams.node, score, log_probs, how.children, how.allowed)
-            of_draft = functional.pad(of_draft, (0, missing)).masked_fill(scores == -torch.inf, -torch.inf)
+            score, log_probs = (
+                now.score[row].gather(1, at),
+                _pick(now.log_probs[row], at),
+            )
+            of_draft, _, _ = pairs_of(
+                trie, level, beams.node, score, log_probs, how.children, how.allowed
+            )
+            of_draft = functional.pad(of_draft, (0, missing)).masked_fill(
+                scores == -torch.inf, -torch.inf
+            )
             rule = published if how.rule == "published" else exact
-            position = rule(_softmax(scores), _softmax(of_draft), place, width, mine, edge)
+            position = rule(
+                _softmax(scores), _softmax(of_draft), place, width, mine, edge
+            )
         parent = (position // widest).clamp(max=beams.node.shape[1] - 1)
         beams = Beams(
             beams.rows,
-            torch.cat([beams.codes.gather(1, _like(parent, beams.codes)), token.gather(1, position).unsqueeze(-1)], -1),
+            torch.cat(
+                [
+                    beams.codes.gather(1, _like(parent, beams.codes)),
+                    token.gather(1, position).unsqueeze(-1),
+                ],
+                -1,
+            ),
             edge.gather(1, position),
             scores.gather(1, position),
         )
@@ -230,7 +281,9 @@ def _one_pass(
             waiting[level + 1].append(beams)
             return
         number = torch.arange(place.shape[1], device=row.device).expand(place.shape)
-        where = position.new_full((len(row), scores.shape[1] + 1), -1).scatter_(1, place, number)
+        where = position.new_full((len(row), scores.shape[1] + 1), -1).scatter_(
+            1, place, number
+        )
         at = where[:, :-1].gather(1, position)
         accepted = ((at >= 0) | (beams.score == -torch.inf)).all(1)
         waiting[level + 1].append(beams.of(~accepted))
@@ -241,20 +294,30 @@ def _one_pass(
 
 
 def _finish(
-    trie: Trie, scores: Tensor, edge: Tensor, rows: Tensor, how: Speculation, noise: Noise | None, found: Found
+    trie: Trie,
+    scores: Tensor,
+    edge: Tensor,
+    rows: Tensor,
+    how: Speculation,
+    noise: Noise | None,
+    found: Found,
 ) -> None:
     """The items of the last code's pairs, by the target's score; relaxed, of as many as are drawn."""
     k = found.items.shape[1]
     if noise is not None and (count := max(how.beam, k)) < scores.shape[1]:
         drawn = select(scores + noise.gumbel(edge), count)
-        scores = torch.full_like(scores, -torch.inf).scatter_(1, drawn, scores.gather(1, drawn))
+        scores = torch.full_like(scores, -torch.inf).scatter_(
+            1, drawn, scores.gather(1, drawn)
+        )
     position, score = top_k(scores, k)
     item = trie.leaves[edge.gather(1, position.clamp(min=0))]
     found.items[rows] = torch.where(score == -torch.inf, -1, item)
     found.scores[rows] = score
 
 
-def _draft(draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None) -> tuple[Tree, list[Drafts]]:
+def _draft(
+    draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None
+) -> tuple[Tree, list[Drafts]]:
     """The tree, from the empty prefix on, and its levels from that of the target's beams on."""
     tree, length = Tree(), beams.codes.shape[2]
     last = min(length + how.steps, trie.levels - 1)
@@ -265,17 +328,24 @@ def _draft(draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Nois
         log_probs = scorer.start().unsqueeze(1)
     width = torch.arange(node.shape[1], device=node.device)
     for level in range(length):  # the tree and the draft follow the target's beams
-        tree.add((width if level else torch.zeros_like(width)).expand(node.shape), beams.codes[..., level])
+        tree.add(
+            (width if level else torch.zeros_like(width)).expand(node.shape),
+            beams.codes[..., level],
+        )
         if last > length:
             log_probs = scorer.step(tree.parents[-1], tree.codes[-1])
     for level in range(length, last):
         drafts.append(Drafts(node, parent, score, log_probs))
-        scores, edge, token = pairs_of(trie, level, node, score, log_probs, how.children, how.allowed)
+        scores, edge, token = pairs_of(
+            trie, level, node, score, log_probs, how.children, how.allowed
+        )
         count = min(max(how.draft_beam, how.beam), trie.edges[level], scores.shape[1])
         if noise is None:
             position = select(scores, count)
         else:
-            position, _ = top_k(scores + noise.of(None, level).gumbel(edge, "drafts"), count)
+            position, _ = top_k(
+                scores + noise.of(None, level).gumbel(edge, "drafts"), count
+            )
         parent = position // (scores.shape[1] // node.shape[1])
         node, score, code = (x.gather(1, position) for x in (edge, scores, token))
         tree.add(parent, code)
@@ -286,17 +356,29 @@ def _draft(draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Nois
 
 
 def _places(
-    trie: Trie, level: int, now: Drafts, drafted: Drafts, row: Tensor, at: Tensor, score: Tensor, widest: int,
+    trie: Trie,
+    level: int,
+    now: Drafts,
+    drafted: Drafts,
+    row: Tensor,
+    at: Tensor,
+    score: Tensor,
+    widest: int,
     pairs: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(R, N): the pair (beam, child) that each drafted prefix is; `pairs`, one past the last, for those that extend
     none of the target's beams."""
     count, width = now.node.shape[1], at.shape[1]
-    slot = at.new_full((len(row), count + 1), -1)  # of each prefix of the tree: which of the target's beams it is
+    slot = at.new_full(
+        (len(row), count + 1), -1
+    )  # of each prefix of the tree: which of the target's beams it is
     beam = torch.arange(width, device=at.device).expand(at.shape)
     slot = slot.scatter_(1, torch.where(score > -torch.inf, at, count), beam)[:, :-1]
     parent = drafted.parent[row]
-    slot, begin = slot.gather(1, parent), trie.offsets(level)[now.node[row].gather(1, parent)]
+    slot, begin = (
+        slot.gather(1, parent),
+        trie.offsets(level)[now.node[row].gather(1, parent)],
+    )
     place = slot * widest + drafted.node[row] - begin
     return torch.where((slot >= 0) & (drafted.score[row] > -torch.inf), place, pairs)
 
@@ -316,26 +398,40 @@ def _softmax(scores: Tensor) -> Tensor:
     return scores.double().softmax(1).nan_to_num(0.0)
 
 
-def published(p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor) -> Tensor:
+def published(
+    p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor
+) -> Tensor:
     """(R, beam) rising positions of the pairs kept by the rule of the AtSpeed paper.
 
     `p` and `q` (R, P) are the distributions of target and draft, `place` (R, N) the pairs drafted (P: none) and `edge`
     (R, P) what noise is drawn by.
     """
-    drafted = torch.zeros_like(functional.pad(p, (0, 1))).scatter_(1, place, 1.0)[:, :-1] > 0
+    drafted = (
+        torch.zeros_like(functional.pad(p, (0, 1))).scatter_(1, place, 1.0)[:, :-1] > 0
+    )
     accepted = drafted & (noise.uniform(edge, "accept") * q < p)
     rest = torch.where(accepted, 0.0, p - q).clamp(min=0)
     gumbel = noise.gumbel(edge)
-    keys = torch.where(rest > 0, rest.log() + gumbel, p.log() + gumbel - 1e4)  # what is out of reach but for need
-    keys = torch.where(accepted, 1e4 + gumbel, keys)  # all accepted first, in random order
+    keys = torch.where(
+        rest > 0, rest.log() + gumbel, p.log() + gumbel - 1e4
+    )  # what is out of reach but for need
+    keys = torch.where(
+        accepted, 1e4 + gumbel, keys
+    )  # all accepted first, in random order
     return select(keys, beam)
 
 
-def exact(p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor) -> Tensor:
+def exact(
+    p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor
+) -> Tensor:
     """As `published`, by recursive rejection: the kept ones are `beam` draws from p without replacement."""
     rows, pairs = torch.arange(len(p), device=p.device), p.shape[1]
-    chance = noise.uniform(torch.arange(place.shape[1], device=p.device).expand(place.shape), "accept")
-    p, q, now = (functional.pad(x, (0, 1)) for x in (p, q, p))  # a last pair that is none
+    chance = noise.uniform(
+        torch.arange(place.shape[1], device=p.device).expand(place.shape), "accept"
+    )
+    p, q, now = (
+        functional.pad(x, (0, 1)) for x in (p, q, p)
+    )  # a last pair that is none
     taken = torch.zeros_like(p, dtype=torch.bool)
     filled = torch.zeros_like(rows)
     for draft in range(place.shape[1]):
@@ -349,11 +445,17 @@ def exact(p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Te
         filled += taking
         left = (now - share).clamp(min=0)
         now = torch.where(rejecting, _normalised(left, now), now)
-        now = torch.where(taking.unsqueeze(1), _normalised(p.masked_fill(taken, 0.0), now), now)
+        now = torch.where(
+            taking.unsqueeze(1), _normalised(p.masked_fill(taken, 0.0), now), now
+        )
         q = q.scatter(1, torch.where(looked_at, pair, pairs).unsqueeze(1), 0.0)
     p, now, taken = p[:, :-1], now[:, :-1], taken[:, :-1]
-    one = select(now.masked_fill(taken, 0.0).log() + noise.gumbel(edge, "one"), 1)  # for the beam that is being filled
-    taken = taken | torch.zeros_like(taken).scatter_(1, one, (filled < beam).unsqueeze(1))
+    one = select(
+        now.masked_fill(taken, 0.0).log() + noise.gumbel(edge, "one"), 1
+    )  # for the beam that is being filled
+    taken = taken | torch.zeros_like(taken).scatter_(
+        1, one, (filled < beam).unsqueeze(1)
+    )
     keys = torch.where(taken, torch.inf, p.log() + noise.gumbel(edge))
     return select(keys, beam)
 
@@ -379,8 +481,12 @@ class Noise:
 
     def uniform(self, what: Tensor, use: str) -> Tensor:
         """(R, P) float64 in (0, 1), of `what` (R, P)."""
-        salt = (self.length * 64 + self.level) * len(self.USES) + self.USES.index(use) + 1
-        bits = mixed(mixed(mixed(self.keys) + salt).unsqueeze(1) + (what + 1) * GOLDEN_RATIO)
+        salt = (
+            (self.length * 64 + self.level) * len(self.USES) + self.USES.index(use) + 1
+        )
+        bits = mixed(
+            mixed(mixed(self.keys) + salt).unsqueeze(1) + (what + 1) * GOLDEN_RATIO
+        )
         return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
 
     def gumbel(self, what: Tensor, use: str = "keep") -> Tensor:
@@ -394,6 +500,11 @@ GOLDEN_RATIO = 0x9E3779B97F4A7C15 - (1 << 64)
 
 def mixed(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 on int64: every bit of the result depends on every bit of `x`."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
-        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor  # a shift that brings in zeros
+    for shift, factor in (
+        (30, 0xBF58476D1CE4E5B9 - (1 << 64)),
+        (27, 0x94D049BB133111EB - (1 << 64)),
+    ):
+        x = (
+            x ^ (x >> shift & (1 << 64 - shift) - 1)
+        ) * factor  # a shift that brings in zeros
     return x ^ (x >> 31 & (1 << 33) - 1)

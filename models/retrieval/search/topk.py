@@ -18,12 +18,18 @@ def select(scores: Tensor, k: int) -> Tensor:
     if k == width:
         return torch.arange(width, device=scores.device).expand(batch, width)
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
-        return _first_of_equals(scores, k)  # a GPU would have to wait to see which rows have ties
+        return _first_of_equals(
+            scores, k
+        )  # a GPU would have to wait to see which rows have ties
     values, position = torch.topk(scores, k + 1)
-    tied = (values[:, k - 1] == values[:, k]).nonzero().squeeze(1)  # rows whose k-th highest value is there again
+    tied = (
+        (values[:, k - 1] == values[:, k]).nonzero().squeeze(1)
+    )  # rows whose k-th highest value is there again
     position = position[:, :k].sort(1).values
     if len(tied):
-        position[tied] = _first_of_equals(scores if len(tied) == batch else scores[tied], k)
+        position[tied] = _first_of_equals(
+            scores if len(tied) == batch else scores[tied], k
+        )
     return position
 
 
@@ -35,9 +41,13 @@ def _first_of_equals(scores: Tensor, k: int) -> Tensor:
     equal = scores == least
     room = k - above.sum(1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(1) <= room))
-    slot = torch.where(chosen, chosen.cumsum(1) - 1, k)  # those not chosen fall into an extra slot
+    slot = torch.where(
+        chosen, chosen.cumsum(1) - 1, k
+    )  # those not chosen fall into an extra slot
     position = torch.arange(scores.shape[1], device=scores.device).expand(scores.shape)
-    return scores.new_zeros((scores.shape[0], k + 1), dtype=torch.long).scatter_(1, slot, position)[:, :k]
+    return scores.new_zeros((scores.shape[0], k + 1), dtype=torch.long).scatter_(
+        1, slot, position
+    )[:, :k]
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

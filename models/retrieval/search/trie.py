@@ -30,9 +30,13 @@ class Trie(nn.Module):
         codes = codes.long().cpu()
         items, levels = codes.shape
         if not items:
-            raise UserError("there are 0 items and a trie needs at least 1; check the filters of jobs.prepare")
+            raise UserError(
+                "there are 0 items and a trie needs at least 1; check the filters of jobs.prepare"
+            )
         if levels != len(codebook_sizes):
-            raise ValueError(f"codes have {levels} levels and there are {len(codebook_sizes)} codebooks; give one each")
+            raise ValueError(
+                f"codes have {levels} levels and there are {len(codebook_sizes)} codebooks; give one each"
+            )
         for level, size in enumerate(codebook_sizes):
             outside = codes[(codes[:, level] < 0) | (codes[:, level] >= size), level]
             if len(outside):
@@ -46,18 +50,25 @@ class Trie(nn.Module):
         self.max_branching: list[int] = []
         """Children of the level's widest node."""
         order = torch.arange(items)
-        for level in reversed(range(levels)):  # a radix sort: stable sorts from the last code to the first
+        for level in reversed(
+            range(levels)
+        ):  # a radix sort: stable sorts from the last code to the first
             order = order[torch.argsort(codes[order, level], stable=True)]
         ordered = codes[order]
         new = torch.zeros(items, dtype=torch.bool)
         new[0] = True
-        nodes, node = 1, torch.zeros(items, dtype=torch.long)  # the node that each item has reached
+        nodes, node = (
+            1,
+            torch.zeros(items, dtype=torch.long),
+        )  # the node that each item has reached
         for level in range(levels):
             new[1:] |= ordered[1:, level] != ordered[:-1, level]
             counts = torch.bincount(node[new], minlength=nodes)
             offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
             self.register_buffer(f"offsets_{level}", offsets, persistent=False)
-            self.register_buffer(f"tokens_{level}", ordered[new, level].contiguous(), persistent=False)
+            self.register_buffer(
+                f"tokens_{level}", ordered[new, level].contiguous(), persistent=False
+            )
             node, nodes = new.cumsum(0) - 1, int(new.sum())
             self.edges.append(nodes)
             self.max_branching.append(int(counts.max()))
@@ -93,14 +104,20 @@ class Trie(nn.Module):
         """A row per edge, as the `trie` table has them: sorted by `level` and `child`, the edge's rank within its
         level; `node` is the rank of its parent's edge in the level above (0 at the root), `token` its code and
         `item_index` the item at the last level, -1 above it."""
-        columns: dict[str, list[Tensor]] = {name: [] for name in ("level", "node", "token", "child", "item_index")}
+        columns: dict[str, list[Tensor]] = {
+            name: [] for name in ("level", "node", "token", "child", "item_index")
+        }
         for level, count in enumerate(self.edges):
             offsets = self.offsets(level)
             columns["level"].append(torch.full((count,), level))
-            columns["node"].append(torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff()))
+            columns["node"].append(
+                torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+            )
             columns["token"].append(self.tokens(level))
             columns["child"].append(torch.arange(count))
-            columns["item_index"].append(self.leaves if level == self.levels - 1 else torch.full((count,), -1))
+            columns["item_index"].append(
+                self.leaves if level == self.levels - 1 else torch.full((count,), -1)
+            )
         return {name: torch.cat(parts) for name, parts in columns.items()}
 
     def edges_to(self, items: Tensor) -> Tensor:
@@ -130,7 +147,9 @@ class Trie(nn.Module):
         size = self.codebook_sizes[level]
         parent = torch.arange(len(offsets) - 1, device=tokens.device)
         # of a size that is known, as a GPU would have to be waited for
-        parent = torch.repeat_interleave(parent, offsets.diff(), output_size=len(tokens))
+        parent = torch.repeat_interleave(
+            parent, offsets.diff(), output_size=len(tokens)
+        )
         keys = parent * size + tokens  # rising: edges are sorted by (node, token)
         wanted = node * size + token
         edge = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
@@ -143,5 +162,9 @@ class Trie(nn.Module):
         for level in range(self.levels):
             node = self.descend(level, node, codes[..., level])
         leaf = node.clamp(min=0)
-        there = node >= 0 if allowed is None else (node >= 0) & allowed.split(self.edges)[-1][leaf]
+        there = (
+            node >= 0
+            if allowed is None
+            else (node >= 0) & allowed.split(self.edges)[-1][leaf]
+        )
         return torch.where(there, self.leaves[leaf], -1)

@@ -61,7 +61,9 @@ def with_conflict_levels(codes: np.ndarray, limit: int = LIMIT) -> np.ndarray:
             f"{limit**LEVELS} apart; use more levels, a larger codebook, a richer --embed.template, or --tokenizer "
             f"psid, which needs no conflict code"
         )
-    return np.column_stack([codes, *([ranks // limit] if largest > limit else []), ranks % limit])
+    return np.column_stack(
+        [codes, *([ranks // limit] if largest > limit else []), ranks % limit]
+    )
 
 
 def level_measures(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]]:
@@ -71,7 +73,13 @@ def level_measures(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]
         counts = np.bincount(codes[:, level])
         shares = counts[counts > 0] / len(codes)
         entropy = float(-(shares * np.log2(shares)).sum())
-        measures.append({"used": len(shares), "use": len(shares) / size, "entropy_bits": entropy + 0.0})
+        measures.append(
+            {
+                "used": len(shares),
+                "use": len(shares) / size,
+                "entropy_bits": entropy + 0.0,
+            }
+        )
     return measures
 
 
@@ -90,6 +98,8 @@ def collisions(codes: np.ndarray) -> dict[str, Any]:
 def branching(codes: np.ndarray) -> list[float]:
     """Mean number of valid next codes given a valid prefix, per level (Table 7 of SID-MLP)."""
     ordered = codes[np.argsort(collision_groups(codes), kind="stable")]
-    new = np.logical_or.accumulate(ordered[1:] != ordered[:-1], axis=1)  # whether a row's prefix is another
+    new = np.logical_or.accumulate(
+        ordered[1:] != ordered[:-1], axis=1
+    )  # whether a row's prefix is another
     prefixes = [1, *(new.sum(0) + 1).tolist()]
     return [after / before for before, after in itertools.pairwise(prefixes)]

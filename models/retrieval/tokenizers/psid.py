@@ -35,14 +35,22 @@ class PsidConfig:
         check_least(self, ("width", "max_candidates"), 1, "psid.")
 
 
-def _nearest_first(residuals: np.ndarray, codebook: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _nearest_first(
+    residuals: np.ndarray, codebook: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Of each residual (P, D) the `width` nearest centroids, nearest first, and their distances: (P, width) both."""
-    squares = (codebook**2).sum(1) - 2 * residuals @ codebook.T + (residuals**2).sum(1, keepdims=True)  # (P, K)
+    squares = (
+        (codebook**2).sum(1)
+        - 2 * residuals @ codebook.T
+        + (residuals**2).sum(1, keepdims=True)
+    )  # (P, K)
     codes = np.argsort(squares, axis=1, kind="stable")[:, :width]
     return codes, np.sqrt(np.maximum(np.take_along_axis(squares, codes, axis=1), 0.0))
 
 
-def exhaustive_candidates(vector: np.ndarray, codebooks: np.ndarray, width: int) -> np.ndarray:
+def exhaustive_candidates(
+    vector: np.ndarray, codebooks: np.ndarray, width: int
+) -> np.ndarray:
     """All width**C combinations for `vector` (D,), best score first, equal ones in order of nearness: (P, C)."""
     codes = np.empty((1, 0), dtype=np.int64)
     residuals, cost = vector[None], np.zeros(1)
@@ -79,14 +87,24 @@ def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     keeps[order[np.unique(groups[order], return_index=True)[1]]] = True
     taken = set(map(tuple, codes[keeps].tolist()))
     for item in np.flatnonzero(~keeps):
-        found = first_free(vectors[item], codebooks, config, lambda codes: codes not in taken, int(item))
+        found = first_free(
+            vectors[item],
+            codebooks,
+            config,
+            lambda codes: codes not in taken,
+            int(item),
+        )
         codes[item] = found
         taken.add(found)
     return codes
 
 
 def first_free(
-    vector: np.ndarray, codebooks: np.ndarray, config: PsidConfig, is_free: Callable[[tuple[int, ...]], bool], item: int
+    vector: np.ndarray,
+    codebooks: np.ndarray,
+    config: PsidConfig,
+    is_free: Callable[[tuple[int, ...]], bool],
+    item: int,
 ) -> tuple[int, ...]:
     """The best codes for `vector` (D,) that are free. UserError, which names the item, if there are none, or if more
     than `max_candidates` would have to be ranked."""
@@ -98,7 +116,9 @@ def first_free(
                 f"item {item} has no free SID nearby, and {width**depth} combinations are more than "
                 f"psid.max_candidates {config.max_candidates}; use a larger codebook"
             )
-        for candidate in map(tuple, exhaustive_candidates(vector, codebooks, width).tolist()):
+        for candidate in map(
+            tuple, exhaustive_candidates(vector, codebooks, width).tolist()
+        ):
             if is_free(candidate):
                 return candidate
         if width == size:
@@ -110,9 +130,13 @@ def first_free(
 
 
 def extend(
-    vectors: np.ndarray, nearest: np.ndarray, taken: np.ndarray, codebooks: np.ndarray, conflicts: list[int],
+    vectors: np.ndarray,
+    nearest: np.ndarray,
+    taken: np.ndarray,
+    codebooks: np.ndarray,
+    conflicts: list[int],
     config: PsidConfig,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Codes (M, C + conflict levels) of new items (M, D) beside those that are `taken` (N, C + conflict levels): the
     `nearest` ones (M, C) with the next conflict code, or where there is none left the best that have one. `conflicts`
     are the sizes of the conflict levels, which stay as they are: a model's vocabulary is that of its codebooks.
@@ -124,7 +148,16 @@ def extend(
     for item, vector in enumerate(vectors):
         found: tuple[int, ...] = tuple(nearest[item].tolist())
         if used[found] >= most:
-            found = first_free(vector, codebooks, config, lambda codes: used[codes] < most, len(taken) + item)
-        codes[item] = [*found, *(np.unravel_index(used[found], conflicts) if conflicts else ())]
+            found = first_free(
+                vector,
+                codebooks,
+                config,
+                lambda codes: used[codes] < most,
+                len(taken) + item,
+            )
+        codes[item] = [
+            *found,
+            *(np.unravel_index(used[found], conflicts) if conflicts else ()),
+        ]
         used[found] += 1
     return codes

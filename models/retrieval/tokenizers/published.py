@@ -35,30 +35,44 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
     """item_id to codes, from the bytes of a file; `uri` names it in errors and tells the layout."""
     name = uri.lower().removesuffix(".gz")
     if not name.endswith((".json", ".csv")):
-        raise UserError(f"{uri} is neither .json nor .csv, with .gz or without; published SIDs have these layouts")
+        raise UserError(
+            f"{uri} is neither .json nor .csv, with .gz or without; published SIDs have these layouts"
+        )
     rows: list[tuple[str, list[object]]]
     try:
-        text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
+        text = (
+            gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+        ).decode("utf-8-sig")
         if name.endswith(".csv"):
-            header, *lines = [row for row in csv.reader(io.StringIO(text)) if row] or [[]]
+            header, *lines = [row for row in csv.reader(io.StringIO(text)) if row] or [
+                []
+            ]
             rows = [(row[0], list(row[1:])) for row in lines]
         else:  # pairs keep repeated keys, which a dict would swallow
             header, rows = [], json.loads(text, object_pairs_hook=list)
     except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{uri} is damaged or not UTF-8 text of its layout ({error}); fetch it again") from error
+        raise UserError(
+            f"{uri} is damaged or not UTF-8 text of its layout ({error}); fetch it again"
+        ) from error
     if name.endswith(".csv") and header[:1] != ["item_id"]:
-        raise UserError(f"{uri} has the header {','.join(header)!r}; it must be 'item_id,c1,c2,...'")
+        raise UserError(
+            f"{uri} has the header {','.join(header)!r}; it must be 'item_id,c1,c2,...'"
+        )
     sids: dict[str, list[int]] = {}
     for row in rows if isinstance(rows, list) else [rows]:
         if not (isinstance(row, tuple) and isinstance(row[1], list)):
-            raise UserError(f"{uri} is not a JSON object of item_id to codes, such as {{'0': ['<a_12>', '<b_7>']}}")
+            raise UserError(
+                f"{uri} is not a JSON object of item_id to codes, such as {{'0': ['<a_12>', '<b_7>']}}"
+            )
         item = row[0].strip()  # as in the items table
         if item in sids:
             raise UserError(f"{uri} has item {item!r} twice; each item has one SID")
         sids[item] = [_code(value, item, uri) for value in row[1]]
     depths = {len(codes) for codes in sids.values()}
     if len(depths) != 1 or 0 in depths:
-        raise UserError(f"{uri} has SIDs of {sorted(depths)} codes; all must have the same number, at least 1")
+        raise UserError(
+            f"{uri} has SIDs of {sorted(depths)} codes; all must have the same number, at least 1"
+        )
     return sids
 
 
@@ -70,7 +84,9 @@ def read_published(uri: str) -> tuple[dict[str, list[int]], str]:
             content = stream.read()
     except OSError as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"cannot read the published SIDs {uri} ({first}); check --published") from error
+        raise UserError(
+            f"cannot read the published SIDs {uri} ({first}); check --published"
+        ) from error
     return parse_published(content, uri), hashlib.sha256(content).hexdigest()
 
 

@@ -41,8 +41,12 @@ class Quantized:
     vectors: Tensor  # (N, D): what was quantised: embeddings, or the RQ-VAE's latents
     codebooks: Tensor  # (C, K, D)
     codes: Tensor  # (N, C) int64, the nearest centroid of the residual at each level
-    reconstruction_error: float  # share of the embeddings' variance that the codes do not explain
-    encoder: dict[str, Tensor] = field(default_factory=dict)  # weights of the RQ-VAE's encoder, by name
+    reconstruction_error: (
+        float  # share of the embeddings' variance that the codes do not explain
+    )
+    encoder: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # weights of the RQ-VAE's encoder, by name
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ R = TypeVar("R")
 Training = Generator[Progress, None, R]
 
 
-def paced(training: Training[R], clock: Callable[[], float] = time.monotonic) -> Training[R]:
+def paced(
+    training: Training[R], clock: Callable[[], float] = time.monotonic
+) -> Training[R]:
     """The training's progress without most of what is from within its steps: one of them after each `SILENCE`."""
     told = clock()
     while True:
@@ -101,10 +107,14 @@ def check_codebooks(levels: int, size: int, section: str) -> None:
     if not 1 <= levels <= 16:
         raise ValueError(f"{section}levels is {levels}; it must be from 1 to 16")
     if not 2 <= size <= 65536:
-        raise ValueError(f"{section}codebook_size is {size}; codes are uint16: use 2 to 65536")
+        raise ValueError(
+            f"{section}codebook_size is {size}; codes are uint16: use 2 to 65536"
+        )
 
 
-def fit(embeddings: Tensor, config: RqkmeansConfig, chosen: Tensor | None = None) -> Training[Quantized]:
+def fit(
+    embeddings: Tensor, config: RqkmeansConfig, chosen: Tensor | None = None
+) -> Training[Quantized]:
     """Trains the codebooks on `embeddings` (N, D), on their device, on those of the `chosen` items (n,), or on a sample
     of them; yields once per level, and within.
 
@@ -113,11 +123,15 @@ def fit(embeddings: Tensor, config: RqkmeansConfig, chosen: Tensor | None = None
     generator = torch.Generator().manual_seed(config.seed)
     sample = embeddings if chosen is None else embeddings[chosen]
     if len(sample) > (most := ITEMS_PER_CODE * config.codebook_size):
-        sample = sample[torch.randperm(len(sample), generator=generator)[:most].to(sample.device)]
+        sample = sample[
+            torch.randperm(len(sample), generator=generator)[:most].to(sample.device)
+        ]
     residual, codebooks = sample, []
     for level in range(config.levels):
         at = (level, config.levels, f"level {level + 1}: ")
-        codebook = yield from kmeans(residual, config.codebook_size, generator, config.iterations, at)  # (K, D)
+        codebook = yield from kmeans(
+            residual, config.codebook_size, generator, config.iterations, at
+        )  # (K, D)
         codes, _ = nearest(residual, codebook)
         residual = residual - codebook[codes]
         codebooks.append(codebook)
@@ -137,7 +151,9 @@ def nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
         # ||x - c||^2 without the constant ||x||^2, which does not change the order
         code = (squares - 2 * rows @ centres.T).argmin(1)
         codes.append(code)
-        distances.append((rows - centres[code]).square().sum(1))  # exact, so that equal vectors are at 0
+        distances.append(
+            (rows - centres[code]).square().sum(1)
+        )  # exact, so that equal vectors are at 0
     return torch.cat(codes), torch.cat(distances)
 
 
@@ -156,7 +172,11 @@ def encode(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kmeans(
-    points: Tensor, k: int, generator: torch.Generator, iterations: int = 100, at: tuple[int, int, str] = (0, 1, "")
+    points: Tensor,
+    k: int,
+    generator: torch.Generator,
+    iterations: int = 100,
+    at: tuple[int, int, str] = (0, 1, ""),
 ) -> Training[Tensor]:
     """Lloyd's k-means from greedy k-means++ seeds: centres (k, D), one per row.
 
@@ -172,38 +192,57 @@ def kmeans(
     # Of some points drawn by their squared distance to the seeds so far, a seed is the one that leaves the least
     # distance in all. Plain k-means++ is drawn to outliers in high dimensions.
     trials = 2 + int(math.log(k))
-    draws = torch.rand(k, trials, generator=generator, dtype=torch.float64).to(points.device)
+    draws = torch.rand(k, trials, generator=generator, dtype=torch.float64).to(
+        points.device
+    )
     squares = points.square().sum(1)
     chosen = [int(draws[0, 0] * len(points))]
     distances = (points - points[chosen[0]]).square().sum(1)
     for draw in draws[1:]:
         mass = distances.double().cumsum(0)
-        drawn = torch.searchsorted(mass, draw * mass[-1], right=True).clamp(max=len(points) - 1)  # (trials,)
-        after = squares[:, None] - 2 * points @ points[drawn].T + squares[drawn]  # (N, trials)
+        drawn = torch.searchsorted(mass, draw * mass[-1], right=True).clamp(
+            max=len(points) - 1
+        )  # (trials,)
+        after = (
+            squares[:, None] - 2 * points @ points[drawn].T + squares[drawn]
+        )  # (N, trials)
         after = torch.minimum(after.clamp(min=0), distances[:, None])
         best = int(after.double().sum(0).argmin())
         chosen.append(int(drawn[best]))
         distances = after[:, best].clone()
         distances[chosen[-1]] = 0
-        yield Progress(step, steps, f"{prefix}k-means seed {len(chosen)} of {k}", within=True)
+        yield Progress(
+            step, steps, f"{prefix}k-means seed {len(chosen)} of {k}", within=True
+        )
     centres = points[chosen]
     previous = torch.full((len(points),), -1, device=points.device)
     for iteration in range(iterations):
         codes, distances = nearest(points, centres)
         counts = torch.bincount(codes, minlength=k)
         empty = (counts == 0).nonzero().flatten()
-        if torch.equal(codes, previous) and not (len(empty) and float(distances.max()) > 0):
+        if torch.equal(codes, previous) and not (
+            len(empty) and float(distances.max()) > 0
+        ):
             break
         previous = codes
-        total = torch.zeros_like(centres)  # by matrix products, which add in a fixed order on a GPU too
+        total = torch.zeros_like(
+            centres
+        )  # by matrix products, which add in a fixed order on a GPU too
         for rows, code in zip(points.split(ROWS), codes.split(ROWS), strict=True):
             total += F.one_hot(code, k).to(points.dtype).T @ rows
-        centres = torch.where(counts.unsqueeze(1) > 0, total / counts.clamp(min=1).unsqueeze(1), centres)
+        centres = torch.where(
+            counts.unsqueeze(1) > 0, total / counts.clamp(min=1).unsqueeze(1), centres
+        )
         if len(empty):
             far = distances.sort(descending=True, stable=True).indices[: len(empty)]
             far = far[distances[far] > 0]
             centres[empty[: len(far)]] = points[far]
-        yield Progress(step, steps, f"{prefix}k-means iteration {iteration + 1} of at most {iterations}", within=True)
+        yield Progress(
+            step,
+            steps,
+            f"{prefix}k-means iteration {iteration + 1} of at most {iterations}",
+            within=True,
+        )
     return centres
 
 
@@ -211,7 +250,9 @@ def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
     """||x - x'||^2 over ||x - mean||^2, summed over items: 0 is exact, 1 is as good as the mean."""
     mean = embeddings.mean(0)
     error = spread = torch.zeros((), dtype=torch.float64, device=embeddings.device)
-    for rows, again in zip(embeddings.split(BLOCK), reconstruction.split(BLOCK), strict=True):
+    for rows, again in zip(
+        embeddings.split(BLOCK), reconstruction.split(BLOCK), strict=True
+    ):
         error = error + (rows - again).double().square().sum()
         spread = spread + (rows - mean).double().square().sum()
     return float(error / spread) if float(spread) > 0 else 0.0
@@ -220,5 +261,7 @@ def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
 def quantization_error(quantized: Quantized, codes: np.ndarray) -> float:
     """Share of the quantised vectors' variance that `codes` (N, C), nearest or not, do not explain."""
     blocks, level = torch.from_numpy(codes).split(BLOCK), torch.arange(codes.shape[1])
-    chosen = torch.cat([quantized.codebooks[level, rows].sum(1) for rows in blocks])  # (N, D), from (rows, C, D)
+    chosen = torch.cat(
+        [quantized.codebooks[level, rows].sum(1) for rows in blocks]
+    )  # (N, D), from (rows, C, D)
     return unexplained_variance(quantized.vectors, chosen)

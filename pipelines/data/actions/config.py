@@ -52,13 +52,19 @@ class Task:
 
     def __post_init__(self) -> None:
         if (self.label is None) == (self.any is None):
-            raise ValueError("a task needs either 'label' or 'any'; give exactly one of them")
+            raise ValueError(
+                "a task needs either 'label' or 'any'; give exactly one of them"
+            )
         if self.above is not None and self.at_least is not None:
             raise ValueError("a task has both 'above' and 'at_least'; give one of them")
         if self.threshold is not None and not math.isfinite(self.threshold):
-            raise ValueError(f"a task's threshold is {self.threshold}; give a finite number, such as 10000")
+            raise ValueError(
+                f"a task's threshold is {self.threshold}; give a finite number, such as 10000"
+            )
         if self.any is not None and self.threshold is not None:
-            raise ValueError("'any' is of bool labels, which have no threshold; leave out 'above' and 'at_least'")
+            raise ValueError(
+                "'any' is of bool labels, which have no threshold; leave out 'above' and 'at_least'"
+            )
 
     @property
     def threshold(self) -> float | None:
@@ -73,16 +79,22 @@ class Task:
         for label in self.labels:
             kind = known(label, labels, f"tasks.{name}")
             if kind == "bool" and self.threshold is not None:
-                raise ValueError(f"tasks.{name}: label '{label}' is bool, which has no threshold; leave it out")
+                raise ValueError(
+                    f"tasks.{name}: label '{label}' is bool, which has no threshold; leave it out"
+                )
             if kind != "bool" and self.threshold is None:
-                raise ValueError(f"tasks.{name}: label '{label}' is a number; give 'above' or 'at_least'")
+                raise ValueError(
+                    f"tasks.{name}: label '{label}' is a number; give 'above' or 'at_least'"
+                )
 
     def values(self, events: pa.Table) -> np.ndarray:
         """(E,) bool."""
         if self.label is None or self.threshold is None:
             return np.logical_or.reduce([flags(events, label) for label in self.labels])
         compare = pc.greater if self.above is not None else pc.greater_equal
-        limit = pa.scalar(self.threshold, pa.float32())  # as labels are: 3.3 is not below itself
+        limit = pa.scalar(
+            self.threshold, pa.float32()
+        )  # as labels are: 3.3 is not below itself
         over = compare(events[f"label_{self.label}"].combine_chunks(), limit)
         return pc.fill_null(over, False).to_numpy(zero_copy_only=False)
 
@@ -105,18 +117,26 @@ class Input:
         if self.range is not None:
             check_range(self.range)
         if self.log_unit is not None and not 0 < self.log_unit < math.inf:
-            raise ValueError(f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a time in ms")
+            raise ValueError(
+                f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a time in ms"
+            )
 
-    def check(self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]) -> Input:
+    def check(
+        self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]
+    ) -> Input:
         """The input with its range; ValueError unless the log's labels can give it."""
         kind = known(self.label, labels, f"inputs.{name}")
         if kind == "bool":
             if self.range is not None or self.log_unit is not None:
-                raise ValueError(f"inputs.{name}: label '{self.label}' is bool; leave out 'range' and 'log_unit'")
+                raise ValueError(
+                    f"inputs.{name}: label '{self.label}' is bool; leave out 'range' and 'log_unit'"
+                )
             return self
         span = self.range or ranges.get(self.label)
         if span is None:
-            raise ValueError(f"inputs.{name}: label '{self.label}' is a number; give its 'range', such as [0, 5]")
+            raise ValueError(
+                f"inputs.{name}: label '{self.label}' is a number; give its 'range', such as [0, 5]"
+            )
         return Input(self.label, [float(end) for end in span], self.log_unit)
 
     def values(self, events: pa.Table) -> np.ndarray:
@@ -124,7 +144,9 @@ class Input:
         if self.range is None:
             return flags(events, self.label).astype(np.float32)
         low, high = self.range
-        raw = pc.fill_null(events[f"label_{self.label}"].combine_chunks(), low).to_numpy(zero_copy_only=False)
+        raw = pc.fill_null(
+            events[f"label_{self.label}"].combine_chunks(), low
+        ).to_numpy(zero_copy_only=False)
         share = (raw.astype(np.float64).clip(low, high) - low) / (self.log_unit or 1.0)
         most = (high - low) / (self.log_unit or 1.0)
         graded = np.log1p(share) / np.log1p(most) if self.log_unit else share / most
@@ -152,9 +174,13 @@ class Counts(Windowed):
 
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):
-            raise ValueError(f"counts.keys is {self.keys}; name at least one, and each once")
+            raise ValueError(
+                f"counts.keys is {self.keys}; name at least one, and each once"
+            )
         if not self.windows_days:
-            raise ValueError("counts.windows_days is empty; give at least one length in days, such as [7]")
+            raise ValueError(
+                "counts.windows_days is empty; give at least one length in days, such as [7]"
+            )
         self.check_windows("counts")
         check_shares(self, ["prior"], "counts.")
         if self.strength <= 0:
@@ -183,30 +209,53 @@ class ActionsConfig:
         for name, task in tasks.items():
             task.check(name, labels)
         single = [task.label for task in tasks.values()]
-        tasks |= {name: Task(name) for name in flags if name not in single and name not in tasks}
+        tasks |= {
+            name: Task(name)
+            for name in flags
+            if name not in single and name not in tasks
+        }
         if not tasks:
-            raise ValueError("the log has no bool label and actions.tasks is empty; define at least one task")
-        inputs = {name: value.check(name, labels, info.get("ranges", {})) for name, value in self.inputs.items()}
+            raise ValueError(
+                "the log has no bool label and actions.tasks is empty; define at least one task"
+            )
+        inputs = {
+            name: value.check(name, labels, info.get("ranges", {}))
+            for name, value in self.inputs.items()
+        }
         read = [value.label for value in inputs.values()]
-        inputs |= {name: Input(name) for name in flags if name not in read and name not in inputs}
+        inputs |= {
+            name: Input(name)
+            for name in flags
+            if name not in read and name not in inputs
+        }
         if not inputs:
-            raise ValueError("the log has no bool label and actions.inputs is empty; say what models read of an action")
+            raise ValueError(
+                "the log has no bool label and actions.inputs is empty; say what models read of an action"
+            )
         check_names(tasks, "tasks")
         check_names(inputs, "inputs")
         if "mean" in tasks:
-            raise ValueError("tasks.mean has the name of the metrics' mean over all tasks; give it another name")
+            raise ValueError(
+                "tasks.mean has the name of the metrics' mean over all tasks; give it another name"
+            )
         counts = self.counts
         for key in counts.keys:
             if key not in (USER, ITEM, *attributes):
                 had = ", ".join((USER, ITEM, *attributes))
-                raise ValueError(f"counts.keys has '{key}', which is no attribute of items; those are: {had}")
-        counted_labels = list(tasks) if counts.counted_labels is None else counts.counted_labels
+                raise ValueError(
+                    f"counts.keys has '{key}', which is no attribute of items; those are: {had}"
+                )
+        counted_labels = (
+            list(tasks) if counts.counted_labels is None else counts.counted_labels
+        )
         for label in counted_labels:
             if label not in tasks:
                 raise ValueError(
                     f"counts.counted_labels has '{label}', which is no task; those are: {', '.join(tasks)}"
                 )
-        return ActionsConfig(tasks, inputs, replace(counts, counted_labels=counted_labels))
+        return ActionsConfig(
+            tasks, inputs, replace(counts, counted_labels=counted_labels)
+        )
 
     @property
     def counted_labels(self) -> list[str]:
@@ -217,7 +266,9 @@ class ActionsConfig:
     def labels(self) -> list[str]:
         """Names of the label columns that tasks and inputs are made of."""
         named = [label for task in self.tasks.values() for label in task.labels]
-        return list(dict.fromkeys([*named, *(value.label for value in self.inputs.values())]))
+        return list(
+            dict.fromkeys([*named, *(value.label for value in self.inputs.values())])
+        )
 
     @property
     def features(self) -> list[str]:
@@ -227,7 +278,9 @@ class ActionsConfig:
             for days in self.counts.windows_days:
                 names.append(f"{key}_exposures_{days:g}d")
                 names += [f"{key}_{label}_{days:g}d" for label in self.counted_labels]
-                names += [f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels]
+                names += [
+                    f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels
+                ]
         return names
 
 
@@ -235,20 +288,40 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
     clock, late = source.info["clock"], min(source.info.get("known", {}), default=None)
     refuse(
-        (not clock, "the log has only an order of events, but a log of actions needs clock times, for its counts and "
-         "its cut; give time.unit s, ms, us or iso"),
-        (late, f"label '{late}' is known later than its event, but models of actions read the actions of every earlier "
-         "event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval"),
-        (config.behaviour is not None, f"behaviour is '{config.behaviour}', but in a log of actions every impression "
-         "is a behaviour; leave it out"),
-        (config.core > 1, f"core is {config.core}, but the catalogue of a log of actions holds every item that was "
-         "shown; use --core 0, and --core_window train to leave out items that the training window did not show"),
-        (config.ties != "strict", f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict"),
-        (clock and config.split.resolve(clock) == "leave_last_out", "split.kind is leave_last_out, but a log of "
-         "actions is cut in time; use --split.kind temporal"),
-    )  # fmt: skip
+        (
+            not clock,
+            "the log has only an order of events, but a log of actions needs clock times, for its counts and "
+            "its cut; give time.unit s, ms, us or iso",
+        ),
+        (
+            late,
+            f"label '{late}' is known later than its event, but models of actions read the actions of every earlier "
+            "event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval",
+        ),
+        (
+            config.behaviour is not None,
+            f"behaviour is '{config.behaviour}', but in a log of actions every impression "
+            "is a behaviour; leave it out",
+        ),
+        (
+            config.core > 1,
+            f"core is {config.core}, but the catalogue of a log of actions holds every item that was "
+            "shown; use --core 0, and --core_window train to leave out items that the training window did not show",
+        ),
+        (
+            config.ties != "strict",
+            f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict",
+        ),
+        (
+            clock and config.split.resolve(clock) == "leave_last_out",
+            "split.kind is leave_last_out, but a log of "
+            "actions is cut in time; use --split.kind temporal",
+        ),
+    )
     try:
-        resolved: ActionsConfig = config.own.resolve(source.info, source.items_columns[1])
+        resolved: ActionsConfig = config.own.resolve(
+            source.info, source.items_columns[1]
+        )
     except ValueError as error:
         raise UserError(f"prepare.actions: {error}") from error
     return resolved
@@ -257,10 +330,14 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
 def known(label: str, labels: dict[str, str], where: str) -> str:
     """The type of a label; ValueError if the log has none of the name."""
     if label not in labels:
-        raise ValueError(f"{where}: the log has no label '{label}'; those are: {', '.join(labels) or 'none'}")
+        raise ValueError(
+            f"{where}: the log has no label '{label}'; those are: {', '.join(labels) or 'none'}"
+        )
     return labels[label]
 
 
 def flags(events: pa.Table, label: str) -> np.ndarray:
     """(E,) bool: a bool label, false where the event lacks it."""
-    return pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(zero_copy_only=False)
+    return pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(
+        zero_copy_only=False
+    )

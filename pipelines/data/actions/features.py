@@ -30,7 +30,9 @@ AsOf = Callable[[pa.Table], np.ndarray]
 def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
     """(E, M) uint8: one exposure each, and the tasks that are counted."""
     tasks = [config.tasks[name].values(events) for name in config.counted_labels]
-    return np.stack([np.ones(events.num_rows, dtype=bool), *tasks], axis=1).astype(np.uint8)
+    return np.stack([np.ones(events.num_rows, dtype=bool), *tasks], axis=1).astype(
+        np.uint8
+    )
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,20 @@ class ActionsWindows(Windows):
         return [{name: shape} for name in self.keys]
 
     def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
-        catalogue, attributes = shared  # per name (I,) int32, the code of each item's value, -1 where it has none
-        events = read_coded(uri, [*IDS, "timestamp_ms", *(f"label_{name}" for name in self.config.labels)], IDS)
+        catalogue, attributes = (
+            shared  # per name (I,) int32, the code of each item's value, -1 where it has none
+        )
+        events = read_coded(
+            uri,
+            [*IDS, "timestamp_ms", *(f"label_{name}" for name in self.config.labels)],
+            IDS,
+        )
         item = positions_in(coded(events, "item_id"), catalogue)
         # item -1 is the appended one
-        keys = [item if name == ITEM else np.append(attributes[name], -1)[item] for name in self.keys]
+        keys = [
+            item if name == ITEM else np.append(attributes[name], -1)[item]
+            for name in self.keys
+        ]
         columns = {
             **{f"key_{number}": key for number, key in enumerate(keys)},
             "time": events["timestamp_ms"].to_numpy(),
@@ -66,23 +77,47 @@ class ActionsWindows(Windows):
 
     def count(self, number: int, rows: Columns) -> Columns:
         columns = (f"key_{number}", "time", "counted_labels", "as_of")
-        return {self.keys[number]: _count(self.config, *(rows[column] for column in columns))}
+        return {
+            self.keys[number]: _count(
+                self.config, *(rows[column] for column in columns)
+            )
+        }
 
 
 def _count(
-    config: ActionsConfig, key: np.ndarray, time: np.ndarray, counted_labels: np.ndarray, as_of: np.ndarray
+    config: ActionsConfig,
+    key: np.ndarray,
+    time: np.ndarray,
+    counted_labels: np.ndarray,
+    as_of: np.ndarray,
 ) -> np.ndarray:
     """(E, W, M) int32: labels of the same key in each window. key (E,), time and as_of (E,) ms."""
-    return count_key(key, time, counted_labels, config.counts.windows_ms, config.counts.delay_ms, as_of)[0]
+    return count_key(
+        key,
+        time,
+        counted_labels,
+        config.counts.windows_ms,
+        config.counts.delay_ms,
+        as_of,
+    )[0]
 
 
-def gather(events: pa.Table, config: ActionsConfig, pieces: list[Columns], as_of: np.ndarray) -> Columns:
+def gather(
+    events: pa.Table, config: ActionsConfig, pieces: list[Columns], as_of: np.ndarray
+) -> Columns:
     """Counts (E, W, M) int32 of a part's events by key; 0 for events without the key. as_of (E,) ms."""
-    shape = (events.num_rows, len(config.counts.windows_ms), 1 + len(config.counted_labels))
+    shape = (
+        events.num_rows,
+        len(config.counts.windows_ms),
+        1 + len(config.counted_labels),
+    )
     counts = {name: np.zeros(shape, dtype=np.int32) for name in config.counts.keys}
     fill(counts, pieces)
     if USER in counts and events.num_rows:
-        user, time = coded(events, "user_id").indices.to_numpy(), events["timestamp_ms"].to_numpy()
+        user, time = (
+            coded(events, "user_id").indices.to_numpy(),
+            events["timestamp_ms"].to_numpy(),
+        )
         counts[USER] = _count(config, user, time, counted_labels(events, config), as_of)
     return counts
 
@@ -94,5 +129,8 @@ def features(counts: dict[str, np.ndarray], config: ActionsConfig) -> np.ndarray
     for name in config.counts.keys:
         for number in range(len(config.counts.windows_ms)):
             seen = counts[name][:, number].astype(np.float64)  # (E, M)
-            columns += [*np.log1p(seen).T, *((seen[:, 1:] + prior * strength) / (seen[:, :1] + strength)).T]
+            columns += [
+                *np.log1p(seen).T,
+                *((seen[:, 1:] + prior * strength) / (seen[:, :1] + strength)).T,
+            ]
     return side_by_side(columns)

@@ -11,7 +11,12 @@ from models.tables import Manifest
 from pipelines.data.actions.audit import check_actions_tables
 from pipelines.data.actions.config import ActionsConfig, check_actions
 from pipelines.data.actions.sequences import make_actions
-from pipelines.data.actions.simulator import KINDS, FeedSettings, best_entropy, simulate_feed
+from pipelines.data.actions.simulator import (
+    KINDS,
+    FeedSettings,
+    best_entropy,
+    simulate_feed,
+)
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.log import Log
@@ -44,10 +49,14 @@ class Actions(Kind):
     def check(self, source: Log, config: PrepareConfig) -> None:
         check_actions(source, config)
 
-    def sequences(self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    def sequences(
+        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+    ) -> Manifest:
         return make_actions(run, events, items, split)
 
-    def audit(self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame) -> pl.DataFrame:
+    def audit(
+        self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
+    ) -> pl.DataFrame:
         return check_actions_tables(tables, rules)
 
     def simulate(self, output: str, settings: FeedSettings) -> Iterator[str]:

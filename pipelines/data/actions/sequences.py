@@ -24,14 +24,29 @@ from models.tables import Manifest, Part, UserError, part_uris, write_part
 from models.words import number_of
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
-from pipelines.data.as_of import AsOfTable, as_of_schema, attach, describe_as_of, make_as_of, say_missing, share_as_of
+from pipelines.data.as_of import (
+    AsOfTable,
+    as_of_schema,
+    attach,
+    describe_as_of,
+    make_as_of,
+    say_missing,
+    share_as_of,
+)
 from pipelines.data.counts import Columns, count_in_buckets
 from pipelines.data.engine import Engine, Shared, fetch
 from pipelines.data.own_features import TrainingValues, describe_features, own_names
 from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import actions_schema
 from pipelines.data.splits import NAMES, require_training
-from pipelines.data.survey import Vocabulary, coded, count_pairs, positions_in, read_coded, runs
+from pipelines.data.survey import (
+    Vocabulary,
+    coded,
+    count_pairs,
+    positions_in,
+    read_coded,
+    runs,
+)
 
 NOTHING = pa.schema([])
 
@@ -73,13 +88,17 @@ class ActionsRules:
     def output(self) -> pa.Schema:
         """Schema of the sequences."""
         events, made = pa.schema([*self.schema, *self.joined]), self.actions
-        return actions_schema(events, len(made.tasks), len(made.inputs), len(made.features))
+        return actions_schema(
+            events, len(made.tasks), len(made.inputs), len(made.features)
+        )
 
     @property
     def own(self) -> list[str]:
         """Columns of the log's own features, but for the viewer-side categories."""
         every = own_names(pa.schema([*self.schema, *self.joined]))
-        return [name for name in every if name not in self.categories or name in self.large]
+        return [
+            name for name in every if name not in self.categories or name in self.large
+        ]
 
     @property
     def categories(self) -> list[str]:
@@ -89,7 +108,11 @@ class ActionsRules:
     @property
     def columns(self) -> list[str]:
         """Columns of events that are read."""
-        carried = [name for name in self.schema.names if name.startswith(("label_", "num_", "cat_"))]
+        carried = [
+            name
+            for name in self.schema.names
+            if name.startswith(("label_", "num_", "cat_"))
+        ]
         return [*IDS, "timestamp_ms", *carried]
 
 
@@ -122,10 +145,20 @@ class KeptEvents:
         outside, row = events.num_rows - len(row), row[recent]
         lost = int((~recent).sum())
         time = events["timestamp_ms"].to_numpy()[row]
-        return cls(row, item[row], codes[row], time, outside, int((length > max_events).sum()), lost)
+        return cls(
+            row,
+            item[row],
+            codes[row],
+            time,
+            outside,
+            int((length > max_events).sum()),
+            lost,
+        )
 
 
-def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[np.ndarray, dict[str, Any]]:
+def _survey_part(
+    catalogue: Vocabulary, rules: ActionsRules, uri: str
+) -> tuple[np.ndarray, dict[str, Any]]:
     """Events per split, and over training events the positives of each task, the least and largest input and the
     values of each category."""
     events = read_coded(uri, rules.columns, IDS)
@@ -134,7 +167,10 @@ def _survey_part(catalogue: Vocabulary, rules: ActionsRules, uri: str) -> tuple[
     kept = KeptEvents.of(events, catalogue, rules.max_events)
     split = rules.sides(kept.time)
     train = kept.row[split == 0]
-    of_viewers = {name: events[name].combine_chunks().take(pa.array(train)) for name in rules.categories}
+    of_viewers = {
+        name: events[name].combine_chunks().take(pa.array(train))
+        for name in rules.categories
+    }
     found: dict[str, Any] = {"viewers": TrainingValues.of(of_viewers)}
     for name, task in rules.actions.tasks.items():
         found[f"task {name}"] = np.array([task.values(events)[train].sum()])
@@ -157,7 +193,9 @@ def drop_constants(
     positives = dict.fromkeys(rules.actions.tasks, 0)
     ends: dict[str, list[np.ndarray]] = {name: [] for name in rules.actions.inputs}
     viewers: list[TrainingValues] = []
-    for _, (rows, found) in engine.each(_survey_part, [(uri,) for uri in parts], (catalogue, rules)):
+    for _, (rows, found) in engine.each(
+        _survey_part, [(uri,) for uri in parts], (catalogue, rules)
+    ):
         events += rows
         for name in positives:
             positives[name] += int(found[f"task {name}"].sum()) if found else 0
@@ -175,8 +213,16 @@ def drop_constants(
         low, high = np.min(seen), np.max(seen)
         if low == high:
             dropped[f"action {name}"] = f"{low:g} for all {train:,} training events"
-    tasks = {name: task for name, task in rules.actions.tasks.items() if f"task {name}" not in dropped}
-    inputs = {name: action for name, action in rules.actions.inputs.items() if f"action {name}" not in dropped}
+    tasks = {
+        name: task
+        for name, task in rules.actions.tasks.items()
+        if f"task {name}" not in dropped
+    }
+    inputs = {
+        name: action
+        for name, action in rules.actions.inputs.items()
+        if f"action {name}" not in dropped
+    }
     for name, left in (("task", tasks), ("action", inputs)):
         if not left:
             raise UserError(
@@ -184,10 +230,16 @@ def drop_constants(
                 f"file, or choose another cut"
             )
     counted_labels = [name for name in rules.actions.counted_labels if name in tasks]
-    actions = ActionsConfig(tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels))
+    actions = ActionsConfig(
+        tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels)
+    )
     values = describe_features(viewers, rules.categories)["categories"]
     large = tuple(category["name"] for category in values if category["buckets"])
-    listed = {category["name"][4:]: category["values"] for category in values if not category["buckets"]}
+    listed = {
+        category["name"][4:]: category["values"]
+        for category in values
+        if not category["buckets"]
+    }
     return replace(rules, actions=actions, large=large), dropped, listed
 
 
@@ -195,7 +247,9 @@ def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
     """UserError where a side of a cut has no event."""
     empty = [name for name in NAMES if not events[name]]
     if empty:
-        where = " and ".join(str(rules.split[name]) for name in ("val_start_ms", "test_start_ms"))
+        where = " and ".join(
+            str(rules.split[name]) for name in ("val_start_ms", "test_start_ms")
+        )
         raise UserError(
             f"the cuts at {where} ms leave no event in "
             f"{' and '.join(empty)} ({', '.join(f'{name} {rows:,}' for name, rows in events.items())}); choose "
@@ -218,7 +272,9 @@ def build_actions(
     count: Counter[str] = Counter()
     schema, config = rules.output, rules.actions
     sums = np.zeros((2, len(config.features)))
-    kept = KeptEvents.of(events, catalogue, rules.max_events) if events.num_rows else None
+    kept = (
+        KeptEvents.of(events, catalogue, rules.max_events) if events.num_rows else None
+    )
     if kept is None or not len(kept.row):
         count["outside"] = kept.outside if kept else 0
         return schema.empty_table(), count, sums
@@ -227,23 +283,35 @@ def build_actions(
     events = attach(events, as_of, joined, count)
     counts = gather(events, config, pieces, as_of)
     values = features(counts, config)[kept.row]  # (E, F)
-    tasks = np.stack([task.values(events)[kept.row] for task in config.tasks.values()], axis=1)  # (E, K)
-    actions = np.stack([action.values(events)[kept.row] for action in config.inputs.values()], axis=1)  # (E, A)
+    tasks = np.stack(
+        [task.values(events)[kept.row] for task in config.tasks.values()], axis=1
+    )  # (E, K)
+    actions = np.stack(
+        [action.values(events)[kept.row] for action in config.inputs.values()], axis=1
+    )  # (E, A)
 
     start = runs(kept.user)  # (U,) first event of each user
     offsets = pa.array(np.append(start, len(kept.row)).astype(np.int32))
     split = rules.sides(kept.time)
-    ends = [np.add.reduceat(split <= side, start).astype(np.int32) for side in (0, 1)]  # train_end, val_end
+    ends = [
+        np.add.reduceat(split <= side, start).astype(np.int32) for side in (0, 1)
+    ]  # train_end, val_end
 
     def listed(flat: pa.Array, field: pa.Field) -> pa.Array:
-        return pa.ListArray.from_arrays(offsets, flat.cast(field.type.value_type), type=field.type)
+        return pa.ListArray.from_arrays(
+            offsets, flat.cast(field.type.value_type), type=field.type
+        )
 
     def wide(flat: np.ndarray, kind: pa.DataType) -> pa.Array:
-        return pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1), kind), flat.shape[1])
+        return pa.FixedSizeListArray.from_arrays(
+            pa.array(flat.reshape(-1), kind), flat.shape[1]
+        )
 
     user = coded(events, "user_id")
     made: dict[str, pa.Array] = {
-        "user_id": pa.DictionaryArray.from_arrays(pa.array(kept.user[start]), user.dictionary).cast(pa.string()),
+        "user_id": pa.DictionaryArray.from_arrays(
+            pa.array(kept.user[start]), user.dictionary
+        ).cast(pa.string()),
         "train_end": pa.array(ends[0]),
         "val_end": pa.array(ends[1]),
     }
@@ -260,20 +328,33 @@ def build_actions(
             columns.append(made[field.name])
         else:
             column = flat.get(field.name)
-            column = events[field.name].combine_chunks().take(rows) if column is None else column
+            column = (
+                events[field.name].combine_chunks().take(rows)
+                if column is None
+                else column
+            )
             columns.append(listed(column, field))
 
     length = np.diff(np.append(start, len(kept.row)))
     train = split == 0
     tied = (kept.time[1:] == kept.time[:-1]) & (kept.user[1:] == kept.user[:-1])
-    count.update(users=len(start), interactions=len(kept.row), outside=kept.outside, tied_rows=int(tied.sum()))
+    count.update(
+        users=len(start),
+        interactions=len(kept.row),
+        outside=kept.outside,
+        tied_rows=int(tied.sum()),
+    )
     count["pairs"] = count_pairs(kept.user, kept.item)
-    count.update(truncated_users=kept.truncated_users, truncated_events=kept.truncated_events)
+    count.update(
+        truncated_users=kept.truncated_users, truncated_events=kept.truncated_events
+    )
     count["max_length"] = int(length.max())
     for name, positives in zip(config.tasks, tasks[train].sum(axis=0), strict=True):
         count[f"positives_{name}"] = int(positives)
     befores = (np.zeros_like(ends[0]), ends[0], ends[1])
-    for code, (name, before, end) in enumerate(zip(NAMES, befores, (*ends, length), strict=True)):
+    for code, (name, before, end) in enumerate(
+        zip(NAMES, befores, (*ends, length), strict=True)
+    ):
         count[f"events_{name}"] = int((split == code).sum())
         count[f"users_{name}"] = int((end > before).sum())
         count[f"with_context_{name}"] = int(((end > before) & (before > 0)).sum())
@@ -291,19 +372,33 @@ def _write_part(
     uri: str,
     pieces: list[Columns] | None = None,
 ) -> tuple[Part | None, Counter[str], dict[str, Any]]:
-    events, tables = read_coded(uri, rules.columns, IDS), [fetch(table) for table in joined]
+    events, tables = (
+        read_coded(uri, rules.columns, IDS),
+        [fetch(table) for table in joined],
+    )
     table, count, sums = build_actions(events, catalogue, pieces or [], rules, tables)
-    told = {"sums": np.array(sums).tolist(), "seen": of_training(table, rules.own).record()}
+    told = {
+        "sums": np.array(sums).tolist(),
+        "seen": of_training(table, rules.own).record(),
+    }
     return (write_part(sequences_uri, table) if table.num_rows else None), count, told
 
 
 def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
     """What training events say of own features."""
     lists = sequences["item_index"].combine_chunks()
-    length, ends = pc.list_value_length(lists).to_numpy(), sequences["train_end"].to_numpy()
+    length, ends = (
+        pc.list_value_length(lists).to_numpy(),
+        sequences["train_end"].to_numpy(),
+    )
     place = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
     train = pa.array(place < np.repeat(ends, length))
-    return TrainingValues.of({name: sequences[name].combine_chunks().flatten().filter(train) for name in names})
+    return TrainingValues.of(
+        {
+            name: sequences[name].combine_chunks().flatten().filter(train)
+            for name in names
+        }
+    )
 
 
 def scale_of(sums: list[Any], rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -320,12 +415,16 @@ def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
         return {}
     items = run.read("items", [f"cat_{name}" for name in names])
     return {
-        name: pc.fill_null(items[f"cat_{name}"].combine_chunks().dictionary_encode().indices, -1).to_numpy()
+        name: pc.fill_null(
+            items[f"cat_{name}"].combine_chunks().dictionary_encode().indices, -1
+        ).to_numpy()
         for name in names
     }
 
 
-def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+def make_actions(
+    run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+) -> Manifest:
     """The sequences of a log of actions; returns their manifest."""
     config, source = run.config, run.source
     settings = {
@@ -337,30 +436,50 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
     }
     as_of = make_as_of(run)
     joined = as_of_schema(list(source.as_of.values()))
-    inputs = {"events": events.hash, "items": items.hash, **{name: table.hash for name, table in as_of.items()}}
+    inputs = {
+        "events": events.hash,
+        "items": items.hash,
+        **{name: table.hash for name, table in as_of.items()},
+    }
     if finished := run.finished("sequences", settings, inputs):
         return finished
     begin, uri = time.perf_counter(), run.table("sequences")
     parts = part_uris(run.table("events"), events)
     catalogue = run.catalogue()
     resolved = check_actions(source, config)
-    rules = ActionsRules(source.schema, split, config.max_events, resolved, joined=joined)
+    rules = ActionsRules(
+        source.schema, split, config.max_events, resolved, joined=joined
+    )
     rules, dropped, viewers = drop_constants(parts, catalogue, rules, run.engine)
     for name, reason in dropped.items():
         run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
-    attributes = attribute_codes(run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)])
+    attributes = attribute_codes(
+        run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)]
+    )
     windows = ActionsWindows(rules.actions, rules.as_of)
     shared = (uri, catalogue, rules, share_as_of(run, as_of))
     with run.writing("sequences"):
         if windows.keys:
             results = count_in_buckets(
-                run.engine, parts, events.rows, windows, (catalogue, run.engine.put(attributes)), _write_part, shared
+                run.engine,
+                parts,
+                events.rows,
+                windows,
+                (catalogue, run.engine.put(attributes)),
+                _write_part,
+                shared,
             )
         else:
             results = run.engine.each(_write_part, [(part,) for part in parts], shared)
-        written, count, found = gather_parts(results, len(parts), run.progress("sequences"))
-        mean, std = scale_of([of_part["sums"] for of_part in found], count["events_train"])
-        own = describe_features((TrainingValues.read(of_part["seen"]) for of_part in found), rules.own)
+        written, count, found = gather_parts(
+            results, len(parts), run.progress("sequences")
+        )
+        mean, std = scale_of(
+            [of_part["sums"] for of_part in found], count["events_train"]
+        )
+        own = describe_features(
+            (TrainingValues.read(of_part["seen"]) for of_part in found), rules.own
+        )
         say_missing(run, as_of, events.rows, count)
         events_in = {name: count[f"events_{name}"] for name in NAMES}
         require_training(events_in, count, config.max_events, "event", split["kind"])
@@ -374,20 +493,38 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             **({"as_of": describe_as_of(as_of)} if as_of else {}),
             "feature_mean": mean.tolist(),
             "feature_std": std.tolist(),
-            "base_rates": {name: count[f"positives_{name}"] / count["events_train"] for name in rules.actions.tasks},
+            "base_rates": {
+                name: count[f"positives_{name}"] / count["events_train"]
+                for name in rules.actions.tasks
+            },
             "definitions": asdict(rules.actions),
             "dropped": dropped,
             "val_start_ms": split["val_start_ms"],
             "test_start_ms": split["test_start_ms"],
             "events": events_in,
             "users_with_candidates": {name: count[f"users_{name}"] for name in NAMES},
-            "users_with_context": {name: count[f"with_context_{name}"] for name in NAMES},
-            "users_without_context": {name: count[f"users_{name}"] - count[f"with_context_{name}"] for name in NAMES},
-            "events_without_context": {name: count[f"events_without_context_{name}"] for name in NAMES},
+            "users_with_context": {
+                name: count[f"with_context_{name}"] for name in NAMES
+            },
+            "users_without_context": {
+                name: count[f"users_{name}"] - count[f"with_context_{name}"]
+                for name in NAMES
+            },
+            "events_without_context": {
+                name: count[f"events_without_context_{name}"] for name in NAMES
+            },
             "events_outside": count["outside"],
         }
         seconds = time.perf_counter() - begin
-        sequences = run.commit("sequences", rules.output, written, settings, inputs, info, build_write_s=seconds)
+        sequences = run.commit(
+            "sequences",
+            rules.output,
+            written,
+            settings,
+            inputs,
+            info,
+            build_write_s=seconds,
+        )
     run.say(
         f"sequences: {number_of(sequences.rows, 'user')}, {number_of(len(info['tasks']), 'task')}, "
         f"{number_of(len(info['actions']), 'action')} and {number_of(len(info['features']), 'feature')} in "
@@ -399,5 +536,8 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: dict[str, A
             f"{name}: {count[f'users_{name}']:,} users with {count[f'events_{name}']:,} candidates, "
             f"{info['users_without_context'][name]:,} of them without context"
         )
-    run.say("base rates: " + ", ".join(f"{name} {rate:.4f}" for name, rate in info["base_rates"].items()))
+    run.say(
+        "base rates: "
+        + ", ".join(f"{name} {rate:.4f}" for name, rate in info["base_rates"].items())
+    )
     return sequences

@@ -63,10 +63,43 @@ BREEDS = {
         "terrier",
         "whippet",
     ],
-    "cat": ["abyssinian", "bengal", "birman", "burmese", "manx", "persian", "ragdoll", "siamese", "sphynx", "tabby"],
+    "cat": [
+        "abyssinian",
+        "bengal",
+        "birman",
+        "burmese",
+        "manx",
+        "persian",
+        "ragdoll",
+        "siamese",
+        "sphynx",
+        "tabby",
+    ],
 }
-DOES = ["asleep", "bathing", "climbing", "hiding", "hunting", "jumping", "playing", "running", "stretching", "yawning"]
-PLACES = ["attic", "balcony", "beach", "forest", "garden", "kitchen", "meadow", "rooftop", "sofa", "staircase"]
+DOES = [
+    "asleep",
+    "bathing",
+    "climbing",
+    "hiding",
+    "hunting",
+    "jumping",
+    "playing",
+    "running",
+    "stretching",
+    "yawning",
+]
+PLACES = [
+    "attic",
+    "balcony",
+    "beach",
+    "forest",
+    "garden",
+    "kitchen",
+    "meadow",
+    "rooftop",
+    "sofa",
+    "staircase",
+]
 
 
 @dataclass(frozen=True)
@@ -79,7 +112,9 @@ class FeedSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.shown_days < np.inf:
-            raise ValueError(f"shown_days is {self.shown_days}; give days of 0 or more, such as 7")
+            raise ValueError(
+                f"shown_days is {self.shown_days}; give days of 0 or more, such as 7"
+            )
 
     def describe(self) -> str:
         return f", each shown for {self.shown_days:g} days" if self.shown_days else ""
@@ -115,7 +150,9 @@ def best_entropy(action: str) -> float:
         return float(-chance * np.log(chance) - (1 - chance) * np.log(1 - chance))
 
     chances = CHANCE[action]
-    return float(np.mean([entropy(chance) for chance in chances])) / entropy(float(np.mean(chances)))
+    return float(np.mean([entropy(chance) for chance in chances])) / entropy(
+        float(np.mean(chances))
+    )
 
 
 def draw_feed(settings: FeedSettings) -> Feed:
@@ -127,15 +164,29 @@ def draw_feed(settings: FeedSettings) -> Feed:
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
     draw, time = rng.random(settings.events), None
     if settings.shown_days:  # items are shown one after the other, as many at any time
-        time, shown = draw_times(lengths, np.random.default_rng([settings.seed, 4])), settings.shown_days * DAY_MS
+        time, shown = (
+            draw_times(lengths, np.random.default_rng([settings.seed, 4])),
+            settings.shown_days * DAY_MS,
+        )
         moment = (time - START_MS + shown * draw) / (time.max() - START_MS + shown + 1)
         item = (settings.items * moment).astype(np.int32)
     else:
         item = (settings.items * draw**SKEW).astype(np.int32)  # low numbers are popular
     liked = (kind[item] == taste[user]).astype(np.int64)
-    actions = {name: rng.random(settings.events) < np.array(chance)[liked] for name, chance in CHANCE.items()}
+    actions = {
+        name: rng.random(settings.events) < np.array(chance)[liked]
+        for name, chance in CHANCE.items()
+    }
     dwell = np.exp(rng.normal(np.array(DWELL)[liked], DWELL_SPREAD)).astype(np.float32)
-    return Feed(kind, taste, user, draw_times(lengths, rng) if time is None else time, item, actions, dwell)
+    return Feed(
+        kind,
+        taste,
+        user,
+        draw_times(lengths, rng) if time is None else time,
+        item,
+        actions,
+        dwell,
+    )
 
 
 def _items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
@@ -143,7 +194,9 @@ def _items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
     count = len(kind)
     authors = max(1, count // ITEMS_PER_AUTHOR // len(KINDS))
     author = kind * authors + rng.integers(0, authors, count)
-    breeds = np.array([BREEDS[name] for name in KINDS])[kind, rng.integers(0, 10, count)]
+    breeds = np.array([BREEDS[name] for name in KINDS])[
+        kind, rng.integers(0, 10, count)
+    ]
     frame = pl.DataFrame(
         {
             "item_id": pl.Series(numbered("i", count)),
@@ -160,7 +213,9 @@ def _items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
         "author",
         "kind",
     )
-    return frame.to_arrow().cast(pa.schema([(name, pa.string()) for name in frame.columns]))
+    return frame.to_arrow().cast(
+        pa.schema([(name, pa.string()) for name in frame.columns])
+    )
 
 
 def simulate_feed(output_dir: str, settings: FeedSettings) -> Feed:

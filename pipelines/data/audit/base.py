@@ -65,16 +65,30 @@ class Tables:
         """Sequences under `uri` and what they were made from. UserError where one of them is no table."""
         sequences = read_manifest(join(uri, "sequences"), "sequences")
         names = dict.fromkeys(("events", "items", *sequences.inputs))
-        return cls(uri, {**{name: read_manifest(join(uri, name)) for name in names}, "sequences": sequences}, all_shown)
+        return cls(
+            uri,
+            {
+                **{name: read_manifest(join(uri, name)) for name in names},
+                "sequences": sequences,
+            },
+            all_shown,
+        )
 
     def read(self, table: str) -> pl.DataFrame:
         """All rows of a table, with the number of their `part`."""
         files = self.manifests[table].files
-        parts = [read_parquet(join(self.uri, table, part.path), None, part.sha256) for part in files]
+        parts = [
+            read_parquet(join(self.uri, table, part.path), None, part.sha256)
+            for part in files
+        ]
         if not parts:
-            raise UserError(f"{join(self.uri, table)} lists no {table}; make the tables again")
+            raise UserError(
+                f"{join(self.uri, table)} lists no {table}; make the tables again"
+            )
         return pl.concat(
-            pl.DataFrame(pl.from_arrow(part)).with_columns(part=pl.lit(number, pl.Int32))
+            pl.DataFrame(pl.from_arrow(part)).with_columns(
+                part=pl.lit(number, pl.Int32)
+            )
             for number, part in enumerate(parts)
         )
 
@@ -132,38 +146,83 @@ class Tables:
     @property
     def event_order(self) -> list[str]:
         """What a user's events are sorted by; in the log's order `position` counts all events of a time."""
-        return [name for name in EVENT_ORDER if name != "request_id" or not self.order_of_log]
+        return [
+            name
+            for name in EVENT_ORDER
+            if name != "request_id" or not self.order_of_log
+        ]
 
     def behaviours_of(self, events: pl.DataFrame) -> pl.DataFrame:
         """The events that count as behaviours."""
-        return events if self.behaviour is None else events.filter(pl.col(self.behaviour).fill_null(False))
+        return (
+            events
+            if self.behaviour is None
+            else events.filter(pl.col(self.behaviour).fill_null(False))
+        )
 
 
-EVENT, REQUEST = "user {user_id}, item {item_id} at {timestamp_ms}", "user {user_id}, request {place}"
+EVENT, REQUEST = (
+    "user {user_id}, item {item_id} at {timestamp_ms}",
+    "user {user_id}, request {place}",
+)
 """How messages name an event and a request."""
 
 
-def before(points: pl.DataFrame, rows: pl.DataFrame, keys: list[str], shift: int, time: str) -> pl.DataFrame:
+def before(
+    points: pl.DataFrame, rows: pl.DataFrame, keys: list[str], shift: int, time: str
+) -> pl.DataFrame:
     """Per row of `points`, in their order: the other columns of the latest of `rows` of the same `keys` whose `time` is
     strictly before the point's `at` less `shift`."""
-    moved = points.select(*keys, __at=pl.col("at") - shift).with_row_index("__point").sort("__at")
-    found = moved.join_asof(
-        rows.sort(time), left_on="__at", right_on=time, by=keys, allow_exact_matches=False, check_sortedness=False
+    moved = (
+        points.select(*keys, __at=pl.col("at") - shift)
+        .with_row_index("__point")
+        .sort("__at")
     )
-    return found.sort("__point").select(name for name in rows.columns if name not in (*keys, time))
+    found = moved.join_asof(
+        rows.sort(time),
+        left_on="__at",
+        right_on=time,
+        by=keys,
+        allow_exact_matches=False,
+        check_sortedness=False,
+    )
+    return found.sort("__point").select(
+        name for name in rows.columns if name not in (*keys, time)
+    )
 
 
-def sums_before(points: pl.DataFrame, counted: pl.DataFrame, keys: list[str], shift: int, time: str) -> pl.DataFrame:
+def sums_before(
+    points: pl.DataFrame, counted: pl.DataFrame, keys: list[str], shift: int, time: str
+) -> pl.DataFrame:
     """As `before`, the sums of the other columns of `counted` over all such rows."""
     names = [name for name in counted.columns if name not in (*keys, time)]
-    along = counted.drop_nulls(keys).group_by(*keys, time).agg(pl.col(names).sum()).sort(time)
-    return before(points, along.with_columns(pl.col(names).cum_sum().over(keys)), keys, shift, time).fill_null(0)
+    along = (
+        counted.drop_nulls(keys)
+        .group_by(*keys, time)
+        .agg(pl.col(names).sum())
+        .sort(time)
+    )
+    return before(
+        points,
+        along.with_columns(pl.col(names).cum_sum().over(keys)),
+        keys,
+        shift,
+        time,
+    ).fill_null(0)
 
 
 def counts_in(
-    points: pl.DataFrame, counted: pl.DataFrame, keys: list[str], days: list[float], delay: float
+    points: pl.DataFrame,
+    counted: pl.DataFrame,
+    keys: list[str],
+    days: list[float],
+    delay: float,
 ) -> Iterator[tuple[str, pl.DataFrame]]:
     """Per window the sums of `counted` in [at - window, at - delay) of each point, and its name. delay: minutes"""
     until = sums_before(points, counted, keys, round(delay * MINUTE), "timestamp_ms")
     for length in days:
-        yield f"{length:g}d", until - sums_before(points, counted, keys, round(length * DAY), "timestamp_ms")
+        yield (
+            f"{length:g}d",
+            until
+            - sums_before(points, counted, keys, round(length * DAY), "timestamp_ms"),
+        )

@@ -15,7 +15,13 @@ import polars as pl
 
 from models.tables import UserError, join, read_manifest
 from pipelines.data.audit.base import Rule, Tables
-from pipelines.data.audit.events import check_catalogue, check_events, check_files, check_inputs, check_users
+from pipelines.data.audit.events import (
+    check_catalogue,
+    check_events,
+    check_files,
+    check_inputs,
+    check_users,
+)
 from pipelines.data.kinds import KINDS
 
 RULES = {
@@ -46,7 +52,9 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     """
     name = read_manifest(join(uri, "sequences"), "sequences").info["kind"]
     if name not in KINDS:
-        raise UserError(f"{uri} holds sequences of kind '{name}', which is none of {', '.join(KINDS)}")
+        raise UserError(
+            f"{uri} holds sequences of kind '{name}', which is none of {', '.join(KINDS)}"
+        )
     kind, tables = KINDS[name], Tables.open(uri, KINDS[name].all_shown)
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
     progress("files")
@@ -61,9 +69,15 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         progress("sequences")
         check_users(tables, kind.audit(tables, rules, core_users), rules["users"])
     except pl.exceptions.ColumnNotFoundError as error:
-        raise UserError(f"{uri} is not what jobs.prepare writes: {str(error).partition(';')[0]}") from error
+        raise UserError(
+            f"{uri} is not what jobs.prepare writes: {str(error).partition(';')[0]}"
+        ) from error
     late = any(name.startswith("known_") for name in tables.event_columns)
-    return [rule for name, rule in rules.items() if name not in kind.without and (late or name != "known")]
+    return [
+        rule
+        for name, rule in rules.items()
+        if name not in kind.without and (late or name != "known")
+    ]
 
 
 def report(rules: list[Rule]) -> str:
@@ -71,11 +85,15 @@ def report(rules: list[Rule]) -> str:
     wide = max(len(rule.name) for rule in rules)
     lines = [f"{'rule':<{wide}}  {'rows':>13}  {'violations':>10}  what must hold"]
     for rule in rules:
-        lines.append(f"{rule.name:<{wide}}  {rule.rows:>13,}  {rule.violations:>10,}  {rule.holds}")
+        lines.append(
+            f"{rule.name:<{wide}}  {rule.rows:>13,}  {rule.violations:>10,}  {rule.holds}"
+        )
     for rule in rules:
         lines += [f"  {rule.name}: {example}" for example in rule.examples]
         if rule.violations > len(rule.examples):
-            lines.append(f"  {rule.name}: and {rule.violations - len(rule.examples):,} more")
+            lines.append(
+                f"  {rule.name}: and {rule.violations - len(rule.examples):,} more"
+            )
         if rule.note:
             lines.append(f"  note, {rule.name}: {rule.note}")
     return "\n".join(lines)

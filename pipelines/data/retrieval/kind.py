@@ -39,10 +39,14 @@ class Retrieval(Kind):
     def check(self, source: Log, config: PrepareConfig) -> None:
         """Any settings will do."""
 
-    def sequences(self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    def sequences(
+        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+    ) -> Manifest:
         return make_retrieval(run, events, items, split)
 
-    def audit(self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame) -> pl.DataFrame:
+    def audit(
+        self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
+    ) -> pl.DataFrame:
         every = shared.request_rows(tables.sequences)
         in_split = shared.check_splits(tables, every, rules["splits"])
         users = shared.check_lengths(tables.sequences, rules["behaviours"])
@@ -52,13 +56,31 @@ class Retrieval(Kind):
         shared.check_behaviours(users, behaviours, expected, rules["behaviours"])
         if tables.known != "timestamp_ms":  # requests are in the order of their times
             place = pl.int_range(pl.len(), dtype=pl.Int32).over("row")
-            behaviours = expected.sort("row", *tables.event_order).with_columns(place=place)
-        shared.check_history(tables, behaviours, requests, rules["history"], tables.order_of_log)
+            behaviours = expected.sort("row", *tables.event_order).with_columns(
+                place=place
+            )
+        shared.check_history(
+            tables, behaviours, requests, rules["history"], tables.order_of_log
+        )
         asked = behaviours.with_columns(candidates=pl.concat_list("item_index"))
-        shared.compare(requests, asked, ["timestamp_ms", "query", "candidates"], "request", rules["targets"])
-        inside = tables.behaviours_of(tables.users_events).join(tables.catalogue, on="item_id", how="semi")
-        over = inside.group_by("row").len()["len"].cast(pl.Int64) - tables.info["max_events"]
-        lost = {"truncated_users": int((over > 0).sum()), "truncated_events": int(over.clip(0).sum())}
+        shared.compare(
+            requests,
+            asked,
+            ["timestamp_ms", "query", "candidates"],
+            "request",
+            rules["targets"],
+        )
+        inside = tables.behaviours_of(tables.users_events).join(
+            tables.catalogue, on="item_id", how="semi"
+        )
+        over = (
+            inside.group_by("row").len()["len"].cast(pl.Int64)
+            - tables.info["max_events"]
+        )
+        lost = {
+            "truncated_users": int((over > 0).sum()),
+            "truncated_events": int(over.clip(0).sum()),
+        }
         shared.check_counts(tables, {**lost, "requests": in_split}, rules["counts"])
         return core_users
 
@@ -70,7 +92,9 @@ class Retrieval(Kind):
         """A line where many training requests have no history."""
         requests, without = info["requests"], info["requests_without_history"]
         train, bare = requests["train"], without["train"]
-        first = sum(without.values()) - info["users"]  # each user's first behaviour has none, whatever the ties
+        first = (
+            sum(without.values()) - info["users"]
+        )  # each user's first behaviour has none, whatever the ties
         said = f"{bare:,} of {train:,} training requests ({bare / max(train, 1):.0%}) have no history and train nothing"
         if info["ties"] == "strict" and first > TIED * sum(requests.values()):
             days = events.info["clock"] and events.info.get("grain_ms") == DAY_MS

@@ -54,17 +54,26 @@ class Rules:
     """Name of a bool label that an event must have to be a behaviour."""
 
 
-def build_sequences(events: pa.Table, catalogue: Vocabulary, rules: Rules) -> tuple[pa.Table, Counter[str]]:
+def build_sequences(
+    events: pa.Table, catalogue: Vocabulary, rules: Rules
+) -> tuple[pa.Table, Counter[str]]:
     """Sequences of one events part (sorted, ids dictionary-coded) and what was counted on the way."""
     count: Counter[str] = Counter()
     if rules.behaviour:
-        events = events.filter(pc.fill_null(events[f"label_{rules.behaviour}"], False)).combine_chunks()
+        events = events.filter(
+            pc.fill_null(events[f"label_{rules.behaviour}"], False)
+        ).combine_chunks()
     schema = sequences_schema(rules.schema)
     if not events.num_rows:
         return schema.empty_table(), count
     user = coded(events, "user_id")
-    items = positions_in(coded(events, "item_id"), catalogue)  # (E,) item_index, -1 outside it
-    time, known = events["timestamp_ms"].to_numpy(), known_times(events, rules.behaviour)
+    items = positions_in(
+        coded(events, "item_id"), catalogue
+    )  # (E,) item_index, -1 outside it
+    time, known = (
+        events["timestamp_ms"].to_numpy(),
+        known_times(events, rules.behaviour),
+    )
     codes = user.indices.to_numpy()
 
     # 1. Behaviours in the order in which they are known: on items of the catalogue, by users who stay, the most recent
@@ -79,17 +88,27 @@ def build_sequences(events: pa.Table, catalogue: Vocabulary, rules: Rules) -> tu
     start = runs(codes)
     counted = None if rules.before_ms is None else known < rules.before_ms
     stays = surviving_rows(items, None, start, counted, max(rules.core, 1))
-    if counted is not None:  # a user who stays keeps the behaviours outside the window too
+    if (
+        counted is not None
+    ):  # a user who stays keeps the behaviours outside the window too
         lengths = np.diff(np.append(start, len(items)))
-        stays = np.repeat(np.logical_or.reduceat(stays, start), lengths) if len(start) else stays
+        stays = (
+            np.repeat(np.logical_or.reduceat(stays, start), lengths)
+            if len(start)
+            else stays
+        )
     length = np.diff(np.append(start, len(items)))
     end = np.repeat(start + length, length)
     recent = end - np.arange(len(items)) <= rules.max_events
     keep = stays & recent
-    count["truncated_users"] = int((length[stays[start]] > rules.max_events).sum()) if len(start) else 0
+    count["truncated_users"] = (
+        int((length[stays[start]] > rules.max_events).sum()) if len(start) else 0
+    )
     count["truncated_events"] = int((stays & ~recent).sum())
     if not keep.all():
-        rows, items, time, known, codes = (column[keep] for column in (rows, items, time, known, codes))
+        rows, items, time, known, codes = (
+            column[keep] for column in (rows, items, time, known, codes)
+        )
     if not len(rows):
         return schema.empty_table(), count
 
@@ -101,11 +120,15 @@ def build_sequences(events: pa.Table, catalogue: Vocabulary, rules: Rules) -> tu
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (known[1:] != known[:-1]) | (codes[1:] != codes[:-1])
     tie_begin = np.maximum.accumulate(np.where(new, here, 0))
-    history_end = ((here if rules.log_order else tie_begin) - user_begin).astype(np.int32)
+    history_end = ((here if rules.log_order else tie_begin) - user_begin).astype(
+        np.int32
+    )
     asks = here
     if late:
         asks = np.argsort(rows)  # rows of events are in the order of user and time
-        history_end = counted_before(user_begin, known, user_begin, time[asks]).astype(np.int32)
+        history_end = counted_before(user_begin, known, user_begin, time[asks]).astype(
+            np.int32
+        )
     split = assign(rules.split, time[asks], start)
 
     # 3. List columns: offsets over the flat columns.
@@ -113,7 +136,9 @@ def build_sequences(events: pa.Table, catalogue: Vocabulary, rules: Rules) -> tu
     offsets = pa.array(np.append(start, len(rows)).astype(np.int32))
 
     def listed(values: pa.Array, field: pa.Field) -> pa.Array:
-        return pa.ListArray.from_arrays(offsets, values.cast(field.type.value_type), type=field.type)
+        return pa.ListArray.from_arrays(
+            offsets, values.cast(field.type.value_type), type=field.type
+        )
 
     def column(name: str) -> pa.Array:
         flat = events[name].combine_chunks()
@@ -123,17 +148,41 @@ def build_sequences(events: pa.Table, catalogue: Vocabulary, rules: Rules) -> tu
     item_array, time_array = pa.array(items, pa.int32()), pa.array(time, pa.int64())
     one_each = pa.array(np.arange(len(rows) + 1, dtype=np.int32))
     request_type = schema.field("requests").type.value_type
-    split_names = pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string())
+    split_names = pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(
+        pa.string()
+    )
     query = column("query")
-    asked = [array.take(pa.array(asks)) if late else array for array in (time_array, query, item_array)]
+    asked = [
+        array.take(pa.array(asks)) if late else array
+        for array in (time_array, query, item_array)
+    ]
     requests = pa.StructArray.from_arrays(
-        [asked[0], asked[1], pa.array(history_end), split_names, pa.ListArray.from_arrays(one_each, asked[2])],
+        [
+            asked[0],
+            asked[1],
+            pa.array(history_end),
+            split_names,
+            pa.ListArray.from_arrays(one_each, asked[2]),
+        ],
         fields=list(request_type),
     )
-    flat = {"item_index": item_array, "timestamp_ms": time_array, "query": query, "requests": requests}
-    columns = [pa.DictionaryArray.from_arrays(pa.array(codes[start]), user.dictionary).cast(pa.string())]
+    flat = {
+        "item_index": item_array,
+        "timestamp_ms": time_array,
+        "query": query,
+        "requests": requests,
+    }
+    columns = [
+        pa.DictionaryArray.from_arrays(pa.array(codes[start]), user.dictionary).cast(
+            pa.string()
+        )
+    ]
     for field in list(schema)[1:]:
-        columns.append(listed(flat[field.name] if field.name in flat else column(field.name), field))
+        columns.append(
+            listed(
+                flat[field.name] if field.name in flat else column(field.name), field
+            )
+        )
 
     has_history = history_end > 0
     count.update(users=len(start), interactions=len(rows), tied_rows=int((~new).sum()))
@@ -148,13 +197,17 @@ def build_sequences(events: pa.Table, catalogue: Vocabulary, rules: Rules) -> tu
 def _write_part(
     sequences_uri: str, catalogue: Vocabulary, rules: Rules, uri: str
 ) -> tuple[Part | None, Counter[str], None]:
-    names = [name for name in rules.schema.names if name not in ("request_id", "position")]
+    names = [
+        name for name in rules.schema.names if name not in ("request_id", "position")
+    ]
     columns = list(dict.fromkeys([*names, *behaviour_column(rules.behaviour)]))
     table, count = build_sequences(read_coded(uri, columns), catalogue, rules)
     return (write_part(sequences_uri, table) if table.num_rows else None), count, None
 
 
-def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+def make_retrieval(
+    run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+) -> Manifest:
     """Sequences whose every behaviour is a request for itself; returns their manifest."""
     config = run.config
     settings = {
@@ -185,10 +238,20 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
         shared = (uri, run.catalogue(), rules)
         results = run.engine.each(_write_part, calls, shared)
         parts, count, _ = gather_parts(results, len(calls), run.progress("sequences"))
-        usable = {name: count[f"requests_{name}"] - count[f"without_history_{name}"] for name in NAMES}
+        usable = {
+            name: count[f"requests_{name}"] - count[f"without_history_{name}"]
+            for name in NAMES
+        }
         if config.catalogue is None:  # a fresh log may be of test alone
             tied = count["tied_rows"] if config.ties == "strict" else 0
-            require_training(usable, count, config.max_events, "request with a history", split["kind"], tied)
+            require_training(
+                usable,
+                count,
+                config.max_events,
+                "request with a history",
+                split["kind"],
+                tied,
+            )
         elif not count["users"]:
             raise UserError(
                 f"no user has {max(config.core, 1)} behaviours on the catalogue of {config.catalogue}; use --core 0"
@@ -196,9 +259,15 @@ def make_retrieval(run: Run, events: Manifest, items: Manifest, split: dict[str,
         info = {
             **run.sequences_info(events, items, split, count),
             "requests": {name: count[f"requests_{name}"] for name in NAMES},
-            "requests_without_history": {name: count[f"without_history_{name}"] for name in NAMES},
+            "requests_without_history": {
+                name: count[f"without_history_{name}"] for name in NAMES
+            },
         }
         seconds = time.perf_counter() - begin
-        sequences = run.commit("sequences", schema, parts, settings, inputs, info, build_write_s=seconds)
-    run.say(f"sequences: {number_of(sequences.rows, 'user')} in {time.perf_counter() - begin:.1f} s")
+        sequences = run.commit(
+            "sequences", schema, parts, settings, inputs, info, build_write_s=seconds
+        )
+    run.say(
+        f"sequences: {number_of(sequences.rows, 'user')} in {time.perf_counter() - begin:.1f} s"
+    )
     return sequences

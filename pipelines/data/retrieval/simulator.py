@@ -31,7 +31,10 @@ from pipelines.data.simulation import (
     write_log,
 )
 
-FOLLOW, TASTE = 0.6, 0.3  # share of events that follow the last item, and that come from a user's clusters
+FOLLOW, TASTE = (
+    0.6,
+    0.3,
+)  # share of events that follow the last item, and that come from a user's clusters
 SHARES = (0.6, 0.3, 0.1)  # of each of the items that follow an item
 
 
@@ -42,14 +45,22 @@ def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.nda
     count, bounds = len(world.cluster), np.cumsum(SHARES)[:-1]
     last = np.zeros(0, dtype=np.int32)
     for place in range(int(lengths[0])):
-        active = int(np.searchsorted(-lengths, -place, side="left"))  # lengths descend: a prefix is longer than place
+        active = int(
+            np.searchsorted(-lengths, -place, side="left")
+        )  # lengths descend: a prefix is longer than place
         cause, draw, which = rng.random((3, active))
         liked = world.tastes[np.arange(active), (which * TASTES).astype(np.int64)]
         begin, size = world.starts[liked], np.diff(world.starts)[liked]
         chosen = world.members[begin + (size * draw**SKEW).astype(np.int64)]
-        chosen = np.where(cause < FOLLOW + TASTE, chosen, world.members[(count * draw).astype(np.int64)])
+        chosen = np.where(
+            cause < FOLLOW + TASTE,
+            chosen,
+            world.members[(count * draw).astype(np.int64)],
+        )
         if place:
-            follows = world.following[last[:active], np.searchsorted(bounds, which, side="right")]
+            follows = world.following[
+                last[:active], np.searchsorted(bounds, which, side="right")
+            ]
             chosen = np.where(cause < FOLLOW, follows, chosen)
         items[first[:active] + place] = last = chosen
     return items
@@ -76,5 +87,12 @@ def simulate_retrieval(output_dir: str, settings: Settings) -> World:
             }
         )
 
-    write_log(output_dir, "retrieval", settings, time, rows_of, lambda: item_texts(world, item_ids, rng))
+    write_log(
+        output_dir,
+        "retrieval",
+        settings,
+        time,
+        rows_of,
+        lambda: item_texts(world, item_ids, rng),
+    )
     return world

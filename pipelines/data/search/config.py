@@ -48,10 +48,14 @@ class SearchConfig(Windowed):
         check_least(self, ["page_size"], 1, "search.")
         check_least(self, ["max_request_minutes"], 0, "search.")
         if self.ctr_strength <= 0:
-            raise ValueError(f"search.ctr_strength is {self.ctr_strength}; it must be above 0")
+            raise ValueError(
+                f"search.ctr_strength is {self.ctr_strength}; it must be above 0"
+            )
         named = [name for names in self.groups.values() for name in names]
         if twice := [name for place, name in enumerate(named) if name in named[:place]]:
-            raise ValueError(f"search.groups has '{twice[0]}' twice; a feature is of one group")
+            raise ValueError(
+                f"search.groups has '{twice[0]}' twice; a feature is of one group"
+            )
 
 
 def bool_labels(source: Log, behaviour: str | None) -> list[str]:
@@ -63,10 +67,19 @@ def bool_labels(source: Log, behaviour: str | None) -> list[str]:
 def check_search(source: Log, config: PrepareConfig) -> None:
     """UserError for settings that a search log cannot have."""
     refuse(
-        (config.behaviour is None, "kind is search, which needs the bool label that makes a result a behaviour; set "
-         f"behaviour to one of: {', '.join(bool_labels(source, None)) or 'none'}"),
-        (config.core > 1, f"core is {config.core}, but the catalogue of a search log holds every item that was shown; "
-         "use --core 0, and --core_window train to leave out items that the training window did not show"),
-        (config.ties != "strict", f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties "
-         "strict"),
-    )  # fmt: skip
+        (
+            config.behaviour is None,
+            "kind is search, which needs the bool label that makes a result a behaviour; set "
+            f"behaviour to one of: {', '.join(bool_labels(source, None)) or 'none'}",
+        ),
+        (
+            config.core > 1,
+            f"core is {config.core}, but the catalogue of a search log holds every item that was shown; "
+            "use --core 0, and --core_window train to leave out items that the training window did not show",
+        ),
+        (
+            config.ties != "strict",
+            f"ties is {config.ties}; a search sees strictly earlier behaviours only: use --ties "
+            "strict",
+        ),
+    )

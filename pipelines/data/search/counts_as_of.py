@@ -32,7 +32,12 @@ from pipelines.data.counts import UNSEEN, Columns, export_counts, to_piece
 from pipelines.data.run import Run
 from pipelines.data.schemas import counts_schema
 from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.features import COUNTED, SearchWindows, feature_names, features
+from pipelines.data.search.features import (
+    COUNTED,
+    SearchWindows,
+    feature_names,
+    features,
+)
 from pipelines.data.survey import Vocabulary
 
 
@@ -45,13 +50,22 @@ def names_of(config: SearchConfig) -> dict[str, list[str]]:
 def values_of(counts: Columns, config: SearchConfig) -> dict[str, np.ndarray]:
     """By name the features (n,) of counts of some kinds of key, as of any search."""
     rows, windows = len(next(iter(counts.values()))), len(config.windows_ms)
-    nothing: Columns = {of: np.zeros((rows, windows, len(labels)), np.int32) for of, labels in COUNTED.items()}
+    nothing: Columns = {
+        of: np.zeros((rows, windows, len(labels)), np.int32)
+        for of, labels in COUNTED.items()
+    }
     nothing["gap"], place = np.full(rows, UNSEEN), np.zeros(rows, np.int64)
     values = features({**nothing, **counts}, place, place, config, clock=True)
     return dict(zip(feature_names(config, clock=True), values.T, strict=True))
 
 
-def rows_of(counts: Columns, of: str, rows: Columns, ids: dict[str, Vocabulary], config: SearchConfig) -> pa.Table:
+def rows_of(
+    counts: Columns,
+    of: str,
+    rows: Columns,
+    ids: dict[str, Vocabulary],
+    config: SearchConfig,
+) -> pa.Table:
     """A row per key: `counts` of events, whose `item` and `query` are places in `ids`."""
     keys = {"item": ("item",), "query": ("query",), "pair": ("item", "query")}[of]
     code = np.zeros(len(rows["row"]), np.int64)
@@ -59,17 +73,31 @@ def rows_of(counts: Columns, of: str, rows: Columns, ids: dict[str, Vocabulary],
         code = code << 32 | rows[key]
     first = np.unique(code, return_index=True)[1]
     first = first[code[first] >= 0]  # without a query there is no pair
-    mine = values_of({name: counts[name][first] for name in (of, *(["gap"] if of == "pair" else []))}, config)
+    mine = values_of(
+        {
+            name: counts[name][first]
+            for name in (of, *(["gap"] if of == "pair" else []))
+        },
+        config,
+    )
     columns = {name: mine[name] for name in names_of(config)[of]}
     for key, column in (("item", "item_id"), ("query", "query")):
         if key in keys:
             columns[column] = ids[key].at(rows[key][first]).cast(pa.string())
     schema = counts_schema(names_of(config).values())
-    return pa.table({f.name: columns.get(f.name, pa.nulls(len(first), f.type)) for f in schema}, schema=schema)
+    return pa.table(
+        {f.name: columns.get(f.name, pa.nulls(len(first), f.type)) for f in schema},
+        schema=schema,
+    )
 
 
 def _write_part(
-    uri: str, windows: SearchWindows, catalogue: Vocabulary, queries: Vocabulary, bucket: int, rows: pa.Table
+    uri: str,
+    windows: SearchWindows,
+    catalogue: Vocabulary,
+    queries: Vocabulary,
+    bucket: int,
+    rows: pa.Table,
 ) -> tuple[Part | None, Counter[str], None]:
     tables, count = [], Counter[str]()
     for number, shapes in enumerate(windows.shapes):
@@ -78,7 +106,15 @@ def _write_part(
             continue
         counts = windows.count(number, piece)
         for of in (name for name in shapes if name in COUNTED):
-            tables.append(rows_of(counts, of, piece, {"item": catalogue, "query": queries}, windows.config))
+            tables.append(
+                rows_of(
+                    counts,
+                    of,
+                    piece,
+                    {"item": catalogue, "query": queries},
+                    windows.config,
+                )
+            )
             count[of] = len(tables[-1])
     table = pa.concat_tables(tables) if tables else None
     return (write_part(uri, table) if table is not None else None), count, None
@@ -88,21 +124,41 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
     """The table of counts as of `moment`, in ms. One of another moment is replaced, as nothing is made from it."""
     config, label = run.config, run.config.behaviour
     assert label is not None, "a search log has a label that makes behaviours"
-    said = datetime.fromtimestamp(moment / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    said = (
+        datetime.fromtimestamp(moment / 1000, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
     if moment <= events.info["first_ms"]:
-        raise UserError(f"counts_as_of is {said}, and the log has no event before it; give a later time")
-    settings = {"counts_as_of": moment, "search": asdict(config.own), "behaviour": label}
+        raise UserError(
+            f"counts_as_of is {said}, and the log has no event before it; give a later time"
+        )
+    settings = {
+        "counts_as_of": moment,
+        "search": asdict(config.own),
+        "behaviour": label,
+    }
     inputs, uri = {"events": events.hash, "items": items.hash}, run.table("counts")
     if not run.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
         run.say(f"counts: up to date, as of {said}")
         return
     begin = time.perf_counter()
-    windows = SearchWindows(config.own, label, f"known_{label}" in run.source.schema.names, moment)
+    windows = SearchWindows(
+        config.own, label, f"known_{label}" in run.source.schema.names, moment
+    )
     with run.writing("counts"):
         shared = run.catalogue(), run.queries()
         parts = part_uris(run.table("events"), events)
         found = sorted(
-            export_counts(run.engine, parts, events.rows, windows, shared, _write_part, (uri, windows, *shared)),
+            export_counts(
+                run.engine,
+                parts,
+                events.rows,
+                windows,
+                shared,
+                _write_part,
+                (uri, windows, *shared),
+            ),
             key=itemgetter(0),
         )
         names, count = names_of(config.own), Counter[str]()
@@ -112,14 +168,24 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
         info: dict[str, Any] = {
             "as_of_ms": moment,
             "features": names,
-            "never": {name: float(never[name][0]) for each in names.values() for name in each},
+            "never": {
+                name: float(never[name][0]) for each in names.values() for name in each
+            },
             "search": asdict(config.own),
             "behaviour": label,
             **count,
         }
         written = [part for _, (part, *_) in found if part is not None]
         seconds = time.perf_counter() - begin
-        run.commit("counts", counts_schema(names.values()), written, settings, inputs, info, count_write_s=seconds)
+        run.commit(
+            "counts",
+            counts_schema(names.values()),
+            written,
+            settings,
+            inputs,
+            info,
+            count_write_s=seconds,
+        )
     run.say(
         f"counts: {number_of(count['item'], 'item')}, {number_of(count['query'], 'query')} and "
         f"{number_of(count['pair'], 'pair')} as of {said} in "

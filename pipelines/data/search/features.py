@@ -16,11 +16,24 @@ import numpy as np
 import pyarrow.compute as pc
 
 from models.search.counts import HOURS, hours
-from pipelines.data.counts import UNSEEN, Columns, Windows, count_key, fill, side_by_side
+from pipelines.data.counts import (
+    UNSEEN,
+    Columns,
+    Windows,
+    count_key,
+    fill,
+    side_by_side,
+)
 from pipelines.data.durations import HOUR_MS
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.requests import requests_of
-from pipelines.data.survey import coded, known_column, known_times, positions_in, read_coded
+from pipelines.data.survey import (
+    coded,
+    known_column,
+    known_times,
+    positions_in,
+    read_coded,
+)
 
 IDS = ("user_id", "item_id", "request_id", "query")
 SHOWN = ("exposures", "clicks")
@@ -44,26 +57,41 @@ class SearchWindows(Windows):
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
         windows = len(self.config.windows_ms)
         of = {key: (windows, len(labels)) for key, labels in COUNTED.items()}
-        return [{"item": of["item"], "pair": of["pair"], "gap": ()}, {"query": of["query"]}]
+        return [
+            {"item": of["item"], "pair": of["pair"], "gap": ()},
+            {"query": of["query"]},
+        ]
 
     def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
         catalogue, queries = shared
         events = read_coded(
-            uri, [*IDS, "timestamp_ms", f"label_{self.label}", *known_column(self.label, self.late)], IDS
+            uri,
+            [
+                *IDS,
+                "timestamp_ms",
+                f"label_{self.label}",
+                *known_column(self.label, self.late),
+            ],
+            IDS,
         )
         item = positions_in(coded(events, "item_id"), catalogue)
         query = positions_in(coded(events, "query"), queries)
-        requests, time = requests_of(events, query, self.config, clock=True), events["timestamp_ms"].to_numpy()
+        requests, time = (
+            requests_of(events, query, self.config, clock=True),
+            events["timestamp_ms"].to_numpy(),
+        )
         searches = np.zeros(len(item), dtype=bool)
         searches[requests.first] = True
         columns = {
             "item": item,
             "query": query,
             "time": time,
-            "as_of": time[requests.earliest] if self.moment is None else np.full(len(time), self.moment),
-            "clicks": pc.fill_null(events[f"label_{self.label}"].combine_chunks(), False).to_numpy(
-                zero_copy_only=False
-            ),
+            "as_of": time[requests.earliest]
+            if self.moment is None
+            else np.full(len(time), self.moment),
+            "clicks": pc.fill_null(
+                events[f"label_{self.label}"].combine_chunks(), False
+            ).to_numpy(zero_copy_only=False),
             "searches": searches,
             **({"known": known_times(events, self.label)} if self.late else {}),
         }
@@ -80,7 +108,9 @@ class SearchWindows(Windows):
         def count(of: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             """Counts (E, W, M) of the key `of` and its gap (E,)."""
             names, as_of = COUNTED[of], rows["as_of"]
-            counts, gap = count_key(values, rows["time"], counted_labels(names), *windows, as_of)
+            counts, gap = count_key(
+                values, rows["time"], counted_labels(names), *windows, as_of
+            )
             if "known" in rows:  # a click counts from when it is known
                 clicks = counted_labels(("clicks",))
                 late = count_key(values, rows["known"], clicks, *windows, as_of)[0]
@@ -89,7 +119,10 @@ class SearchWindows(Windows):
 
         if number == 1:
             return {"query": count("query", rows["query"])[0]}
-        pairs, gap = count("pair", rows["item"].astype(np.int64) << 32 | rows["query"].astype(np.int64) + 1)
+        pairs, gap = count(
+            "pair",
+            rows["item"].astype(np.int64) << 32 | rows["query"].astype(np.int64) + 1,
+        )
         asked = rows["query"] >= 0  # without a query there is no pair
         return {
             "item": count("item", rows["item"])[0],
@@ -101,7 +134,10 @@ class SearchWindows(Windows):
 def gather(events: int, config: SearchConfig, pieces: list[Columns]) -> Columns:
     """Counts of a part's events: `pair`, `item` (E, W, 2), `query` (E, W, 3) and `gap` (E,)."""
     windows = len(config.windows_ms)
-    counts: Columns = {key: np.zeros((events, windows, len(labels)), np.int32) for key, labels in COUNTED.items()}
+    counts: Columns = {
+        key: np.zeros((events, windows, len(labels)), np.int32)
+        for key, labels in COUNTED.items()
+    }
     counts["gap"] = np.full(events, UNSEEN, dtype=np.int64)
     fill(counts, pieces)
     return counts
@@ -119,7 +155,11 @@ def feature_names(config: SearchConfig, clock: bool) -> list[str]:
 
 
 def features(
-    counts: dict[str, np.ndarray] | None, position: np.ndarray, time: np.ndarray, config: SearchConfig, clock: bool
+    counts: dict[str, np.ndarray] | None,
+    position: np.ndarray,
+    time: np.ndarray,
+    config: SearchConfig,
+    clock: bool,
 ) -> np.ndarray:
     """(E, F) float32 in the order of `feature_names`: what a model reads, all of small size and none missing.
 
@@ -130,11 +170,18 @@ def features(
     if counts is not None:
         for key in COUNTED:
             for number in range(len(config.windows_ms)):
-                seen = counts[key][:, number].astype(np.float64)  # (E, M): exposures, clicks, ...
-                rate = (seen[:, 1] + config.ctr_prior * config.ctr_strength) / (seen[:, 0] + config.ctr_strength)
+                seen = counts[key][:, number].astype(
+                    np.float64
+                )  # (E, M): exposures, clicks, ...
+                rate = (seen[:, 1] + config.ctr_prior * config.ctr_strength) / (
+                    seen[:, 0] + config.ctr_strength
+                )
                 columns += [*np.log1p(seen).T, rate]
         gap = counts["gap"]
         columns += [np.log1p(gap.clip(0) / HOUR_MS), gap >= 0]
-    columns += [np.log1p(position.clip(0)), np.log1p(position.clip(0) // config.page_size)]
+    columns += [
+        np.log1p(position.clip(0)),
+        np.log1p(position.clip(0) // config.page_size),
+    ]
     columns += list(hours(time).T) if clock else []
     return side_by_side(columns)

@@ -20,24 +20,42 @@ NO_COUNT = "context"
 """Group of place and time."""
 
 
-def feature_groups(config: SearchConfig, names: list[str], own: dict[str, str]) -> list[dict[str, Any]]:
+def feature_groups(
+    config: SearchConfig, names: list[str], own: dict[str, str]
+) -> list[dict[str, Any]]:
     """Groups in order, `name` and `features` each: those that the source file declares, then the usual ones; empty ones
     are left out. `names` are built in, `own` maps columns to their usual group. UserError for a feature that is not
     there."""
-    declared = {name: group for group, members in config.groups.items() for name in members}
-    plain = {name: name[len(NUMBER) :] for name in own}  # both prefixes are of one length
+    declared = {
+        name: group for group, members in config.groups.items() for name in members
+    }
+    plain = {
+        name: name[len(NUMBER) :] for name in own
+    }  # both prefixes are of one length
     check_known(
         declared,
         [*names, *plain.values()],
-        lambda name, near: f"search.groups has '{name}', which is no feature of the log; the nearest is '{near}'",
+        lambda name, near: (
+            f"search.groups has '{name}', which is no feature of the log; the nearest is '{near}'"
+        ),
     )
-    groups: dict[str, list[str]] = {name: [] for name in (*config.groups, *USUAL.values(), NO_COUNT, *own.values())}
+    groups: dict[str, list[str]] = {
+        name: [] for name in (*config.groups, *USUAL.values(), NO_COUNT, *own.values())
+    }
     for name in names:
-        usual = USUAL["query"] if name in AS_OF_QUERY else USUAL.get(name.split("_")[0], NO_COUNT)
+        usual = (
+            USUAL["query"]
+            if name in AS_OF_QUERY
+            else USUAL.get(name.split("_")[0], NO_COUNT)
+        )
         groups[declared.get(name, usual)].append(name)
     for name, usual in own.items():
         groups[declared.get(plain[name], usual)].append(name)
-    return [{"name": name, "features": members} for name, members in groups.items() if members]
+    return [
+        {"name": name, "features": members}
+        for name, members in groups.items()
+        if members
+    ]
 
 
 def unknown_features(config: SearchConfig, own: Collection[str]) -> list[str]:
@@ -51,4 +69,7 @@ def unknown_features(config: SearchConfig, own: Collection[str]) -> list[str]:
             f"search.unknown_when_ranking has '{name}', which is no feature of the log's own; the nearest is '{near}'"
         ),
     )
-    return [*PLACE, *(name for name in own if name[len(NUMBER) :] in config.unknown_when_ranking)]
+    return [
+        *PLACE,
+        *(name for name in own if name[len(NUMBER) :] in config.unknown_when_ranking),
+    ]

@@ -55,21 +55,30 @@ class Search(Kind):
         own = usual_groups(source, config.own.item_features)
         unknown_features(config.own, own)
         if config.own.groups:
-            feature_groups(config.own, feature_names(config.own, source.info["clock"]), own)
+            feature_groups(
+                config.own, feature_names(config.own, source.info["clock"]), own
+            )
 
-    def sequences(self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+    def sequences(
+        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+    ) -> Manifest:
         return make_search(run, events, items, split)
 
     def counts(self, run: Run, events: Manifest, items: Manifest, moment: int) -> None:
         make_counts(run, events, items, moment)
 
-    def audit(self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame) -> pl.DataFrame:
+    def audit(
+        self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
+    ) -> pl.DataFrame:
         return check_search_tables(tables, rules)
 
     def notices(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
         """A line for each split that no model can be compared on."""
         for name in NAMES:
-            if info["requests"][name] and info["requests_one_class"][name] == info["requests"][name]:
+            if (
+                info["requests"][name]
+                and info["requests_one_class"][name] == info["requests"][name]
+            ):
                 yield (
                     f"all {info['requests'][name]:,} {name} requests have one class only, all results or none with "
                     f"'{info['behaviour']}', so there is no GAUC; check the labels, and that results without it are in "
@@ -78,6 +87,12 @@ class Search(Kind):
 
     def simulate(self, output: str, settings: SearchSettings) -> Iterator[str]:
         world, log = simulate_search(output, settings)
-        for searches, latest in (("all searches", 1.0), ("the latest tenth, which models are tested on", 0.1)):
-            best = ", ".join(f"{name} {value:.4f}" for name, value in best_gauc(world, log, latest).items())
+        for searches, latest in (
+            ("all searches", 1.0),
+            ("the latest tenth, which models are tested on", 0.1),
+        ):
+            best = ", ".join(
+                f"{name} {value:.4f}"
+                for name, value in best_gauc(world, log, latest).items()
+            )
             yield f"GAUC of clicks at best over {searches}, by {best}"

@@ -38,8 +38,13 @@ class Requests:
         here = np.arange(rows)
         if not rows:
             return cls(here, here, None)
-        user, id_ = coded(events, "user_id").indices.to_numpy(), coded(events, "request_id")
-        named = pc.not_equal(id_.dictionary, "").to_numpy(zero_copy_only=False)[id_.indices.to_numpy()]
+        user, id_ = (
+            coded(events, "user_id").indices.to_numpy(),
+            coded(events, "request_id"),
+        )
+        named = pc.not_equal(id_.dictionary, "").to_numpy(zero_copy_only=False)[
+            id_.indices.to_numpy()
+        ]
         columns = {
             "user": user,
             "id": id_.indices.to_numpy(),
@@ -49,20 +54,34 @@ class Requests:
         new = _changes(*(columns[name] for name in ("user", "time", "id")))
         moment = np.cumsum(new)  # (E,) number of the (user, time, request id)
         begin = np.maximum.accumulate(np.where(new, here, 0))
-        pairs = pl.DataFrame({"user": user[new & named], "id": columns["id"][new & named]})
+        pairs = pl.DataFrame(
+            {"user": user[new & named], "id": columns["id"][new & named]}
+        )
         if pairs.n_unique() == pairs.height and (query == query[begin]).all():
-            return cls(begin, begin, None)  # as in most logs: one time and one query per request
-        key = pl.DataFrame(columns | {"row": here, "time": np.where(named, 0, columns["time"])})
+            return cls(
+                begin, begin, None
+            )  # as in most logs: one time and one query per request
+        key = pl.DataFrame(
+            columns | {"row": here, "time": np.where(named, 0, columns["time"])}
+        )
         first, earliest = (
-            key.select(pl.col("row").first().over("user", "id", "time", *also)).to_series().to_numpy()
+            key.select(pl.col("row").first().over("user", "id", "time", *also))
+            .to_series()
+            .to_numpy()
             for also in (["query"], [])
         )
         return cls(first, earliest, moment[earliest])
 
-    def order(self, query: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def order(
+        self, query: np.ndarray, position: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(E,) rows in the order of their requests, which is that of (user, time, request id, query), and of their
         position within one; and (E,) which of them begin a request."""
-        rows = np.arange(len(query)) if self.moment is None else np.lexsort((position, query, self.moment))
+        rows = (
+            np.arange(len(query))
+            if self.moment is None
+            else np.lexsort((position, query, self.moment))
+        )
         return rows, _changes(self.first[rows])
 
     def spread(self, time: np.ndarray) -> np.ndarray:
@@ -77,7 +96,9 @@ def _changes(*columns: np.ndarray) -> np.ndarray:
     return new
 
 
-def requests_of(events: pa.Table, query: np.ndarray, config: SearchConfig, clock: bool) -> Requests:
+def requests_of(
+    events: pa.Table, query: np.ndarray, config: SearchConfig, clock: bool
+) -> Requests:
     """The requests of a part; UserError for one whose events lie further apart than `max_request_minutes`."""
     found = Requests.of(events, query)
     time = events["timestamp_ms"].to_numpy()

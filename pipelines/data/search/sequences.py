@@ -35,11 +35,23 @@ from pipelines.data.as_of import (
 from pipelines.data.counts import Columns, count_in_buckets
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.engine import Shared, fetch
-from pipelines.data.own_features import TrainingValues, describe_features, item_columns, own_names, usual_groups
+from pipelines.data.own_features import (
+    TrainingValues,
+    describe_features,
+    item_columns,
+    own_names,
+    usual_groups,
+)
 from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import CARRIED, QUERIES, search_schema
 from pipelines.data.search.config import SearchConfig, bool_labels
-from pipelines.data.search.features import IDS, SearchWindows, feature_names, features, gather
+from pipelines.data.search.features import (
+    IDS,
+    SearchWindows,
+    feature_names,
+    features,
+    gather,
+)
 from pipelines.data.search.groups import feature_groups, unknown_features
 from pipelines.data.search.requests import requests_of
 from pipelines.data.splits import NAMES, assign, require_training
@@ -107,7 +119,9 @@ class SearchRules:
 
 
 def _part_queries(uri: str) -> pa.Array:
-    return coded(read_coded(uri, ["query"], ("query",)), "query").dictionary.cast(pa.large_string())
+    return coded(read_coded(uri, ["query"], ("query",)), "query").dictionary.cast(
+        pa.large_string()
+    )
 
 
 def _first_rows(new: np.ndarray) -> np.ndarray:
@@ -137,7 +151,9 @@ def build_search(
     item = positions_in(coded(events, "item_id"), catalogue)
     query = positions_in(coded(events, "query"), queries)
     label = {
-        name: pc.fill_null(events[f"label_{name}"].combine_chunks(), False).to_numpy(zero_copy_only=False)
+        name: pc.fill_null(events[f"label_{name}"].combine_chunks(), False).to_numpy(
+            zero_copy_only=False
+        )
         for name in rules.labels
     }
     inside = item >= 0
@@ -148,8 +164,13 @@ def build_search(
     known = known_times(events, rules.labels[0])  # (E,)
     engaged = np.flatnonzero(inside & label[rules.labels[0]])
     behaviour, oldest = recent_behaviours(engaged, known, user_row, rules.max_events)
-    count["truncated_events"], count["truncated_users"] = len(engaged) - len(behaviour), int((oldest > NEVER).sum())
-    lost = time < oldest[user_row]  # a user who lost behaviours loses the requests that are older than what is left
+    count["truncated_events"], count["truncated_users"] = (
+        len(engaged) - len(behaviour),
+        int((oldest > NEVER).sum()),
+    )
+    lost = (
+        time < oldest[user_row]
+    )  # a user who lost behaviours loses the requests that are older than what is left
 
     # 2. Requests and their candidates.
     asked = requests_of(events, query, rules.search, rules.clock)
@@ -162,20 +183,27 @@ def build_search(
     usable = (inside & ~lost)[order]
     candidate = order[usable]  # (C,) rows of events
     start = runs(request[usable])  # (R,) first candidate of each request
-    asks = first[candidate[start]]  # (R,) the earliest event of each request, whatever it showed
+    asks = first[
+        candidate[start]
+    ]  # (R,) the earliest event of each request, whatever it showed
     found = np.bincount(request, weights=inside[order])
     count["requests_outside"] = int((found == 0).sum())
     count["candidates_outside"] = int((~inside).sum())
     count["requests_truncated"] = int((lost[order][begins] & (found > 0)).sum())
     spread = asked.spread(time)
-    count["requests_spread"], count["max_spread_ms"] = len(distinct(first[spread > 0])), int(spread.max())
+    count["requests_spread"], count["max_spread_ms"] = (
+        len(distinct(first[spread > 0])),
+        int(spread.max()),
+    )
     count["requests_without_query"] = int((query[asks] < 0).sum())
     if not len(asks):
         return schema.empty_table(), count
     user_start = runs(codes[asks])  # (U,) first request of each user
     split = assign(rules.split, at[asks], user_start)
     length = np.diff(np.append(start, len(candidate)))
-    history_end = counted_before(user_row[behaviour], known[behaviour], user_row[asks], at[asks])
+    history_end = counted_before(
+        user_row[behaviour], known[behaviour], user_row[asks], at[asks]
+    )
 
     # 3. List columns: offsets over the flat columns.
     values = features(counts, position, at, rules.search, rules.clock)  # (E, F)
@@ -185,22 +213,38 @@ def build_search(
         "timestamp_ms": pa.array(at[asks]),
         "query_index": pa.array(query[asks]),
         "history_end": pa.array(history_end.astype(np.int32)),
-        "split": pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(pa.string()),
+        "split": pa.DictionaryArray.from_arrays(pa.array(split), pa.array(NAMES)).cast(
+            pa.string()
+        ),
     }
     kind, offsets = schema.field("requests").type, np.append(start, len(candidate))
-    requests = request_lists(kind.value_type, events, of_request, of_result, candidate, offsets)
+    requests = request_lists(
+        kind.value_type, events, of_request, of_result, candidate, offsets
+    )
     # A user whose every request is older than what is left of the history is left out.
     behaviour = behaviour[np.isin(user_row[behaviour], user_row[asks])]
-    of_user = np.append(np.searchsorted(user_row[behaviour], user_row[asks][user_start]), len(behaviour))
+    of_user = np.append(
+        np.searchsorted(user_row[behaviour], user_row[asks][user_start]), len(behaviour)
+    )
     of_behaviour = {
         "item_index": pa.array(item[behaviour]),
         "query_index": pa.array(query[behaviour]),
-        "features": pa.FixedSizeListArray.from_arrays(pa.array(values[behaviour].reshape(-1)), values.shape[1]),
+        "features": pa.FixedSizeListArray.from_arrays(
+            pa.array(values[behaviour].reshape(-1)), values.shape[1]
+        ),
     }
-    columns = [pa.DictionaryArray.from_arrays(pa.array(codes[asks][user_start]), user.dictionary).cast(pa.string())]
+    columns = [
+        pa.DictionaryArray.from_arrays(
+            pa.array(codes[asks][user_start]), user.dictionary
+        ).cast(pa.string())
+    ]
     for field in list(schema)[1:-1]:
         column = of_behaviour.get(field.name)
-        column = events[field.name].combine_chunks().take(pa.array(behaviour)) if column is None else column
+        column = (
+            events[field.name].combine_chunks().take(pa.array(behaviour))
+            if column is None
+            else column
+        )
         columns.append(lists(of_user, column.cast(field.type.value_type), field.type))
     columns.append(lists(np.append(user_start, len(asks)), requests, kind))
 
@@ -208,9 +252,14 @@ def build_search(
     one_class = (clicks == 0) | (clicks == length)
     pairs = count_pairs(codes[behaviour], item[behaviour])
     count.update(users=len(user_start), interactions=len(behaviour), pairs=pairs)
-    tied = (known[behaviour][1:] == known[behaviour][:-1]) & (user_row[behaviour][1:] == user_row[behaviour][:-1])
+    tied = (known[behaviour][1:] == known[behaviour][:-1]) & (
+        user_row[behaviour][1:] == user_row[behaviour][:-1]
+    )
     count["tied_rows"] = int(tied.sum())
-    count["max_length"], count["max_candidates"] = int(np.diff(of_user).max()), int(length.max())
+    count["max_length"], count["max_candidates"] = (
+        int(np.diff(of_user).max()),
+        int(length.max()),
+    )
     for code, name in enumerate(NAMES):
         mine = split == code
         count[f"requests_{name}"] = int(mine.sum())
@@ -236,13 +285,19 @@ def recent_behaviours(
 
 def lists(offsets: np.ndarray, values: pa.Array, kind: pa.DataType) -> pa.Array:
     """A list column of flat values."""
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=kind)
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)), values, type=kind
+    )
 
 
 def request_lists(
-    kind: pa.StructType, events: pa.Table, of_request: dict[str, pa.Array], of_result: dict[str, np.ndarray],
-    candidate: np.ndarray, offsets: np.ndarray,
-) -> pa.Array:  # fmt: skip
+    kind: pa.StructType,
+    events: pa.Table,
+    of_request: dict[str, pa.Array],
+    of_result: dict[str, np.ndarray],
+    candidate: np.ndarray,
+    offsets: np.ndarray,
+) -> pa.Array:
     """(R,) structs of the requests: what each has itself, and lists of what its candidates (C,), rows of the events,
     have: in `of_result` (E,) or (E, F), else in the column of the field's name. `offsets` (R + 1,) are over C."""
     arrays = []
@@ -252,9 +307,17 @@ def request_lists(
         elif field.name in of_result:
             flat = of_result[field.name]
             wide = flat.shape[1] if flat.ndim == 2 else 1
-            arrays.append(lists(offsets * wide, pa.array(flat[candidate].reshape(-1)), field.type))
+            arrays.append(
+                lists(offsets * wide, pa.array(flat[candidate].reshape(-1)), field.type)
+            )
         else:
-            arrays.append(lists(offsets, events[field.name].combine_chunks().take(pa.array(candidate)), field.type))
+            arrays.append(
+                lists(
+                    offsets,
+                    events[field.name].combine_chunks().take(pa.array(candidate)),
+                    field.type,
+                )
+            )
     return pa.StructArray.from_arrays(arrays, fields=list(kind))
 
 
@@ -270,8 +333,12 @@ def _write_part(
     names = [*IDS, "timestamp_ms", "position"]
     names += [name for name in rules.schema.names if name.startswith(CARRIED)]
     events = read_coded(uri, names, IDS)
-    counts = gather(events.num_rows, rules.search, pieces) if pieces is not None else None
-    table, count = build_search(events, catalogue, queries, counts, rules, [fetch(table) for table in as_of])
+    counts = (
+        gather(events.num_rows, rules.search, pieces) if pieces is not None else None
+    )
+    table, count = build_search(
+        events, catalogue, queries, counts, rules, [fetch(table) for table in as_of]
+    )
     seen = of_training(table, rules.own).record()
     return (write_part(sequences_uri, table) if table.num_rows else None), count, seen
 
@@ -280,7 +347,9 @@ def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
     """What the candidates of training requests say of own features."""
     requests = sequences["requests"].combine_chunks().flatten()
     train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
-    return TrainingValues.of({name: pc.struct_field(train, name).flatten() for name in names})
+    return TrainingValues.of(
+        {name: pc.struct_field(train, name).flatten() for name in names}
+    )
 
 
 def make_queries(run: Run, events: Manifest) -> Manifest:
@@ -291,19 +360,27 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
     begin, uri = time.perf_counter(), run.table("queries")
     with run.writing("queries"):
         found, parts = Union(), []
-        for _, of_part in run.engine.each(_part_queries, [(part,) for part in part_uris(run.table("events"), events)]):
+        for _, of_part in run.engine.each(
+            _part_queries, [(part,) for part in part_uris(run.table("events"), events)]
+        ):
             found.add(of_part)
         queries, _ = found.sorted()
         for low in range(0, len(queries), QUERIES_PER_PART):
             text = queries.slice(low, QUERIES_PER_PART).cast(pa.string())
             index = pa.array(np.arange(low, low + len(text), dtype=np.int32))
-            parts.append(write_part(uri, pa.Table.from_arrays([index, text], schema=QUERIES)))
+            parts.append(
+                write_part(uri, pa.Table.from_arrays([index, text], schema=QUERIES))
+            )
         manifest = run.commit("queries", QUERIES, parts, {}, inputs)
-    run.say(f"queries: {len(queries):,} distinct in {time.perf_counter() - begin:.1f} s")
+    run.say(
+        f"queries: {len(queries):,} distinct in {time.perf_counter() - begin:.1f} s"
+    )
     return manifest
 
 
-def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, Any]) -> Manifest:
+def make_search(
+    run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+) -> Manifest:
     """Queries and sequences of a search log; returns the manifest of the sequences."""
     config, source = run.config, run.source
     own_groups = usual_groups(source, config.own.item_features)
@@ -333,14 +410,32 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
         as_of=pa.schema([*as_of_schema(list(source.as_of.values())), *of_items]),
     )
     with run.writing("sequences"):
-        sources, ids = part_uris(run.table("events"), events), (run.catalogue(), run.queries())
-        shared = (uri, *ids, rules, [*share_as_of(run, as_of), *share_items(run, of_items.names)])
+        sources, ids = (
+            part_uris(run.table("events"), events),
+            (run.catalogue(), run.queries()),
+        )
+        shared = (
+            uri,
+            *ids,
+            rules,
+            [*share_as_of(run, as_of), *share_items(run, of_items.names)],
+        )
         if rules.windowed:
-            windows = SearchWindows(config.own, rules.labels[0], f"known_{rules.labels[0]}" in source.schema.names)
-            results = count_in_buckets(run.engine, sources, events.rows, windows, ids, _write_part, shared)
+            windows = SearchWindows(
+                config.own,
+                rules.labels[0],
+                f"known_{rules.labels[0]}" in source.schema.names,
+            )
+            results = count_in_buckets(
+                run.engine, sources, events.rows, windows, ids, _write_part, shared
+            )
         else:
-            results = run.engine.each(_write_part, [(part,) for part in sources], shared)
-        parts, count, seen = gather_parts(results, len(sources), run.progress("sequences"))
+            results = run.engine.each(
+                _write_part, [(part,) for part in sources], shared
+            )
+        parts, count, seen = gather_parts(
+            results, len(sources), run.progress("sequences")
+        )
         own = describe_features(map(TrainingValues.read, seen), rules.own)
         say_missing(run, as_of, events.rows, count)
         if not parts:
@@ -357,7 +452,9 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
                 ("requests_without_history", "without_history"),
             )
         }
-        require_training(per_split["requests"], count, config.max_events, "request", split["kind"])
+        require_training(
+            per_split["requests"], count, config.max_events, "request", split["kind"]
+        )
         info = {
             **run.sequences_info(events, items, split, count),
             "queries": queries.rows,
@@ -368,7 +465,9 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             **({"own": own} if rules.own else {}),
             **({"as_of": describe_as_of(as_of)} if as_of else {}),
             **({"item_features": of_items.names} if of_items else {}),
-            "windows": [f"{days:g}d" for days in config.own.windows_days] if rules.windowed else [],
+            "windows": [f"{days:g}d" for days in config.own.windows_days]
+            if rules.windowed
+            else [],
             "search": asdict(config.own),
             "max_candidates": count["max_candidates"],
             **per_split,
@@ -381,16 +480,27 @@ def make_search(run: Run, events: Manifest, items: Manifest, split: dict[str, An
             "queries_hash": queries.hash,
         }
         seconds = time.perf_counter() - begin
-        sequences = run.commit("sequences", rules.output, parts, settings, inputs, info, build_write_s=seconds)
+        sequences = run.commit(
+            "sequences",
+            rules.output,
+            parts,
+            settings,
+            inputs,
+            info,
+            build_write_s=seconds,
+        )
     say_search(run, sequences, rules, time.perf_counter() - begin)
     return sequences
 
 
-def say_search(run: Run, sequences: Manifest, rules: SearchRules, seconds: float) -> None:
+def say_search(
+    run: Run, sequences: Manifest, rules: SearchRules, seconds: float
+) -> None:
     """What was made and left out, in a line or two."""
     info = sequences.info
     requests, candidates, one_class = (
-        sum(info[name].values()) for name in ("requests", "candidates", "requests_one_class")
+        sum(info[name].values())
+        for name in ("requests", "candidates", "requests_one_class")
     )
     run.say(
         f"sequences: {sequences.rows:,} users, {requests:,} requests with {candidates:,} candidates and "
@@ -405,6 +515,10 @@ def say_search(run: Run, sequences: Manifest, rules: SearchRules, seconds: float
         apart = info["max_request_spread_ms"]
         run.say(
             f"note: the results of {spread:,} requests have times of their own, up to "
-            + (f"{apart / MINUTE_MS:,.2f} minutes" if rules.clock else f"{apart:,} places")
+            + (
+                f"{apart / MINUTE_MS:,.2f} minutes"
+                if rules.clock
+                else f"{apart:,} places"
+            )
             + " apart; a request's time is that of its earliest result"
         )

@@ -50,9 +50,16 @@ from pipelines.data.simulation import (
 
 OF_INTENT, OF_DECOY, OTHERS = 4, 3, 3  # results of a search by cluster
 RESULTS = OF_INTENT + OF_DECOY + OTHERS
-LIKED_MAKERS = {"user": 6, "class": len(MAKERS) // 2, "query": len(MAKERS) // 2}  # of each user, by `taste`
+LIKED_MAKERS = {
+    "user": 6,
+    "class": len(MAKERS) // 2,
+    "query": len(MAKERS) // 2,
+}  # of each user, by `taste`
 FINE = np.arange(len(MAKERS)) % 2 == 1  # the class of each maker
-NOT_SOUGHT = [0.02, 0.06]  # chance of a click on what was looked at and is not of the intent: [liked maker]
+NOT_SOUGHT = [
+    0.02,
+    0.06,
+]  # chance of a click on what was looked at and is not of the intent: [liked maker]
 LIKED_CLICK = 0.85  # and on what is, of a liked maker; of others `disliked_click`
 LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))  # chance that a user looks at a position
 PURCHASE = np.array([0.05, 0.4])  # chance of a purchase on a click: [liked maker]
@@ -78,18 +85,26 @@ class SearchSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.items < 36:
-            raise ValueError(f"items is {self.items}, the least of a search log is 36; a search shows five clusters")
+            raise ValueError(
+                f"items is {self.items}, the least of a search log is 36; a search shows five clusters"
+            )
         if not 0 <= self.query_driven <= 1:
-            raise ValueError(f"query_driven is {self.query_driven}; it is a share between 0 and 1")
+            raise ValueError(
+                f"query_driven is {self.query_driven}; it is a share between 0 and 1"
+            )
         if self.taste not in LIKED_MAKERS:
-            raise ValueError(f"taste is '{self.taste}', it must be one of {', '.join(LIKED_MAKERS)}")
+            raise ValueError(
+                f"taste is '{self.taste}', it must be one of {', '.join(LIKED_MAKERS)}"
+            )
         if not 0 < self.disliked_click <= LIKED_CLICK:
             raise ValueError(
                 f"disliked_click is {self.disliked_click}; it must be above 0 and at most {LIKED_CLICK}, that of liked"
             )
 
     def describe(self) -> str:
-        said = f", {self.query_driven:.0%} query-driven" + (f", taste by {self.taste}" if self.taste != "user" else "")
+        said = f", {self.query_driven:.0%} query-driven" + (
+            f", taste by {self.taste}" if self.taste != "user" else ""
+        )
         if self.disliked_click != SearchSettings.disliked_click:
             said += f", clicks on disliked makers {self.disliked_click:g}"
         return said
@@ -140,7 +155,9 @@ def _intents(
         drawn, noise = (clusters * rng.random((2, active))).astype(np.int32)
         remembered = world.tastes[np.arange(active), (which * TASTES).astype(np.int64)]
         if place:
-            remembered = np.where(cause < FOLLOW, world.following_cluster[last[:active]], remembered)
+            remembered = np.where(
+                cause < FOLLOW, world.following_cluster[last[:active]], remembered
+            )
         chosen = np.where(driven < share, drawn, remembered).astype(np.int32)
         intent[first[:active] + place] = last = chosen
         asked[first[:active] + place] = np.where(driven < share, chosen, noise)
@@ -150,18 +167,30 @@ def _intents(
 def _results(world: World, intent: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """(S, P) distinct items: neighbours in popularity of each cluster, shuffled."""
     searches, clusters = len(intent), len(world.following_cluster)
-    offset = rng.integers(0, clusters - 1, searches)  # clusters other than the intent, each another one
-    picked = [intent, *((intent + 1 + (offset + j) % (clusters - 1)) % clusters for j in range(1 + OTHERS))]
+    offset = rng.integers(
+        0, clusters - 1, searches
+    )  # clusters other than the intent, each another one
+    picked = [
+        intent,
+        *(
+            (intent + 1 + (offset + j) % (clusters - 1)) % clusters
+            for j in range(1 + OTHERS)
+        ),
+    ]
     size = np.diff(world.starts)
     shown = []
-    for cluster, count in zip(picked, [OF_INTENT, OF_DECOY, *[1] * OTHERS], strict=True):
+    for cluster, count in zip(
+        picked, [OF_INTENT, OF_DECOY, *[1] * OTHERS], strict=True
+    ):
         begin = (size[cluster] * rng.random(searches) ** SKEW).astype(np.int64)
         place = (begin[:, None] + np.arange(count)) % size[cluster][:, None]
         shown.append(world.members[world.starts[cluster][:, None] + place])
     return rng.permuted(np.concatenate(shown, axis=1), axis=1)
 
 
-def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> Searches:
+def draw_searches(
+    settings: SearchSettings, world: World, brand: np.ndarray
+) -> Searches:
     """Draws the log. brand (N,) each item's maker, as an index into MAKERS."""
     rng = np.random.default_rng([settings.seed, 2])
     lengths = draw_lengths(settings, rng)
@@ -169,20 +198,39 @@ def draw_searches(settings: SearchSettings, world: World, brand: np.ndarray) -> 
     intent, asked = _intents(world, lengths, settings.query_driven, rng)
     time = draw_times(lengths, rng)
     item = _results(world, intent, rng)
-    likes = np.argsort(rng.random((settings.users, len(MAKERS))), axis=1) < LIKED_MAKERS[settings.taste]  # (U, makers)
+    likes = (
+        np.argsort(rng.random((settings.users, len(MAKERS))), axis=1)
+        < LIKED_MAKERS[settings.taste]
+    )  # (U, makers)
     if settings.taste == "class":
         likes = likes[:, :1] == FINE
     liked = likes[user[:, None], brand[item]]
     if settings.taste == "query":
         liked ^= world.cluster[item] % 2 == 1
-    chance = settings.click()[(world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)] * LOOK
+    chance = (
+        settings.click()[
+            (world.cluster[item] == intent[:, None]).astype(int), liked.astype(int)
+        ]
+        * LOOK
+    )
     click = rng.random(item.shape) < chance
     purchase = click & (rng.random(item.shape) < PURCHASE[liked.astype(int)])
-    dwell = np.exp(rng.normal(9.5 + liked, 0.6))  # about 13 s, and 36 s on what the user likes
+    dwell = np.exp(
+        rng.normal(9.5 + liked, 0.6)
+    )  # about 13 s, and 36 s on what the user likes
     return Searches(
-        settings, user, time, intent, asked, item, brand[item], liked, click, purchase,
+        settings,
+        user,
+        time,
+        intent,
+        asked,
+        item,
+        brand[item],
+        liked,
+        click,
+        purchase,
         np.where(click, dwell, np.nan).astype(np.float32),
-    )  # fmt: skip
+    )
 
 
 def best_gauc(world: World, log: Searches, latest: float = 1.0) -> dict[str, float]:
@@ -195,11 +243,18 @@ def best_gauc(world: World, log: Searches, latest: float = 1.0) -> dict[str, flo
     """
     since = np.sort(log.time)[-round(latest * len(log.time))]
     place = np.cumsum(np.diff(log.user, prepend=-1) != 0)  # (S,) of the user, from 1
-    kept = place % -(-len(log.item) // MEASURED) == 0  # whole users, whose earlier clicks count
-    log = replace(log, **{each.name: getattr(log, each.name)[kept] for each in fields(log)[1:]})
+    kept = (
+        place % -(-len(log.item) // MEASURED) == 0
+    )  # whole users, whose earlier clicks count
+    log = replace(
+        log, **{each.name: getattr(log, each.name)[kept] for each in fields(log)[1:]}
+    )
     measured = log.time >= since
     click = log.settings.click()
-    of_intent, liked = (world.cluster[log.item] == log.intent[:, None]).astype(int), log.liked.astype(int)
+    of_intent, liked = (
+        (world.cluster[log.item] == log.intent[:, None]).astype(int),
+        log.liked.astype(int),
+    )
     share = LIKED_MAKERS[log.settings.taste] / len(MAKERS)
     told = taste_from_clicks(world, log, of_intent, share)
     by_clicks = click[of_intent, 0] * (1 - told) + click[of_intent, 1] * told
@@ -228,12 +283,16 @@ def gauc(chance: np.ndarray, click: np.ndarray) -> float:
     """The mean AUC of the searches with results of both classes: the share of pairs of a clicked and another result
     that are in order, ties half. chance, click (S, P)"""
     pairs = click[:, :, None] & ~click[:, None, :]
-    right = (pairs * (1 + np.sign(chance[:, :, None] - chance[:, None, :])) / 2).sum((1, 2))
+    right = (pairs * (1 + np.sign(chance[:, :, None] - chance[:, None, :])) / 2).sum(
+        (1, 2)
+    )
     both = pairs.any((1, 2))
     return float((right[both] / pairs.sum((1, 2))[both]).mean())
 
 
-def taste_from_clicks(world: World, log: Searches, of_intent: np.ndarray, share: float) -> np.ndarray:
+def taste_from_clicks(
+    world: World, log: Searches, of_intent: np.ndarray, share: float
+) -> np.ndarray:
     """(S, P) the chance that the user likes a result's maker, by his clicks in earlier searches of what he sought.
 
     Clicks on a maker are taken as Poisson counts that are higher by the ratio of the two chances if he likes it.
@@ -245,14 +304,20 @@ def taste_from_clicks(world: World, log: Searches, of_intent: np.ndarray, share:
     clicks = np.where(log.click & (of_intent == 1), sign, 0)
     counts = np.zeros((len(clicks), len(MAKERS)))
     np.add.at(counts, (np.arange(len(clicks))[:, None], log.maker), clicks)
-    expected = (liked - disliked) / (share * liked + (1 - share) * disliked) / len(MAKERS)
-    if log.settings.taste == "class":  # a click tells of all makers; as many of both classes are shown
+    expected = (
+        (liked - disliked) / (share * liked + (1 - share) * disliked) / len(MAKERS)
+    )
+    if (
+        log.settings.taste == "class"
+    ):  # a click tells of all makers; as many of both classes are shown
         counts, expected = counts @ np.where(FINE[:, None] == FINE, 1, -1), 0.0
     odds = np.log(liked / disliked) * counts - expected * clicks.sum(1, keepdims=True)
     before = np.cumsum(odds, axis=0) - odds  # (S, makers)
     begins = np.diff(log.user, prepend=-1) != 0
     before -= before[begins][np.cumsum(begins) - 1]  # since the user's first search
-    told = np.log(share / (1 - share)) + sign * np.take_along_axis(before, log.maker.astype(np.int64), axis=1)
+    told = np.log(share / (1 - share)) + sign * np.take_along_axis(
+        before, log.maker.astype(np.int64), axis=1
+    )
     return 1 / (1 + np.exp(-told))
 
 
@@ -261,12 +326,18 @@ def _query_texts(world: World, asked: np.ndarray, rng: np.random.Generator) -> p
     number = np.arange(len(world.following_cluster))
     noun = pl.Series(NOUNS).gather(number % len(NOUNS))
     style = pl.Series(STYLES).gather((number // len(NOUNS) + number) % len(STYLES))
-    texts = pl.concat([noun, style + " " + noun])  # of cluster c: c the noun, c + K style and noun
+    texts = pl.concat(
+        [noun, style + " " + noun]
+    )  # of cluster c: c the noun, c + K style and noun
     chosen = asked + len(number) * (rng.random(len(asked)) < STYLED)
-    return pa.DictionaryArray.from_arrays(pa.array(chosen.astype(np.int32)), texts.to_arrow().cast(pa.string()))
+    return pa.DictionaryArray.from_arrays(
+        pa.array(chosen.astype(np.int32)), texts.to_arrow().cast(pa.string())
+    )
 
 
-def simulate_search(output_dir: str, settings: SearchSettings) -> tuple[World, Searches]:
+def simulate_search(
+    output_dir: str, settings: SearchSettings
+) -> tuple[World, Searches]:
     """Writes a search log into `output_dir` (a local path or URI) and returns its causes; UserError as `open_log`."""
     open_log(output_dir)
     world = make_world(settings)
@@ -275,19 +346,25 @@ def simulate_search(output_dir: str, settings: SearchSettings) -> tuple[World, S
     search_ids = numbered("s", settings.events)
     texts = item_texts(world, item_ids, rng)
     makers = {maker: index for index, maker in enumerate(MAKERS)}
-    log = draw_searches(settings, world, np.array([makers[name] for name in texts["brand"].to_pylist()]))
+    log = draw_searches(
+        settings, world, np.array([makers[name] for name in texts["brand"].to_pylist()])
+    )
     query = _query_texts(world, log.asked, rng)
 
     def rows_of(which: np.ndarray, first: int) -> pa.Table:
         each, dwell = np.repeat(which, RESULTS), log.dwell_ms[which].reshape(-1)
-        number = np.repeat(np.arange(first, first + len(which), dtype=np.int32), RESULTS)
+        number = np.repeat(
+            np.arange(first, first + len(which), dtype=np.int32), RESULTS
+        )
         return pa.table(
             {
                 "user_id": pa.DictionaryArray.from_arrays(log.user[each], user_ids),
                 "search_id": pa.DictionaryArray.from_arrays(number, search_ids),
                 "timestamp_ms": log.time[each],
                 "query": query.take(pa.array(each)),
-                "item_id": pa.DictionaryArray.from_arrays(log.item[which].reshape(-1), item_ids),
+                "item_id": pa.DictionaryArray.from_arrays(
+                    log.item[which].reshape(-1), item_ids
+                ),
                 "position": np.tile(np.arange(RESULTS, dtype=np.int32), len(which)),
                 "click": log.click[which].reshape(-1),
                 "purchase": log.purchase[which].reshape(-1),

@@ -35,7 +35,14 @@ from models.tables import (
     up_to_date,
     write_part,
 )
-from models.text_encoder import WORDS, TextEncoder, loading, locate_encoder, text_columns, texts_of
+from models.text_encoder import (
+    WORDS,
+    TextEncoder,
+    loading,
+    locate_encoder,
+    text_columns,
+    texts_of,
+)
 from models.words import number_of
 from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
@@ -85,10 +92,18 @@ class EmbedConfig:
 
     def encoder_options(self) -> tuple[str, int, int, bool, str]:
         """What TextEncoder takes beside the encoder's name."""
-        return self.pooling, self.max_tokens, self.batch_size, self.normalize, self.precision
+        return (
+            self.pooling,
+            self.max_tokens,
+            self.batch_size,
+            self.normalize,
+            self.precision,
+        )
 
 
-def item_texts(items: pa.Table, config: EmbedConfig, say: Say = lambda line: None) -> list[str]:
+def item_texts(
+    items: pa.Table, config: EmbedConfig, say: Say = lambda line: None
+) -> list[str]:
     """The text of each item by the template; a missing column value counts as empty.
 
     Raises UserError for a column that the table does not have, where no item has a text, and where some have none
@@ -141,12 +156,21 @@ class EncoderActor(TextEncoder):
 
 def _matrix(column: pa.ChunkedArray) -> np.ndarray:
     """A list column of equal lengths as (rows, width) float32."""
-    chunks = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in column.chunks if len(chunk)]
+    chunks = [
+        chunk.flatten().to_numpy().reshape(len(chunk), -1)
+        for chunk in column.chunks
+        if len(chunk)
+    ]
     return np.concatenate(chunks).astype(np.float32, copy=False)
 
 
 def in_actors(
-    blocks: list[pa.Table], actor: type, given: tuple[Any, ...], config: EmbedConfig, say: Say, gpus: bool = True
+    blocks: list[pa.Table],
+    actor: type,
+    given: tuple[Any, ...],
+    config: EmbedConfig,
+    say: Say,
+    gpus: bool = True,
 ) -> Iterator[pa.Table]:
     """What actors make of the blocks, in the order in which they finish them; `given` makes an actor. gpus: whether
     each takes a GPU, where there are any."""
@@ -155,7 +179,9 @@ def in_actors(
     found = int(resources.get("GPU", 0)) if gpus else 0
     workers = min(len(blocks), config.workers or found or int(resources.get("CPU", 1)))
     say(f"{number_of(workers, 'encoder actor')} on {'GPU' if found else 'CPU'}")
-    dataset = ray.data.from_arrow(blocks).map_batches(
+    dataset = ray.data.from_arrow(
+        blocks
+    ).map_batches(
         actor,
         fn_constructor_args=given,
         batch_size=None,  # a block is a batch
@@ -169,17 +195,30 @@ def in_actors(
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
 
 
-def _encode_distributed(texts: list[str], name: str, config: EmbedConfig, say: Say) -> Iterator[pa.Table]:
+def _encode_distributed(
+    texts: list[str], name: str, config: EmbedConfig, say: Say
+) -> Iterator[pa.Table]:
     """Blocks of `text_index` and `embedding`, in the order in which actors finish them."""
     # longest first: batches hold texts of like length, and the last blocks to run are short ones
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
-    table = pa.table({"text_index": pa.array(order, pa.int64()), "text": pa.array([texts[i] for i in order])})
+    table = pa.table(
+        {
+            "text_index": pa.array(order, pa.int64()),
+            "text": pa.array([texts[i] for i in order]),
+        }
+    )
     per_block = max(1, TEXTS_PER_BLOCK // config.batch_size) * config.batch_size
-    blocks = [table.slice(start, per_block) for start in range(0, len(texts), per_block)]
-    return in_actors(blocks, EncoderActor, (name, *config.encoder_options()), config, say)
+    blocks = [
+        table.slice(start, per_block) for start in range(0, len(texts), per_block)
+    ]
+    return in_actors(
+        blocks, EncoderActor, (name, *config.encoder_options()), config, say
+    )
 
 
-def encode_texts(texts: list[str], name: str, config: EmbedConfig, say: Say = print) -> np.ndarray:
+def encode_texts(
+    texts: list[str], name: str, config: EmbedConfig, say: Say = print
+) -> np.ndarray:
     """Embeddings (texts, width) float32 by the `transformers` encoder `name`; each distinct text once."""
     distinct: dict[str, int] = {}
     which = np.array([distinct.setdefault(text, len(distinct)) for text in texts])
@@ -209,15 +248,21 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
     try:
         counts = vectorizer.fit_transform(texts)
     except ValueError as error:
-        raise UserError(f"TF-IDF finds no words in {len(texts)} texts ({error}); check embed.template") from error
+        raise UserError(
+            f"TF-IDF finds no words in {len(texts)} texts ({error}); check embed.template"
+        ) from error
     width = min(width, counts.shape[1] - 1, counts.shape[0] - 1)
     if width < 1:
-        raise UserError(f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it needs 2 of each or more")
+        raise UserError(
+            f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it needs 2 of each or more"
+        )
     svd = TruncatedSVD(width, random_state=0)
     return vectorizer, svd, svd.fit_transform(counts)
 
 
-def tfidf_embeddings(texts: list[str], width: int, fitted: int = 0) -> Iterator[np.ndarray]:
+def tfidf_embeddings(
+    texts: list[str], width: int, fitted: int = 0
+) -> Iterator[np.ndarray]:
     """TF-IDF and truncated SVD, fitted on at most `FIT_TEXTS` of the texts, or of the first `fitted` of them: (texts,
     at most width) float32 of each range of them, rows of length 1 unless empty."""
     from sklearn.preprocessing import normalize
@@ -265,17 +310,26 @@ class Projection:
         projected = np.empty((len(vectors), len(self.scale)), dtype=np.float32)
         for start in range(0, len(vectors), RANGE):
             rows = slice(start, start + RANGE)
-            projected[rows] = (vectors[rows].astype(np.float64) - self.mean) @ self.components / self.scale
+            projected[rows] = (
+                (vectors[rows].astype(np.float64) - self.mean)
+                @ self.components
+                / self.scale
+            )
         return projected
 
     def record(self) -> dict[str, str]:
         """As the manifest of embeddings holds it."""
-        return {name: b64encode(values.tobytes()).decode() for name, values in vars(self).items()}
+        return {
+            name: b64encode(values.tobytes()).decode()
+            for name, values in vars(self).items()
+        }
 
     @classmethod
     def read(cls, record: dict[str, str]) -> Projection:
         """Of `record`."""
-        mean, components, scale = (np.frombuffer(b64decode(record[field.name])) for field in fields(cls))
+        mean, components, scale = (
+            np.frombuffer(b64decode(record[field.name])) for field in fields(cls)
+        )
         return cls(mean, components.reshape(len(mean), -1), scale)
 
 
@@ -285,7 +339,10 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
     By the eigenvectors of the covariance in float64, their signs fixed, so equal input gives equal output.
     Raises UserError if the vectors span fewer dimensions than `width`.
     """
-    mean, covariance = vectors.mean(0, dtype=np.float64), np.zeros((vectors.shape[1],) * 2)
+    mean, covariance = (
+        vectors.mean(0, dtype=np.float64),
+        np.zeros((vectors.shape[1],) * 2),
+    )
     ranges = [slice(start, start + RANGE) for start in range(0, len(vectors), RANGE)]
     for rows in ranges:  # in float64 a range at a time
         centred = vectors[rows].astype(np.float64) - mean
@@ -305,7 +362,11 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
 
 
 def embed_origin(
-    items_uri: str, encoder: str, pca_width: int, config: EmbedConfig, own: OwnEmbeddings | None = None
+    items_uri: str,
+    encoder: str,
+    pca_width: int,
+    config: EmbedConfig,
+    own: OwnEmbeddings | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings and the inputs that the embeddings depend on: their fingerprint is of these two."""
     if own:
@@ -318,16 +379,23 @@ def embed_origin(
         used = {name: used[name] for name in ("template", "empty", "svd", "whiten")}
     else:
         del used["svd"]
-    inputs = {"items": read_manifest(items_uri, "items").hash, "encoder": encoder_version(encoder)}
+    inputs = {
+        "items": read_manifest(items_uri, "items").hash,
+        "encoder": encoder_version(encoder),
+    }
     return {"encoder": encoder, "pca": pca_width, **used}, inputs
 
 
-def finished(uri: str, table: str, config: dict[str, Any], inputs: dict[str, str]) -> Manifest | None:
+def finished(
+    uri: str, table: str, config: dict[str, Any], inputs: dict[str, str]
+) -> Manifest | None:
     """The manifest of a table, None where there is none. UserError for one of other settings or inputs."""
     if not has_manifest(uri):
         return None
     if not up_to_date(uri, fingerprint(config, inputs)):
-        raise UserError(f"{uri} was made from other input or settings; use --overwrite, or another --output")
+        raise UserError(
+            f"{uri} was made from other input or settings; use --overwrite, or another --output"
+        )
     return read_manifest(uri, table)
 
 
@@ -361,7 +429,10 @@ def embed_items(
         if encoder != "tfidf":
             start()
         texts = item_texts(items, config, say)
-        blocks, counts = embeddings_of(texts, encoder, config, say), {"distinct_texts": len(set(texts))}
+        blocks, counts = (
+            embeddings_of(texts, encoder, config, say),
+            {"distinct_texts": len(set(texts))},
+        )
     if pca_width:
         vectors = np.concatenate(list(blocks))
         projection = pca(vectors, pca_width, config.whiten)
@@ -392,16 +463,26 @@ def embed_items(
 
 def as_lists(vectors: np.ndarray) -> pa.Array:
     """(rows, width) as a column of fixed-size lists."""
-    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1])
+    return pa.FixedSizeListArray.from_arrays(
+        pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1]
+    )
 
 
-def write_vectors(uri: str, vectors: np.ndarray, key: str = "item_index", first: int = 0) -> list[Part]:
+def write_vectors(
+    uri: str, vectors: np.ndarray, key: str = "item_index", first: int = 0
+) -> list[Part]:
     """Parts of a table of embeddings (rows, width), whose `key` counts from `first`, uncommitted."""
     schema, parts = embeddings_schema(vectors.shape[1], [key]), []
     for start in range(0, len(vectors), ROWS_PER_PART):
         rows = vectors[start : start + ROWS_PER_PART]
-        index = pa.array(np.arange(first + start, first + start + len(rows), dtype=np.int32))
-        parts.append(write_part(uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)))
+        index = pa.array(
+            np.arange(first + start, first + start + len(rows), dtype=np.int32)
+        )
+        parts.append(
+            write_part(
+                uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)
+            )
+        )
     return parts
 
 

@@ -18,7 +18,12 @@ import numpy as np
 import torch
 
 from models.retrieval.tokenizers import psid
-from models.retrieval.tokenizers.codes import branching, collision_groups, collisions, level_measures
+from models.retrieval.tokenizers.codes import (
+    branching,
+    collision_groups,
+    collisions,
+    level_measures,
+)
 from models.retrieval.tokenizers.rqkmeans import encode
 from models.retrieval.tokenizers.rqvae import Rqvae
 from models.tables import (
@@ -80,7 +85,13 @@ class Embedder:
 
 
 def extend_embeddings(
-    items_uri: str, uri: str, before_uri: str, known: int, by: Embedder, say: Say, start: Callable[[], None]
+    items_uri: str,
+    uri: str,
+    before_uri: str,
+    known: int,
+    by: Embedder,
+    say: Say,
+    start: Callable[[], None],
 ) -> Manifest:
     """The embeddings of before, of the `known` items that have codes, and those of the items that follow. UserError
     where they would not be of one space."""
@@ -89,11 +100,20 @@ def extend_embeddings(
     if up_to_date(uri, fingerprint(used, inputs)):
         return read_manifest(uri, "embeddings")
     if old.config != used or old.inputs.get("encoder") != inputs.get("encoder"):
-        raise UserError(f"{before_uri} was made with another encoder, --pca or --embed; give the same with --extend")
-    begin, vectors, items = time.monotonic(), read_embeddings(before_uri)[:known], read_table(items_uri, "items")
+        raise UserError(
+            f"{before_uri} was made with another encoder, --pca or --embed; give the same with --extend"
+        )
+    begin, vectors, items = (
+        time.monotonic(),
+        read_embeddings(before_uri)[:known],
+        read_table(items_uri, "items"),
+    )
     fitted = old.info.get("fitted_items", old.rows)
     say(f"{number_of(len(items) - known, 'new item')} beside {known:,}")
-    whole, counts = by.own is not None or by.encoder == "tfidf", {}  # of the old items too
+    whole, counts = (
+        by.own is not None or by.encoder == "tfidf",
+        {},
+    )  # of the old items too
     if by.own:
         blocks = [by.own.of(items["item_id"].to_pylist(), say)]
     else:
@@ -102,7 +122,11 @@ def extend_embeddings(
         if not whole:
             start()
         rest = texts if whole else texts[known:]
-        blocks = list(embeddings_of(rest, by.encoder, by.config, say, fitted)) if len(texts) > known else []
+        blocks = (
+            list(embeddings_of(rest, by.encoder, by.config, say, fitted))
+            if len(texts) > known
+            else []
+        )
     projection = Projection.read(old.info["pca"]) if by.pca_width else None
     fits = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
     if projection and fits:
@@ -113,13 +137,26 @@ def extend_embeddings(
         changed = not fits or np.abs(new[:known] - vectors).max(1) > least
         if by.own and fits:  # an item without a row has zeros
             zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
-            late = changed & (np.abs(vectors - (projection.of(zeros) if projection else zeros)).max(1) <= least)
+            late = changed & (
+                np.abs(vectors - (projection.of(zeros) if projection else zeros)).max(1)
+                <= least
+            )
             changed &= ~late
             if late.any():
-                say(f"note: {number_of(int(late.sum()), 'old item')} without a row till now; codes stay")
+                say(
+                    f"note: {number_of(int(late.sum()), 'old item')} without a row till now; codes stay"
+                )
         if np.any(changed):
-            made = f"embeddings of {by.own.uri}" if by.own else "texts, on which TF-IDF is fitted,"
-            first = f", such as {items['item_id'][int(np.argmax(changed))].as_py()!r}," if fits else ""
+            made = (
+                f"embeddings of {by.own.uri}"
+                if by.own
+                else "texts, on which TF-IDF is fitted,"
+            )
+            first = (
+                f", such as {items['item_id'][int(np.argmax(changed))].as_py()!r},"
+                if fits
+                else ""
+            )
             raise UserError(
                 f"the {made} of items of {before_uri}{first} have changed, so that new ones are of another space; make "
                 f"the SIDs anew, or {'give the old embeddings' if by.own else 'take an encoder such as minilm'}"
@@ -129,19 +166,33 @@ def extend_embeddings(
     info = {**old.info, "items": len(items), **counts, "fitted_items": fitted}
     timings = {"embed_s": round(time.monotonic() - begin, 2)}
     return commit(
-        uri, "embeddings", embeddings_schema(vectors.shape[1]), parts, config=used, inputs=inputs, info=info,
-        timings=timings, extends=[*old.extends, old.hash],
-    )  # fmt: skip
+        uri,
+        "embeddings",
+        embeddings_schema(vectors.shape[1]),
+        parts,
+        config=used,
+        inputs=inputs,
+        info=info,
+        timings=timings,
+        extends=[*old.extends, old.hash],
+    )
 
 
 def drift(
-    latents: np.ndarray, codes: np.ndarray, nearest: np.ndarray, codebooks: np.ndarray, old: int
+    latents: np.ndarray,
+    codes: np.ndarray,
+    nearest: np.ndarray,
+    codebooks: np.ndarray,
+    old: int,
 ) -> dict[str, Any]:
     """How well the codes (N, C) explain the items that codebooks were trained on, the first `old`, and the others, in
     shares of the variance of the old ones; and how many of each share their `nearest` codes."""
     away = latents - codebooks[np.arange(codebooks.shape[0]), codes].sum(1)
     error = np.square(away, dtype=np.float64).sum(1)
-    spread = np.square(latents[:old] - latents[:old].mean(0), dtype=np.float64).sum(1).mean() or 1.0
+    spread = (
+        np.square(latents[:old] - latents[:old].mean(0), dtype=np.float64).sum(1).mean()
+        or 1.0
+    )
     groups = collision_groups(nearest)
     shared = np.bincount(groups)[groups] > 1
     return {
@@ -163,7 +214,9 @@ def drift_lines(measured: dict[str, Any]) -> list[str]:
         f"{measured['relaxed_new']:,} without their nearest codes"
     ]
     far = measured["error_new"] > DRIFT * measured["error_old"]
-    crowded = measured["collision_rate_new"] > DRIFT * max(measured["collision_rate_old"], FEW_COLLISIONS)
+    crowded = measured["collision_rate_new"] > DRIFT * max(
+        measured["collision_rate_old"], FEW_COLLISIONS
+    )
     if far or crowded:
         why = "are explained worse" if far else "collide more often"
         lines.append(
@@ -174,43 +227,83 @@ def drift_lines(measured: dict[str, Any]) -> list[str]:
 
 
 def extend(
-    items_uri: str, output: str, before: str, config: TokenizerConfig, by: Embedder, overwrite: bool = False,
-    say: Say = print, embeddings: str = "", start: Callable[[], None] = lambda: None,
-) -> tuple[Manifest, Manifest, bool]:  # fmt: skip
+    items_uri: str,
+    output: str,
+    before: str,
+    config: TokenizerConfig,
+    by: Embedder,
+    overwrite: bool = False,
+    say: Say = print,
+    embeddings: str = "",
+    start: Callable[[], None] = lambda: None,
+) -> tuple[Manifest, Manifest, bool]:
     """Makes under `output` the SIDs of `before` and of the items that came since, and their trie; `before` may be the
     output. Embeddings are in the folder `embeddings` where that is given. `start` starts Ray, for encoders. Returns the
     manifests of sids and trie, and whether anything was made. UserError where codes would not stay what they are."""
     output, before = absolute(output), absolute(before)
-    items, old = read_manifest(items_uri, "items"), read_manifest(join(before, "sids"), "sids")
+    items, old = (
+        read_manifest(items_uri, "items"),
+        read_manifest(join(before, "sids"), "sids"),
+    )
     if config.tokenizer == "published":
-        raise UserError("--extend is of trained codebooks; give a --published file that has the new items too")
+        raise UserError(
+            "--extend is of trained codebooks; give a --published file that has the new items too"
+        )
     if old.config != config.used():
-        raise UserError(f"{before} was made with other settings of the tokenizer; give the same with --extend")
+        raise UserError(
+            f"{before} was made with other settings of the tokenizer; give the same with --extend"
+        )
     if old.info["items_hash"] not in (*items.extends, items.hash):
-        raise UserError(f"{items_uri} does not extend the items of {before}; see jobs.prepare --append")
+        raise UserError(
+            f"{items_uri} does not extend the items of {before}; see jobs.prepare --append"
+        )
     sids_uri, trie_uri = join(output, "sids"), join(output, "trie")
     with writing(output):
         there = read_manifest(sids_uri, "sids") if has_manifest(sids_uri) else None
-        current = there and there.info["items_hash"] == items.hash and old.hash in (there.hash, *there.extends)
+        current = (
+            there
+            and there.info["items_hash"] == items.hash
+            and old.hash in (there.hash, *there.extends)
+        )
         if there and not current and output != before and not overwrite:
-            raise UserError(f"{output} holds other SIDs; use --overwrite, or another --output")
+            raise UserError(
+                f"{output} holds other SIDs; use --overwrite, or another --output"
+            )
         trie = read_manifest(join(before, "trie"), "trie")
         if not current:
             begin = time.monotonic()
-            own = [embeddings or join(folder, "embeddings") for folder in (output, before)]
-            embedded = extend_embeddings(items_uri, own[0], own[1], old.rows, by, say, start)
+            own = [
+                embeddings or join(folder, "embeddings") for folder in (output, before)
+            ]
+            embedded = extend_embeddings(
+                items_uri, own[0], own[1], old.rows, by, say, start
+            )
             arrays = read_quantizer(join(before, "quantizer"))
             inputs = {"items": items.hash, "embeddings": embedded.hash}
             if output != before:
-                write_quantizer(join(output, "quantizer"), arrays, config=old.config, inputs=old.inputs)
+                write_quantizer(
+                    join(output, "quantizer"),
+                    arrays,
+                    config=old.config,
+                    inputs=old.inputs,
+                )
             codes, measures = _extended_codes(
-                read_embeddings(own[0]), read_codes(join(before, "sids")), arrays, old, config
+                read_embeddings(own[0]),
+                read_codes(join(before, "sids")),
+                arrays,
+                old,
+                config,
             )
             info = {**old.info, **measures, "items_hash": items.hash}
             write_sids(
-                sids_uri, codes, config=old.config, inputs=inputs, info=info,
-                timings={"tokenize_s": round(time.monotonic() - begin, 2)}, extends=[*old.extends, old.hash],
-            )  # fmt: skip
+                sids_uri,
+                codes,
+                config=old.config,
+                inputs=inputs,
+                info=info,
+                timings={"tokenize_s": round(time.monotonic() - begin, 2)},
+                extends=[*old.extends, old.hash],
+            )
         sids = read_manifest(sids_uri, "sids")
         if current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash})):
             return sids, read_manifest(trie_uri, "trie"), False
@@ -218,7 +311,11 @@ def extend(
 
 
 def _extended_codes(
-    embeddings: np.ndarray, taken: np.ndarray, arrays: dict[str, np.ndarray], old: Manifest, config: TokenizerConfig
+    embeddings: np.ndarray,
+    taken: np.ndarray,
+    arrays: dict[str, np.ndarray],
+    old: Manifest,
+    config: TokenizerConfig,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """The codes of all items, and what the manifest says of them."""
     codebooks, sizes = arrays.pop("codebooks"), old.info["codebook_sizes"]
@@ -226,12 +323,16 @@ def _extended_codes(
     latents = torch.from_numpy(embeddings)
     if arrays:
         model = Rqvae(embeddings.shape[1], config.rqvae)
-        model.encoder.load_state_dict({name: torch.from_numpy(weight) for name, weight in arrays.items()})
+        model.encoder.load_state_dict(
+            {name: torch.from_numpy(weight) for name, weight in arrays.items()}
+        )
         latents = model.latents(latents)
     nearest = encode(latents, torch.from_numpy(codebooks))[0].numpy()
     vectors = latents.numpy()
     doubles = vectors[known:].astype(np.float64), codebooks.astype(np.float64)
-    new = psid.extend(doubles[0], nearest[known:], taken, doubles[1], sizes[depth:], config.psid)
+    new = psid.extend(
+        doubles[0], nearest[known:], taken, doubles[1], sizes[depth:], config.psid
+    )
     codes = np.concatenate([taken, new])
     fitted = old.info.get("fitted_items", known)
     return codes, {

@@ -45,9 +45,13 @@ class OwnEmbeddings:
                 f"{self.uri} has no row of any item, such as {items[0]!r}; its ids begin with {next(iter(self.ids))!r}"
             )
         if found < len(items):
-            say(f"note: {len(items) - found:,} of {number_of(len(items), 'item')} have no row in {self.uri}: zeros")
+            say(
+                f"note: {len(items) - found:,} of {number_of(len(items), 'item')} have no row in {self.uri}: zeros"
+            )
         if found < len(self.ids):
-            say(f"note: {len(self.ids) - found:,} of {number_of(len(self.ids), 'id')} of {self.uri} are no items")
+            say(
+                f"note: {len(self.ids) - found:,} of {number_of(len(self.ids), 'id')} of {self.uri} are no items"
+            )
         return np.where(rows[:, None] >= 0, self.vectors[rows], np.float32(0))
 
 
@@ -60,7 +64,10 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
         lines = read_bytes(id)
         digest.update(lines)
         try:
-            ids, vectors = list(lines.decode("utf-8-sig").splitlines()), read_npy(uri, content)
+            ids, vectors = (
+                list(lines.decode("utf-8-sig").splitlines()),
+                read_npy(uri, content),
+            )
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{id} is not UTF-8 text ({error}); give the id of each row on a line of its own"
@@ -73,7 +80,9 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
             f"{id} has {number_of(len(ids), 'line')} and {uri} {number_of(len(vectors), 'row')}; give one each"
         )
     if not vectors.size:
-        raise UserError(f"{uri} holds no embeddings, but {' x '.join(map(str, vectors.shape))} numbers")
+        raise UserError(
+            f"{uri} holds no embeddings, but {' x '.join(map(str, vectors.shape))} numbers"
+        )
     if not (finite := np.isfinite(vectors).all(1)).all():
         row = int(np.argmin(finite))
         raise UserError(
@@ -82,9 +91,13 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
     rows: dict[str, int] = {}
     for row, text in enumerate(ids):
         if not (item := clean_id(str(text))):
-            raise UserError(f"{uri} has no id in row {row}, but {text!r}; leave such rows out")
+            raise UserError(
+                f"{uri} has no id in row {row}, but {text!r}; leave such rows out"
+            )
         if rows.setdefault(item, row) != row:
-            raise UserError(f"{uri} has the item {item!r} twice, in rows {rows[item]} and {row}; give each item once")
+            raise UserError(
+                f"{uri} has the item {item!r} twice, in rows {rows[item]} and {row}; give each item once"
+            )
     return OwnEmbeddings(uri, rows, vectors, digest.hexdigest())
 
 
@@ -107,7 +120,9 @@ def read_npy(uri: str, content: bytes) -> np.ndarray:
     except (ValueError, EOFError) as error:
         raise UserError(f"{uri} is no array of NumPy ({error})") from error
     if vectors.ndim != 2 or vectors.dtype.kind not in "fiu":
-        raise UserError(f"{uri} holds {vectors.dtype} of shape {vectors.shape}; give numbers of shape (items, width)")
+        raise UserError(
+            f"{uri} holds {vectors.dtype} of shape {vectors.shape}; give numbers of shape (items, width)"
+        )
     return narrow(vectors)
 
 
@@ -116,26 +131,45 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
     try:
         table = pq.read_table(pa.BufferReader(content))
     except pa.ArrowException as error:
-        raise UserError(f"{uri} cannot be read as Parquet ({str(error).splitlines()[0]})") from error
+        raise UserError(
+            f"{uri} cannot be read as Parquet ({str(error).splitlines()[0]})"
+        ) from error
     if id not in table.column_names:
-        raise UserError(f"{uri} has no column '{id}'; --id is one of {', '.join(table.column_names)}")
-    columns = {name: table[name].combine_chunks() for name in table.column_names if name != id}
+        raise UserError(
+            f"{uri} has no column '{id}'; --id is one of {', '.join(table.column_names)}"
+        )
+    columns = {
+        name: table[name].combine_chunks() for name in table.column_names if name != id
+    }
     lists = [name for name, column in columns.items() if is_list(column.type)]
-    flat = {name: column.flatten() if name in lists else column for name, column in columns.items()}
+    flat = {
+        name: column.flatten() if name in lists else column
+        for name, column in columns.items()
+    }
     if len(lists) > 1:
-        raise UserError(f"{uri} has several columns of lists, {', '.join(lists)}; leave one beside '{id}'")
+        raise UserError(
+            f"{uri} has several columns of lists, {', '.join(lists)}; leave one beside '{id}'"
+        )
     read = lists or list(columns)
     others = [name for name in read if not is_number(flat[name].type)]
     if others or not read:
-        raise UserError(f"{uri} has columns without numbers, {', '.join(others) or 'or none'}; leave them out")
+        raise UserError(
+            f"{uri} has columns without numbers, {', '.join(others) or 'or none'}; leave them out"
+        )
     if not lists:
-        numbers = [narrow(column.to_numpy(zero_copy_only=False)) for column in columns.values()]
+        numbers = [
+            narrow(column.to_numpy(zero_copy_only=False)) for column in columns.values()
+        ]
         return table[id].to_pylist(), np.stack(numbers, 1)
     widths = pc.fill_null(pc.list_value_length(columns[lists[0]]), 0).to_numpy()
     if len(widths) and widths.min() != widths.max():
-        raise UserError(f"{uri} has embeddings of {widths.min()} to {widths.max()} numbers; give all the same width")
+        raise UserError(
+            f"{uri} has embeddings of {widths.min()} to {widths.max()} numbers; give all the same width"
+        )
     vectors = narrow(flat[lists[0]].to_numpy(zero_copy_only=False))
-    return table[id].to_pylist(), vectors.reshape(len(table), -1) if len(table) else vectors[:, None]
+    return table[id].to_pylist(), vectors.reshape(len(table), -1) if len(
+        table
+    ) else vectors[:, None]
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
@@ -146,7 +180,11 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether values are lists."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return (
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def is_number(kind: pa.DataType) -> bool:

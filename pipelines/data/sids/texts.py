@@ -93,21 +93,29 @@ class TextConfig(EmbedConfig):
 def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:
     """TF-IDF and truncated SVD of the texts' words."""
     vectorizer, svd, _ = fit_tfidf(texts, width)
-    return TfidfEncoder(vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_)
+    return TfidfEncoder(
+        vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_
+    )
 
 
 class PairEncoder:
     """A Ray Data actor: blocks of pairs to parts of the `pairs` table."""
 
-    def __init__(self, shared: dict[str, ray.ObjectRef], config: TextConfig, output_uri: str) -> None:
+    def __init__(
+        self, shared: dict[str, ray.ObjectRef], config: TextConfig, output_uri: str
+    ) -> None:
         """`shared` holds the texts of `items` and `queries`, and as `encoder` a name or a fitted TfidfEncoder."""
-        self.items, self.queries, encoder = (ray.get(shared[name]) for name in ("items", "queries", "encoder"))
+        self.items, self.queries, encoder = (
+            ray.get(shared[name]) for name in ("items", "queries", "encoder")
+        )
         joint = config.query_condition == "joint"
         self.encoder = encoder
         if isinstance(encoder, str):
             self.encoder = TextEncoder(encoder, *config.encoder_options())
             if joint and self.encoder.tokenizer.sep_token_id is None:
-                raise UserError(f"{encoder} has no [SEP] token; use --embed.query_condition query")
+                raise UserError(
+                    f"{encoder} has no [SEP] token; use --embed.query_condition query"
+                )
         self.output_uri, self.joint = output_uri, joint
 
     def __call__(self, block: pa.Table) -> pa.Table:
@@ -115,28 +123,52 @@ class PairEncoder:
         documents = [self.items[i] for i in item]
         queries = [self.queries[i] if i >= 0 else "" for i in query]
         # texts of like length beside each other: a batch is padded to its longest
-        order = np.argsort([-len(a) - len(b) for a, b in zip(queries, documents, strict=True)], kind="stable")
-        vectors = self.encoder.encode([queries[i] for i in order], [documents[i] for i in order], self.joint)
+        order = np.argsort(
+            [-len(a) - len(b) for a, b in zip(queries, documents, strict=True)],
+            kind="stable",
+        )
+        vectors = self.encoder.encode(
+            [queries[i] for i in order], [documents[i] for i in order], self.joint
+        )
         back = np.empty_like(vectors)
         back[order] = vectors
         columns = np.split(back, 2, axis=1) if self.joint else [back]
-        schema = embeddings_schema(columns[0].shape[1], PAIR, ("embedding", "joint")[: len(columns)])
+        schema = embeddings_schema(
+            columns[0].shape[1], PAIR, ("embedding", "joint")[: len(columns)]
+        )
         lists = [as_lists(column) for column in columns]
         part = write_part(
-            self.output_uri, pa.Table.from_arrays([pa.array(item), pa.array(query), *lists], schema=schema)
+            self.output_uri,
+            pa.Table.from_arrays(
+                [pa.array(item), pa.array(query), *lists], schema=schema
+            ),
         )
         first = int(item[0]) << 32 | int(query[0]) + 1
-        return pa.table({"first": [first], "width": [columns[0].shape[1]], "part": [json.dumps(asdict(part))]})
+        return pa.table(
+            {
+                "first": [first],
+                "width": [columns[0].shape[1]],
+                "part": [json.dumps(asdict(part))],
+            }
+        )
 
 
 def _part_pairs(uri: str) -> np.ndarray:
     """Distinct pairs of one part of sequences: item_index in the upper 32 bits, query_index + 1 in the lower."""
     table = read_parquet(uri, ["item_index", "query_index", "requests"])
     requests = table["requests"].combine_chunks().flatten()
-    shown, asked = (pc.struct_field(requests, name) for name in ("candidates", "query_index"))
-    of_candidates = [shown.flatten().to_numpy(), np.repeat(asked.to_numpy(), pc.list_value_length(shown).to_numpy())]
+    shown, asked = (
+        pc.struct_field(requests, name) for name in ("candidates", "query_index")
+    )
+    of_candidates = [
+        shown.flatten().to_numpy(),
+        np.repeat(asked.to_numpy(), pc.list_value_length(shown).to_numpy()),
+    ]
     of_behaviours = [table[name].combine_chunks().flatten().to_numpy() for name in PAIR]
-    item, query = (np.concatenate(both).astype(np.int64) for both in zip(of_candidates, of_behaviours, strict=True))
+    item, query = (
+        np.concatenate(both).astype(np.int64)
+        for both in zip(of_candidates, of_behaviours, strict=True)
+    )
     return distinct(item << 32 | query + 1)
 
 
@@ -163,7 +195,11 @@ class _Encoding:
     def origin(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
         """Settings and inputs that a table depends on."""
         used = asdict(self.config)
-        for name in ("batch_size", "workers", "whiten"):  # how, not what; and no PCA here
+        for name in (
+            "batch_size",
+            "workers",
+            "whiten",
+        ):  # how, not what; and no PCA here
             del used[name]
         if self.encoder == "tfidf":
             used = {name: used[name] for name in ("template", "empty", "svd")}
@@ -171,23 +207,41 @@ class _Encoding:
             del used["svd"]
             if "sequences" not in names:
                 del used["query_condition"]  # of pairs alone
-        inputs = {name: read_manifest(join(self.tables, name), name).hash for name in names}
-        return {"encoder": self.encoder, **used}, inputs | {"encoder": encoder_version(self.encoder)}
+        inputs = {
+            name: read_manifest(join(self.tables, name), name).hash for name in names
+        }
+        return {"encoder": self.encoder, **used}, inputs | {
+            "encoder": encoder_version(self.encoder)
+        }
 
-    def finished(self, name: str, inputs: tuple[str, ...], kind: str = "embeddings") -> Manifest | None:
-        done = None if self.overwrite else finished(join(self.output, name), kind, *self.origin(inputs))
+    def finished(
+        self, name: str, inputs: tuple[str, ...], kind: str = "embeddings"
+    ) -> Manifest | None:
+        done = (
+            None
+            if self.overwrite
+            else finished(join(self.output, name), kind, *self.origin(inputs))
+        )
         if done:
             self.say(f"{name}: up to date")
         return done
 
-    def alone(self, texts: dict[str, list[str]], fitted: TfidfEncoder | None) -> dict[str, Manifest]:
+    def alone(
+        self, texts: dict[str, list[str]], fitted: TfidfEncoder | None
+    ) -> dict[str, Manifest]:
         """The tables of documents alone and of queries alone, by name: one pass encodes what is missing."""
         begin = time.monotonic()
-        made = {name: done for name in texts if (done := self.finished(name, self.inputs(name)))}
+        made = {
+            name: done
+            for name in texts
+            if (done := self.finished(name, self.inputs(name)))
+        }
         missing = [name for name in texts if name not in made]
         whole = [text for name in missing for text in texts[name]]
         if not whole:
-            vectors = np.zeros((0, made["items"].info["width"] if made else 0), np.float32)
+            vectors = np.zeros(
+                (0, made["items"].info["width"] if made else 0), np.float32
+            )
         elif fitted is not None:
             vectors = fitted.encode(whole)
         else:
@@ -200,19 +254,38 @@ class _Encoding:
 
     def inputs(self, name: str) -> tuple[str, ...]:
         """Tables that a table of embeddings is made from."""
-        only = {"items": ("items",), "tokens": ("items",), "queries": ("items", "queries")}
+        only = {
+            "items": ("items",),
+            "tokens": ("items",),
+            "queries": ("items", "queries"),
+        }
         return only.get(name, ("items", "queries", "sequences"))
 
-    def commit_texts(self, name: str, texts: list[str], vectors: np.ndarray, begin: float) -> Manifest:
+    def commit_texts(
+        self, name: str, texts: list[str], vectors: np.ndarray, begin: float
+    ) -> Manifest:
         """One row per text, in the order of the texts."""
-        uri, key = join(self.output, name), "item_index" if name == "items" else "query_index"
-        parts, schema = write_vectors(uri, vectors, key), embeddings_schema(vectors.shape[1], [key])
+        uri, key = (
+            join(self.output, name),
+            "item_index" if name == "items" else "query_index",
+        )
+        parts, schema = (
+            write_vectors(uri, vectors, key),
+            embeddings_schema(vectors.shape[1], [key]),
+        )
         config, hashes = self.origin(self.inputs(name))
         extends = []  # the texts before, where old ones have the same vectors
         if has_manifest(uri) and self.encoder != "tfidf":
-            before, items = read_manifest(uri), read_manifest(join(self.tables, "items"), "items")
+            before, items = (
+                read_manifest(uri),
+                read_manifest(join(self.tables, "items"), "items"),
+            )
             if (before.config, before.inputs["encoder"]) == (config, hashes["encoder"]):
-                extends = [*before.extends, before.hash] if before.inputs["items"] in items.extends else []
+                extends = (
+                    [*before.extends, before.hash]
+                    if before.inputs["items"] in items.extends
+                    else []
+                )
         unknown = int((~vectors.any(axis=1)).sum())
         info = {
             "encoder": self.encoder,
@@ -222,11 +295,20 @@ class _Encoding:
             "texts_without_known_word": unknown,
         }
         manifest = commit(
-            uri, "embeddings", schema, parts, config=config, inputs=hashes, info=info,
-            extends=extends, timings={"encode_s": round(time.monotonic() - begin, 2)},
-        )  # fmt: skip
+            uri,
+            "embeddings",
+            schema,
+            parts,
+            config=config,
+            inputs=hashes,
+            info=info,
+            extends=extends,
+            timings={"encode_s": round(time.monotonic() - begin, 2)},
+        )
         note = f", {unknown:,} of no known word (zeros)" if unknown else ""
-        self.say(f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width {vectors.shape[1]}{note}")
+        self.say(
+            f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width {vectors.shape[1]}{note}"
+        )
         return manifest
 
     def tokens(self, documents: list[str]) -> Manifest:
@@ -239,20 +321,38 @@ class _Encoding:
         parts, total = [], 0
         for start in range(0, len(documents), ROWS_PER_PART):
             rows = documents[start : start + ROWS_PER_PART]
-            tokens = pa.array(tokenizer(rows, truncation=True, max_length=longest)["input_ids"], TOKENS.field(1).type)
+            tokens = pa.array(
+                tokenizer(rows, truncation=True, max_length=longest)["input_ids"],
+                TOKENS.field(1).type,
+            )
             index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
-            parts.append(write_part(uri, pa.Table.from_arrays([index, tokens], schema=TOKENS)))
+            parts.append(
+                write_part(uri, pa.Table.from_arrays([index, tokens], schema=TOKENS))
+            )
             total += len(tokens.flatten())
         config, hashes = self.origin(inputs)
         manifest = commit(
-            uri, "tokens", TOKENS, parts, config=config, inputs=hashes,
-            info={"encoder": self.encoder, "pooling": self.config.pooling, "normalize": self.config.normalize},
+            uri,
+            "tokens",
+            TOKENS,
+            parts,
+            config=config,
+            inputs=hashes,
+            info={
+                "encoder": self.encoder,
+                "pooling": self.config.pooling,
+                "normalize": self.config.normalize,
+            },
             timings={"tokens_s": round(time.monotonic() - begin, 2)},
-        )  # fmt: skip
-        self.say(f"tokens: {total:,} of {len(documents):,} documents, {total / max(1, len(documents)):.1f} in the mean")
+        )
+        self.say(
+            f"tokens: {total:,} of {len(documents):,} documents, {total / max(1, len(documents)):.1f} in the mean"
+        )
         return manifest
 
-    def pairs(self, items: list[str], queries: list[str], fitted: TfidfEncoder | None) -> Manifest:
+    def pairs(
+        self, items: list[str], queries: list[str], fitted: TfidfEncoder | None
+    ) -> Manifest:
         """The table of pairs, sorted by item, then query; query_index -1 is the empty query."""
         inputs = self.inputs("pairs")
         if finished := self.finished("pairs", inputs):
@@ -260,18 +360,34 @@ class _Encoding:
         self.start()
         begin, uri = time.monotonic(), join(self.output, "pairs")
         sequences = join(self.tables, "sequences")
-        keys = distinct_pairs(part_uris(sequences, read_manifest(sequences, "sequences")))
-        item, query = (keys >> 32).astype(np.int32), ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
+        keys = distinct_pairs(
+            part_uris(sequences, read_manifest(sequences, "sequences"))
+        )
+        item, query = (
+            (keys >> 32).astype(np.int32),
+            ((keys & 0xFFFFFFFF) - 1).astype(np.int32),
+        )
         size = min(max(len(keys) // PARTS, SMALL_PART), PAIRS_PER_PART)
         blocks = [
-            pa.table({"item_index": item[low : low + size], "query_index": query[low : low + size]})
+            pa.table(
+                {
+                    "item_index": item[low : low + size],
+                    "query_index": query[low : low + size],
+                }
+            )
             for low in range(0, len(keys), size)
         ]
         texts = {"items": items, "queries": queries, "encoder": fitted or self.encoder}
         self.say(f"pairs: {len(keys):,} distinct in {number_of(len(blocks), 'part')}")
-        given = ({name: ray.put(value) for name, value in texts.items()}, self.config, uri)
+        given = (
+            {name: ray.put(value) for name, value in texts.items()},
+            self.config,
+            uri,
+        )
         written, width, done = [], 0, 0
-        for block in in_actors(blocks, PairEncoder, given, self.config, self.say, gpus=fitted is None):
+        for block in in_actors(
+            blocks, PairEncoder, given, self.config, self.say, gpus=fitted is None
+        ):
             for record in block.to_pylist():
                 part, width = Part(**json.loads(record["part"])), record["width"]
                 written.append((record["first"], part))
@@ -279,13 +395,21 @@ class _Encoding:
             rate = done / (time.monotonic() - begin)
             self.say(f"pairs: {done:,} of {len(keys):,} encoded, {rate:,.0f} a second")
         config, hashes = self.origin(inputs)
-        vectors = ("embedding", "joint") if self.config.query_condition == "joint" else ("embedding",)
+        vectors = (
+            ("embedding", "joint")
+            if self.config.query_condition == "joint"
+            else ("embedding",)
+        )
         return commit(
-            uri, "embeddings", embeddings_schema(width, PAIR, vectors), [part for _, part in sorted(written)],
-            config=config, inputs=hashes,
+            uri,
+            "embeddings",
+            embeddings_schema(width, PAIR, vectors),
+            [part for _, part in sorted(written)],
+            config=config,
+            inputs=hashes,
             info={"encoder": self.encoder, "width": width, "pairs": len(keys)},
             timings={"encode_s": round(time.monotonic() - begin, 2)},
-        )  # fmt: skip
+        )
 
 
 def encode_log(
@@ -305,15 +429,24 @@ def encode_log(
     that another job writes.
     """
     config = config or TextConfig()
-    tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)  # tasks may work in other folders
+    tables_uri, output_uri = (
+        absolute(tables_uri),
+        absolute(output_uri),
+    )  # tasks may work in other folders
     run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say, start)
     wanted = check_texts(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
         say(WARNING)
-    texts = {"items": item_texts(read_table(join(tables_uri, "items"), "items"), config, say)}
+    texts = {
+        "items": item_texts(read_table(join(tables_uri, "items"), "items"), config, say)
+    }
     if "queries" in wanted:
         there = read_manifest(join(tables_uri, "queries"), "queries").rows
-        table = read_table(join(tables_uri, "queries"), "queries") if there else pa.table({"query": []})
+        table = (
+            read_table(join(tables_uri, "queries"), "queries")
+            if there
+            else pa.table({"query": []})
+        )
         texts["queries"] = table["query"].to_pylist()
     fitted = fitted_tfidf(texts["items"], config.svd) if encoder == "tfidf" else None
     with writing(output_uri):
@@ -322,25 +455,38 @@ def encode_log(
             made["tokens"] = run.tokens(texts["items"])
         elif has_manifest(join(output_uri, "tokens")):
             clear(join(output_uri, "tokens"))  # of another encoder
-        return made | ({"pairs": run.pairs(texts["items"], texts["queries"], fitted)} if "pairs" in wanted else {})
+        return made | (
+            {"pairs": run.pairs(texts["items"], texts["queries"], fitted)}
+            if "pairs" in wanted
+            else {}
+        )
 
 
-def check_texts(tables_uri: str, encoder: str, config: TextConfig, output_uri: str) -> tuple[str, ...]:
+def check_texts(
+    tables_uri: str, encoder: str, config: TextConfig, output_uri: str
+) -> tuple[str, ...]:
     """What can be known before Ray starts; the tables that there are to make. Raises UserError."""
     kind = KINDS[read_manifest(join(tables_uri, "sequences"), "sequences").info["kind"]]
     if not kind.texts:
-        kinds = " and ".join(f"'{other.name}'" for other in KINDS.values() if other.texts)
+        kinds = " and ".join(
+            f"'{other.name}'" for other in KINDS.values() if other.texts
+        )
         raise UserError(
             f"{tables_uri} is of kind '{kind.name}', whose models read no text by jobs.encode, which takes {kinds}; "
             f"jobs.tokenize makes semantic IDs"
         )
-    check_output(output_uri, {name: "tokens" if name == "tokens" else "embeddings" for name in kind.texts})
+    check_output(
+        output_uri,
+        {name: "tokens" if name == "tokens" else "embeddings" for name in kind.texts},
+    )
     if config.query_condition == "joint" and "pairs" not in kind.texts:
         raise UserError(
             f"query_condition joint is of searches, and {tables_uri} is of kind '{kind.name}'; leave it out"
         )
     if encoder == "tfidf" and config.query_condition == "joint":
-        raise UserError("tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query")
+        raise UserError(
+            "tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query"
+        )
     item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
     return kind.texts
@@ -355,11 +501,19 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     settings = dict(made.config)
     name = settings.pop("encoder", None)
     if name is None:
-        raise UserError(f"{text_uri} does not say by which encoder it was made; run jobs.encode again")
+        raise UserError(
+            f"{text_uri} does not say by which encoder it was made; run jobs.encode again"
+        )
     config = TextConfig(**settings)
     documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
-    encoder = fitted_tfidf(documents, config.svd) if name == "tfidf" else TextEncoder(name, *config.encoder_options())
-    some = np.linspace(0, len(documents) - 1, min(CHECKED, len(documents))).astype(np.int64)
+    encoder = (
+        fitted_tfidf(documents, config.svd)
+        if name == "tfidf"
+        else TextEncoder(name, *config.encoder_options())
+    )
+    some = np.linspace(0, len(documents) - 1, min(CHECKED, len(documents))).astype(
+        np.int64
+    )
     before = read_embeddings(join(text_uri, "items"))[some]
     apart = np.abs(encoder.encode([documents[i] for i in some]) - before).max()
     if apart > ROUNDING[config.precision]:

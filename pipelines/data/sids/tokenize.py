@@ -22,10 +22,22 @@ import torch
 from models.retrieval.data import Examples
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
-from models.retrieval.tokenizers.codes import LIMIT, branching, collisions, level_measures, with_conflict_levels
+from models.retrieval.tokenizers.codes import (
+    LIMIT,
+    branching,
+    collisions,
+    level_measures,
+    with_conflict_levels,
+)
 from models.retrieval.tokenizers.psid import PsidConfig, assign
 from models.retrieval.tokenizers.published import codes_of, read_published
-from models.retrieval.tokenizers.rqkmeans import Progress, RqkmeansConfig, Training, paced, quantization_error
+from models.retrieval.tokenizers.rqkmeans import (
+    Progress,
+    RqkmeansConfig,
+    Training,
+    paced,
+    quantization_error,
+)
 from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import (
     Manifest,
@@ -44,7 +56,15 @@ from models.tables import (
     writing,
 )
 from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
-from pipelines.data.sids.embed import EmbedConfig, Say, embed_items, embed_origin, finished, item_texts, read_embeddings
+from pipelines.data.sids.embed import (
+    EmbedConfig,
+    Say,
+    embed_items,
+    embed_origin,
+    finished,
+    item_texts,
+    read_embeddings,
+)
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
 
 SHARE_CODE = 4
@@ -79,7 +99,10 @@ class TokenizerConfig:
         """What to say where the catalogue has fewer items than a codebook that k-means starts on them has codes."""
         if self.quantizer == "published":
             return None
-        size, items = getattr(self, self.quantizer).codebook_size, read_manifest(items_uri, "items").rows
+        size, items = (
+            getattr(self, self.quantizer).codebook_size,
+            read_manifest(items_uri, "items").rows,
+        )
         if items >= size:
             return None
         return (
@@ -117,12 +140,17 @@ class TokenizerConfig:
 
 def train_items(sequences_uri: str) -> np.ndarray:
     """(n,) the items that training requests have as target or in their history, ascending."""
-    examples = Examples.load(sequences_uri, "train", unit="request", max_history=np.iinfo(np.int32).max)
+    examples = Examples.load(
+        sequences_uri, "train", unit="request", max_history=np.iinfo(np.int32).max
+    )
     return np.union1d(examples.behaviours, examples.targets)
 
 
 def _train_task(
-    embeddings: np.ndarray, config: TokenizerConfig, chosen: np.ndarray | None, threads: int
+    embeddings: np.ndarray,
+    config: TokenizerConfig,
+    chosen: np.ndarray | None,
+    threads: int,
 ) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
     """How far it is, the same each time, as Ray wants it of a stream that it may start anew; then how good the codes
     are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code. The codebooks are fitted on
@@ -134,7 +162,9 @@ def _train_task(
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        vectors = torch.tensor(embeddings, device="cuda" if torch.cuda.is_available() else "cpu")
+        vectors = torch.tensor(
+            embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
+        )
         if config.quantizer == "rqvae":
             quantized = yield from rqvae.fit(vectors, config.rqvae)
         else:
@@ -151,7 +181,10 @@ def _train_task(
         "sizes": [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0],
         "reconstruction_error": quantized.reconstruction_error,
         "quantization_error": quantization_error(quantized, codes),
-        "arrays": {"codebooks": quantized.codebooks.numpy(), **{k: v.numpy() for k, v in quantized.encoder.items()}},
+        "arrays": {
+            "codebooks": quantized.codebooks.numpy(),
+            **{k: v.numpy() for k, v in quantized.encoder.items()},
+        },
     }
     if config.tokenizer == "psid":
         greedy = quantized.codes.numpy()
@@ -174,20 +207,34 @@ TRIES = 3
 
 
 def train_codes(
-    embeddings: np.ndarray, config: TokenizerConfig, say: Say = print, chosen: np.ndarray | None = None
+    embeddings: np.ndarray,
+    config: TokenizerConfig,
+    say: Say = print,
+    chosen: np.ndarray | None = None,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """What `_train_task` gives, on a GPU where there is one: in this process, or as a task of the cluster."""
     if os.environ.get("RAY_ADDRESS"):
         gpu = ray.cluster_resources().get("GPU", 0) >= 1
-        cpus = min(4, max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
+        cpus = min(
+            4,
+            max(
+                node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
+            ),
+        )
         task: Any = ray.remote(
-            num_cpus=cpus, num_gpus=1 if gpu else 0, num_returns="streaming", max_retries=TRIES - 1
-        )(_train_task)  # fmt: skip
+            num_cpus=cpus,
+            num_gpus=1 if gpu else 0,
+            num_returns="streaming",
+            max_retries=TRIES - 1,
+        )(_train_task)
         stream: Iterator[Any] = (
-            ray.get(reference) for reference in task.remote(embeddings, config, chosen, max(1, int(cpus)))
+            ray.get(reference)
+            for reference in task.remote(embeddings, config, chosen, max(1, int(cpus)))
         )
     else:
-        stream = _train_task(embeddings, config, chosen, min(4, len(os.sched_getaffinity(0))))
+        stream = _train_task(
+            embeddings, config, chosen, min(4, len(os.sched_getaffinity(0)))
+        )
     told = paced(_received(stream))
     while True:
         try:
@@ -205,10 +252,18 @@ class _Codes:
     sizes: list[int]  # per level
     conflict_level: bool
     measures: dict[str, Any]
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)  # what new items are encoded with
+    arrays: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # what new items are encoded with
 
 
-def _finish(codes: np.ndarray, sizes: list[int], conflict: bool, measures: dict[str, Any], say: Say) -> _Codes:
+def _finish(
+    codes: np.ndarray,
+    sizes: list[int],
+    conflict: bool,
+    measures: dict[str, Any],
+    say: Say,
+) -> _Codes:
     """Adds conflict levels if asked to, and measures the codes before and after."""
     before = {**measures, **collisions(codes), "levels": level_measures(codes, sizes)}
     if conflict:
@@ -222,7 +277,9 @@ def _finish(codes: np.ndarray, sizes: list[int], conflict: bool, measures: dict[
     return _Codes(codes, sizes, conflict, {**before, "branching": branching(codes)})
 
 
-def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str, say: Say) -> _Codes:
+def _published_codes(
+    items: pa.Table, sids: dict[str, list[int]], uri: str, say: Say
+) -> _Codes:
     codes = codes_of(sids, items["item_id"].to_pylist(), uri)
     # over all of the file's SIDs, so that sizes do not depend on the k-core
     sizes = (np.array(list(sids.values())).max(0) + 1).tolist()
@@ -230,11 +287,15 @@ def _published_codes(items: pa.Table, sids: dict[str, list[int]], uri: str, say:
     return _finish(codes, sizes, bool(collisions(codes)["duplicates"]), measures, say)
 
 
-def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None) -> _Codes:
+def _trained_codes(
+    embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None
+) -> _Codes:
     measures, codes = train_codes(read_embeddings(embeddings_uri), config, say, chosen)
     sizes = measures.pop("sizes")
     unique = config.tokenizer == "psid"
-    if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:  # those of equal codes were spread
+    if (
+        config.tokenizer == "rqvae" and config.rqvae.sinkhorn
+    ):  # those of equal codes were spread
         unique = not collisions(codes)["duplicates"]
     arrays = measures.pop("arrays")
     return replace(_finish(codes, sizes, not unique, measures, say), arrays=arrays)
@@ -242,16 +303,28 @@ def _trained_codes(embeddings_uri: str, config: TokenizerConfig, say: Say, chose
 
 def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
     """Makes the `quantizer` table: codebooks and any encoder, by which new items get their codes."""
-    rows = [{"name": name, "shape": values.shape, "values": values.ravel()} for name, values in sorted(arrays.items())]
+    rows = [
+        {"name": name, "shape": values.shape, "values": values.ravel()}
+        for name, values in sorted(arrays.items())
+    ]
     table = pa.Table.from_pylist(rows, schema=QUANTIZER)
-    commit(uri, "quantizer", QUANTIZER, [write_part(uri, table, use_dictionary=False)], **manifest)
+    commit(
+        uri,
+        "quantizer",
+        QUANTIZER,
+        [write_part(uri, table, use_dictionary=False)],
+        **manifest,
+    )
 
 
 def read_quantizer(uri: str) -> dict[str, np.ndarray]:
     """What `write_quantizer` was given."""
     table = read_table(uri, "quantizer")
     columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
-    return {name: values.values.to_numpy().reshape(shape).copy() for name, shape, values in zip(*columns, strict=True)}
+    return {
+        name: values.values.to_numpy().reshape(shape).copy()
+        for name, shape, values in zip(*columns, strict=True)
+    }
 
 
 def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
@@ -259,7 +332,9 @@ def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
     items, depth = codes.shape
     offsets = pa.array(np.arange(0, items * depth + 1, depth), pa.int32())
     lists = pa.ListArray.from_arrays(offsets, pa.array(codes.reshape(-1), pa.uint16()))
-    table = pa.Table.from_arrays([pa.array(np.arange(items), pa.int32()), lists], schema=SIDS)
+    table = pa.Table.from_arrays(
+        [pa.array(np.arange(items), pa.int32()), lists], schema=SIDS
+    )
     return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
 
 
@@ -288,27 +363,54 @@ def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest
         "items": trie.num_items,
         "branching": trie.branching(),
     }
-    return commit(uri, "trie", TRIE, [part], config={}, inputs={"sids": sids.hash}, info=info, extends=extends)
+    return commit(
+        uri,
+        "trie",
+        TRIE,
+        [part],
+        config={},
+        inputs={"sids": sids.hash},
+        info=info,
+        extends=extends,
+    )
 
 
 def _embed_first(
-    origin: tuple[str, str, int, EmbedConfig, OwnEmbeddings | None], output: str, shared: str, overwrite: bool,
-    say: Say, start: Callable[[], None],
-) -> str:  # fmt: skip
+    origin: tuple[str, str, int, EmbedConfig, OwnEmbeddings | None],
+    output: str,
+    shared: str,
+    overwrite: bool,
+    say: Say,
+    start: Callable[[], None],
+) -> str:
     """Makes the embeddings and returns their hash; refuses first if SIDs of other embeddings stand there.
 
     `origin` is what `embed_origin` is given. Finished ones that tokenizers share are not made again.
     """
     uri = shared or join(output, "embeddings")
     if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
-        raise UserError(f"{join(output, 'sids')} was made from other embeddings; use --overwrite, or another --output")
+        raise UserError(
+            f"{join(output, 'sids')} was made from other embeddings; use --overwrite, or another --output"
+        )
     whole = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
     items_uri, encoder, width, embed, own = origin
     with writing(shared) if shared not in ("", output) and not whole else nullcontext():
-        return embed_items(items_uri, uri, encoder, width, embed, overwrite and not whole, say, start, own).hash
+        return embed_items(
+            items_uri,
+            uri,
+            encoder,
+            width,
+            embed,
+            overwrite and not whole,
+            say,
+            start,
+            own,
+        ).hash
 
 
-def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig | None) -> None:
+def check_items(
+    items_uri: str, config: TokenizerConfig, embed: EmbedConfig | None
+) -> None:
     """UserError for a catalogue that this tokenizer and these texts, where there are some, do not fit."""
     if few := config.too_few_items(items_uri):
         raise UserError(few)
@@ -319,7 +421,9 @@ def check_items(items_uri: str, config: TokenizerConfig, embed: EmbedConfig | No
 def check_folders(output: str, embeddings: str = "") -> None:
     """UserError where the output, or the folder of shared embeddings, holds other things."""
     if embeddings != output:
-        check_output(output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")})
+        check_output(
+            output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")}
+        )
     if embeddings:
         check_place(embeddings, "embeddings")
 
@@ -350,7 +454,9 @@ def tokenize(
     started = time.monotonic()
     items = read_manifest(items_uri, "items")
     check_folders(output, embeddings)
-    mine, sids_uri, trie_uri = (join(output, name) for name in ("embeddings", "sids", "trie"))
+    mine, sids_uri, trie_uri = (
+        join(output, name) for name in ("embeddings", "sids", "trie")
+    )
     published: dict[str, list[int]] = {}
     inputs = {"items": items.hash}
     with writing(output):
@@ -358,7 +464,9 @@ def tokenize(
             published, inputs["published"] = read_published(config.published)
         else:
             origin = (items_uri, encoder, pca_width, embed or EmbedConfig(), own)
-            inputs["embeddings"] = _embed_first(origin, output, embeddings, overwrite, say, start)
+            inputs["embeddings"] = _embed_first(
+                origin, output, embeddings, overwrite, say, start
+            )
         chosen = None
         if config.on_train_items:
             inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
@@ -367,7 +475,9 @@ def tokenize(
         current = None if overwrite else finished(sids_uri, "sids", used, inputs)
         if current is None:
             if config.tokenizer == "published":
-                made = _published_codes(read_table(items_uri, "items"), published, config.published, say)
+                made = _published_codes(
+                    read_table(items_uri, "items"), published, config.published, say
+                )
             else:
                 if os.environ.get("RAY_ADDRESS"):
                     start()
@@ -381,12 +491,29 @@ def tokenize(
             }
             timings = {"tokenize_s": round(time.monotonic() - started, 2)}
             if made.arrays:
-                write_quantizer(join(output, "quantizer"), made.arrays, config=used, inputs=inputs)
-            write_sids(sids_uri, made.codes, config=used, inputs=inputs, info=info, timings=timings)
+                write_quantizer(
+                    join(output, "quantizer"), made.arrays, config=used, inputs=inputs
+                )
+            write_sids(
+                sids_uri,
+                made.codes,
+                config=used,
+                inputs=inputs,
+                info=info,
+                timings=timings,
+            )
         sids = read_manifest(sids_uri, "sids")
-        complete = current is not None and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash}))
-        trie = read_manifest(trie_uri, "trie") if complete else write_trie(trie_uri, sids_uri)
-        for unused in (mine, join(output, "quantizer")) if config.tokenizer == "published" else ():
+        complete = current is not None and up_to_date(
+            trie_uri, fingerprint({}, {"sids": sids.hash})
+        )
+        trie = (
+            read_manifest(trie_uri, "trie")
+            if complete
+            else write_trie(trie_uri, sids_uri)
+        )
+        for unused in (
+            (mine, join(output, "quantizer")) if config.tokenizer == "published" else ()
+        ):
             if has_manifest(unused):
                 clear(unused)  # of SIDs that are no more
         return sids, trie, not complete

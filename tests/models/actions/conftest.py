@@ -37,7 +37,9 @@ def batch(catalogue) -> dict[str, torch.Tensor]:
         batch[f"{prefix}label"] = torch.randint(2, (*size, 3)).float()
         batch[f"{prefix}viewer"] = torch.randint(2, (*size, 2))
     batch["time"] = torch.arange(7).repeat(4, 1) * 10
-    batch["candidate_time"] = torch.tensor([[100, 35, 80], [100, 90, 110], [90, 0, 0], [50, 60, 0]])
+    batch["candidate_time"] = torch.tensor(
+        [[100, 35, 80], [100, 90, 110], [90, 0, 0], [50, 60, 0]]
+    )
     batch["action"] = torch.rand(4, 7, 4).round(decimals=1)
     batch["valid"] = torch.arange(7) < torch.tensor([[7], [3], [1], [0]])
     batch["learn"] = batch["valid"].clone()

@@ -30,15 +30,24 @@ def load(tables: str, split: str, overlap: float = 0.5, **options) -> ActionsExa
     return kind.load(join(tables, "sequences"), split, **{"max_history": 10, **options})
 
 
-def batches(examples: ActionsExamples, batch_size: int = 7, **options) -> list[dict[str, torch.Tensor]]:
+def batches(
+    examples: ActionsExamples, batch_size: int = 7, **options
+) -> list[dict[str, torch.Tensor]]:
     return [examples.collate(rows) for rows in examples.batches(batch_size, **options)]
 
 
-def events_of(batch: dict[str, torch.Tensor], row: int, prefix: str = "") -> list[tuple]:
+def events_of(
+    batch: dict[str, torch.Tensor], row: int, prefix: str = ""
+) -> list[tuple]:
     """(item, time, tasks, features, device) of each valid position."""
     valid = batch[f"{prefix}valid"][row]
-    columns = [batch[f"{prefix}{name}"][row][valid].tolist() for name in ("item", "time", "label", "feature", "viewer")]
-    return [(i, t, tuple(k), tuple(f), v) for i, t, k, f, [v] in zip(*columns, strict=True)]
+    columns = [
+        batch[f"{prefix}{name}"][row][valid].tolist()
+        for name in ("item", "time", "label", "feature", "viewer")
+    ]
+    return [
+        (i, t, tuple(k), tuple(f), v) for i, t, k, f, [v] in zip(*columns, strict=True)
+    ]
 
 
 def wanted(row: dict, begin: int, end: int) -> list[tuple]:
@@ -56,7 +65,9 @@ def wanted(row: dict, begin: int, end: int) -> list[tuple]:
 
 @pytest.mark.parametrize("split", ["val", "test"])
 @pytest.mark.parametrize("limit", [1, 10, 100])
-def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(tables, split, limit):
+def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(
+    tables, split, limit
+):
     users = read_table(join(tables, "sequences")).to_pylist()
     seen = {}
     for batch in batches(load(tables, split, max_history=limit)):
@@ -66,31 +77,50 @@ def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(ta
             actions = batch["action"][row][batch["valid"][row]].tolist()
             end = users[number]["train_end" if split == "val" else "val_end"]
             expected = users[number]["actions"][max(0, end - limit) : end]
-            assert actions == [[float(np.float32(value)) for value in event] for event in expected]
+            assert actions == [
+                [float(np.float32(value)) for value in event] for event in expected
+            ]
     for number, row in enumerate(users):
-        begin, end = (row["train_end"], row["val_end"]) if split == "val" else (row["val_end"], len(row["item_index"]))
+        begin, end = (
+            (row["train_end"], row["val_end"])
+            if split == "val"
+            else (row["val_end"], len(row["item_index"]))
+        )
         if begin == end:
             assert number not in seen
         else:
-            assert seen[number] == (wanted(row, max(0, begin - limit), begin), wanted(row, begin, end))
-    assert seen[0][0] == [] or split == "test"  # who comes after the cut is asked about without a context
+            assert seen[number] == (
+                wanted(row, max(0, begin - limit), begin),
+                wanted(row, begin, end),
+            )
+    assert (
+        seen[0][0] == [] or split == "test"
+    )  # who comes after the cut is asked about without a context
 
 
 @pytest.mark.parametrize("limit", [4, 100])
-def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(tables, limit):
+def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
+    tables, limit
+):
     """Whatever the overlap of windows, of which each but a user's first has so much of history at least."""
     learned: dict[int, list] = {}
-    for batch in batches(load(tables, "train", max_history=limit), shuffle=True, epoch=3):
+    for batch in batches(
+        load(tables, "train", max_history=limit), shuffle=True, epoch=3
+    ):
         for row, number in enumerate(batch["user_row"].tolist()):
             new = batch["learn"][row][batch["valid"][row]].tolist()
             events = events_of(batch, row)
-            learned.setdefault(number, []).extend(event for event, own in zip(events, new, strict=True) if own)
+            learned.setdefault(number, []).extend(
+                event for event, own in zip(events, new, strict=True) if own
+            )
             assert len(events) <= limit
             assert new == sorted(new)
             assert new[0] or new.count(False) == limit // 2
         assert batch["candidate_item"].shape[1] == 0  # no event is there twice
     for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
-        assert sorted(learned.get(number, [])) == sorted(wanted(row, 0, row["train_end"]))
+        assert sorted(learned.get(number, [])) == sorted(
+            wanted(row, 0, row["train_end"])
+        )
 
 
 def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
@@ -102,21 +132,28 @@ def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
         for batch in epoch:
             assert batch["candidate_valid"].any(1).all()
             for row, number in enumerate(batch["user_row"].tolist()):
-                context, candidates = events_of(batch, row), events_of(batch, row, "candidate_")
+                context, candidates = (
+                    events_of(batch, row),
+                    events_of(batch, row, "candidate_"),
+                )
                 cuts[-1].setdefault(number, []).append((len(context), len(candidates)))
     assert cuts[0] == cuts[1] != cuts[2]
     windows = load(tables, "train", unit="cut")
     new = np.bincount(windows.user, windows.lengths - windows.shared, minlength=60)
     for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
         assert new[number] == row["train_end"]
-        read = sum(context + candidates for context, candidates in cuts[0].get(number, []))
+        read = sum(
+            context + candidates for context, candidates in cuts[0].get(number, [])
+        )
         assert read == windows.lengths[windows.user == number].sum()
 
 
 def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
     rng = np.random.default_rng(0)
     rows = [sequence_of(100, rng, (100, 100)) for _ in range(64)]
-    examples = load(write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=50, overlap=0.0)
+    examples = load(
+        write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=50, overlap=0.0
+    )
     assert len(examples) == 128
     of_row, means = {}, []
     for epoch in range(40):
@@ -133,16 +170,28 @@ def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
 
 
 def sequence_of(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> dict:
-    return user("u", rng.integers(9, size=count).tolist(), list(range(count)), [True] * count, cuts, rng)
+    return user(
+        "u",
+        rng.integers(9, size=count).tolist(),
+        list(range(count)),
+        [True] * count,
+        cuts,
+        rng,
+    )
 
 
 @pytest.mark.parametrize(
     ("overlap", "expected"),
-    [(0.0, [(0, 5, 5), (5, 15, 10), (15, 25, 10)]), (0.3, [(0, 4, 4), (1, 11, 7), (8, 18, 7), (15, 25, 7)])],
+    [
+        (0.0, [(0, 5, 5), (5, 15, 10), (15, 25, 10)]),
+        (0.3, [(0, 4, 4), (1, 11, 7), (8, 18, 7), (15, 25, 7)]),
+    ],
 )
 def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tmp_path):
     """(first event, end, how many of the last ones are learned from)."""
-    tables = write_rows(tmp_path, [sequence_of(25, np.random.default_rng(0), (25, 25))], 9)
+    tables = write_rows(
+        tmp_path, [sequence_of(25, np.random.default_rng(0), (25, 25))], 9
+    )
     examples = load(tables, "train", overlap, max_history=10)
     found = []
     for row in range(len(examples)):
@@ -153,7 +202,9 @@ def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tm
     assert found == expected
     cut = load(tables, "train", overlap, max_history=10, unit="cut")
     for rows in cut.batches(2, shuffle=True):
-        assert (rows[:, 1] >= cut.shared[rows[:, 0]]).all()  # a candidate is one that no other row learns from
+        assert (
+            rows[:, 1] >= cut.shared[rows[:, 0]]
+        ).all()  # a candidate is one that no other row learns from
 
 
 def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
@@ -163,7 +214,16 @@ def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
         count = 1 + int(rng.geometric(0.12))
         times = np.sort(rng.integers(0, 10**6, count)).tolist()
         liked = (rng.random(count) < 0.5).tolist()
-        rows.append(user(f"u{number}", rng.integers(9, size=count).tolist(), times, liked, (10**6, 10**6), rng))
+        rows.append(
+            user(
+                f"u{number}",
+                rng.integers(9, size=count).tolist(),
+                times,
+                liked,
+                (10**6, 10**6),
+                rng,
+            )
+        )
     examples = load(write_rows(tmp_path, rows, 9), "train", max_history=1024)
     for epoch in (0, 1):
         order = list(examples.batches(32, shuffle=True, epoch=epoch))
@@ -175,7 +235,9 @@ def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
         assert max(events) < 1.5 * np.mean(events)
     again = list(examples.batches(32, shuffle=True, epoch=1))
     assert all(np.array_equal(a, b) for a, b in zip(order, again, strict=True))
-    assert not np.array_equal(order[0], next(examples.batches(32, shuffle=True, epoch=0)))
+    assert not np.array_equal(
+        order[0], next(examples.batches(32, shuffle=True, epoch=0))
+    )
 
 
 @settings(max_examples=60)
@@ -191,27 +253,39 @@ def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
     monkeypatch.setattr("models.actions.data.MOST_PAIRS", 200)
     order = list(load(tables, "val", max_history=100).batches(1000))
     assert len(order) > 3
-    assert sorted(np.concatenate(order).tolist()) == list(range(len(load(tables, "val"))))
+    assert sorted(np.concatenate(order).tolist()) == list(
+        range(len(load(tables, "val")))
+    )
 
 
 def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypatch):
     """A candidate may read itself beside its context."""
     rng = np.random.default_rng(0)
-    rows = [sequence_of(1, rng, (2, 2)), *(sequence_of(20, rng, (0, 0)) for _ in range(10))]
+    rows = [
+        sequence_of(1, rng, (2, 2)),
+        *(sequence_of(20, rng, (0, 0)) for _ in range(10)),
+    ]
     examples = load(write_rows(tmp_path, rows, 9), "test")
-    monkeypatch.setattr("models.actions.data.MOST_PAIRS", 3 * 20 * (1 + 1) - 1)  # a context is padded to one event
+    monkeypatch.setattr(
+        "models.actions.data.MOST_PAIRS", 3 * 20 * (1 + 1) - 1
+    )  # a context is padded to one event
     assert [len(order) for order in examples.batches(1000)] == [2] * 5
 
 
 def test_what_does_not_belong_is_refused(tables, tmp_path):
-    with pytest.raises(UserError, match="actions have no split 'next'; choose train, val or test"):
+    with pytest.raises(
+        UserError, match="actions have no split 'next'; choose train, val or test"
+    ):
         load(tables, "next")
     rows = [sequence_of(9, np.random.default_rng(0), cuts) for cuts in ((9, 9), (0, 9))]
     late = write_rows(tmp_path / "late", rows, 9, parts=2)
     with pytest.raises(UserError, match="worker 1 of 2 has no rows to train on"):
         next(load(late, "train", rank=1, world=2, shards=2).batches(4, shuffle=True))
     retrieval, _ = write_tables(tmp_path)
-    with pytest.raises(UserError, match="holds sequences of kind 'retrieval'; models of actions need 'actions'"):
+    with pytest.raises(
+        UserError,
+        match="holds sequences of kind 'retrieval'; models of actions need 'actions'",
+    ):
         ActionsCatalogue.load(retrieval)
 
 
@@ -221,10 +295,17 @@ def test_the_catalogue_has_attributes_and_rates(tables):
     train = [event for row in rows for event in row["tasks"][: row["train_end"]]]
     assert catalogue.labels == TASKS
     assert catalogue.train_rates == pytest.approx(np.mean(train, 0).tolist())
-    kind, author = catalogue.categories[:, 0].tolist(), catalogue.categories[:, 1].tolist()
+    kind, author = (
+        catalogue.categories[:, 0].tolist(),
+        catalogue.categories[:, 1].tolist(),
+    )
     assert [value == kind[0] for value in kind] == [i % 2 == 0 for i in range(12)]
     assert author[0] == 0  # has none
-    assert all((author[i] == author[j]) == (i % 5 == j % 5) for i in range(1, 12) for j in range(1, 12))
+    assert all(
+        (author[i] == author[j]) == (i % 5 == j % 5)
+        for i in range(1, 12)
+        for j in range(1, 12)
+    )
     moved = write_actions(Path(tables).parent / "other", items=13)
     (Path(moved) / "items").rename(Path(moved) / "others")
     (Path(tables) / "items").rename(Path(moved) / "items")
@@ -255,7 +336,12 @@ def test_attributes_are_standardised_and_numbered_as_by_hand() -> None:
     scaled = (price - price.mean()) / price.std()
     assert numbers[:, 0].tolist() == np.insert(scaled, 1, 0).astype(np.float32).tolist()
     assert not numbers[:, 1:].any()
-    assert categories.T.tolist() == [[2, 0, 1, 2], [2, 1, 2, 1], [0, 1, 0, 2], [0, 0, 0, 0]]
+    assert categories.T.tolist() == [
+        [2, 0, 1, 2],
+        [2, 1, 2, 1],
+        [0, 1, 0, 2],
+        [0, 0, 0, 0],
+    ]
     assert (numbers.dtype, categories.dtype) == (torch.float32, torch.int64)
 
 

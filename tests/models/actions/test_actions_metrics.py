@@ -19,7 +19,9 @@ class Known:
     masks = (None,) * len(LABELS)
     correction = 0.0
 
-    def __init__(self, logits: torch.Tensor, train_rates: tuple[float, ...] = ()) -> None:
+    def __init__(
+        self, logits: torch.Tensor, train_rates: tuple[float, ...] = ()
+    ) -> None:
         self.logits, self.train_rates = logits, train_rates
 
     def score(self, batch):
@@ -30,7 +32,10 @@ class Known:
 def candidates():
     torch.manual_seed(0)
     valid = torch.arange(9) < torch.tensor([[9], [4], [6]])
-    return {"candidate_valid": valid, "candidate_label": (torch.rand(3, 9, 2) < 0.4).float()}
+    return {
+        "candidate_valid": valid,
+        "candidate_label": (torch.rand(3, 9, 2) < 0.4).float(),
+    }
 
 
 def test_the_constant_predictor_has_a_normalised_entropy_of_one(candidates):
@@ -45,7 +50,9 @@ def test_the_constant_predictor_has_a_normalised_entropy_of_one(candidates):
     assert found["mean/normalised_entropy"] == pytest.approx(1)
     assert found["mean/rig"] == pytest.approx(0, abs=1e-6)
     found = metrics.means(metrics.measure(Known(of_train, train), candidates))
-    assert all(found[f"{task}/normalised_entropy_train"] == pytest.approx(1) for task in LABELS)
+    assert all(
+        found[f"{task}/normalised_entropy_train"] == pytest.approx(1) for task in LABELS
+    )
 
 
 def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
@@ -53,12 +60,17 @@ def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
     train = (0.3, 0.3)
     whole = metrics.measure(Known(logits, train), candidates)
     parts = [
-        metrics.measure(Known(logits[rows], train), {key: value[rows] for key, value in candidates.items()})
+        metrics.measure(
+            Known(logits[rows], train),
+            {key: value[rows] for key, value in candidates.items()},
+        )
         for rows in (slice(0, 1), slice(1, 3))
     ]
     found = metrics.means(whole)
     assert sorted(found) == sorted(metrics.names(Known(logits)))
-    assert metrics.means({name: parts[0][name] + parts[1][name] for name in whole}) == pytest.approx(found)
+    assert metrics.means(
+        {name: parts[0][name] + parts[1][name] for name in whole}
+    ) == pytest.approx(found)
     valid = candidates["candidate_valid"]
     cost = torch.nn.functional.binary_cross_entropy_with_logits(
         logits[valid], candidates["candidate_label"][valid], reduction="none"
@@ -70,7 +82,9 @@ def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
 def test_a_task_of_one_class_is_not_a_number(candidates):
     candidates["candidate_label"][..., 1] = 0
     with pytest.warns(UserWarning, match="share/"):
-        found = metrics.means(metrics.measure(Known(torch.zeros(3, 9, 2), (0.5, 0.0)), candidates))
+        found = metrics.means(
+            metrics.measure(Known(torch.zeros(3, 9, 2), (0.5, 0.0)), candidates)
+        )
     assert math.isnan(found["share/normalised_entropy"])
     assert math.isnan(found["share/normalised_entropy_train"])
     assert found["mean/normalised_entropy"] == found["like/normalised_entropy"]

@@ -14,14 +14,23 @@ from models.actions.base import ActionsConfig, ActionsModel, ItemNetwork
 from models.actions.batch import any_tied, earlier
 
 SMALL = {
-    "width": 16, "num_layers": 2, "num_heads": 2, "ffn": 24, "experts": 3, "expert_width": 8, "tower_width": 6,
+    "width": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "ffn": 24,
+    "experts": 3,
+    "expert_width": 8,
+    "tower_width": 6,
     "dropout": 0.0,
-}  # fmt: skip
+}
 VARIANTS = {
     "interleaved": (fusions.Interleaved, fusions.InterleavedConfig),
     "attn_lfa": (fusions.AttnLFA, fusions.AttnLFAConfig),
     "attn_mvp": (fusions.AttnMVP, fusions.AttnMVPConfig),
-    "attn_mvp_no_lfa": (fusions.AttnMVP, partial(fusions.AttnMVPConfig, late_fusion=False)),
+    "attn_mvp_no_lfa": (
+        fusions.AttnMVP,
+        partial(fusions.AttnMVPConfig, late_fusion=False),
+    ),
     "attn_dhn": (fusions.AttnDHN, fusions.AttnDHNConfig),
     "lac": (fusions.LAC, fusions.LACConfig),
     "genrank": (fusions.GenRank, fusions.GenRankConfig),
@@ -47,15 +56,21 @@ def predictions(model: ActionsModel, batch: dict) -> tuple[torch.Tensor, torch.T
     return logits[:, :n], logits[:, n:]
 
 
-def moved(model: ActionsModel, batch: dict, changed: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def moved(
+    model: ActionsModel, batch: dict, changed: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
     before, after = predictions(model, batch), predictions(model, changed)
-    past, candidates = ((b - a).abs().amax(2) > 1e-5 for b, a in zip(before, after, strict=True))
+    past, candidates = (
+        (b - a).abs().amax(2) > 1e-5 for b, a in zip(before, after, strict=True)
+    )
     return past, candidates
 
 
 def visible(batch: dict) -> torch.Tensor:
     """(B, C, T): which context events each candidate sees."""
-    return (torch.arange(7) < earlier(batch)[:, 7:, None]) & batch["candidate_valid"][..., None]
+    return (torch.arange(7) < earlier(batch)[:, 7:, None]) & batch["candidate_valid"][
+        ..., None
+    ]
 
 
 def edit(batch: dict, name: str, place: tuple, value: float) -> dict:
@@ -72,7 +87,10 @@ def test_labels_are_never_read_as_inputs(name, catalogue, batch):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("changed", ["candidate_item", "candidate_time", "candidate_feature", "candidate_viewer"])
+@pytest.mark.parametrize(
+    "changed",
+    ["candidate_item", "candidate_time", "candidate_feature", "candidate_viewer"],
+)
 def test_a_candidate_moves_no_other_prediction(name, changed, catalogue, batch):
     model = make(name, catalogue)
     for c in range(3):
@@ -85,41 +103,67 @@ def test_a_candidate_moves_no_other_prediction(name, changed, catalogue, batch):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_item_moves_no_earlier_prediction(name, catalogue, batch):
-    past, candidates = moved(make(name, catalogue), batch, edit(batch, "item", (0, 4), 29))
+    past, candidates = moved(
+        make(name, catalogue), batch, edit(batch, "item", (0, 4), 29)
+    )
     assert not past[0, :4].any()
-    assert candidates[0].tolist() == visible(batch)[0, :, 4].tolist() == [True, False, True]
+    assert (
+        candidates[0].tolist()
+        == visible(batch)[0, :, 4].tolist()
+        == [True, False, True]
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_padding_is_not_read(name, catalogue, batch):
     model = make(name, catalogue)
     padded = {key: tensor.clone() for key, tensor in batch.items()}
-    for key, there in (("item", "valid"), ("action", "valid"), ("candidate_item", "candidate_valid")):
+    for key, there in (
+        ("item", "valid"),
+        ("action", "valid"),
+        ("candidate_item", "candidate_valid"),
+    ):
         padded[key][~batch[there]] = 1
     with torch.no_grad():
         torch.testing.assert_close(model.score(padded), model.score(batch))
-        alone = {key: tensor[1:2, :3] for key, tensor in batch.items()}  # user 1 without padding
+        alone = {
+            key: tensor[1:2, :3] for key, tensor in batch.items()
+        }  # user 1 without padding
         torch.testing.assert_close(model.score(alone), model.score(batch)[3:6])
         torch.testing.assert_close(model(padded)["loss"], model(batch)["loss"])
 
 
-TIES = {"none": [0, 1, 2, 3, 4, 5, 6], "some": [0, 1, 1, 3, 4, 4, 4], "a page": [0, 0, 0, 0, 0, 5, 5]}
+TIES = {
+    "none": [0, 1, 2, 3, 4, 5, 6],
+    "some": [0, 1, 1, 3, 4, 4, 4],
+    "a page": [0, 0, 0, 0, 0, 5, 5],
+}
 
 
 @pytest.mark.parametrize("times", TIES)
 @pytest.mark.parametrize("name", LEARN_FROM_HISTORY)
-def test_one_pass_gives_every_event_what_it_has_alone_after_what_is_strictly_earlier(name, times, catalogue, batch):
+def test_one_pass_gives_every_event_what_it_has_alone_after_what_is_strictly_earlier(
+    name, times, catalogue, batch
+):
     """A slow loop over the events, each a candidate after its own context; of events of one time in any order."""
     model = make(name, catalogue)
-    row = {key: tensor[:1] for key, tensor in batch.items()} | {"time": torch.tensor([TIES[times]])}
+    row = {key: tensor[:1] for key, tensor in batch.items()} | {
+        "time": torch.tensor([TIES[times]])
+    }
     in_context, _ = predictions(model, row)
     for n, time in enumerate(TIES[times]):
         before = sum(other < time for other in TIES[times])
-        cut = {key: tensor[:, : max(before, 1)] for key, tensor in row.items() if not key.startswith("candidate")}
+        cut = {
+            key: tensor[:, : max(before, 1)]
+            for key, tensor in row.items()
+            if not key.startswith("candidate")
+        }
         cut["valid"] = cut["valid"] & torch.tensor(before > 0)
         asked = ("item", "time", "feature", "viewer", "label", "valid")
         cut |= {f"candidate_{key}": row[key][:, n : n + 1] for key in asked}
-        torch.testing.assert_close(predictions(model, cut)[1][0, 0], in_context[0, n], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            predictions(model, cut)[1][0, 0], in_context[0, n], atol=1e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -131,8 +175,14 @@ def test_an_action_moves_no_prediction_of_its_own_time(name, catalogue, batch):
         past, candidates = moved(model, batch, edit(batch, "action", (0, t), 3.0))
         later = [int(number) > t for number in earlier(batch)[0]]
         if name != "genrank":  # whose context holds its labels, and is not learned from
-            assert not any(moved and not may for moved, may in zip(past[0].tolist(), later[:7], strict=True))
-        assert not any(moved and not may for moved, may in zip(candidates[0].tolist(), later[7:], strict=True))
+            assert not any(
+                moved and not may
+                for moved, may in zip(past[0].tolist(), later[:7], strict=True)
+            )
+        assert not any(
+            moved and not may
+            for moved, may in zip(candidates[0].tolist(), later[7:], strict=True)
+        )
         if name not in ("lac", "genrank"):
             assert past[0].tolist() + candidates[0].tolist() == later
 
@@ -141,7 +191,11 @@ def test_an_action_moves_no_prediction_of_its_own_time(name, catalogue, batch):
 def test_the_loss_reaches_every_weight(name, catalogue, batch):
     model = make(name, catalogue).train()
     model(batch)["loss"].backward()
-    unreached = [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()]
+    unreached = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.grad is None or not weight.grad.any()
+    ]
     assert not unreached
 
 
@@ -155,7 +209,9 @@ def test_the_loss_is_of_events_that_do_not_hold_their_label(name, catalogue, bat
         torch.cat([batch[own], batch[f"candidate_{asked}"]], 1)[:, -logits.shape[1] :]
         for own, asked in (("label", "label"), ("learn", "valid"))
     )
-    cost = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="none").sum(2)
+    cost = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, label, reduction="none"
+    ).sum(2)
     assert int(learned.sum()) == (9 if name == "genrank" else 9 + 10)
     found = model(batch)
     torch.testing.assert_close(found["loss"], cost[learned].mean())
@@ -170,7 +226,9 @@ def test_without_lambda_mvp_ignores_actions_until_the_late_fusion(catalogue, bat
     assert all(part[0, 1:].all() for part in moved(late, batch, other))
     width, inputs = late.config.width, []
     late.pool.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    late.head.register_forward_pre_hook(lambda _, given: inputs.append(given[0][..., :width]))
+    late.head.register_forward_pre_hook(
+        lambda _, given: inputs.append(given[0][..., :width])
+    )
     for some in (batch, other):
         predictions(late, some)
     states, head, other_states, other_head = inputs
@@ -182,7 +240,9 @@ def test_without_lambda_mvp_ignores_actions_until_the_late_fusion(catalogue, bat
 def test_lambda_weighs_the_actions_in_the_values_of_mvp(weight, catalogue, batch):
     model = make("attn_mvp", catalogue, action_weight=weight)
     read = []
-    model.transformer[0].attention.register_forward_pre_hook(lambda _, given: read.append(given))
+    model.transformer[0].attention.register_forward_pre_hook(
+        lambda _, given: read.append(given)
+    )
     predictions(model, batch)
     states, values, layout = read[0]
     expected = states[:, : layout.context] + weight * model.actions(batch["action"])
@@ -192,11 +252,17 @@ def test_lambda_weighs_the_actions_in_the_values_of_mvp(weight, catalogue, batch
 def test_actions_of_dhn_read_the_items_of_their_own_layer(catalogue, batch):
     model = make("attn_dhn", catalogue)
     items, read = [], []
-    model.item_blocks[0].register_forward_hook(lambda _, given, made: items.append(made))
-    model.action_blocks[0].attention.register_forward_pre_hook(lambda _, given: read.append(given))
+    model.item_blocks[0].register_forward_hook(
+        lambda _, given, made: items.append(made)
+    )
+    model.action_blocks[0].attention.register_forward_pre_hook(
+        lambda _, given: read.append(given)
+    )
     predictions(model, batch)
     states, values, layout = read[0]
-    torch.testing.assert_close(values, states + items[0][:, : layout.context], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        values, states + items[0][:, : layout.context], rtol=0, atol=1e-6
+    )
 
 
 def test_without_ids_items_of_like_attributes_are_alike(catalogue, batch):
@@ -208,7 +274,9 @@ def test_without_ids_items_of_like_attributes_are_alike(catalogue, batch):
     for other in ("candidate_viewer", "candidate_feature", "candidate_time"):
         batch[other][0, 1] = batch[other][0, 0]
     for item_ids, same in {"learned": False, "hashed": False, "none": True}.items():
-        _, scores = predictions(make("attn_mvp", alike, item_ids=item_ids, id_buckets=20), batch)
+        _, scores = predictions(
+            make("attn_mvp", alike, item_ids=item_ids, id_buckets=20), batch
+        )
         assert torch.allclose(scores[0, 0], scores[0, 1]) == same
     one_bucket = make("attn_mvp", alike, item_ids="hashed", id_buckets=1)
     _, scores = predictions(one_bucket, batch)
@@ -221,8 +289,14 @@ def test_an_item_of_the_request_is_read_as_one_of_the_catalogue(name, catalogue,
     """With its content from the batch and no id; text moves scores."""
     told = replace(catalogue, text=torch.randn(30, 5))
     batch["candidate_item"][0, 0] = batch["item"][0, 2] = 7
-    content = {f"new_{key}": getattr(told, key)[[7]] for key in ("numbers", "categories", "text")}
-    brought = {**edit(edit(batch, "candidate_item", (0, 0), 30), "item", (0, 2), 30), **content}
+    content = {
+        f"new_{key}": getattr(told, key)[[7]]
+        for key in ("numbers", "categories", "text")
+    }
+    brought = {
+        **edit(edit(batch, "candidate_item", (0, 0), 30), "item", (0, 2), 30),
+        **content,
+    }
     model = make(name, told, item_ids="none")
     assert not any(part.any() for part in moved(model, batch, brought))
     assert moved(model, batch, brought | {"new_text": content["new_text"] + 1})[1][0, 0]
@@ -243,7 +317,9 @@ def test_hashes_spread_items_over_their_buckets(catalogue):
 
 def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
     torch.manual_seed(0)
-    model = fusions.AttnMVP(fusions.AttnMVPConfig(**SMALL, id_dropout=0.5), catalogue).train()
+    model = fusions.AttnMVP(
+        fusions.AttnMVPConfig(**SMALL, id_dropout=0.5), catalogue
+    ).train()
     ids = model.items.tables[0].weight
     assert not ids.any()
     batch["item"] %= 15
@@ -256,7 +332,9 @@ def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
     assert ids[:15].any()
     assert not ids[15:].any()
     parts: list[torch.Tensor] = []
-    model.items.project.register_forward_pre_hook(lambda _, given: parts.append(given[0]))
+    model.items.project.register_forward_pre_hook(
+        lambda _, given: parts.append(given[0])
+    )
     item = torch.full((2000,), int(ids.abs().sum(1).argmax()))
     model.items(item)
     dropped = (parts[0][:, : SMALL["width"]] == 0).all(1).double().mean()
@@ -273,23 +351,41 @@ def test_a_model_starts_by_predicting_the_rates_of_training(name, catalogue, bat
     model = kind(config(), replace(catalogue, train_rates=(0.3, 0.01, 0.5))).eval()
     rates = torch.tensor(model.train_rates).expand(9, 3)
     with torch.no_grad():
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model.score(batch), rates, reduction="none").mean(0)
-    entropy = torch.nn.functional.binary_cross_entropy(rates, rates, reduction="none").mean(0)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            model.score(batch), rates, reduction="none"
+        ).mean(0)
+    entropy = torch.nn.functional.binary_cross_entropy(
+        rates, rates, reduction="none"
+    ).mean(0)
     torch.testing.assert_close(loss / entropy, torch.ones(3), rtol=0, atol=0.03)
-    of_one_class = kind(config(**SMALL), replace(catalogue, train_rates=(0.0, 1.0, 0.5)))
-    assert of_one_class.head.bias.tolist() == pytest.approx([-9.21024, 9.21024, 0.0], abs=1e-3)
+    of_one_class = kind(
+        config(**SMALL), replace(catalogue, train_rates=(0.0, 1.0, 0.5))
+    )
+    assert of_one_class.head.bias.tolist() == pytest.approx(
+        [-9.21024, 9.21024, 0.0], abs=1e-3
+    )
 
 
 def test_only_the_fusion_differs_in_size(catalogue):
     counts = {name: make(name, catalogue).parameter_counts() for name in VARIANTS}
     for part in ("items", "actions"):
         assert len({count[part] for count in counts.values()}) == 1
-    blocks = [count["transformer"] for name, count in counts.items() if name != "attn_dhn"]
+    blocks = [
+        count["transformer"] for name, count in counts.items() if name != "attn_dhn"
+    ]
     assert len(set(blocks)) == 1
-    assert counts["attn_dhn"]["item_blocks"] == counts["attn_dhn"]["action_blocks"] == blocks[0]
+    assert (
+        counts["attn_dhn"]["item_blocks"]
+        == counts["attn_dhn"]["action_blocks"]
+        == blocks[0]
+    )
     assert counts["attn_lfa"] == counts["attn_mvp"]
     assert counts["interleaved"] == counts["attn_mvp_no_lfa"]
-    assert counts["lac"]["total"] == counts["genrank"]["total"] == counts["interleaved"]["total"] + SMALL["width"]
+    assert (
+        counts["lac"]["total"]
+        == counts["genrank"]["total"]
+        == counts["interleaved"]["total"] + SMALL["width"]
+    )
     assert all(count["total"] == sum(count.values()) / 2 for count in counts.values())
 
 
@@ -301,7 +397,10 @@ def test_only_the_fusion_differs_in_size(catalogue):
         ({"id_dropout": -0.1}, "id_dropout -0.1 is not in"),
         ({"item_ids": "none "}, "item_ids is 'none ', it must be"),
         ({"action_weight": -1}, "action_weight is -1"),
-        ({"width": 18, "num_heads": 6}, "width 18 is not a multiple of twice num_heads 6"),
+        (
+            {"width": 18, "num_heads": 6},
+            "width 18 is not a multiple of twice num_heads 6",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused(changes, said):
@@ -310,35 +409,54 @@ def test_impossible_sizes_are_refused(changes, said):
 
 
 @pytest.mark.parametrize("name", ["attn_mvp", "genrank"])
-def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(name, catalogue, batch):
+def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(
+    name, catalogue, batch
+):
     rate = 0.3
     model, whole = make(name, catalogue, negative_rate=rate), make(name, catalogue)
-    with torch.no_grad():  # the same weights but for the bias, which begins at the rates
+    with (
+        torch.no_grad()
+    ):  # the same weights but for the bias, which begins at the rates
         bias = model.head.bias - whole.head.bias
         torch.testing.assert_close(bias, torch.full_like(bias, -math.log(rate)))
         state = torch.get_rng_state()
-        torch.testing.assert_close(model.score(batch), whole.score(batch), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model.score(batch), whole.score(batch), rtol=1e-5, atol=1e-5
+        )
         found = metrics.means(metrics.measure(model, batch))
-        assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn in evaluation
+        assert torch.equal(
+            torch.get_rng_state(), state
+        )  # nothing is drawn in evaluation
         logits = model.logits(batch, history=model.history_targets)
         label, learned = batch["candidate_label"], batch["candidate_valid"]
         raw = logits[:, -3:][learned]
         torch.testing.assert_close(model.score(batch), raw + math.log(rate))
         for place, task in enumerate(model.labels):
             expected = raw[:, place].sigmoid().sum() / label[learned][:, place].sum()
-            assert found[f"{task}/calibration_uncorrected"] == pytest.approx(float(expected), rel=1e-5)
-            assert found[f"{task}/calibration"] < found[f"{task}/calibration_uncorrected"]
+            assert found[f"{task}/calibration_uncorrected"] == pytest.approx(
+                float(expected), rel=1e-5
+            )
+            assert (
+                found[f"{task}/calibration"] < found[f"{task}/calibration_uncorrected"]
+            )
         if model.history_targets:
-            label, learned = torch.cat([batch["label"], label], 1), torch.cat([batch["learn"], learned], 1)
+            label, learned = (
+                torch.cat([batch["label"], label], 1),
+                torch.cat([batch["learn"], learned], 1),
+            )
         logits, label = logits[learned].double(), label[learned]
 
-        cost = [0.0] * len(model.labels)  # of all events, negatives by their share, and a loop over the events drawn
+        cost = [0.0] * len(
+            model.labels
+        )  # of all events, negatives by their share, and a loop over the events drawn
         torch.manual_seed(3)
         kept = (torch.rand(learned.numel(), 1)[:, 0] < rate)[learned.flatten()]
         for place in range(len(model.labels)):
             terms = [
                 -math.log(float(torch.sigmoid(logit if positive else -logit)))
-                for logit, positive, drawn in zip(logits[:, place], label[:, place], kept, strict=True)
+                for logit, positive, drawn in zip(
+                    logits[:, place], label[:, place], kept, strict=True
+                )
                 if positive or drawn
             ]
             cost[place] = sum(terms) / len(terms)

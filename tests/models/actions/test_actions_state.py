@@ -14,15 +14,28 @@ LONGEST = 7
 
 def part(batch: dict, begin: int, end: int) -> dict[str, torch.Tensor]:
     """Events `begin` to `end` of every user's context, and all candidates."""
-    return {key: value if key.startswith("candidate") else value[:, begin:end] for key, value in batch.items()}
+    return {
+        key: value if key.startswith("candidate") else value[:, begin:end]
+        for key, value in batch.items()
+    }
 
 
 def latest(model: ActionsModel, batch: dict, count: torch.Tensor) -> torch.Tensor:
     """Logits of the pass over the `count` (B,) latest events of every user."""
-    place = batch["valid"].sum(1)[:, None] - count[:, None] + torch.arange(max(1, int(count.max())))
-    rows, kept = torch.arange(len(count))[:, None], place < batch["valid"].sum(1)[:, None]
+    place = (
+        batch["valid"].sum(1)[:, None]
+        - count[:, None]
+        + torch.arange(max(1, int(count.max())))
+    )
+    rows, kept = (
+        torch.arange(len(count))[:, None],
+        place < batch["valid"].sum(1)[:, None],
+    )
     place = place.clamp(max=batch["item"].shape[1] - 1)
-    some = {key: value if key.startswith("candidate") else value[rows, place] for key, value in batch.items()}
+    some = {
+        key: value if key.startswith("candidate") else value[rows, place]
+        for key, value in batch.items()
+    }
     with torch.no_grad():
         return model.score(some | {"valid": kept})
 
@@ -38,8 +51,14 @@ def test_a_state_scores_as_one_pass(name, tied, steps, catalogue, batch):
     for size in steps:
         model.append(state, part(batch, begin, begin + size))
         begin += size
-        expected = latest(model, batch | {"valid": batch["valid"] & (torch.arange(7) < begin)}, state.count)
-        torch.testing.assert_close(model.score_state(state, batch), expected, rtol=1e-5, atol=1e-5)
+        expected = latest(
+            model,
+            batch | {"valid": batch["valid"] & (torch.arange(7) < begin)},
+            state.count,
+        )
+        torch.testing.assert_close(
+            model.score_state(state, batch), expected, rtol=1e-5, atol=1e-5
+        )
     assert state.count.tolist() == [7, 3, 1, 0]
 
 
@@ -52,7 +71,10 @@ def test_a_state_slides_past_the_longest_history(name, catalogue, batch):
         assert int(state.count[0]) == count
         seen = batch | {"valid": batch["valid"] & (torch.arange(7) < end)}
         torch.testing.assert_close(
-            model.score_state(state, batch), latest(model, seen, state.count), rtol=1e-5, atol=1e-5
+            model.score_state(state, batch),
+            latest(model, seen, state.count),
+            rtol=1e-5,
+            atol=1e-5,
         )
     assert state.count.tolist() == [3, 3, 1, 0]
 

@@ -21,13 +21,25 @@ from models.tables import UserError
 from tests.actions_tables import TASKS, user, write_actions, write_rows
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs/actions"
-SMALL = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 24, "expert_width": 16, "tower_width": 8, "dropout": 0.0}
-FIT = FitConfig(lr=0.01, weight_decay=0.0, batch_size=16, max_epochs=2, metric="mean/rig")
+SMALL = {
+    "width": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "ffn": 24,
+    "expert_width": 16,
+    "tower_width": 8,
+    "dropout": 0.0,
+}
+FIT = FitConfig(
+    lr=0.01, weight_decay=0.0, batch_size=16, max_epochs=2, metric="mean/rig"
+)
 
 
 def train(tables: str, name: str, config: FitConfig = FIT, **changes) -> tuple:
     setup = set_up({"name": name, **SMALL, **changes}, config, Inputs(tables))
-    return setup, list(fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means))
+    return setup, list(
+        fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +47,38 @@ def tables(tmp_path_factory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"))
 
 
-@pytest.mark.parametrize("name", ["attn_mvp", "genrank"])  # learned from context and candidates, and from these alone
+@pytest.mark.parametrize(
+    "name", ["attn_mvp", "genrank"]
+)  # learned from context and candidates, and from these alone
 def test_a_model_trains_and_its_checkpoint_scores_alike(name, tables, tmp_path):
     setup, events = train(tables, name)
     last = events[-1]
     assert isinstance(last, EpochEvent)
-    assert last.metrics["mean/rig"] == pytest.approx(1 - last.metrics["mean/normalised_entropy"])
-    assert last.metrics["eval_loss"] == pytest.approx(sum(last.metrics[f"{task}/log_loss"] for task in TASKS))
-    assert {f"{task}/{kind}" for task in TASKS for kind in ("normalised_entropy_train", "gauc", "calibration")} <= set(
-        last.metrics
+    assert last.metrics["mean/rig"] == pytest.approx(
+        1 - last.metrics["mean/normalised_entropy"]
     )
+    assert last.metrics["eval_loss"] == pytest.approx(
+        sum(last.metrics[f"{task}/log_loss"] for task in TASKS)
+    )
+    assert {
+        f"{task}/{kind}"
+        for task in TASKS
+        for kind in ("normalised_entropy_train", "gauc", "calibration")
+    } <= set(last.metrics)
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=2))
     entry = registry.find(name)
-    loaded, about = registry.load(tmp_path / "best", load_catalogue(name, Inputs(tables)), name)
+    loaded, about = registry.load(
+        tmp_path / "best", load_catalogue(name, Inputs(tables)), name
+    )
     assert about.hashes.keys() == {"sequences", "items"}
     found = [
-        score(model, entry.measured.measure, setup.val, batch_size=9, device=torch.device("cpu"))[0]
+        score(
+            model,
+            entry.measured.measure,
+            setup.val,
+            batch_size=9,
+            device=torch.device("cpu"),
+        )[0]
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()
@@ -60,15 +88,23 @@ def test_a_model_trains_and_its_checkpoint_scores_alike(name, tables, tmp_path):
 
 def test_a_split_without_events_is_an_error_before_or_in_training(tmp_path):
     rng = np.random.default_rng(0)
-    rows = [user(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], (9, 9), rng) for n in range(4)]
+    rows = [
+        user(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], (9, 9), rng)
+        for n in range(4)
+    ]
     with pytest.raises(UserError, match="the validation split has no request"):
         train(write_rows(tmp_path / "late", rows, 3), "attn_lfa")
-    rows = [user(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], (0, 2), rng) for n in range(4)]
+    rows = [
+        user(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], (0, 2), rng)
+        for n in range(4)
+    ]
     with pytest.raises(UserError, match="has no train request"):
         train(write_rows(tmp_path / "early", rows, 3), "attn_lfa")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_the_configs_are_of_one_size(path):
     change = yaml.safe_load(path.read_text())
     base = yaml.safe_load((CONFIGS.parent / "attn_mvp.yaml").read_text())
@@ -84,26 +120,42 @@ def test_the_configs_are_of_one_size(path):
 
 
 TOY = {
-    "width": 32, "num_layers": 1, "num_heads": 2, "ffn": 64, "experts": 3, "expert_width": 32, "tower_width": 16,
+    "width": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "ffn": 64,
+    "experts": 3,
+    "expert_width": 32,
+    "tower_width": 16,
     "dropout": 0.0,
-}  # fmt: skip
+}
 ITEMS = 12
 KIND = torch.arange(ITEMS) % 2  # cat or dog
-CATALOGUE = ActionsCatalogue(ITEMS, actions=("like", "skip"), labels=("like",), categories=KIND[:, None])
+CATALOGUE = ActionsCatalogue(
+    ITEMS, actions=("like", "skip"), labels=("like",), categories=KIND[:, None]
+)
 
 
-def users(count: int, context: int = 12, candidates: int = 4) -> dict[str, torch.Tensor]:
+def users(
+    count: int, context: int = 12, candidates: int = 4
+) -> dict[str, torch.Tensor]:
     """Half of the items are dogs; half of the users like them, the other half like all others."""
     item = torch.randint(ITEMS, (count, context + candidates))
     liked = (KIND[item] == torch.randint(2, (count, 1))).float()[..., None]
     time = torch.arange(context + candidates).expand(count, -1)
     whole = {
-        "item": item, "time": time, "label": liked, "valid": torch.ones_like(item, dtype=torch.bool),
+        "item": item,
+        "time": time,
+        "label": liked,
+        "valid": torch.ones_like(item, dtype=torch.bool),
         "feature": torch.zeros(*item.shape, 0),
-    }  # fmt: skip
+    }
     batch = {name: value[:, :context] for name, value in whole.items()}
     batch |= {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
-    return batch | {"action": torch.cat([liked, 1 - liked], 2)[:, :context], "learn": batch["valid"]}
+    return batch | {
+        "action": torch.cat([liked, 1 - liked], 2)[:, :context],
+        "learn": batch["valid"],
+    }
 
 
 def learned(model: ActionsModel, steps: int) -> float:
@@ -114,7 +166,9 @@ def learned(model: ActionsModel, steps: int) -> float:
         model(users(64))["loss"].backward()
         optimizer.step()
     with torch.no_grad():
-        return metrics.means(metrics.measure(model.eval(), users(500)))["like/normalised_entropy"]
+        return metrics.means(metrics.measure(model.eval(), users(500)))[
+            "like/normalised_entropy"
+        ]
 
 
 @pytest.mark.long
@@ -134,5 +188,7 @@ def test_models_of_actions_tell_the_users_apart(kind, config):
 @pytest.mark.long
 def test_a_model_without_actions_cannot():
     torch.manual_seed(0)
-    blind = AttnMVP(AttnMVPConfig(late_fusion=False, **TOY, action_weight=0.0), CATALOGUE)
+    blind = AttnMVP(
+        AttnMVPConfig(late_fusion=False, **TOY, action_weight=0.0), CATALOGUE
+    )
     assert 0.98 < learned(blind, 150) < 1.1

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from models.layers.causal_attention import CausalAttention, Layout, rotary, rotate, shifted_attention
+from models.layers.causal_attention import (
+    CausalAttention,
+    Layout,
+    rotary,
+    rotate,
+    shifted_attention,
+)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
@@ -16,12 +22,17 @@ def test_the_shift_equals_an_explicit_mask(length):
     q, k, v = torch.randn(3, 2, 3, length, 4, requires_grad=True).unbind()
     got = shifted_attention(q, k, v)
     mask = torch.ones(length, length, dtype=torch.bool).tril(-1)
-    mask[0, 0] = True  # softmax over nothing is not a number; the row is put to zero below
+    mask[0, 0] = (
+        True  # softmax over nothing is not a number; the row is put to zero below
+    )
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     expected = expected * (torch.arange(length) > 0)[:, None]
     torch.testing.assert_close(got, expected)
     assert not got[:, :, 0].any()
-    for left, right in zip(  # of a single position too: DDP counts the weights that have a gradient
+    for (
+        left,
+        right,
+    ) in zip(  # of a single position too: DDP counts the weights that have a gradient
         torch.autograd.grad(got.square().sum(), (q, k, v), retain_graph=True),
         torch.autograd.grad(expected.square().sum(), (q, k, v)),
         strict=True,
@@ -34,19 +45,26 @@ def test_the_shift_equals_an_explicit_mask(length):
 def test_every_position_reads_what_it_may(strict, tied):
     torch.manual_seed(0)
     attention, context = CausalAttention(8, 2, strict=strict), 5
-    states, values = torch.randn(2, 2, 8, 8).unbind()  # 5 context positions, 3 candidates
+    states, values = torch.randn(
+        2, 2, 8, 8
+    ).unbind()  # 5 context positions, 3 candidates
     past = [[0, 1, 1, 1, 4], [0, 1, 2, 3, 3]] if tied else [[0, 1, 2, 3, 4]] * 2
     earlier = torch.cat([torch.tensor(past), torch.tensor([[5, 2, 0], [1, 4, 4]])], 1)
     layout = Layout.of(earlier, context, 4, tied=tied)
     got = attention(states, values, layout)
-    q, k = (rotate(attention.split(part(states)), layout.rope) for part in (attention.q, attention.k))
+    q, k = (
+        rotate(attention.split(part(states)), layout.rope)
+        for part in (attention.q, attention.k)
+    )
     v = attention.split(attention.v(values))
     for row in range(2):
         for i in range(8):
             read = list(range(earlier[row, i])) + ([] if strict else [i])
             mixed = torch.zeros(2, 4)
             if read:
-                weights = (torch.einsum("hd,hjd->hj", q[row, :, i], k[row][:, read]) / 2).softmax(1)
+                weights = (
+                    torch.einsum("hd,hjd->hj", q[row, :, i], k[row][:, read]) / 2
+                ).softmax(1)
                 mixed = torch.einsum("hj,hjd->hd", weights, v[row][:, read])
             torch.testing.assert_close(got[row, i], attention.o(mixed.flatten()))
 
@@ -83,6 +101,10 @@ def test_every_pair_turns_by_its_angle():
         for row, p in enumerate(position[0].tolist()):
             for j in range(3):
                 angle = p * 10_000 ** (-2 * j / 6)
-                pair = complex(x[0, head, row, j], x[0, head, row, j + 3]) * complex(math.cos(angle), math.sin(angle))
+                pair = complex(x[0, head, row, j], x[0, head, row, j + 3]) * complex(
+                    math.cos(angle), math.sin(angle)
+                )
                 assert got[0, head, row, j].item() == pytest.approx(pair.real, abs=1e-5)
-                assert got[0, head, row, j + 3].item() == pytest.approx(pair.imag, abs=1e-5)
+                assert got[0, head, row, j + 3].item() == pytest.approx(
+                    pair.imag, abs=1e-5
+                )

@@ -17,7 +17,12 @@ EXACT = {"rtol": 0.0, "atol": 1e-10}
 
 
 def by_loop(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, memory: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    memory: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, head by head and position by position."""
     rows, heads, length, width = v.shape
@@ -30,14 +35,20 @@ def by_loop(
             for t in range(length):
                 key = k[b, shared, t]
                 s = log_decay[b, h, t].exp() * s
-                u = v[b, h, t] if beta is None else beta[b, h, t] * (v[b, h, t] - s.T @ key)
+                u = (
+                    v[b, h, t]
+                    if beta is None
+                    else beta[b, h, t] * (v[b, h, t] - s.T @ key)
+                )
                 s = s + torch.outer(key, u)
                 out[b, h, t] = s.T @ q[b, shared, t]
             after[b, h] = s
     return out, after
 
 
-def inputs(length: int, delta: bool, shared: bool, seed: int = 0) -> list[Tensor | None]:
+def inputs(
+    length: int, delta: bool, shared: bool, seed: int = 0
+) -> list[Tensor | None]:
     """q, k, v, log_decay, beta, memory of 2 rows and 3 heads; keys of length 1, as the delta rule is stable for."""
     torch.manual_seed(seed)
     groups = 1 if shared else 3
@@ -45,13 +56,25 @@ def inputs(length: int, delta: bool, shared: bool, seed: int = 0) -> list[Tensor
     v = torch.randn(2, 3, length, 5, dtype=torch.double)
     log_decay = -torch.rand(2, 3, length, dtype=torch.double).mul(3).exp().sub(1)
     beta = torch.rand(2, 3, length, dtype=torch.double) if delta else None
-    return [q, k / k.norm(dim=-1, keepdim=True), v, log_decay, beta, torch.randn(2, 3, 4, 5, dtype=torch.double)]
+    return [
+        q,
+        k / k.norm(dim=-1, keepdim=True),
+        v,
+        log_decay,
+        beta,
+        torch.randn(2, 3, 4, 5, dtype=torch.double),
+    ]
 
 
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @settings(max_examples=15)
-@given(length=st.integers(1, 13), chunk=st.integers(1, 14), seed=st.integers(0, 99), remembers=st.booleans())
+@given(
+    length=st.integers(1, 13),
+    chunk=st.integers(1, 14),
+    seed=st.integers(0, 99),
+    remembers=st.booleans(),
+)
 def test_chunks_and_steps_are_the_loop(
     delta: bool, shared: bool, length: int, chunk: int, seed: int, remembers: bool
 ) -> None:
@@ -65,7 +88,9 @@ def test_chunks_and_steps_are_the_loop(
     for t in range(length):
         newest = None if beta is None else beta[..., t]
         given_t = q[:, :, t], k[:, :, t], v[:, :, t], log_decay[..., t], newest, state
-        torch.testing.assert_close(gated_step(*given_t, keep=False), expected[:, :, t], **EXACT)  # nothing is written
+        torch.testing.assert_close(
+            gated_step(*given_t, keep=False), expected[:, :, t], **EXACT
+        )  # nothing is written
         torch.testing.assert_close(gated_step(*given_t), expected[:, :, t], **EXACT)
     torch.testing.assert_close(state, after, **EXACT)
 
@@ -74,7 +99,10 @@ def test_chunks_and_steps_are_the_loop(
 def test_gradients_are_those_of_the_loop(delta: bool) -> None:
     found = []
     for run in (by_loop, lambda *given: gated_recurrence(*given, chunk=4)):
-        given = [None if x is None else x.clone().requires_grad_() for x in inputs(11, delta, shared=not delta)]
+        given = [
+            None if x is None else x.clone().requires_grad_()
+            for x in inputs(11, delta, shared=not delta)
+        ]
         out, memory = run(*given)
         loss = (out * torch.arange(5)).sum() + memory.square().sum()
         found.append(torch.autograd.grad(loss, [x for x in given if x is not None]))
@@ -86,11 +114,18 @@ def test_gradients_are_those_of_the_loop(delta: bool) -> None:
 def test_fast_forgetting_over_long_rows_stays_finite(delta: bool) -> None:
     torch.manual_seed(0)
     q, k = torch.nn.functional.normalize(torch.randn(2, 1, 2, 500, 8), dim=-1)
-    v, log_decay = torch.randn(1, 2, 500, 6).requires_grad_(), torch.full((1, 2, 500), -60.0, requires_grad=True)
-    out, memory = gated_recurrence(q, k, v, log_decay, torch.ones(1, 2, 500) if delta else None)
+    v, log_decay = (
+        torch.randn(1, 2, 500, 6).requires_grad_(),
+        torch.full((1, 2, 500), -60.0, requires_grad=True),
+    )
+    out, memory = gated_recurrence(
+        q, k, v, log_decay, torch.ones(1, 2, 500) if delta else None
+    )
     (out.sum() + memory.sum()).backward()
     assert all(bool(x.isfinite().all()) for x in (out, memory, v.grad, log_decay.grad))
-    torch.testing.assert_close(out, (q * k).sum(-1, keepdim=True) * v)  # each position alone
+    torch.testing.assert_close(
+        out, (q * k).sum(-1, keepdim=True) * v
+    )  # each position alone
 
 
 def test_digits_are_kept_after_fast_forgetting() -> None:
@@ -99,12 +134,17 @@ def test_digits_are_kept_after_fast_forgetting() -> None:
     log_decay[..., :20] = -2000 - torch.rand(2, 3, 20, dtype=torch.double)
     log_decay[..., 20:] = -0.1 * torch.rand(2, 3, 20, dtype=torch.double)
     exact, _ = gated_recurrence(q, k, v, log_decay, beta, chunk=40)
-    found, _ = gated_recurrence(*(x.float() for x in (q, k, v, log_decay, beta)), chunk=40)
+    found, _ = gated_recurrence(
+        *(x.float() for x in (q, k, v, log_decay, beta)), chunk=40
+    )
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_decay_but_for_those_of_time_and_of_the_skip() -> None:
-    for mixer, spared in ((Mamba2(8, 4, 4, 2, 4, 8), 3), (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2)):
+    for mixer, spared in (
+        (Mamba2(8, 4, 4, 2, 4, 8), 3),
+        (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2),
+    ):
         names = {id(p): name for name, p in mixer.named_parameters()}
         groups = grouped(mixer, {})
         found = [names[id(p)] for p in groups[1.0, False]]
@@ -118,7 +158,10 @@ def test_weights_decay_but_for_those_of_time_and_of_the_skip() -> None:
 
 def mixers() -> dict[str, RecurrentMixer]:
     torch.manual_seed(0)
-    made = {"gdn": GatedDeltaNet(6, 2, 4, 2, 4, chunk=3), "mamba2": Mamba2(6, 4, 5, 2, 4, chunk=3)}
+    made = {
+        "gdn": GatedDeltaNet(6, 2, 4, 2, 4, chunk=3),
+        "mamba2": Mamba2(6, 4, 5, 2, 4, chunk=3),
+    }
     return {name: mixer.double() for name, mixer in made.items()}
 
 
@@ -146,16 +189,25 @@ def test_a_mixer_passes_over_padding(name: str) -> None:
         out, state = mixer(x, real)
         for row, length in enumerate((2, 5)):
             expected, alone = mixer(x[row : row + 1, 7 - length :])
-            torch.testing.assert_close(out[row : row + 1, 7 - length :], expected, **EXACT)
-            torch.testing.assert_close(state.memory[row : row + 1], alone.memory, **EXACT)
+            torch.testing.assert_close(
+                out[row : row + 1, 7 - length :], expected, **EXACT
+            )
+            torch.testing.assert_close(
+                state.memory[row : row + 1], alone.memory, **EXACT
+            )
             if length > 3:
-                torch.testing.assert_close(state.window[row : row + 1], alone.window, **EXACT)
+                torch.testing.assert_close(
+                    state.window[row : row + 1], alone.window, **EXACT
+                )
 
 
 def test_gated_deltanet_is_its_equations() -> None:
     """One position after one other, head by head, from the weights."""
     mixer, x = mixers()["gdn"], torch.randn(2, 6, dtype=torch.double)
-    silu, unit = torch.nn.functional.silu, lambda y: y / (y.square().sum() + 1e-6).sqrt()
+    silu, unit = (
+        torch.nn.functional.silu,
+        lambda y: y / (y.square().sum() + 1e-6).sqrt(),
+    )
     with torch.no_grad():
         found = mixer(x[None])[0][0, 1]
         given = x @ mixer.qkv.weight.T
@@ -169,11 +221,12 @@ def test_gated_deltanet_is_its_equations() -> None:
                 v = mixed[t][16 + 8 * h : 24 + 8 * h]
                 rates = mixer.rates.weight @ x[t]
                 decay = torch.exp(
-                    -mixer.log_rate[h].exp() * torch.nn.functional.softplus(rates[h] + mixer.step_bias[h])
+                    -mixer.log_rate[h].exp()
+                    * torch.nn.functional.softplus(rates[h] + mixer.step_bias[h])
                 )
-                s = decay * (s - rates[2 + h].sigmoid() * torch.outer(k, s.T @ k)) + rates[2 + h].sigmoid() * (
-                    torch.outer(k, v)
-                )
+                s = decay * (
+                    s - rates[2 + h].sigmoid() * torch.outer(k, s.T @ k)
+                ) + rates[2 + h].sigmoid() * (torch.outer(k, v))
             o = s.T @ q / 4**0.5
             outs.append(o / (o.square().mean() + 1e-6).sqrt() * mixer.norm.weight)
         expected = mixer.out.weight @ (torch.cat(outs) * silu(mixer.gate.weight @ x[1]))
@@ -188,20 +241,29 @@ def test_mamba2_is_its_equations() -> None:
         found = mixer(x[None])[0][0, 1]
         given = x @ mixer.enter.weight.T  # 12 of x, 5 of B, 5 of C, 3 step sizes
         w, bias = mixer.conv.weight, mixer.conv.bias
-        mixed = [silu(w[3] * given[0, :22] + bias), silu(w[2] * given[0, :22] + w[3] * given[1, :22] + bias)]
+        mixed = [
+            silu(w[3] * given[0, :22] + bias),
+            silu(w[2] * given[0, :22] + w[3] * given[1, :22] + bias),
+        ]
         ys = []
         for h in range(3):
             s = torch.zeros(4, 5, dtype=torch.double)
             for t in range(2):
                 step = softplus(given[t, 22 + h] + mixer.step_bias[h])
                 part = mixed[t][4 * h : 4 * h + 4]
-                s = torch.exp(-mixer.log_rate[h].exp() * step) * s + step * torch.outer(part, mixed[t][12:17])
+                s = torch.exp(-mixer.log_rate[h].exp() * step) * s + step * torch.outer(
+                    part, mixed[t][12:17]
+                )
             ys.append(s @ mixed[1][17:] + mixer.skip[h] * part)
         y = torch.cat(ys) * silu(mixer.gate.weight @ x[1])
-        expected = mixer.out.weight @ (y / (y.square().mean() + 1e-5).sqrt() * mixer.norm.weight)
+        expected = mixer.out.weight @ (
+            y / (y.square().mean() + 1e-5).sqrt() * mixer.norm.weight
+        )
     torch.testing.assert_close(found, expected, **EXACT)
 
 
 def test_heads_that_do_not_fill_the_width_are_refused() -> None:
-    with pytest.raises(ValueError, match="head_width 5 does not divide the inner width 12"):
+    with pytest.raises(
+        ValueError, match="head_width 5 does not divide the inner width 12"
+    ):
         Mamba2(6, 5, 4, 2, 4, chunk=8)

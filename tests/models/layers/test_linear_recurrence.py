@@ -7,12 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.layers.linear_recurrence import Decay, linear_recurrence, recurrent_step, scan
+from models.layers.linear_recurrence import (
+    Decay,
+    linear_recurrence,
+    recurrent_step,
+    scan,
+)
 
 DECAYS = torch.tensor([0.5, 0.9, 0.99, 0.999, 0.9999])
 
 
-def step_by_step(x: torch.Tensor, decay: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+def step_by_step(
+    x: torch.Tensor, decay: torch.Tensor, state: torch.Tensor | None = None
+) -> torch.Tensor:
     """The definition, in the dtype given."""
     h, out = torch.zeros_like(x[:, 0]) if state is None else state, []
     for t in range(x.shape[1]):
@@ -42,7 +49,9 @@ def test_parallel_and_recurrent_form_agree_forward_and_backward(length):
         h = run(a, decay)
         (h * weight.to(dtype)).sum().backward()
         found[name] = [v.detach().double() for v in (h, a.grad, decay.grad)]
-    for got, step, exact in zip(found["parallel"], found["recurrent"], found["exact"], strict=True):
+    for got, step, exact in zip(
+        found["parallel"], found["recurrent"], found["exact"], strict=True
+    ):
         assert close(got, step, 1e-5)
         assert close(got, exact, 1e-5)
 
@@ -51,8 +60,12 @@ def test_the_state_is_one_vector_that_goes_on_where_the_parallel_form_ended():
     x, decay = torch.randn(3, 50, 5), DECAYS
     whole = linear_recurrence(x, decay)
     first = linear_recurrence(x[:, :31], decay)
-    assert torch.allclose(linear_recurrence(x[:, 31:], decay, first[:, -1]), whole[:, 31:], atol=1e-5)
-    assert torch.allclose(recurrent_step(first[:, -1], x[:, 31], decay), whole[:, 31], atol=1e-5)
+    assert torch.allclose(
+        linear_recurrence(x[:, 31:], decay, first[:, -1]), whole[:, 31:], atol=1e-5
+    )
+    assert torch.allclose(
+        recurrent_step(first[:, -1], x[:, 31], decay), whole[:, 31], atol=1e-5
+    )
     state = torch.randn(3, 5, requires_grad=True)
     linear_recurrence(x, decay, state)[:, -1].sum().backward()
     assert torch.allclose(state.grad, (decay**50).expand(3, 5), rtol=1e-4)
@@ -67,12 +80,20 @@ def test_bf16_values_are_summed_in_fp32():
     assert close(h.double(), exact, 2**-8)
     h.float().sum().backward()
     assert x.grad.dtype == torch.bfloat16
-    ones = step_by_step(torch.ones(2, 4000, 5, dtype=torch.float64), DECAYS.double()).flip(1)
+    ones = step_by_step(
+        torch.ones(2, 4000, 5, dtype=torch.float64), DECAYS.double()
+    ).flip(1)
     assert close(x.grad.double(), ones, 2**-8)
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 3), st.integers(1, 70), st.integers(1, 4), st.booleans(), st.integers(0, 1000))
+@given(
+    st.integers(0, 3),
+    st.integers(1, 70),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(0, 1000),
+)
 def test_any_shape_and_both_directions(batch, length, width, reverse, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, width, generator=generator)

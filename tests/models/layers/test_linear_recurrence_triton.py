@@ -50,12 +50,17 @@ def test_one_pass_is_the_parallel_form_forward_and_backward(device: str) -> None
         pytest.skip("no GPU")
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     ran = subprocess.run(
-        [sys.executable, "-c", COMPARE, device], capture_output=True, text=True, env=environment,
+        [sys.executable, "-c", COMPARE, device],
+        capture_output=True,
+        text=True,
+        env=environment,
         cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    )
     assert ran.stdout.strip() == "alike", ran.stderr[-2000:]
 
 
 def test_a_cpu_takes_the_pytorch_form() -> None:
     k, v, decay = torch.randn(2, 9, 4), torch.randn(2, 9, 4), torch.full((4,), 0.9)
-    assert torch.equal(key_value_recurrence(k, v, decay), linear_recurrence(k * v, decay))
+    assert torch.equal(
+        key_value_recurrence(k, v, decay), linear_recurrence(k * v, decay)
+    )

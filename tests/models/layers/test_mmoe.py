@@ -10,7 +10,9 @@ from models.layers.mmoe import MMoE
 
 def make(**sizes) -> MMoE:
     torch.manual_seed(0)
-    return MMoE(5, **({"tasks": 3, "experts": 4, "expert_width": 6, "tower_width": 7} | sizes))
+    return MMoE(
+        5, **({"tasks": 3, "experts": 4, "expert_width": 6, "tower_width": 7} | sizes)
+    )
 
 
 @pytest.mark.parametrize("shape", [(5,), (8, 5), (2, 3, 5), (0, 5)])
@@ -24,6 +26,9 @@ def test_it_equals_a_loop_over_tasks_and_experts():
     experts = (model.experts.weight @ x + model.experts.bias).relu().view(4, 6)
     gates = (model.gates.weight @ x + model.gates.bias).view(3, 4)
     for task, got in enumerate(model(x)):
-        mixed = sum(gate * expert for gate, expert in zip(gates[task].softmax(0), experts, strict=True))
+        mixed = sum(
+            gate * expert
+            for gate, expert in zip(gates[task].softmax(0), experts, strict=True)
+        )
         tower = (model.tower[task].T @ mixed + model.tower_bias[task]).relu()
         torch.testing.assert_close(got, model.out[task] @ tower + model.bias[task])

@@ -28,7 +28,9 @@ SMALL = {"draft_d_ff": 24, "draft_heads": 2, "beam": 6, "draft_beam": 9}
 
 
 def untrained(name: str, **options: Any) -> AtSpeed:
-    config = registry.config_from_dict({"name": name, "teacher_model": TEACHER, **SMALL, **options})
+    config = registry.config_from_dict(
+        {"name": name, "teacher_model": TEACHER, **SMALL, **options}
+    )
     return registry.build(config, catalogue())  # type: ignore[return-value]
 
 
@@ -46,7 +48,9 @@ def student(name: str = "atspeed_s", seed: int = 1, **options: Any) -> AtSpeed:
     return model.eval()
 
 
-def random_tree(rows: int, generator: torch.Generator, widths: tuple[int, ...] = (4, 5, 7)) -> Tree:
+def random_tree(
+    rows: int, generator: torch.Generator, widths: tuple[int, ...] = (4, 5, 7)
+) -> Tree:
     tree, before = Tree(), 1
     for level, width in enumerate(widths):
         shape = (rows, width)
@@ -59,11 +63,17 @@ def random_tree(rows: int, generator: torch.Generator, widths: tuple[int, ...] =
 
 
 @pytest.mark.parametrize("codebook", [False, True])
-def test_a_tree_in_one_pass_is_every_prefix_by_itself(codebook: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_in_one_pass_is_every_prefix_by_itself(
+    codebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     made = teacher(0)
     decoder = T5Decoder(
-        made.tokens, made.backbone.sizes, made.backbone.embedding, codebook_logits=codebook, codebook_scores=codebook
+        made.tokens,
+        made.backbone.sizes,
+        made.backbone.embedding,
+        codebook_logits=codebook,
+        codebook_scores=codebook,
     ).eval()
     generator = torch.Generator().manual_seed(2)
     history = made.encode(requests(5))
@@ -75,17 +85,25 @@ def test_a_tree_in_one_pass_is_every_prefix_by_itself(codebook: bool, monkeypatc
         prefixes: list[list[int]] = [[]]
         for level, log_probs in enumerate(found):
             if level:
-                steps = zip(tree.parents[level - 1][at].tolist(), tree.codes[level - 1][at].tolist(), strict=True)
+                steps = zip(
+                    tree.parents[level - 1][at].tolist(),
+                    tree.codes[level - 1][at].tolist(),
+                    strict=True,
+                )
                 prefixes = [[*prefixes[parent], code] for parent, code in steps]
             for place, prefix in enumerate(prefixes):
                 codes = torch.tensor([[*prefix, *[0] * (4 - len(prefix))]])
                 logits = decoder.teacher_forced(own, codes)[level][0]
                 first = 0 if codebook else FIRST[level]
                 expected = logits.log_softmax(-1)[first : first + SIZES[level]]
-                torch.testing.assert_close(log_probs[at, place], expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    log_probs[at, place], expected, rtol=1e-4, atol=1e-5
+                )
     later = T5Target(decoder, history)(rows, tree, 2)
     monkeypatch.setattr("models.retrieval.decoders.t5.MOST_SCORES", 1)  # user by user
-    for one, whole in zip(T5Target(decoder, history)(rows, tree, 2), later, strict=True):
+    for one, whole in zip(
+        T5Target(decoder, history)(rows, tree, 2), later, strict=True
+    ):
         torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-6)
     assert torch.equal(later[0], found[2])
 
@@ -97,14 +115,25 @@ def test_strict_recommends_what_its_teacher_does(seed: int) -> None:
     if seed % 3 == 0:  # a draft that is often right
         model = student(seed=seed, draft_layers=2, draft_d_ff=32, draft_beam=20)
         model.decoder.load_state_dict(verified_by.decoder.state_dict())
-    for count, k, beam, steps in ((1, 5, 3, 4), (7, 10, 6, 4), (16, 20, 20, 2), (3, 4, 2, 0)):
+    for count, k, beam, steps in (
+        (1, 5, 3, 4),
+        (7, 10, 6, 4),
+        (16, 20, 20, 2),
+        (3, 4, 2, 0),
+    ):
         batch = requests(count, seed=100 * seed + count)
         found = model.speculate(batch, k, beam=beam, draft_steps=steps)
         items, scores = verified_by.recommend(batch, k, beam=beam)
         assert found.items.tolist() == items.tolist()
         torch.testing.assert_close(found.scores, scores, rtol=1e-5, atol=1e-5)
         assert torch.equal(model.recommend(batch, k, beam=beam)[0], items)
-        among = beam_search(verified_by.decoder.scorer(verified_by.encode(batch)), model.trie, k, beam, children=True)
+        among = beam_search(
+            verified_by.decoder.scorer(verified_by.encode(batch)),
+            model.trie,
+            k,
+            beam,
+            children=True,
+        )
         items, scores = model.recommend(batch, k, beam=beam, scores="children")
         assert items.tolist() == among[0].tolist()
         torch.testing.assert_close(scores, among[1], rtol=1e-4, atol=1e-5)
@@ -125,14 +154,19 @@ def test_what_is_relaxed_is_an_item_with_the_score_of_the_teacher() -> None:
     for rule in ("published", "exact"):
         model, batch = student("atspeed_r", rule=rule), requests(8)
         items, scores = model.recommend(batch, 5)
-        again, other = model.recommend(batch, 5)[0], model.recommend(batch, 5, seed=3)[0]
+        again, other = (
+            model.recommend(batch, 5)[0],
+            model.recommend(batch, 5, seed=3)[0],
+        )
         assert torch.equal(items, again)
         assert not torch.equal(items, other)
         every, expected = teacher(1).recommend(batch, 30, beam=1000)
         for row in range(8):
             assert len(set(items[row].tolist())) == 5
             known = dict(zip(every[row].tolist(), expected[row].tolist(), strict=True))
-            assert scores[row].tolist() == pytest.approx([known[item] for item in items[row].tolist()], abs=1e-4)
+            assert scores[row].tolist() == pytest.approx(
+                [known[item] for item in items[row].tolist()], abs=1e-4
+            )
             assert scores[row].tolist() == sorted(scores[row].tolist(), reverse=True)
 
 
@@ -146,7 +180,9 @@ def test_the_losses_written_out(codes: int) -> None:
     torch.manual_seed(0)
     draft, taught = torch.randn(3, codes) * 2, torch.randn(3, codes) * 2
     strict, relaxed = 0.0, 0.0
-    for q, p in zip(map(softmax, draft.tolist()), map(softmax, taught.tolist()), strict=True):
+    for q, p in zip(
+        map(softmax, draft.tolist()), map(softmax, taught.tolist()), strict=True
+    ):
         top = sorted(range(codes), key=lambda code: -q[code])[:TOP]
         kth = sorted(p, reverse=True)[min(TOP, codes) - 1]
         strict += sum(q[i] * math.log(q[i] / p[i]) for i in top)
@@ -167,10 +203,15 @@ def test_the_loss_is_a_share_of_each(name: str, alpha: float, tau: float) -> Non
     history, codes = model.encode(batch), catalogue().sids[batch["target"]]
     align = strict_loss if name == "atspeed_s" else relaxed_loss
     ours = model.decoder.teacher_forced(history, codes)
-    theirs = [x[:, at : at + n] for x, at, n in zip(model.target.teacher_forced(history, codes), FIRST, SIZES,
-                                                    strict=True)]  # fmt: skip
+    theirs = [
+        x[:, at : at + n]
+        for x, at, n in zip(
+            model.target.teacher_forced(history, codes), FIRST, SIZES, strict=True
+        )
+    ]
     total = sum(
-        (1 - alpha) * torch.nn.functional.cross_entropy(a, codes[:, level]) + alpha * align(a / tau, b / tau)
+        (1 - alpha) * torch.nn.functional.cross_entropy(a, codes[:, level])
+        + alpha * align(a / tau, b / tau)
         for level, (a, b) in enumerate(zip(ours, theirs, strict=True))
     )
     loss = model(batch)["loss"]
@@ -178,21 +219,32 @@ def test_the_loss_is_a_share_of_each(name: str, alpha: float, tau: float) -> Non
     loss.backward()
     for key, parameter in model.named_parameters():
         assert parameter.requires_grad == key.startswith("decoder.")
-        assert (parameter.grad is not None and bool(parameter.grad.any())) == parameter.requires_grad, key
+        assert (
+            parameter.grad is not None and bool(parameter.grad.any())
+        ) == parameter.requires_grad, key
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
-def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(name: str, world: World, tmp_path: Path) -> None:
-    setup, events = world.train({"name": name, "teacher": str(world.tiger), **SMALL}, tmp_path, 3)
+def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(
+    name: str, world: World, tmp_path: Path
+) -> None:
+    setup, events = world.train(
+        {"name": name, "teacher": str(world.tiger), **SMALL}, tmp_path, 3
+    )
     batch = setup.val.collate(next(setup.val.batches(40)))
     assert events[-1].loss < 0.9 * events[0].loss
     metrics = events[-1].metrics
     assert 0 < metrics["acceptance"] <= 1
-    assert 1 <= metrics["target_passes"] < 3  # of the three levels of these semantic IDs
+    assert (
+        1 <= metrics["target_passes"] < 3
+    )  # of the three levels of these semantic IDs
     verified_by = registry.load(world.tiger / "best", setup.catalogue)[0]
     kept = verified_by.decoder.state_dict()
-    assert all(torch.equal(value, kept[key]) for key, value in setup.model.target.state_dict().items())
+    assert all(
+        torch.equal(value, kept[key])
+        for key, value in setup.model.target.state_dict().items()
+    )
     if name == "atspeed_s":
         items = setup.model.eval().recommend(batch, 5)[0]
         assert torch.equal(items, verified_by.recommend(batch, 5, beam=6)[0])
@@ -202,22 +254,32 @@ def test_the_numbers_of_steps_are_means_over_requests() -> None:
     model, batch = student(), requests(6)
     found = model.speculate(batch, 20)
     halves = [
-        atspeed.measure(model, {key: value[part] for key, value in batch.items()}) for part in (slice(2), slice(2, 6))
+        atspeed.measure(model, {key: value[part] for key, value in batch.items()})
+        for part in (slice(2), slice(2, 6))
     ]
     means = atspeed.means({key: halves[0][key] + halves[1][key] for key in halves[0]})
     assert set(means) == set(atspeed.names(catalogue()))
     assert means["target_passes"] == pytest.approx(float(found.passes.double().mean()))
-    assert means["acceptance"] == pytest.approx(float(found.accepted.sum() / found.drafted.sum()))
+    assert means["acceptance"] == pytest.approx(
+        float(found.accepted.sum() / found.drafted.sum())
+    )
     undrafted = atspeed.means(atspeed.measure(model, batch, draft_steps=0))
     assert (undrafted["acceptance"], undrafted["target_passes"]) == (0.0, 4.0)
 
 
-def test_what_is_measured_without_known_items_is_what_is_recommended_without_them() -> None:
+def test_what_is_measured_without_known_items_is_what_is_recommended_without_them() -> (
+    None
+):
     model, batch = student(), requests(6)
-    sums = atspeed.measure(model, {**batch, "target": batch["history"][:, 0]}, unseen=True)
+    sums = atspeed.measure(
+        model, {**batch, "target": batch["history"][:, 0]}, unseen=True
+    )
     assert sums["recall@20"] == 0
     items, _ = model.recommend(batch, 20, unseen=True)
-    assert atspeed.measure(model, {**batch, "target": items[:, 2]}, unseen=True)["ndcg@10"] == 6 / 2
+    assert (
+        atspeed.measure(model, {**batch, "target": items[:, 2]}, unseen=True)["ndcg@10"]
+        == 6 / 2
+    )
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -236,6 +298,8 @@ def test_draws_are_spread_evenly() -> None:
     assert drawn.mean().item() == pytest.approx(0.5, abs=0.005)
     assert drawn.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert len(drawn.flatten().unique()) == 100_000
-    by_use: list[Tensor] = [noise.uniform(torch.arange(500).expand(200, -1), use) for use in noise.USES]
+    by_use: list[Tensor] = [
+        noise.uniform(torch.arange(500).expand(200, -1), use) for use in noise.USES
+    ]
     together = torch.corrcoef(torch.stack([x.flatten() for x in by_use]))
     assert (together - torch.eye(len(by_use))).abs().max() < 0.02

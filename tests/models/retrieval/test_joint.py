@@ -21,7 +21,9 @@ NEZHA = {"name": "nezha"}
 
 def untaught(options: dict[str, Any]) -> Joint:
     torch.manual_seed(1)
-    return registry.build(registry.config_from_dict({"teacher_model": TEACHER, **options}), catalogue())  # type: ignore[return-value]
+    return registry.build(
+        registry.config_from_dict({"teacher_model": TEACHER, **options}), catalogue()
+    )  # type: ignore[return-value]
 
 
 def started(options: dict[str, Any]) -> Any:
@@ -35,17 +37,28 @@ def started(options: dict[str, Any]) -> Any:
 def test_the_loss_is_the_mean_cross_entropy_of_the_digits(name: str) -> None:
     model, batch = started({"name": name}), requests(5)
     codes, total = catalogue().sids[batch["target"]], 0.0
-    for level, logits in enumerate(model.decoder.teacher_forced(model.encode(batch), codes)):
+    for level, logits in enumerate(
+        model.decoder.teacher_forced(model.encode(batch), codes)
+    ):
         first = model.tokens.first[level] - model.decoder.span(level)[0]
-        total -= logits.log_softmax(-1)[torch.arange(5), first + codes[:, level]].sum().item()
+        total -= (
+            logits.log_softmax(-1)[torch.arange(5), first + codes[:, level]]
+            .sum()
+            .item()
+        )
     assert model(batch)["loss"].item() == pytest.approx(total / 20, rel=1e-4)
 
 
-def layer_by_loops(backbone: EarnBackbone, index: int, states: dict[int, Tensor]) -> dict[int, Tensor]:
+def layer_by_loops(
+    backbone: EarnBackbone, index: int, states: dict[int, Tensor]
+) -> dict[int, Tensor]:
     """What a block makes of the states (D,) at some positions, each of which attends to all of them."""
     block, first = backbone.encoder.blocks[index], backbone.encoder.blocks[0].attention
     attention, found = block.attention, {}
-    normed = {at: x * (x.square().mean() + 1e-6).rsqrt() * block.norm_of(0).weight for at, x in states.items()}
+    normed = {
+        at: x * (x.square().mean() + 1e-6).rsqrt() * block.norm_of(0).weight
+        for at, x in states.items()
+    }
     for query in states:
         mixed = []
         for head in range(2):
@@ -53,15 +66,22 @@ def layer_by_loops(backbone: EarnBackbone, index: int, states: dict[int, Tensor]
             q = attention.q.weight[part] @ normed[query]
             scores = []
             for key in states:
-                bucket = _bucket(torch.tensor(key - query), backbone.sizes, bidirectional=True)
+                bucket = _bucket(
+                    torch.tensor(key - query), backbone.sizes, bidirectional=True
+                )
                 bias = first.relative_attention_bias.weight[bucket, head]
                 scores.append(q @ (attention.k.weight[part] @ normed[key]) + bias)
             weights = torch.stack(scores).softmax(0)
-            values = torch.stack([attention.v.weight[part] @ normed[key] for key in states])
+            values = torch.stack(
+                [attention.v.weight[part] @ normed[key] for key in states]
+            )
             mixed.append(weights @ values)
         x = states[query] + attention.o.weight @ torch.cat(mixed)
         inner = x * (x.square().mean() + 1e-6).rsqrt() * block.norm_of(-1).weight
-        found[query] = x + block.feedforward.wo.weight @ (block.feedforward.wi.weight @ inner).relu()
+        found[query] = (
+            x
+            + block.feedforward.wo.weight @ (block.feedforward.wi.weight @ inner).relu()
+        )
     return found
 
 
@@ -70,7 +90,9 @@ def layer_by_loops(backbone: EarnBackbone, index: int, states: dict[int, Tensor]
 def test_layers_up_to_k_see_all_and_above_the_registers_alone(layer: int) -> None:
     model, batch = started({"name": "earn", "register_layer": layer}), requests(4)
     backbone = model.backbone
-    torch.nn.init.normal_(backbone.encoder.blocks[0].attention.relative_attention_bias.weight)
+    torch.nn.init.normal_(
+        backbone.encoder.blocks[0].attention.relative_attention_bias.weight
+    )
     history = model.encode(batch)
     assert history.states.shape == (4, 2, 16)
     assert history.lengths.tolist() == [2] * 4
@@ -86,7 +108,10 @@ def test_layers_up_to_k_see_all_and_above_the_registers_alone(layer: int) -> Non
         expected = torch.stack(list(states.values()))
         expected = expected * (expected.square().mean(1, keepdim=True) + 1e-6).rsqrt()
         torch.testing.assert_close(
-            history.states[row], expected * backbone.encoder.final_layer_norm.weight, rtol=1e-4, atol=1e-5
+            history.states[row],
+            expected * backbone.encoder.final_layer_norm.weight,
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 
@@ -104,7 +129,9 @@ def test_states_are_the_root_and_the_placeholders() -> None:
         assert own[-1] == model.tokens.end  # the root's token
         x = torch.cat([backbone.embedding(own), backbone.extra.weight]).unsqueeze(0)
         states = backbone.encoder(x, backbone.encoder.position_bias(x.shape[1]), 0.0)[0]
-        torch.testing.assert_close(history.states[row], states[lengths[row] - 1 :], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            history.states[row], states[lengths[row] - 1 :], rtol=1e-4, atol=1e-5
+        )
 
 
 @torch.no_grad()
@@ -119,8 +146,12 @@ def test_digits_are_read_from_a_root_that_moves_on() -> None:
             head = model.decoder.heads[level]
             expected = head.weight @ (root + own[level]) + head.bias
             assert expected.shape == (SIZES[level],)
-            torch.testing.assert_close(found[level][row], expected, rtol=1e-4, atol=1e-5)
-            chosen = model.backbone.embedding.weight[model.tokens.first[level] + codes[row, level]]
+            torch.testing.assert_close(
+                found[level][row], expected, rtol=1e-4, atol=1e-5
+            )
+            chosen = model.backbone.embedding.weight[
+                model.tokens.first[level] + codes[row, level]
+            ]
             reset_x, update_x, new_x = (cell.weight_ih @ chosen + cell.bias_ih).chunk(3)
             reset_h, update_h, new_h = (cell.weight_hh @ root + cell.bias_hh).chunk(3)
             update = (update_x + update_h).sigmoid()
@@ -136,23 +167,48 @@ class Batches:
         return (requests(16, seed=i) for i in range(skip, 3))
 
 
-def trained(rates: dict[str, float], lr: float, state: Any = None) -> tuple[Any, list[Any]]:
+def trained(
+    rates: dict[str, float], lr: float, state: Any = None
+) -> tuple[Any, list[Any]]:
     model = untaught({**NEZHA, "rates": rates})
-    config = FitConfig(lr=lr, weight_decay=0.0, warmup_steps=0, schedule="constant", max_epochs=2, clip_norm=0)
+    config = FitConfig(
+        lr=lr,
+        weight_decay=0.0,
+        warmup_steps=0,
+        schedule="constant",
+        max_epochs=2,
+        clip_norm=0,
+    )
     factors = lr_multipliers(model.config)
-    events = list(fit(model, Batches(), lambda m: ({"ndcg@10": 1.0}, 1), config, lr_multipliers=factors, state=state))
+    events = list(
+        fit(
+            model,
+            Batches(),
+            lambda m: ({"ndcg@10": 1.0}, 1),
+            config,
+            lr_multipliers=factors,
+            state=state,
+        )
+    )
     return model, [event for event in events if isinstance(event, EpochEvent)]
 
 
 def test_each_part_has_its_learning_rate() -> None:
-    model = untaught({**NEZHA, "rates": {"head": 1, "embedding": 100, "transition": 10}})
+    model = untaught(
+        {**NEZHA, "rates": {"head": 1, "embedding": 100, "transition": 10}}
+    )
     names = {id(p): name for name, p in model.named_parameters()}
     found = grouped(model, lr_multipliers(model.config))
     groups = {factor: {names[id(p)] for p in own} for (factor, _), own in found.items()}
     assert set(groups) == {1.0, 10.0, 100.0}
     assert groups[100.0] == {"backbone.embedding.weight", "backbone.extra.weight"}
-    assert groups[10.0] == {name for name in names.values() if name.startswith("decoder.transition.")}
-    assert {"decoder.heads.0.weight", "backbone.encoder.final_layer_norm.weight"} <= groups[1.0]
+    assert groups[10.0] == {
+        name for name in names.values() if name.startswith("decoder.transition.")
+    }
+    assert {
+        "decoder.heads.0.weight",
+        "backbone.encoder.final_layer_norm.weight",
+    } <= groups[1.0]
     assert sum(map(len, groups.values())) == len(names)
     assert list(grouped(untaught(NEZHA), {})) == [(1.0, True)]
 
@@ -163,7 +219,12 @@ def test_a_factor_on_all_parts_is_another_base_rate() -> None:
     slow, _ = trained({}, 1e-4)
     fast, events = trained({"transition": 10}, 1e-4)
     moved = [
-        (model.state_dict()["decoder.transition.bias_hh"] - before["decoder.transition.bias_hh"]).abs().max()
+        (
+            model.state_dict()["decoder.transition.bias_hh"]
+            - before["decoder.transition.bias_hh"]
+        )
+        .abs()
+        .max()
         for model in (slow, fast)
     ]
     assert 5 < float(moved[1] / moved[0]) < 12
@@ -173,5 +234,8 @@ def test_a_factor_on_all_parts_is_another_base_rate() -> None:
 def test_a_factor_of_no_trained_part_is_refused() -> None:
     model = untaught({**NEZHA, "rates": {"head": 2.0}})
     model.decoder.heads.requires_grad_(False)
-    with pytest.raises(UserError, match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name begins"):
+    with pytest.raises(
+        UserError,
+        match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name begins",
+    ):
         grouped(model, lr_multipliers(model.config))

@@ -24,14 +24,33 @@ from models.retrieval.prompts import FORM, INSTRUCTIONS, TASKS, Words, prompt, t
 from models.setup import set_up
 from models.tables import UserError
 
-SMALL: dict[str, Any] = {"width": 16, "num_layers": 3, "num_heads": 2, "ffn_width": 24, "max_history": 6}
+SMALL: dict[str, Any] = {
+    "width": 16,
+    "num_layers": 3,
+    "num_heads": 2,
+    "ffn_width": 24,
+    "max_history": 6,
+}
 OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 160},
-    "qwen2": {
-        "model_type": "qwen2", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 40,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 160,
     },
-}  # fmt: skip
+    "qwen2": {
+        "model_type": "qwen2",
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
 """Language models of other kinds: learned positions, shared keys, tied output layers."""
 
 
@@ -61,7 +80,11 @@ def plain_tokens(model: LcRec, history: list[int]) -> list[int]:
     given, first = model.config.prompt, model.backbone.vocabulary
     codes = [(first + model.tokens.items[item]).tolist() for item in history]
     between = [token for code in codes for token in (*code, *given["between"])]
-    return [*given["before"], *between[: len(between) - len(given["between"])], *given["after"]]
+    return [
+        *given["before"],
+        *between[: len(between) - len(given["between"])],
+        *given["after"],
+    ]
 
 
 def states(model: LcRec, tokens: list[int]) -> Tensor:
@@ -75,7 +98,9 @@ def states(model: LcRec, tokens: list[int]) -> Tensor:
         ]
     )
     lm: Any = model.backbone.lm
-    return lm.base_model(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0]
+    return lm.base_model(
+        inputs_embeds=embedded[None], use_cache=False
+    ).last_hidden_state[0]
 
 
 def history_of(batch: dict[str, Tensor], row: int) -> list[int]:
@@ -91,7 +116,9 @@ def brute_force(model: LcRec, history: list[int]) -> Tensor:
         given = states(model, before + tokens)[-len(tokens) - 1 : -1]
         total = 0.0
         for level, (state, chosen) in enumerate(zip(given, code.tolist(), strict=True)):
-            total += model.decoder.level_logits(level, state).log_softmax(-1)[chosen].item()
+            total += (
+                model.decoder.level_logits(level, state).log_softmax(-1)[chosen].item()
+            )
         found.append(total)
     return torch.tensor(found)
 
@@ -105,9 +132,13 @@ def test_search_finds_what_whole_passes_over_every_item_find(kind: str) -> None:
     for row in range(4):
         expected = brute_force(model, history_of(batch, row))
         assert sorted(items[row].tolist()) == list(range(ITEMS))
-        torch.testing.assert_close(scores[row], expected[items[row]], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            scores[row], expected[items[row]], rtol=1e-4, atol=1e-4
+        )
         assert (scores[row].diff() <= 1e-5).all()
-        torch.testing.assert_close(narrow_scores[row], expected[narrow[row]], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            narrow_scores[row], expected[narrow[row]], rtol=1e-4, atol=1e-4
+        )
 
 
 @torch.no_grad()
@@ -116,13 +147,19 @@ def test_items_of_one_code_are_ranked() -> None:
     torch.manual_seed(0)
     model = LcRec(LcRecConfig(**SMALL), Catalogue.from_codes(codes, (24,))).eval()
     batch = requests(3)
-    batch |= {name: batch[name].clamp(max=len(codes) - 1) for name in ("history", "target")}
+    batch |= {
+        name: batch[name].clamp(max=len(codes) - 1) for name in ("history", "target")
+    }
     assert model(batch)["loss"].isfinite()
     items, scores = model.recommend(batch, len(codes))
     assert torch.equal(items.sort(1).values, torch.arange(len(codes)).expand(3, -1))
     history = model.backbone.encode(batch)
-    forced = model.decoder.teacher_forced(history, torch.zeros(3, 1, dtype=torch.long))[0].log_softmax(-1)
-    torch.testing.assert_close(scores, forced.gather(1, codes[items, 0]), rtol=1e-4, atol=1e-5)
+    forced = model.decoder.teacher_forced(history, torch.zeros(3, 1, dtype=torch.long))[
+        0
+    ].log_softmax(-1)
+    torch.testing.assert_close(
+        scores, forced.gather(1, codes[items, 0]), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,10 +169,14 @@ def test_teacher_forcing_is_a_whole_pass_over_prompt_and_codes(kind: str) -> Non
     logits = model.decoder.teacher_forced(model.encode(batch), codes)
     for row in range(6):
         tokens = (model.backbone.vocabulary + codes[row] + model.tokens.offset).tolist()
-        whole = states(model, plain_tokens(model, history_of(batch, row)) + tokens)[-5:-1]
+        whole = states(model, plain_tokens(model, history_of(batch, row)) + tokens)[
+            -5:-1
+        ]
         for level, state in enumerate(whole):
             expected = model.decoder.level_logits(level, state)
-            torch.testing.assert_close(logits[level][row], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits[level][row], expected, rtol=1e-4, atol=1e-4
+            )
 
 
 @torch.no_grad()
@@ -145,11 +186,19 @@ def test_the_prompt_is_held_once_per_user() -> None:
     scorer: Any = model.decoder.scorer(history)
     scorer.start()
     for level in range(3):
-        scorer.step(torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long))
+        scorer.step(
+            torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
+        )
         for keys, values in scorer.memory:
-            assert keys.shape == values.shape == (3, 2, history.states.shape[1] + 7 * (level + 1), 8)
+            assert (
+                keys.shape
+                == values.shape
+                == (3, 2, history.states.shape[1] + 7 * (level + 1), 8)
+            )
     assert history.memory is not None
-    assert {keys.shape[2] for keys, _ in history.memory} == {history.states.shape[1]}  # for another search, as it was
+    assert {keys.shape[2] for keys, _ in history.memory} == {
+        history.states.shape[1]
+    }  # for another search, as it was
 
 
 @torch.no_grad()
@@ -159,7 +208,9 @@ def test_the_input_is_the_prompt_around_the_codes() -> None:
     place, real = model.backbone.of_history(model.encode(batch))
     for row in range(5):
         expected = plain_tokens(model, history_of(batch, row))
-        assert tokens[row].tolist() == expected + [0] * (tokens.shape[1] - len(expected))
+        assert tokens[row].tolist() == expected + [0] * (
+            tokens.shape[1] - len(expected)
+        )
         assert int(lengths[row]) == len(expected)
         codes = [t for t in expected if t >= model.backbone.vocabulary]
         assert tokens[row, place][real[row]].tolist() == codes
@@ -187,14 +238,22 @@ def test_the_loss_is_the_librarys_with_the_prompt_ignored(kind: str) -> None:
         before = plain_tokens(model, history_of(batch, row))
         given = states(model, before + code)
         lm: Any = model.backbone.lm
-        logits = torch.cat([lm.get_output_embeddings()(given), given @ model.decoder.rows().T], -1)
-        labels = torch.tensor([-100] * len(before) + [t - 1 for t in code])  # token 0 of the codes' is padding
-        rows.append(functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100))
+        logits = torch.cat(
+            [lm.get_output_embeddings()(given), given @ model.decoder.rows().T], -1
+        )
+        labels = torch.tensor(
+            [-100] * len(before) + [t - 1 for t in code]
+        )  # token 0 of the codes' is padding
+        rows.append(
+            functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100)
+        )
     ours = model(batch)["loss"]
     torch.testing.assert_close(ours, torch.stack(rows).mean(), rtol=1e-4, atol=1e-4)
     parameters = [p for name, p in model.named_parameters()]
     expected = torch.autograd.grad(torch.stack(rows).mean(), parameters)
-    for mine, theirs in zip(torch.autograd.grad(ours, parameters), expected, strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, parameters), expected, strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
@@ -204,18 +263,34 @@ def titled(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return training_tables.write_tables(tmp_path_factory.mktemp("lc_rec"), titles=True)
 
 
-TINY: dict[str, Any] = {"name": "lc_rec", "width": 32, "num_layers": 2, "num_heads": 2, "ffn_width": 48}
+TINY: dict[str, Any] = {
+    "name": "lc_rec",
+    "width": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "ffn_width": 48,
+}
 
 
-def test_the_tasks_are_instructions_and_what_answers_them(titled: tuple[str, str]) -> None:
+def test_the_tasks_are_instructions_and_what_answers_them(
+    titled: tuple[str, str],
+) -> None:
     """Whole rows read back as text, and the loss of each task is the library's on its response."""
-    setup = set_up({**TINY, "title_tokens": 3, "task_share": 0.5}, FitConfig(batch_size=8), Inputs(*titled))
+    setup = set_up(
+        {**TINY, "title_tokens": 3, "task_share": 0.5},
+        FitConfig(batch_size=8),
+        Inputs(*titled),
+    )
     model: Any = setup.model
     titles = titles_of(setup.catalogue, "title")
     assert titles is not None
     assert (titles[0], titles[5]) == ("", "Rubber hose, long green")
     words = Words(titles, 8000)
-    name_of = {number: word for word, number in words.number.items()} | {0: "?", 1: "<", 2: ">"}
+    name_of = {number: word for word, number in words.number.items()} | {
+        0: "?",
+        1: "<",
+        2: ">",
+    }
     batch = next(setup.train(0, 0))
     torch.manual_seed(3)
     drawn = {"next_title": batch["target"][:4]}
@@ -224,14 +299,23 @@ def test_the_tasks_are_instructions_and_what_answers_them(titled: tuple[str, str
         drawn[task] = torch.randint(0, 24, (4,))
     for task, items in drawn.items():
         torch.manual_seed(3)
-        prompts, (response, there) = model._texts[0].example(model.backbone, task, batch, 4)
+        prompts, (response, there) = model._texts[0].example(
+            model.backbone, task, batch, 4
+        )
         for row, item in enumerate(items.tolist()):
-            read = [t for tokens, real in prompts for t in tokens[row][real[row]].tolist()]
+            read = [
+                t for tokens, real in prompts for t in tokens[row][real[row]].tolist()
+            ]
             title = " ".join(words_of(titles[item])[:3])
             codes = f"c{item % 4} c{4 + item // 4} c10"
-            said = " ".join(name_of[t] if t < words.size else f"c{t - words.size - 1}" for t in read)
+            said = " ".join(
+                name_of[t] if t < words.size else f"c{t - words.size - 1}" for t in read
+            )
             answer = response[row][there[row]].tolist()
-            answer_said = " ".join(name_of[t] if t < words.size else f"c{t - words.size - 1}" for t in answer)
+            answer_said = " ".join(
+                name_of[t] if t < words.size else f"c{t - words.size - 1}"
+                for t in answer
+            )
             assert said.startswith("< # # # instruction : ")
             assert said.endswith("# # # response :")
             if task == "title_to_item":
@@ -258,21 +342,43 @@ def test_without_titles_the_log_gives_one_task(small: tuple[str, str]) -> None:
 def test_the_vocabulary_is_that_of_the_tables() -> None:
     titles = ["Blue hose", "blue BOLT", "hose-clamp", "hose"]
     words = Words(titles, 2)
-    assert words.encode("Hose, blue") == [words.number["hose"], words.number[","], words.number["blue"]]
+    assert words.encode("Hose, blue") == [
+        words.number["hose"],
+        words.number[","],
+        words.number["blue"],
+    ]
     assert words.encode("bolt") == [0]
     assert Words(reversed(titles), 2).number == words.number
-    fixed = {word for text in (FORM, *INSTRUCTIONS.values()) for word in text.lower().replace("{}", "").split()}
+    fixed = {
+        word
+        for text in (FORM, *INSTRUCTIONS.values())
+        for word in text.lower().replace("{}", "").split()
+    }
     assert all(0 not in words.encode(word) for word in fixed)
 
 
 @pytest.mark.long
-def test_a_short_training_lowers_the_loss_and_finds_items(titled: tuple[str, str], tmp_path: Path) -> None:
-    config = FitConfig(lr=5e-3, weight_decay=0.01, batch_size=32, max_epochs=5, patience=0, log_every_steps=5, seed=1)
+def test_a_short_training_lowers_the_loss_and_finds_items(
+    titled: tuple[str, str], tmp_path: Path
+) -> None:
+    config = FitConfig(
+        lr=5e-3,
+        weight_decay=0.01,
+        batch_size=32,
+        max_epochs=5,
+        patience=0,
+        log_every_steps=5,
+        seed=1,
+    )
     setup = set_up({**TINY, "beam": 10}, config, Inputs(*titled))
     with torch.no_grad():
         before = setup.means(setup.validate(setup.model)[0])
-    events = list(fit(setup.model, setup.train, setup.validate, config, means=setup.means))
-    parts = [event.parts for event in events if "next_loss" in getattr(event, "parts", {})]
+    events = list(
+        fit(setup.model, setup.train, setup.validate, config, means=setup.means)
+    )
+    parts = [
+        event.parts for event in events if "next_loss" in getattr(event, "parts", {})
+    ]
     for task in TASKS:
         assert parts[-1][f"{task}_loss"] < parts[0][f"{task}_loss"]
     assert events[-1].metrics["ndcg@10"] > 1.5 * before["ndcg@10"]
@@ -294,23 +400,34 @@ def test_a_pretrained_model_gives_weights_words_and_codes_around_their_mean(
     titled: tuple[str, str], tmp_path: Path
 ) -> None:
     pretrained = save_pretrained(tmp_path / "lm")
-    setup = set_up({"name": "lc_rec", "lm": str(tmp_path / "lm")}, FitConfig(batch_size=8), Inputs(*titled))
+    setup = set_up(
+        {"name": "lc_rec", "lm": str(tmp_path / "lm")},
+        FitConfig(batch_size=8),
+        Inputs(*titled),
+    )
     model: Any = setup.model
     for name, value in pretrained.state_dict().items():
         assert torch.equal(model.backbone.lm.state_dict()[name], value)
     words = pretrained.get_input_embeddings().weight
-    torch.testing.assert_close(model.backbone.embedding.weight.mean(0), words.mean(0), atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        model.backbone.embedding.weight.mean(0), words.mean(0), atol=0.02, rtol=0
+    )
     assert model.config.lm_model["hidden_size"] == 24
     assert model.config.prompt["before"][0] == 1
     loss = model(next(setup.train(0, 0)))["loss"]
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
     checkpoint.save(tmp_path / "made", model, setup.checkpoint(epoch=1))
-    for file in (tmp_path / "lm").iterdir():  # a checkpoint needs the pretrained model no more
+    for file in (
+        tmp_path / "lm"
+    ).iterdir():  # a checkpoint needs the pretrained model no more
         file.unlink()
     loaded: Any = registry.load(tmp_path / "made", setup.catalogue)[0]
     batch = setup.val.collate(np.arange(4))
-    assert loaded.recommend(batch, 5)[0].tolist() == model.eval().recommend(batch, 5)[0].tolist()
+    assert (
+        loaded.recommend(batch, 5)[0].tolist()
+        == model.eval().recommend(batch, 5)[0].tolist()
+    )
 
 
 def save_pretrained(folder: Path) -> Any:
@@ -319,14 +436,20 @@ def save_pretrained(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     text = " ".join([*INSTRUCTIONS.values(), FORM]).replace("{}", "").split()
-    vocabulary = {word: 3 + i for i, word in enumerate(dict.fromkeys(text))} | {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocabulary = {word: 3 + i for i, word in enumerate(dict.fromkeys(text))} | {
+        "<unk>": 0,
+        "<s>": 1,
+        "</s>": 2,
+    }
     own = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=own, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(
-        folder
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=own, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
     torch.manual_seed(5)
-    lm: Any = language_model.make(language_model.small_config(64, 24, 2, 2, 32, 0.0), 10)
+    lm: Any = language_model.make(
+        language_model.small_config(64, 24, 2, 2, 32, 0.0), 10
+    )
     torch.nn.init.normal_(lm.get_input_embeddings().weight, mean=0.5, std=0.02)
     lm.save_pretrained(folder)
     return lm
@@ -334,22 +457,36 @@ def save_pretrained(folder: Path) -> Any:
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(**lm_model: Any) -> None:
-        LcRec(LcRecConfig(lm_model=lm_model, prompt=prompt(Words([], 0), "next")), catalogue())
+        LcRec(
+            LcRecConfig(lm_model=lm_model, prompt=prompt(Words([], 0), "next")),
+            catalogue(),
+        )
 
     with pytest.raises(UserError, match="the language model has n_positions 30"):
         built(**{**OTHERS["gpt2"], "n_positions": 30})
     for kind in ("bloom", "gemma", "gpt_neo", "mamba"):
-        with pytest.raises(UserError, match=f"of the kind '{kind}', which may read codes otherwise; give another"):
+        with pytest.raises(
+            UserError,
+            match=f"of the kind '{kind}', which may read codes otherwise; give another",
+        ):
             built(model_type=kind)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match="lora_rank 4 needs the optional package peft; run pip install peft"):
+    with pytest.raises(
+        UserError,
+        match="lora_rank 4 needs the optional package peft; run pip install peft",
+    ):
         make(lora_rank=4)
 
 
-def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(tmp_path: Path) -> None:
+def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(
+    tmp_path: Path,
+) -> None:
     plain, model = make(), make(lora_rank=2, lora_dropout=0.0)
     model.backbone.embedding.load_state_dict(plain.backbone.embedding.state_dict())
-    own = {name.replace(".base_layer", ""): value for name, value in model.backbone.lm.named_parameters()}
+    own = {
+        name.replace(".base_layer", ""): value
+        for name, value in model.backbone.lm.named_parameters()
+    }
     frozen = {name: value for name, value in own.items() if "lora_" not in name}
     assert frozen.keys() == dict(plain.backbone.lm.named_parameters()).keys()
     with torch.no_grad():
@@ -358,16 +495,22 @@ def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(tmp_pa
         for name, value in own.items():
             if "lora_B" in name:
                 value.zero_()  # as peft starts them: the products say nothing yet
-        for ours, theirs in zip(model.decoder.parameters(), plain.decoder.parameters(), strict=True):
+        for ours, theirs in zip(
+            model.decoder.parameters(), plain.decoder.parameters(), strict=True
+        ):
             ours.copy_(theirs)
     batch = requests(6)
     torch.testing.assert_close(model(batch)["loss"], plain(batch)["loss"])
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     assert all("lora_" in name for name in trained if ".lm." in name)
-    assert {"backbone.embedding.weight"} <= {name for name in trained if ".lm." not in name}
+    assert {"backbone.embedding.weight"} <= {
+        name for name in trained if ".lm." not in name
+    }
 
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.02)
+    optimizer = torch.optim.Adam(
+        [value for value in model.parameters() if value.requires_grad], lr=0.02
+    )
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
@@ -376,9 +519,17 @@ def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(tmp_pa
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
-    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    changed = {
+        name
+        for name, value in model.named_parameters()
+        if not torch.equal(value, before[name])
+    }
     assert changed == trained
-    checkpoint.save(tmp_path / "saved", model, checkpoint.Checkpoint({"name": "lc_rec"}))
+    checkpoint.save(
+        tmp_path / "saved", model, checkpoint.Checkpoint({"name": "lc_rec"})
+    )
     again = make(lora_rank=2, lora_dropout=0.0)
     checkpoint.load_weights(again, tmp_path / "saved")
-    torch.testing.assert_close(again.recommend(batch, 5), model.eval().recommend(batch, 5))
+    torch.testing.assert_close(
+        again.recommend(batch, 5), model.eval().recommend(batch, 5)
+    )

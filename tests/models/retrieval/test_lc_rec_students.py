@@ -17,15 +17,31 @@ from models.fit import FitConfig, fit
 from models.inputs import Inputs
 from models.retrieval.student import distillation_loss
 from models.setup import set_up
-from tests.models.retrieval.test_lc_rec import KINDS, TINY, history_of, make, of_kind, plain_tokens
+from tests.models.retrieval.test_lc_rec import (
+    KINDS,
+    TINY,
+    history_of,
+    make,
+    of_kind,
+    plain_tokens,
+)
 
-HEADS: dict[str, Any] = {"width": 12, "attention_heads": 2, "ffn_width": 16, "head_width": 20}
+HEADS: dict[str, Any] = {
+    "width": 12,
+    "attention_heads": 2,
+    "ffn_width": 16,
+    "head_width": 20,
+}
 
 
 def taught(name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any) -> Any:
     teacher = teacher or make()
     torch.manual_seed(2)
-    config = {"name": name, "teacher_model": registry.config_to_dict(teacher.config), **options}
+    config = {
+        "name": name,
+        "teacher_model": registry.config_to_dict(teacher.config),
+        **options,
+    }
     model: Any = registry.build(registry.config_from_dict(config), catalogue())
     model.set_teacher(teacher)
     return model.eval()
@@ -33,16 +49,24 @@ def taught(name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any) ->
 
 @torch.no_grad()
 @pytest.mark.parametrize(("layer", "read"), [(0, 0), (1, 0), (2, 1), (3, 2)])
-def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(layer: int, read: int) -> None:
+def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
+    layer: int, read: int
+) -> None:
     """By hooks on the projections of the layer, one row at a time; by default a quarter of 3 layers, the first."""
     model, batch = taught(layer=layer, **HEADS), requests(5)
     lm: Any = model.backbone.lm
     attention = lm.model.layers[read].self_attn
     seen: dict[str, Tensor] = {}
     hooks = [
-        attention.k_proj.register_forward_hook(lambda module, given, output: seen.__setitem__("k", output)),
-        attention.v_proj.register_forward_hook(lambda module, given, output: seen.__setitem__("v", output)),
-        lm.model.norm.register_forward_hook(lambda module, given, output: seen.__setitem__("last", output)),
+        attention.k_proj.register_forward_hook(
+            lambda module, given, output: seen.__setitem__("k", output)
+        ),
+        attention.v_proj.register_forward_hook(
+            lambda module, given, output: seen.__setitem__("v", output)
+        ),
+        lm.model.norm.register_forward_hook(
+            lambda module, given, output: seen.__setitem__("last", output)
+        ),
     ]
     history = model.encode(batch)
     place, real = model.backbone.of_history(history)
@@ -58,7 +82,9 @@ def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(layer: in
         at = (tokens[0] >= model.backbone.vocabulary).nonzero()[:, 0]
         expected = torch.cat([keys, seen["v"]], -1)[0, at]
         torch.testing.assert_close(kept[row, real[row]], expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(history.query[row], seen["last"][0, -1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            history.query[row], seen["last"][0, -1], rtol=1e-4, atol=1e-5
+        )
     for hook in hooks:
         hook.remove()
 
@@ -79,7 +105,11 @@ def test_readouts_stand_on_each_other(layers: int) -> None:
             mixed = []
             for head in range(2):
                 part = slice(6 * head, 6 * head + 6)
-                q, k, v = layer.q(z)[part], layer.k(keys)[:, part], layer.v(values)[:, part]
+                q, k, v = (
+                    layer.q(z)[part],
+                    layer.k(keys)[:, part],
+                    layer.v(values)[:, part],
+                )
                 mixed.append((k @ q / 6**0.5).softmax(0) @ v)
             x = layer.norm1(z + layer.o(torch.cat(mixed)))
             z = layer.norm2(x + layer.ffn(x))
@@ -94,11 +124,15 @@ def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() 
         history = model.encode(batch)
         own = model.decoder.teacher_forced(history, codes)
         soft = teacher.decoder.teacher_forced(teacher.encode(batch), codes)
-        losses = [distillation_loss(own[i], soft[i], codes[:, i], 0.7, 1.0) for i in range(4)]
+        losses = [
+            distillation_loss(own[i], soft[i], codes[:, i], 0.7, 1.0) for i in range(4)
+        ]
     loss = model(batch)["loss"]
     torch.testing.assert_close(loss, torch.stack(losses).sum(), rtol=1e-4, atol=1e-4)
     model.train()
-    before = {name: value.clone() for name, value in model.backbone.state_dict().items()}
+    before = {
+        name: value.clone() for name, value in model.backbone.state_dict().items()
+    }
     trained = [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for p in trained} == {id(p) for p in model.decoder.parameters()}
     optimizer = torch.optim.AdamW(trained, 3e-3)
@@ -108,30 +142,52 @@ def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() 
         assert all(p.grad is not None for p in trained)
         optimizer.step()
     assert model.eval()(batch)["loss"] < 0.8 * loss
-    assert all(torch.equal(value, before[name]) for name, value in model.backbone.state_dict().items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in model.backbone.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("name", ["lc_rec_sid_mlp", "sid_mlp"])
-def test_a_training_with_and_without_the_teachers_tables(name: str, small: tuple[str, str], tmp_path: Path) -> None:
+def test_a_training_with_and_without_the_teachers_tables(
+    name: str, small: tuple[str, str], tmp_path: Path
+) -> None:
     """A teacher trained a little, a student of each kind, its losses from the tables those of the teacher itself."""
-    config = FitConfig(lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1)
+    config = FitConfig(
+        lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1
+    )
     teacher = set_up(TINY, config, Inputs(*small))
     checkpoint.save(tmp_path / "teacher", teacher.model, teacher.checkpoint(epoch=1))
-    sizes = HEADS if name == "lc_rec_sid_mlp" else {"attention_heads": 2, "attention_width": 12, "ffn_width": 16}
-    model = {"name": name, "teacher": str(tmp_path / "teacher"), "dropout": 0.0, **sizes}
+    sizes = (
+        HEADS
+        if name == "lc_rec_sid_mlp"
+        else {"attention_heads": 2, "attention_width": 12, "ffn_width": 16}
+    )
+    model = {
+        "name": name,
+        "teacher": str(tmp_path / "teacher"),
+        "dropout": 0.0,
+        **sizes,
+    }
     plain = set_up(model, config, Inputs(*small))
-    kept = set_up({**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small))
+    kept = set_up(
+        {**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small)
+    )
     assert any("encoder states" in note for note in kept.notes)
     batch = plain.train.examples.collate(np.arange(16))
     for setup in (plain, kept):
         setup.model.eval()
-    torch.testing.assert_close(kept.model(batch)["loss"], plain.model(batch)["loss"], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        kept.model(batch)["loss"], plain.model(batch)["loss"], rtol=2e-3, atol=2e-3
+    )
     events = list(fit(kept.model, kept.train, kept.validate, config, means=kept.means))
     losses = [event.loss for event in events]
     assert losses[-2] < losses[0]
     checkpoint.save(tmp_path / "student", kept.model, kept.checkpoint(epoch=1))
     loaded: Any = registry.load(tmp_path / "student", kept.catalogue)[0]
-    batch = kept.val.collate(np.arange(20)) | {"request": torch.full((20,), 10**9)}  # of no table
+    batch = kept.val.collate(np.arange(20)) | {
+        "request": torch.full((20,), 10**9)
+    }  # of no table
     trained: Any = kept.model
     items, scores = trained.eval().recommend(batch, 10)
     again, scores_again = loaded.recommend(batch, 10)
@@ -141,7 +197,9 @@ def test_a_training_with_and_without_the_teachers_tables(name: str, small: tuple
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(kind: str) -> None:
+def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(
+    kind: str,
+) -> None:
     """Of the library's pass over one row without padding."""
     teacher = of_kind(kind)
     model, batch = taught("lc_rec_nezha", teacher), requests(5)
@@ -149,7 +207,13 @@ def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(kind:
     assert history.states.shape == (5, 5, 16)
     for row in range(5):
         tokens = torch.tensor(plain_tokens(teacher, history_of(batch, row)))
-        embedded = torch.cat([teacher.backbone.embed(tokens), model.backbone.extra.weight])
+        embedded = torch.cat(
+            [teacher.backbone.embed(tokens), model.backbone.extra.weight]
+        )
         lm: Any = teacher.backbone.lm
-        states = lm.base_model(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0]
-        torch.testing.assert_close(history.states[row], states[-5:], rtol=1e-4, atol=1e-4)
+        states = lm.base_model(
+            inputs_embeds=embedded[None], use_cache=False
+        ).last_hidden_state[0]
+        torch.testing.assert_close(
+            history.states[row], states[-5:], rtol=1e-4, atol=1e-4
+        )

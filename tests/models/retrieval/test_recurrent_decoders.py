@@ -34,7 +34,10 @@ def student(name: str, **options: Any) -> Student:
     """Of `tiger()`, its weights random and its log-probabilities far from uniform."""
     torch.manual_seed(1)
     model: Any = registry.build(
-        registry.config_from_dict({"name": name, "teacher_model": TEACHER, **SMALL[name], **options}), catalogue()
+        registry.config_from_dict(
+            {"name": name, "teacher_model": TEACHER, **SMALL[name], **options}
+        ),
+        catalogue(),
     )
     model.set_teacher(tiger())
     for part, parameter in model.named_parameters():
@@ -49,7 +52,11 @@ def exact(name: str, **options: Any) -> tuple[RecurrentDecoder, History, Tensor]
     history = model.encode(batch)
     decoder: Any = model.decoder
     decoder._embedding[0].double()
-    return decoder.double(), History(history.states.double(), history.lengths), catalogue().sids[batch["target"]]
+    return (
+        decoder.double(),
+        History(history.states.double(), history.lengths),
+        catalogue().sids[batch["target"]],
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +73,9 @@ def test_states_by_steps_are_those_of_the_whole_row(name: str, chunk: int) -> No
             x = decoder.enter(prefix[:, at])
             for i, block in enumerate(decoder.blocks):
                 x, states[i] = block.step(x, states[i], True)
-            torch.testing.assert_close(decoder.norm(x), expected[:, at + 1], rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                decoder.norm(x), expected[:, at + 1], rtol=0, atol=1e-10
+            )
     for state, whole in zip(states, after, strict=True):
         torch.testing.assert_close(state.memory, whole.memory, rtol=0, atol=1e-10)
         torch.testing.assert_close(state.window, whole.window, rtol=0, atol=1e-10)
@@ -83,11 +92,15 @@ def test_padding_is_never_read(name: str) -> None:
     with torch.no_grad():
         expected, (*_, after) = decoder.read(history, decoder.embedded(codes[:, :3]))
         for states in (other, longer):
-            found, (*_, state) = decoder.read(History(states, history.lengths), decoder.embedded(codes[:, :3]))
+            found, (*_, state) = decoder.read(
+                History(states, history.lengths), decoder.embedded(codes[:, :3])
+            )
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
             torch.testing.assert_close(state.memory, after.memory, rtol=0, atol=1e-10)
         for row, length in enumerate(history.lengths.tolist()):
-            alone = History(history.states[row : row + 1, :length], history.lengths[row : row + 1])
+            alone = History(
+                history.states[row : row + 1, :length], history.lengths[row : row + 1]
+            )
             found, _ = decoder.read(alone, decoder.embedded(codes[row : row + 1, :3]))
             torch.testing.assert_close(found[0], expected[row], rtol=0, atol=1e-10)
 
@@ -97,9 +110,13 @@ def test_a_history_is_read_once_for_all_beams(name: str) -> None:
     model, batch = student(name), requests(3)
     read = []
     for block in model.decoder.blocks:  # type: ignore[union-attr]
-        block.mixer.register_forward_pre_hook(lambda module, given: read.append(tuple(given[0].shape[:2])))
+        block.mixer.register_forward_pre_hook(
+            lambda module, given: read.append(tuple(given[0].shape[:2]))
+        )
     model.recommend(batch, 5, beam=9)
-    assert read == [(3, 2 + 4 * int(batch["history_length"].max()) + 1)] * 2  # users, not beams
+    assert (
+        read == [(3, 2 + 4 * int(batch["history_length"].max()) + 1)] * 2
+    )  # users, not beams
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +129,10 @@ def test_logits_depend_on_the_whole_prefix_and_on_the_whole_history(name: str) -
             return decoder.teacher_forced(History(states, history.lengths), given)[3]
 
     reference = last([1, 2, 0])
-    assert all(not torch.allclose(reference, last(other)) for other in ([0, 2, 0], [1, 3, 0], [1, 2, 1]))
+    assert all(
+        not torch.allclose(reference, last(other))
+        for other in ([0, 2, 0], [1, 3, 0], [1, 2, 1])
+    )
     moved = history.states.clone()
     moved[:, 0] += 1  # the oldest position
     assert ((last([1, 2, 0], moved) - reference).abs().amax(-1) > 1e-9).all()
@@ -121,9 +141,16 @@ def test_logits_depend_on_the_whole_prefix_and_on_the_whole_history(name: str) -
 @pytest.mark.parametrize("name", NAMES)
 def test_it_has_about_as_many_parameters_as_the_teachers_decoder(name: str) -> None:
     codes = torch.tensor([[0, 0, 0, 0], [255, 1, 2, 3]])
-    model = registry.build(registry.config_from_dict({"name": name}), Catalogue.from_codes(codes, (256,) * 4))
-    teacher: Any = registry.build(TigerConfig(), Catalogue.from_codes(codes, (256,) * 4))
-    own, its = (sum(p.numel() for p in part.decoder.parameters()) for part in (model, teacher))
+    model = registry.build(
+        registry.config_from_dict({"name": name}),
+        Catalogue.from_codes(codes, (256,) * 4),
+    )
+    teacher: Any = registry.build(
+        TigerConfig(), Catalogue.from_codes(codes, (256,) * 4)
+    )
+    own, its = (
+        sum(p.numel() for p in part.decoder.parameters()) for part in (model, teacher)
+    )
     assert own == pytest.approx(its, rel=0.06)
 
 
@@ -133,15 +160,23 @@ def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
     files = [str(ROOT / f"jobs/configs/{n}.yaml") for n in (name, "sid_mlp")]
     own, sid_mlp = (parse(["--config", file, *rest]) for file in files)
     assert own.fit == sid_mlp.fit
-    assert own.model == {"name": name, **asdict(registry.model_config(name)())}  # the file says the defaults
-    grid, theirs = (yaml.safe_load((ROOT / f"tuning/grids/{n}.yaml").read_text()) for n in (name, "sid_mlp"))
+    assert own.model == {
+        "name": name,
+        **asdict(registry.model_config(name)()),
+    }  # the file says the defaults
+    grid, theirs = (
+        yaml.safe_load((ROOT / f"tuning/grids/{n}.yaml").read_text())
+        for n in (name, "sid_mlp")
+    )
     shared = ("fit.lr", "model.dropout", "fit.weight_decay", "model.alpha")
     assert grid["axes"] == {axis: theirs["axes"][axis] for axis in shared}
     assert load(str(ROOT / f"tuning/grids/{name}.yaml"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_requests_whose_states_are_many_are_searched_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_whose_states_are_many_are_searched_in_pieces(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = student(name), requests(7)
     states = []
     whole = model.recommend(batch, 5, beam=4)
@@ -157,6 +192,8 @@ def test_requests_whose_states_are_many_are_searched_in_pieces(name: str, monkey
     items, scores = model.recommend(batch, 5, beam=4)
     assert items.tolist() == whole[0].tolist()
     torch.testing.assert_close(scores, whole[1])
-    assert max(states) == 3 * 4 * model.decoder.beam_bytes  # 3 requests of 4 beams at once
+    assert (
+        max(states) == 3 * 4 * model.decoder.beam_bytes
+    )  # 3 requests of 4 beams at once
     none = {name: value[:0] for name, value in batch.items()}
     assert model.recommend(none, 5)[0].shape == (0, 5)

@@ -16,13 +16,16 @@ from models.tables import UserError
 
 LOG = st.dictionaries(
     st.text("abcé", min_size=1, max_size=5),
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1, max_size=12).map(
-        lambda rows: sorted(rows, key=lambda r: r[0])
-    ),
+    st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1, max_size=12
+    ).map(lambda rows: sorted(rows, key=lambda r: r[0])),
     min_size=1,
     max_size=9,
 )
-SHARED = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SHARED = settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def expected(log, split, max_history):
@@ -32,7 +35,11 @@ def expected(log, split, max_history):
     for row, behaviours in enumerate(log.values()):
         for at, (time, item) in enumerate(behaviours):
             count = len(behaviours)
-            mine = "train" if count < 3 else {count - 1: "test", count - 2: "val"}.get(at, "train")
+            mine = (
+                "train"
+                if count < 3
+                else {count - 1: "test", count - 2: "val"}.get(at, "train")
+            )
             history = [i for t, i in behaviours if t < time]
             if mine == split and history:
                 repeats = () if split == "train" else (item in history,)
@@ -46,17 +53,35 @@ def unpack(examples, seed=None):
     for rows in examples.batches(4, seed=seed or 0, epoch=1, shuffle=seed is not None):
         batch = {k: v.tolist() for k, v in examples.collate(rows).items()}
         if examples.unit == "request":
-            repeats = [[value] for value in batch["repeats"]] if "repeats" in batch else [[]] * len(rows)
+            repeats = (
+                [[value] for value in batch["repeats"]]
+                if "repeats" in batch
+                else [[]] * len(rows)
+            )
             for row, history, length, target, seen in zip(
-                batch["user_row"], batch["history"], batch["history_length"], batch["target"], repeats, strict=True
+                batch["user_row"],
+                batch["history"],
+                batch["history_length"],
+                batch["target"],
+                repeats,
+                strict=True,
             ):
                 assert set(history[length:]) <= {-1}
                 found.append((row, tuple(history[:length]), target, *seen))
         else:
             for row, position, target in zip(
-                batch["target_row"], batch["target_position"], batch["target"], strict=True
+                batch["target_row"],
+                batch["target_position"],
+                batch["target"],
+                strict=True,
             ):
-                found.append((batch["user_row"][row], tuple(batch["history"][row][: position + 1]), target))
+                found.append(
+                    (
+                        batch["user_row"][row],
+                        tuple(batch["history"][row][: position + 1]),
+                        target,
+                    )
+                )
     return sorted(found)
 
 
@@ -67,11 +92,22 @@ def test_requests_are_those_of_the_tables(write_tables, log, max_history, world)
     for split in ("train", "val", "test"):
         for shards in (1, 2, 9):
             ranks = [
-                Examples.load(uri, split, max_history=max_history, rank=r, world=world, shards=shards)
+                Examples.load(
+                    uri,
+                    split,
+                    max_history=max_history,
+                    rank=r,
+                    world=world,
+                    shards=shards,
+                )
                 for r in range(world)
             ]
-            assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(log, split, max_history)
-            assert sum(rank.users for rank in ranks) == len({row for row, *_ in expected(log, split, max_history)})
+            assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(
+                log, split, max_history
+            )
+            assert sum(rank.users for rank in ranks) == len(
+                {row for row, *_ in expected(log, split, max_history)}
+            )
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=5), st.data())
@@ -79,34 +115,63 @@ def test_what_was_seen_before_is_what_a_loop_finds(users, data):
     """With several requests of a user, in any order, and targets that nobody has."""
     lengths = np.array([len(items) for items in users], np.int64)
     owners = [user for user, items in enumerate(users) if items]
-    requests = data.draw(st.lists(
-        st.sampled_from(owners).flatmap(lambda u: st.tuples(st.just(u), st.integers(1, lengths[u]), st.integers(0, 6))),
-    )) if owners else []  # fmt: skip
+    requests = (
+        data.draw(
+            st.lists(
+                st.sampled_from(owners).flatmap(
+                    lambda u: st.tuples(
+                        st.just(u), st.integers(1, lengths[u]), st.integers(0, 6)
+                    )
+                ),
+            )
+        )
+        if owners
+        else []
+    )
     part = {
         "items": np.array(list(chain.from_iterable(users)), np.int32),
         "lengths": lengths,
         "user_start": np.cumsum(lengths) - lengths,
     }
     found = seen_before(part, *np.array(requests, np.int64).reshape(-1, 3).T)
-    assert found.tolist() == [target in users[user][:end] for user, end, target in requests]
+    assert found.tolist() == [
+        target in users[user][:end] for user, end, target in requests
+    ]
 
 
 @SHARED
 @given(log=LOG, max_history=st.integers(1, 14), world=st.integers(1, 3))
-def test_one_pass_per_user_serves_each_train_request_once(write_tables, log, max_history, world):
+def test_one_pass_per_user_serves_each_train_request_once(
+    write_tables, log, max_history, world
+):
     uri = str(write_tables(log, 10) / "sequences")
     ranks = [
-        Examples.load(uri, "train", unit="user", max_history=max_history, rank=r, world=world) for r in range(world)
+        Examples.load(
+            uri, "train", unit="user", max_history=max_history, rank=r, world=world
+        )
+        for r in range(world)
     ]
     found = sorted((row, target) for rank in ranks for row, _, target in unpack(rank))
-    assert found == sorted((row, target) for row, _, target in expected(log, "train", 99))
-    full = {(row, target): history for row, history, target in expected(log, "train", 99)}
+    assert found == sorted(
+        (row, target) for row, _, target in expected(log, "train", 99)
+    )
+    full = {
+        (row, target): history for row, history, target in expected(log, "train", 99)
+    }
     for row, history, _ in chain.from_iterable(map(unpack, ranks)):
         behaviours = [item for _, item in list(log.values())[row]]
-        assert history in {tuple(behaviours[a:b]) for b in range(len(behaviours) + 1) for a in range(b)}
-    if all(len(h) <= max_history for h in full.values()):  # nobody needs a second window: histories are whole
-        assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(log, "train", 99)
-        assert sum(len(rank.chosen()) for rank in ranks) == len({row for row, _, _ in expected(log, "train", 99)})
+        assert history in {
+            tuple(behaviours[a:b]) for b in range(len(behaviours) + 1) for a in range(b)
+        }
+    if all(
+        len(h) <= max_history for h in full.values()
+    ):  # nobody needs a second window: histories are whole
+        assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(
+            log, "train", 99
+        )
+        assert sum(len(rank.chosen()) for rank in ranks) == len(
+            {row for row, _, _ in expected(log, "train", 99)}
+        )
 
 
 def test_windows_keep_half_the_history(write_tables):
@@ -122,20 +187,39 @@ def test_shuffling_is_deterministic_and_even_across_workers(write_tables):
     log = {f"u{i}": [(t, (i + t) % 10) for t in range(3 + i)] for i in range(11)}
     uri = str(write_tables(log, 10) / "sequences")
     ranks = [Examples.load(uri, "train", rank=r, world=2) for r in range(2)]
-    orders = [[b.tolist() for b in rank.batches(4, seed=3, epoch=e, shuffle=True)] for rank in ranks for e in (0, 1)]
-    again = [[b.tolist() for b in rank.batches(4, seed=3, epoch=e, shuffle=True)] for rank in ranks for e in (0, 1)]
+    orders = [
+        [b.tolist() for b in rank.batches(4, seed=3, epoch=e, shuffle=True)]
+        for rank in ranks
+        for e in (0, 1)
+    ]
+    again = [
+        [b.tolist() for b in rank.batches(4, seed=3, epoch=e, shuffle=True)]
+        for rank in ranks
+        for e in (0, 1)
+    ]
     assert orders == again
     assert orders[0] != orders[1]
-    assert {len(order) for order in orders} == {ranks[0].steps(4)} == {ranks[1].steps(4)}
-    assert {len(batch) for order in orders for batch in order} == {2, 1}  # of 4 over both; one batch has 3
-    assert sorted(chain.from_iterable(map(unpack, ranks, (5, 5)))) == expected(log, "train", 20)
+    assert (
+        {len(order) for order in orders} == {ranks[0].steps(4)} == {ranks[1].steps(4)}
+    )
+    assert {len(batch) for order in orders for batch in order} == {
+        2,
+        1,
+    }  # of 4 over both; one batch has 3
+    assert sorted(chain.from_iterable(map(unpack, ranks, (5, 5)))) == expected(
+        log, "train", 20
+    )
 
 
 def test_next_follows_all_behaviours_and_skipped_are_counted(write_tables):
-    uri = str(write_tables({"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}, 10) / "sequences")
+    uri = str(
+        write_tables({"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}, 10) / "sequences"
+    )
     assert unpack(Examples.load(uri, "next")) == [(0, (4,), -1), (1, (2, 3, 5), -1)]
     assert Examples.load(uri, "train").skipped == 2
-    assert Examples.load(uri, "val").skipped == 1  # tied with the first, so nothing is strictly earlier
+    assert (
+        Examples.load(uri, "val").skipped == 1
+    )  # tied with the first, so nothing is strictly earlier
 
 
 def test_user_hashes_are_stable_distinct_and_spread():
@@ -155,13 +239,21 @@ def test_tables_that_do_not_belong_together_are_refused(write_tables, write_sids
     assert catalogue.trie.leaves.tolist() == [0, 1]
     assert set(catalogue.hashes) == {"sequences", "items", "sids", "trie"}
     for name, wrong in (("items", "sids"), ("sids", "trie")):
-        sids = write_sids(codes, sizes, tables, name=f"wrong_{name}", **{name: "0" * 64})
+        sids = write_sids(
+            codes, sizes, tables, name=f"wrong_{name}", **{name: "0" * 64}
+        )
         with pytest.raises(UserError, match=f"{wrong} was made from other {name}"):
             Catalogue.load(str(tables), str(sids))
-    with pytest.raises(UserError, match="code 2 at level 1 is outside of its codebook of 2"):
-        Catalogue.load(str(tables), str(write_sids([(0, 1), (1, 2)], sizes, tables, name="over")))
+    with pytest.raises(
+        UserError, match="code 2 at level 1 is outside of its codebook of 2"
+    ):
+        Catalogue.load(
+            str(tables), str(write_sids([(0, 1), (1, 2)], sizes, tables, name="over"))
+        )
     with pytest.raises(UserError, match=r"run jobs.tokenize"):
-        Catalogue.load(str(tables), str(write_sids(codes[:1], sizes, tables, name="few")))
+        Catalogue.load(
+            str(tables), str(write_sids(codes[:1], sizes, tables, name="few"))
+        )
     other = write_tables({"a": [(1, 0), (2, 1)]}, 3, name="other")
     (tables / "items").rename(tables / "old")
     (other / "items").rename(tables / "items")

@@ -33,9 +33,17 @@ def test_a_later_behaviour_changes_no_earlier_state(sasrec):
 
 def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
     history = torch.tensor([[1, 2, 3, PAD, PAD], [4, 5, 6, 7, 8]])
-    batch = {"history": history, "history_length": torch.tensor([3, 5]), "target": torch.tensor([1, 2])}
+    batch = {
+        "history": history,
+        "history_length": torch.tensor([3, 5]),
+        "target": torch.tensor([1, 2]),
+    }
     items, scores = sasrec.recommend(batch, 5)
-    alone = {"history": history[:1, :3], "history_length": torch.tensor([3]), "target": torch.tensor([9])}
+    alone = {
+        "history": history[:1, :3],
+        "history_length": torch.tensor([3]),
+        "target": torch.tensor([9]),
+    }
     items_alone, scores_alone = sasrec.recommend(alone, 5)
     assert items_alone.tolist() == items[:1].tolist()
     torch.testing.assert_close(scores_alone, scores[:1])
@@ -54,8 +62,14 @@ def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tab
     for row in range(len(single)):
         batch = single.collate(torch.tensor([row]).numpy())
         end = batch["history_length"] - 1
-        losses.append(sasrec(batch | {"target_row": torch.tensor([0]), "target_position": end})["loss"])
-    torch.testing.assert_close(sasrec(together.collate(rows))["loss"], torch.stack(losses).mean())
+        losses.append(
+            sasrec(batch | {"target_row": torch.tensor([0]), "target_position": end})[
+                "loss"
+            ]
+        )
+    torch.testing.assert_close(
+        sasrec(together.collate(rows))["loss"], torch.stack(losses).mean()
+    )
 
 
 def test_it_learns_a_cycle(sasrec, write_tables):
@@ -74,15 +88,26 @@ def test_it_learns_a_cycle(sasrec, write_tables):
     assert (sasrec.recommend(batch, 1)[0][:, 0] == batch["target"]).float().mean() > 0.9
 
 
-def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(write_tables):
+def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
+    write_tables,
+):
     """Those without a history too: a user's first, alone or tied, and the only one of a user."""
-    log = {"a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])], "b": [(1, 3), (1, 7)], "c": [(4, 5)]}
+    log = {
+        "a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])],
+        "b": [(1, 3), (1, 7)],
+        "c": [(4, 5)],
+    }
     entry, uri = registry.find("popularity"), str(write_tables(log, 10) / "sequences")
-    train = Examples.load(uri, "train", unit=entry.unit, max_history=PopularityConfig().max_history)
+    train = Examples.load(
+        uri, "train", unit=entry.unit, max_history=PopularityConfig().max_history
+    )
     model = Popularity(PopularityConfig(), Catalogue(10))
     model.fit_counts(train.epoch(2, seed=0, epoch=0))
     assert model.counts.tolist() == [0, 0, 0, 2, 0, 3, 0, 1, 0, 1]
-    batch = {"history": torch.zeros((2, 1), dtype=torch.long), "target": torch.tensor([3, 0])}
+    batch = {
+        "history": torch.zeros((2, 1), dtype=torch.long),
+        "target": torch.tensor([3, 0]),
+    }
     items, scores = model.recommend(batch, 5)
     assert items.tolist() == [[5, 3, 7, 9, 0]] * 2
     assert scores[0].tolist() == [3, 2, 1, 1, 0]

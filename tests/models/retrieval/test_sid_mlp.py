@@ -20,13 +20,19 @@ from models.retrieval.student import Student
 from models.tables import UserError
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
-ABLATIONS = sorted(path for name in ("sid_mlp", "one_layer") for path in (CONFIGS / name).glob("*.yaml"))
+ABLATIONS = sorted(
+    path
+    for name in ("sid_mlp", "one_layer")
+    for path in (CONFIGS / name).glob("*.yaml")
+)
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 
 
 def untrained(name: str = "sid_mlp", **options: Any) -> Student:
     small = SMALL if name == "sid_mlp" else {}
-    config = registry.config_from_dict({"name": name, "teacher_model": TEACHER, **small, **options})
+    config = registry.config_from_dict(
+        {"name": name, "teacher_model": TEACHER, **small, **options}
+    )
     return registry.build(config, catalogue())
 
 
@@ -43,8 +49,12 @@ def student(name: str = "sid_mlp", seed: int = 1, **options: Any) -> Student:
 
 def logits_at(model: Student, history: History, prefix: list[int]) -> Tensor:
     """(B, O_l): logits of the code after `prefix`, the same for every row."""
-    codes = torch.tensor([*prefix, *[0] * (4 - len(prefix))]).expand(len(history.lengths), -1)
-    return model.decoder.teacher_forced(history, codes)[len(prefix) - model.decoder.first_level]
+    codes = torch.tensor([*prefix, *[0] * (4 - len(prefix))]).expand(
+        len(history.lengths), -1
+    )
+    return model.decoder.teacher_forced(history, codes)[
+        len(prefix) - model.decoder.first_level
+    ]
 
 
 def ablation(path: Path) -> dict[str, Any]:
@@ -59,35 +69,55 @@ def log_softmax(values: list[float]) -> list[float]:
 def test_one_query_in_training_is_the_same_attention() -> None:
     torch.manual_seed(0)
     layer = CrossAttention(12, 20, 4).double()
-    query, states = torch.randn(5, 1, 12, dtype=torch.double), torch.randn(5, 7, 12, dtype=torch.double)
+    query, states = (
+        torch.randn(5, 1, 12, dtype=torch.double),
+        torch.randn(5, 7, 12, dtype=torch.double),
+    )
     padding = torch.zeros(5, 1, 1, 7, dtype=torch.double)
     padding[2, ..., 4:] = padding[4, ..., 1:] = -torch.inf
     found = []
     for training in (True, False):
         given = [query.clone().requires_grad_(), states.clone().requires_grad_()]
         out = layer.train(training)(*given, padding)
-        grads = torch.autograd.grad((out * torch.arange(12)).sum(), [*given, *layer.parameters()])
+        grads = torch.autograd.grad(
+            (out * torch.arange(12)).sum(), [*given, *layer.parameters()]
+        )
         found.append([out, *grads])
     for one, all_ in zip(*found, strict=True):
         torch.testing.assert_close(one, all_, atol=1e-12, rtol=1e-10)
 
 
-def test_dropout_of_attention_weights_is_of_training_alone_and_keeps_their_mean() -> None:
+def test_dropout_of_attention_weights_is_of_training_alone_and_keeps_their_mean() -> (
+    None
+):
     torch.manual_seed(0)
-    plain, dropping = CrossAttention(12, 20, 4).double(), CrossAttention(12, 20, 4, dropout=0.3).double()
+    plain, dropping = (
+        CrossAttention(12, 20, 4).double(),
+        CrossAttention(12, 20, 4, dropout=0.3).double(),
+    )
     dropping.load_state_dict(plain.state_dict())
-    query, states = torch.randn(5, 2, 12, dtype=torch.double), torch.randn(5, 7, 12, dtype=torch.double)
-    for asked in (query, query[:, :1]):  # more queries of a user, and the one of a readout
+    query, states = (
+        torch.randn(5, 2, 12, dtype=torch.double),
+        torch.randn(5, 7, 12, dtype=torch.double),
+    )
+    for asked in (
+        query,
+        query[:, :1],
+    ):  # more queries of a user, and the one of a readout
         expected = plain.eval()(asked, states, None)
         torch.testing.assert_close(dropping.eval()(asked, states, None), expected)
         dropping.train()
         drawn = torch.stack([dropping(asked, states, None) for _ in range(4000)])
         assert not torch.allclose(drawn[0], expected)
         torch.testing.assert_close(drawn.mean(0), expected, atol=0.05, rtol=0)
-    torch.testing.assert_close(student(attention_dropout=0.3).decoder.readout.attention.dropout.p, 0.3)
+    torch.testing.assert_close(
+        student(attention_dropout=0.3).decoder.readout.attention.dropout.p, 0.3
+    )
 
 
-@pytest.mark.parametrize(("alpha", "tau"), [(0.7, 1.0), (0.3, 2.5), (1.0, 0.5), (0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("alpha", "tau"), [(0.7, 1.0), (0.3, 2.5), (1.0, 0.5), (0.0, 1.0)]
+)
 @pytest.mark.parametrize("logits", ["codebook", "vocabulary"])
 def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
     model, batch = student(alpha=alpha, tau=tau, logits=logits), requests(5)
@@ -98,7 +128,9 @@ def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
         own = row_of(history, row)
         target = codes[batch["target"][row]].tolist()
         for level in range(4):
-            taught = taught_by.decoder.teacher_forced(own, torch.tensor([target]))[level][0].tolist()
+            taught = taught_by.decoder.teacher_forced(own, torch.tensor([target]))[
+                level
+            ][0].tolist()
             output = logits_at(model, own, target[:level])[0].tolist()
             truth = target[level]
             if logits == "codebook":
@@ -108,7 +140,9 @@ def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
             p = [math.exp(x) for x in log_softmax([x / tau for x in taught])]
             q = log_softmax([x / tau for x in output])
             divergence = sum(p[i] * (math.log(p[i]) - q[i]) for i in range(len(p)))
-            total += alpha * tau**2 * divergence - (1 - alpha) * log_softmax(output)[truth]
+            total += (
+                alpha * tau**2 * divergence - (1 - alpha) * log_softmax(output)[truth]
+            )
     assert model(batch)["loss"].item() == pytest.approx(total / 5, rel=1e-4)
 
 
@@ -118,7 +152,9 @@ def test_context_and_heads_are_equations_1_and_2() -> None:
     states, z = history.states, model.decoder.context(history)
     readout, heads_of = model.decoder.readout, model.decoder.heads
     for row in range(6):
-        real = states[row, : 2 + 4 * int(batch["history_length"][row])]  # (S, D) without padding
+        real = states[
+            row, : 2 + 4 * int(batch["history_length"][row])
+        ]  # (S, D) without padding
         query = readout.query(real.mean(0))
         heads = []
         for head in range(2):
@@ -126,9 +162,11 @@ def test_context_and_heads_are_equations_1_and_2() -> None:
             q, k, v = (
                 (x @ layer.weight.T)[..., part]
                 for x, layer in (
-                    (query, readout.attention.q), (real, readout.attention.k), (real, readout.attention.v)
+                    (query, readout.attention.q),
+                    (real, readout.attention.k),
+                    (real, readout.attention.v),
                 )
-            )  # fmt: skip
+            )
             heads.append((k @ q / 12**0.5).softmax(0) @ v)
         x = readout.norm1(query + torch.cat(heads) @ readout.attention.o.weight.T)
         expected = readout.norm2(x + readout.ffn[3](readout.ffn[0](x).relu()))
@@ -142,10 +180,18 @@ def test_context_and_heads_are_equations_1_and_2() -> None:
 
 def test_options_of_recommend() -> None:
     model, batch = student(), requests(8)
-    wide, _ = model.recommend(batch, 10, beam=3)  # K above the beam: the last digit is taken from all of its children
-    assert all(len(set(row)) == len(row) for row in [[i for i in row if i >= 0] for row in wide.tolist()])
+    wide, _ = model.recommend(
+        batch, 10, beam=3
+    )  # K above the beam: the last digit is taken from all of its children
+    assert all(
+        len(set(row)) == len(row)
+        for row in [[i for i in row if i >= 0] for row in wide.tolist()]
+    )
     assert (wide[:, :3] >= 0).all()
-    same = model.recommend(batch, 10, beam=30)[1], model.recommend(batch, 10, beam=10**6)[1]
+    same = (
+        model.recommend(batch, 10, beam=30)[1],
+        model.recommend(batch, 10, beam=10**6)[1],
+    )
     assert torch.equal(*same)  # a beam above the catalogue keeps every prefix
     with pytest.raises(ValueError, match="need to be at least 1"):
         model.recommend(batch, 0)
@@ -155,16 +201,32 @@ def test_every_ablation_of_the_paper_has_its_file() -> None:
     """Rows of Tables 1, 2, 8 and 5 (G1, G2, G3), each by what it switches."""
     found = [{"name": path.parent.name, **ablation(path)} for path in ABLATIONS]
     mlp: list[dict[str, Any]] = [
-        {"m": 1}, {"m": 2}, {"m": 3}, {"alpha": 0.0},
-        {"prefix": "none"}, {"prefix": "sum"}, {"prefix": "sum", "shared_head": True}, {"prefix": "cascade"},
-        {"readout": "mean"}, {"readout": "per_digit"}, {"context_ffn": False},
-        {"logits": "vocabulary"}, {"embeddings": "random"},
-    ]  # fmt: skip
+        {"m": 1},
+        {"m": 2},
+        {"m": 3},
+        {"alpha": 0.0},
+        {"prefix": "none"},
+        {"prefix": "sum"},
+        {"prefix": "sum", "shared_head": True},
+        {"prefix": "cascade"},
+        {"readout": "mean"},
+        {"readout": "per_digit"},
+        {"context_ffn": False},
+        {"logits": "vocabulary"},
+        {"embeddings": "random"},
+    ]
     layer: list[dict[str, Any]] = [
-        {"m": 1}, {"m": 2}, {"m": 3}, {"alpha": 0.0}, {"self_attention": False}, {"cross_attention": False},
+        {"m": 1},
+        {"m": 2},
+        {"m": 3},
+        {"alpha": 0.0},
+        {"self_attention": False},
+        {"cross_attention": False},
         {"self_attention": False, "cross_attention": False},
-    ]  # fmt: skip
-    rows = [{"name": "sid_mlp", **row} for row in mlp] + [{"name": "one_layer", **row} for row in layer]
+    ]
+    rows = [{"name": "sid_mlp", **row} for row in mlp] + [
+        {"name": "one_layer", **row} for row in layer
+    ]
     assert all(row in found for row in rows)
     assert len(found) == len(rows)
 
@@ -175,15 +237,26 @@ def test_ablations_are_read_after_the_base() -> None:
         base = ["--config", str(CONFIGS / f"{name}.yaml")]
         cut = parse([*base, *rest])
         fit = cut.fit
-        assert (fit.lr, fit.weight_decay, fit.batch_size, fit.max_epochs) == (5e-5, 1e-4, 512, 200)
+        assert (fit.lr, fit.weight_decay, fit.batch_size, fit.max_epochs) == (
+            5e-5,
+            1e-4,
+            512,
+            200,
+        )
         for path in ABLATIONS:
             if path.parent.name == name:
                 whole = parse([*base, "--config", str(path), *rest])
-                changed = {key: value for key, value in whole.model.items() if cut.model[key] != value}
+                changed = {
+                    key: value
+                    for key, value in whole.model.items()
+                    if cut.model[key] != value
+                }
                 assert changed == ablation(path)
                 assert whole.fit == fit
     with pytest.raises(UserError, match="no model is named"):
-        parse(["--config", str(ABLATIONS[0]), *rest])  # alone it would train with other settings than the paper's
+        parse(
+            ["--config", str(ABLATIONS[0]), *rest]
+        )  # alone it would train with other settings than the paper's
 
 
 def logits_of(model: Student, prefix: list[int], seed: int = 1) -> Tensor:
@@ -192,9 +265,17 @@ def logits_of(model: Student, prefix: list[int], seed: int = 1) -> Tensor:
 
 def test_ablations_cut_what_they_name() -> None:
     def depends(model: Student, ours: list[int], others: list[int]) -> bool:
-        return not torch.allclose(logits_of(model, ours), logits_of(model, others), atol=1e-6)
+        return not torch.allclose(
+            logits_of(model, ours), logits_of(model, others), atol=1e-6
+        )
 
-    for options in ({}, {"prefix": "sum"}, {"prefix": "cascade"}, {"readout": "per_digit"}, {"name": "one_layer"}):
+    for options in (
+        {},
+        {"prefix": "sum"},
+        {"prefix": "cascade"},
+        {"readout": "per_digit"},
+        {"name": "one_layer"},
+    ):
         assert depends(student(**options), [1, 2], [0, 2])
         assert depends(student(**options), [1, 2], [1, 3])
     no_prefix = student(prefix="none")
@@ -203,6 +284,10 @@ def test_ablations_cut_what_they_name() -> None:
     assert not depends(newest_only, [1, 2], [0, 2])
     assert depends(newest_only, [1, 2], [1, 3])
     blind = student("one_layer", cross_attention=False)
-    assert torch.allclose(logits_of(blind, [1, 2], seed=1), logits_of(blind, [1, 2], seed=2))
+    assert torch.allclose(
+        logits_of(blind, [1, 2], seed=1), logits_of(blind, [1, 2], seed=2)
+    )
     seeing = student("one_layer")
-    assert not torch.allclose(logits_of(seeing, [1, 2], seed=1), logits_of(seeing, [1, 2], seed=2))
+    assert not torch.allclose(
+        logits_of(seeing, [1, 2], seed=1), logits_of(seeing, [1, 2], seed=2)
+    )

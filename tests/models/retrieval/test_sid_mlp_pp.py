@@ -22,7 +22,12 @@ from models.inputs import Inputs
 from models.retrieval import sid_mlp_pp
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig, SidMlpPpEncoder, SidMlpPpEncoderConfig
+from models.retrieval.sid_mlp_pp import (
+    SidMlpPp,
+    SidMlpPpConfig,
+    SidMlpPpEncoder,
+    SidMlpPpEncoderConfig,
+)
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.tables import UserError
 from pipelines.evaluation.inference import infer_all
@@ -32,9 +37,16 @@ from tests.models.retrieval.conftest import World
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
 ITEMS = 24
 TIGER = {
-    "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1, "num_decoder_layers": 1,
-    "n_user_tokens": 3, "max_history": 7, "dropout": 0.0,
-}  # fmt: skip
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "n_user_tokens": 3,
+    "max_history": 7,
+    "dropout": 0.0,
+}
 SIZES = {"encoder_layers": 2, "encoder_width": 32}
 HEADS = {"attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 32}
 requests = partial(requests_of, items=ITEMS)
@@ -44,15 +56,26 @@ requests = partial(requests_of, items=ITEMS)
 def catalogue(levels: int = 3) -> Catalogue:
     sizes = (24,) if levels == 1 else (8,) * levels
     generator = torch.Generator().manual_seed(levels)
-    codes = torch.stack([torch.randint(0, size, (40 * ITEMS,), generator=generator) for size in sizes], 1).unique(dim=0)
-    return Catalogue.from_codes(codes[torch.randperm(len(codes), generator=generator)[:ITEMS]], sizes)
+    codes = torch.stack(
+        [torch.randint(0, size, (40 * ITEMS,), generator=generator) for size in sizes],
+        1,
+    ).unique(dim=0)
+    return Catalogue.from_codes(
+        codes[torch.randperm(len(codes), generator=generator)[:ITEMS]], sizes
+    )
 
 
 def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> Tensor:
     """(real tokens, D): equation 4 for one request, one token after the other."""
-    levels, own = encoder.tokens.levels, {name: value[row : row + 1] for name, value in batch.items()}
+    levels, own = (
+        encoder.tokens.levels,
+        {name: value[row : row + 1] for name, value in batch.items()},
+    )
     tokens, count = encoder.tokens.history(own), int(encoder.tokens.lengths(own))
-    states = [encoder.embedding.weight[tokens[0, at]] + encoder.positions.weight[at] for at in range(count)]
+    states = [
+        encoder.embedding.weight[tokens[0, at]] + encoder.positions.weight[at]
+        for at in range(count)
+    ]
     for layer in encoder.layers:
         mean = sum(states) / count
         updated = []
@@ -65,7 +88,9 @@ def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> 
     return torch.stack([encoder.norm(state) for state in states])
 
 
-@pytest.mark.parametrize(("packed", "training"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("packed", "training"), [(True, False), (True, True), (False, True)]
+)
 @settings(max_examples=25)
 @given(
     levels=st.integers(1, 5),
@@ -74,19 +99,29 @@ def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> 
     shared=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_the_encoder_is_equation_4_for_every_token(packed, training, levels, lengths, layers, shared, seed):
+def test_the_encoder_is_equation_4_for_every_token(
+    packed, training, levels, lengths, layers, shared, seed
+):
     torch.manual_seed(seed)
     source = Tiger(TigerConfig(**TIGER), catalogue(levels)).double()
-    encoder = MlpBackbone(source.backbone, EncoderSizes(layers, 20, shared_mlp=shared)).double().eval()
+    encoder = (
+        MlpBackbone(source.backbone, EncoderSizes(layers, 20, shared_mlp=shared))
+        .double()
+        .eval()
+    )
     batch = requests(lengths, seed)
     with torch.set_grad_enabled(training):
         states, padding = encoded(encoder, batch, packed)
     assert states.shape == (len(lengths), 2 + levels * max(lengths), 16)
     for row, length in enumerate(lengths):
         count = 2 + levels * length
-        torch.testing.assert_close(states[row, :count], token_by_token(encoder, batch, row))
+        torch.testing.assert_close(
+            states[row, :count], token_by_token(encoder, batch, row)
+        )
         assert not states[row, count:].any()
-        assert padding is None or padding[row, 0, 0].isinf().tolist() == [at >= count for at in range(states.shape[1])]
+        assert padding is None or padding[row, 0, 0].isinf().tolist() == [
+            at >= count for at in range(states.shape[1])
+        ]
     assert (padding is None) == (min(lengths) == max(lengths))
 
 
@@ -97,7 +132,9 @@ def test_packed_and_padded_have_one_gradient():
     batch = requests([2, 7, 1, 4])
     weights = torch.randn(4, 23, 16, dtype=torch.float64)
     gradients = [
-        torch.autograd.grad((encoded(encoder, batch, packed)[0] * weights).sum(), trained_of(encoder))
+        torch.autograd.grad(
+            (encoded(encoder, batch, packed)[0] * weights).sum(), trained_of(encoder)
+        )
         for packed in (True, False)
     ]
     for one, other in zip(*gradients, strict=True):
@@ -111,8 +148,12 @@ def test_padding_changes_nothing(packed):
     encoder = MlpBackbone(source.backbone, EncoderSizes(2, 20)).eval()
     batch = requests([2, 5, 1])
     states, _ = encoded(encoder, batch, packed)
-    filled = torch.where(batch["history"] == PAD, torch.arange(5) % ITEMS, batch["history"])
-    torch.testing.assert_close(encoded(encoder, batch | {"history": filled}, packed)[0], states, rtol=0, atol=0)
+    filled = torch.where(
+        batch["history"] == PAD, torch.arange(5) % ITEMS, batch["history"]
+    )
+    torch.testing.assert_close(
+        encoded(encoder, batch | {"history": filled}, packed)[0], states, rtol=0, atol=0
+    )
     wider = torch.cat([batch["history"], torch.full((3, 2), PAD)], 1)
     more, padding = encoded(encoder, batch | {"history": wider}, packed)
     torch.testing.assert_close(more[:, :17], states)
@@ -121,14 +162,18 @@ def test_padding_changes_nothing(packed):
     for row, length in enumerate([2, 5, 1]):
         alone = {name: value[row : row + 1] for name, value in batch.items()}
         alone |= {"history": alone["history"][:, :length]}
-        torch.testing.assert_close(encoded(encoder, alone, packed)[0], states[row : row + 1, : 2 + 3 * length])
+        torch.testing.assert_close(
+            encoded(encoder, alone, packed)[0], states[row : row + 1, : 2 + 3 * length]
+        )
 
 
 def trained_of(encoder: MlpBackbone) -> list[Tensor]:
     return [parameter for parameter in encoder.parameters() if parameter.requires_grad]
 
 
-def encoded(encoder: MlpBackbone, batch: dict[str, Tensor], packed: bool | None = None) -> tuple[Tensor, Tensor | None]:
+def encoded(
+    encoder: MlpBackbone, batch: dict[str, Tensor], packed: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
     """States and padding mask, with nothing done for padding or with it."""
     encoder.pack = packed
     history = encoder.encode(batch)
@@ -137,7 +182,10 @@ def encoded(encoder: MlpBackbone, batch: dict[str, Tensor], packed: bool | None 
 
 def stage_1(**change: object) -> tuple[SidMlpPpEncoder, Tiger]:
     torch.manual_seed(0)
-    model = registry.build(SidMlpPpEncoderConfig(**{**SIZES, "teacher_model": TIGER, **change}), catalogue())
+    model = registry.build(
+        SidMlpPpEncoderConfig(**{**SIZES, "teacher_model": TIGER, **change}),
+        catalogue(),
+    )
     teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
     model.set_teacher(teacher)
     return model.eval(), teacher
@@ -165,7 +213,9 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
 
 
 def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
-    model = registry.build(SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue())
+    model = registry.build(
+        SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue()
+    )
     with pytest.raises(UserError, match=r"model\.teacher is not set"):
         model(requests([1, 2]))
     names = set(model.state_dict())
@@ -177,7 +227,10 @@ def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
 
 def stage_2(**change: object) -> tuple[SidMlpPp, Tiger]:
     torch.manual_seed(0)
-    model = registry.build(SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **change}), catalogue())
+    model = registry.build(
+        SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **change}),
+        catalogue(),
+    )
     teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
     model.set_teacher(teacher)
     return model, teacher
@@ -211,9 +264,15 @@ def trained(world: World) -> SimpleNamespace:
     two = {"name": "sid_mlp_pp", "encoder": str(root / "encoder"), "beam": 24, **HEADS}
     world.train(two, root / "student", 10)
     return SimpleNamespace(
-        root=root, tables=world.tables, sids=world.sids, catalogue=world.catalogue, teacher=world.tiger,
-        encoder=root / "encoder", student=root / "student", events_1=events,
-    )  # fmt: skip
+        root=root,
+        tables=world.tables,
+        sids=world.sids,
+        catalogue=world.catalogue,
+        teacher=world.tiger,
+        encoder=root / "encoder",
+        student=root / "student",
+        events_1=events,
+    )
 
 
 def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
@@ -225,27 +284,49 @@ def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
 
 
 def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained):
-    one, _ = registry.load(trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder")
-    two, about = registry.load(trained.student / "best", trained.catalogue, "sid_mlp_pp")
+    one, _ = registry.load(
+        trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder"
+    )
+    two, about = registry.load(
+        trained.student / "best", trained.catalogue, "sid_mlp_pp"
+    )
     kept = one.backbone.state_dict()
-    assert all(torch.equal(value, kept[name]) for name, value in two.backbone.state_dict().items())
+    assert all(
+        torch.equal(value, kept[name])
+        for name, value in two.backbone.state_dict().items()
+    )
     assert about.model["encoder_width"] == 32
     assert about.metrics["recall@5"] > 2 * 5 / ITEMS
 
 
-def test_stage_1_is_evaluated_by_its_error_while_its_teacher_is_there_and_recommends_nothing(trained):
+def test_stage_1_is_evaluated_by_its_error_while_its_teacher_is_there_and_recommends_nothing(
+    trained,
+):
     options = {"split": "test", "batch_size": 64}
-    result, _ = evaluate(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), **options)
+    result, _ = evaluate(
+        str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), **options
+    )
     assert set(result.metrics) == {"mse", "neg_mse", "r2"}
     assert result.metrics["r2"] > 0.5
     moved = trained.teacher.rename(trained.teacher.with_name("gone"))
     try:
-        with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint nor a finished run"):
-            evaluate(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), **options)
+        with pytest.raises(
+            UserError,
+            match=r"the teacher .* is neither a checkpoint nor a finished run",
+        ):
+            evaluate(
+                str(trained.encoder / "best"),
+                Inputs(trained.tables, trained.sids),
+                **options,
+            )
     finally:
         moved.rename(trained.teacher)
     with pytest.raises(UserError, match="'sid_mlp_pp_encoder' ranks no catalogue"):
-        infer_all(str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), str(trained.root / "top"))
+        infer_all(
+            str(trained.encoder / "best"),
+            Inputs(trained.tables, trained.sids),
+            str(trained.root / "top"),
+        )
 
 
 def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
@@ -273,41 +354,70 @@ def test_resolving_fills_in_sizes_and_hashes_once(trained):
     assert found.teacher == str(trained.teacher / "best")
     assert found.teacher_model["d_model"] == 16
     assert registry.resolve(found, trained.catalogue) == found
-    ends = registry.resolve(SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True), trained.catalogue)
-    assert (ends.encoder, ends.encoder_layers, ends.teacher_hash) == ("", 4, found.teacher_hash)
+    ends = registry.resolve(
+        SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True), trained.catalogue
+    )
+    assert (ends.encoder, ends.encoder_layers, ends.teacher_hash) == (
+        "",
+        4,
+        found.teacher_hash,
+    )
 
 
 def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
     def resolve(**change: str) -> None:
         registry.resolve(SidMlpPpConfig(**change), trained.catalogue)
 
-    with pytest.raises(UserError, match=r"model\.encoder is not set.*sid_mlp_pp_encoder\.yaml"):
+    with pytest.raises(
+        UserError, match=r"model\.encoder is not set.*sid_mlp_pp_encoder\.yaml"
+    ):
         resolve(teacher=str(trained.teacher))
-    with pytest.raises(UserError, match="the encoder /nowhere is neither a checkpoint nor a finished run"):
+    with pytest.raises(
+        UserError,
+        match="the encoder /nowhere is neither a checkpoint nor a finished run",
+    ):
         resolve(encoder="/nowhere")
-    with pytest.raises(UserError, match="of the model 'tiger', not of 'sid_mlp_pp_encoder'"):
+    with pytest.raises(
+        UserError, match="of the model 'tiger', not of 'sid_mlp_pp_encoder'"
+    ):
         resolve(encoder=str(trained.teacher))
     with pytest.raises(UserError, match="is not the one that this run began with"):
         resolve(encoder=str(trained.encoder), encoder_hash="0" * 64)
     tiger, about = registry.load(trained.teacher / "best", trained.catalogue)
     tiger.backbone.embedding.weight.data += 1.0
     checkpoint.save(tmp_path / "other", tiger, about)
-    with pytest.raises(UserError, match=r"matches another teacher.*leave model\.teacher out, or train stage 1"):
+    with pytest.raises(
+        UserError,
+        match=r"matches another teacher.*leave model\.teacher out, or train stage 1",
+    ):
         resolve(encoder=str(trained.encoder), teacher=str(tmp_path / "other"))
-    elsewhere = replace(trained.catalogue, hashes={**trained.catalogue.hashes, "sids": "f" * 64})
+    elsewhere = replace(
+        trained.catalogue, hashes={**trained.catalogue.hashes, "sids": "f" * 64}
+    )
     with pytest.raises(UserError, match="another table 'sids'"):
         registry.resolve(SidMlpPpConfig(encoder=str(trained.encoder)), elsewhere)
 
 
 @pytest.mark.parametrize(
     ("base", "ablation", "field"),
-    [("sid_mlp_pp_encoder", "shared_mlp", "shared_mlp"), ("sid_mlp_pp", "end_to_end", "end_to_end")],
+    [
+        ("sid_mlp_pp_encoder", "shared_mlp", "shared_mlp"),
+        ("sid_mlp_pp", "end_to_end", "end_to_end"),
+    ],
 )
 def test_the_shown_configs_are_the_papers(base, ablation, field):
     content = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text())
     config = registry.config_from_dict(content["model"])
-    assert (config.encoder_layers, config.encoder_width, config.encoder_dropout) == (4, 2048, 0.1)
+    assert (config.encoder_layers, config.encoder_width, config.encoder_dropout) == (
+        4,
+        2048,
+        0.1,
+    )
     assert not getattr(config, field)
-    assert FitConfig(**content["fit"]).metric == ("neg_mse" if base == "sid_mlp_pp_encoder" else "ndcg@10")
+    assert FitConfig(**content["fit"]).metric == (
+        "neg_mse" if base == "sid_mlp_pp_encoder" else "ndcg@10"
+    )
     change = yaml.safe_load((CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml").read_text())
-    assert getattr(registry.config_from_dict({**content["model"], **change["model"]}), field)
+    assert getattr(
+        registry.config_from_dict({**content["model"], **change["model"]}), field
+    )

@@ -43,9 +43,13 @@ class Taught:
 @pytest.fixture(scope="module")
 def taught(world: World) -> Taught:
     config = {"name": "sid_mlp", "teacher": str(world.tiger), "dropout": 0.0, **SMALL}
-    before = set_up(config, FitConfig(seed=2, batch_size=32), Inputs(world.tables, world.sids)).model.state_dict()
+    before = set_up(
+        config, FitConfig(seed=2, batch_size=32), Inputs(world.tables, world.sids)
+    ).model.state_dict()
     setup, events = world.train(config, world.root / "taught", 8)
-    return Taught(world.tables, world.sids, str(world.tiger), world.ndcg, setup, before, events)
+    return Taught(
+        world.tables, world.sids, str(world.tiger), world.ndcg, setup, before, events
+    )
 
 
 def test_a_student_learns_what_its_teacher_knows(taught: Taught) -> None:
@@ -64,11 +68,20 @@ def test_what_is_frozen_stays(taught: Taught) -> None:
     for name, value in model.backbone.state_dict().items():
         assert torch.equal(value, teacher.backbone.state_dict()[name])
         assert torch.equal(value, taught.before[f"backbone.{name}"])
-    assert all(p.grad is None and not p.requires_grad for p in model.backbone.parameters())
+    assert all(
+        p.grad is None and not p.requires_grad for p in model.backbone.parameters()
+    )
     assert not model.train().backbone.training
-    moved = [n for n, v in model.state_dict().items() if not torch.equal(v, taught.before[n])]
-    assert {name.rsplit(".", 1)[0].split(".")[1] for name in moved} == {"readout", "heads"}
-    assert not [name for name in model.state_dict() if "stack" in name or "teacher" in name]
+    moved = [
+        n for n, v in model.state_dict().items() if not torch.equal(v, taught.before[n])
+    ]
+    assert {name.rsplit(".", 1)[0].split(".")[1] for name in moved} == {
+        "readout",
+        "heads",
+    }
+    assert not [
+        name for name in model.state_dict() if "stack" in name or "teacher" in name
+    ]
 
 
 def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
@@ -90,7 +103,9 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no teacher to learn from"):
         loaded(batch)
     with pytest.raises(UserError, match="is neither a checkpoint nor a finished run"):
-        set_up(about.model, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids))
+        set_up(
+            about.model, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids)
+        )
 
 
 def test_resolving_twice_changes_nothing(taught: Taught) -> None:
@@ -99,38 +114,70 @@ def test_resolving_twice_changes_nothing(taught: Taught) -> None:
     assert registry.resolve(once, catalogue) == once
     assert once.teacher_model["d_model"] == 16
     assert once.max_history == 20
-    assert registry.config_from_dict(json.loads(json.dumps(registry.config_to_dict(once)))) == once
+    assert (
+        registry.config_from_dict(json.loads(json.dumps(registry.config_to_dict(once))))
+        == once
+    )
 
 
 def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) -> None:
-    def train(teacher: str, tables: str = taught.tables, sids: str = taught.sids, **options: Any) -> None:
+    def train(
+        teacher: str,
+        tables: str = taught.tables,
+        sids: str = taught.sids,
+        **options: Any,
+    ) -> None:
         set_up(
-            {"name": "sid_mlp", "teacher": teacher, **SMALL, **options}, FitConfig(batch_size=32), Inputs(tables, sids)
+            {"name": "sid_mlp", "teacher": teacher, **SMALL, **options},
+            FitConfig(batch_size=32),
+            Inputs(tables, sids),
         )
 
-    with pytest.raises(UserError, match=r"model\.teacher is not set; give the folder of a trained TIGER"):
+    with pytest.raises(
+        UserError,
+        match=r"model\.teacher is not set; give the folder of a trained TIGER",
+    ):
         train("")
-    with pytest.raises(UserError, match=r"the teacher .*/nowhere is neither a checkpoint nor a finished run"):
+    with pytest.raises(
+        UserError,
+        match=r"the teacher .*/nowhere is neither a checkpoint nor a finished run",
+    ):
         train(str(tmp_path / "nowhere"))
     (tmp_path / "running").mkdir()
     with pytest.raises(
-        UserError, match=r"neither a checkpoint nor a finished run: it holds no config.json and no best"
+        UserError,
+        match=r"neither a checkpoint nor a finished run: it holds no config.json and no best",
     ):
         train(str(tmp_path / "running"))
-    other = set_up({"name": "sasrec", "dim": 8, "num_layers": 1}, FitConfig(batch_size=32), Inputs(taught.tables))
+    other = set_up(
+        {"name": "sasrec", "dim": 8, "num_layers": 1},
+        FitConfig(batch_size=32),
+        Inputs(taught.tables),
+    )
     checkpoint.save(tmp_path / "sasrec", other.model, other.checkpoint(epoch=1))
-    with pytest.raises(UserError, match=r"is of the model 'sasrec', which has no decoder; give .* one of tiger, "):
+    with pytest.raises(
+        UserError,
+        match=r"is of the model 'sasrec', which has no decoder; give .* one of tiger, ",
+    ):
         train(str(tmp_path / "sasrec"))
-    with pytest.raises(UserError, match=r"teacher_hash is 0123, the teacher .* has .*; leave model\.teacher_hash out"):
+    with pytest.raises(
+        UserError,
+        match=r"teacher_hash is 0123, the teacher .* has .*; leave model\.teacher_hash out",
+    ):
         train(taught.teacher, teacher_hash="0123")
     with pytest.raises(UserError, match=r"m 3 leaves no digit of 3 to the student"):
         train(taught.teacher, m=3)
 
     wide, wide_sids = write_tables(tmp_path / "wide", users=8, items=40)
-    with pytest.raises(UserError, match=r"the teacher .* belongs to another table 'items'"):
+    with pytest.raises(
+        UserError, match=r"the teacher .* belongs to another table 'items'"
+    ):
         train(taught.teacher, wide, wide_sids)
     other, other_sids = write_tables(tmp_path / "other", users=8, seed=5)
-    with pytest.raises(UserError, match=r"the teacher .* belongs to another table 'sequences': \w+ was trained on"):
+    with pytest.raises(
+        UserError,
+        match=r"the teacher .* belongs to another table 'sequences': \w+ was trained on",
+    ):
         train(taught.teacher, other, other_sids)
 
     cut = tmp_path / "cut"
@@ -146,6 +193,11 @@ def test_a_teacher_of_another_depth_is_refused(taught: Taught, tmp_path: Path) -
     catalogue = taught.setup.catalogue
     codes = torch.cat([catalogue.sids[:, :2], torch.zeros(24, 2, dtype=torch.long)], 1)
     deep = Catalogue.from_codes(codes, (4, 6, 1, 1))
-    deep = Catalogue(24, deep.sids, (4, 6, 1, 1), deep.trie, {**catalogue.hashes, "sids": "d" * 64})
-    with pytest.raises(UserError, match=r"belongs to another table 'sids': \w+ was trained on, dddddddddddd is given"):
+    deep = Catalogue(
+        24, deep.sids, (4, 6, 1, 1), deep.trie, {**catalogue.hashes, "sids": "d" * 64}
+    )
+    with pytest.raises(
+        UserError,
+        match=r"belongs to another table 'sids': \w+ was trained on, dddddddddddd is given",
+    ):
         registry.resolve(SidMlpConfig(teacher=teacher), deep)

@@ -28,14 +28,38 @@ from models.locks import LOCK, locked
 from models.retrieval.data import Examples
 from models.retrieval.teacher_cache import States
 from models.setup import Setup, set_up
-from models.tables import UserError, open_uri, read_manifest, read_table, sealed, unsealed
+from models.tables import (
+    UserError,
+    open_uri,
+    read_manifest,
+    read_table,
+    sealed,
+    unsealed,
+)
 
 ROOT = Path(__file__).parents[3]
-TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2,
-         "num_decoder_layers": 2, "n_user_tokens": 2, "max_history": 6}  # fmt: skip
-HEADS = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20, "dropout": 0.0}
+TIGER = {
+    "name": "tiger",
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "n_user_tokens": 2,
+    "max_history": 6,
+}
+HEADS = {
+    "attention_heads": 2,
+    "attention_width": 24,
+    "ffn_width": 32,
+    "head_width": 20,
+    "dropout": 0.0,
+}
 ENCODER = {"name": "sid_mlp_pp_encoder", "encoder_layers": 1, "encoder_width": 24}
-FIT = FitConfig(batch_size=32, max_epochs=1, lr=5e-3, warmup_share=0.0, patience=0, seed=2)
+FIT = FitConfig(
+    batch_size=32, max_epochs=1, lr=5e-3, warmup_share=0.0, patience=0, seed=2
+)
 
 
 @dataclass
@@ -46,8 +70,15 @@ class World:
     tables: str
     sids: str
 
-    def set_up(self, cache: Path | str | None, fit: FitConfig = FIT, **model: Any) -> Setup:
-        options = {"name": "sid_mlp", "teacher": str(self.folder / "tiger"), "teacher_cache": str(cache or ""), **model}
+    def set_up(
+        self, cache: Path | str | None, fit: FitConfig = FIT, **model: Any
+    ) -> Setup:
+        options = {
+            "name": "sid_mlp",
+            "teacher": str(self.folder / "tiger"),
+            "teacher_cache": str(cache or ""),
+            **model,
+        }
         if options["name"] in ("sid_mlp", "sid_mlp_pp"):
             options = {**HEADS, **options}
         return set_up(options, fit, Inputs(self.tables, self.sids))
@@ -58,7 +89,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("cache")
     made = World(folder, *write_tables(folder, users=30))
     setup = set_up(TIGER, FIT, Inputs(made.tables, made.sids))
-    torch.nn.init.normal_(setup.model.backbone.embedding.weight, std=2.0)  # an opinion that is far from uniform
+    torch.nn.init.normal_(
+        setup.model.backbone.embedding.weight, std=2.0
+    )  # an opinion that is far from uniform
     checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=1))
     stage_1 = made.set_up(None, **ENCODER)
     checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
@@ -97,46 +130,81 @@ def tables(cache: Path) -> list[str]:
         {"name": "sid_mlp_pp", "end_to_end": True},
     ],
 )
-def test_it_trains_as_without_up_to_half_precision(world: World, cache: Path, model: dict[str, Any]) -> None:
+def test_it_trains_as_without_up_to_half_precision(
+    world: World, cache: Path, model: dict[str, Any]
+) -> None:
     if "encoder" in model:
-        model = {**model, "encoder": str(world.folder / model["encoder"]), "teacher": ""}
-    options = FitConfig(**{**vars(FIT), "metric": "neg_mse" if model is ENCODER else "ndcg@10"})
-    plain, kept = world.set_up(None, options, **model), world.set_up(cache, options, **model)
+        model = {
+            **model,
+            "encoder": str(world.folder / model["encoder"]),
+            "teacher": "",
+        }
+    options = FitConfig(
+        **{**vars(FIT), "metric": "neg_mse" if model is ENCODER else "ndcg@10"}
+    )
+    plain, kept = (
+        world.set_up(None, options, **model),
+        world.set_up(cache, options, **model),
+    )
     before = {name: value.clone() for name, value in plain.model.state_dict().items()}
     expected, found = run(plain), run(kept)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=2e-3)
-        assert ours.metrics[options.metric] == pytest.approx(theirs.metrics[options.metric], rel=0.1, abs=0.02)
+        assert ours.metrics[options.metric] == pytest.approx(
+            theirs.metrics[options.metric], rel=0.1, abs=0.02
+        )
     ours, theirs = kept.model.state_dict(), plain.model.state_dict()
-    moved = [name for name, value in theirs.items() if not torch.equal(value, before[name])]
+    moved = [
+        name for name, value in theirs.items() if not torch.equal(value, before[name])
+    ]
     assert moved
     for name in moved:
         change = (theirs[name] - before[name]).norm()
         assert (ours[name] - theirs[name]).norm() < 0.1 * change
 
 
-def test_epochs_and_validation_ask_neither_encoder_nor_teacher(world: World, cache: Path) -> None:
+def test_epochs_and_validation_ask_neither_encoder_nor_teacher(
+    world: World, cache: Path
+) -> None:
     setup = world.set_up(cache)
     teacher = setup.model.teacher
-    for module in (setup.model.backbone.encoder, teacher.decoder.stack, teacher.backbone.encoder):
+    for module in (
+        setup.model.backbone.encoder,
+        teacher.decoder.stack,
+        teacher.backbone.encoder,
+    ):
         for parameter in module.parameters():
             parameter.fill_(math.nan)
-    assert all(math.isfinite(event.loss) and event.metrics["recall@20"] > 0 for event in run(setup))
+    assert all(
+        math.isfinite(event.loss) and event.metrics["recall@20"] > 0
+        for event in run(setup)
+    )
     for split in ("test", "next"):  # the numbers of `next` are those of other requests
         examples = requests(world, split)
         batch = examples.collate(next(examples.batches(8)))
         assert setup.model.teacher_outputs("encoder", batch) is None
 
 
-def test_it_holds_each_request_once_without_padding_at_half_precision(world: World, cache: Path) -> None:
+def test_it_holds_each_request_once_without_padding_at_half_precision(
+    world: World, cache: Path
+) -> None:
     train, val = requests(world, "train"), requests(world, "val")
-    encoder, decoder = (next(cache.glob(f"{name}-*")) for name in ("encoder", "decoder"))
+    encoder, decoder = (
+        next(cache.glob(f"{name}-*")) for name in ("encoder", "decoder")
+    )
     table = read_table(str(encoder), "encoder")
-    assert sorted(table["request"].to_pylist()) == sorted([*train.request_numbers, *val.request_numbers])
+    assert sorted(table["request"].to_pylist()) == sorted(
+        [*train.request_numbers, *val.request_numbers]
+    )
     lengths = {
-        n: 2 + 3 * length for part in (train, val) for n, length in zip(part.request_numbers, part.lengths, strict=True)
+        n: 2 + 3 * length
+        for part in (train, val)
+        for n, length in zip(part.request_numbers, part.lengths, strict=True)
     }
-    assert {n: len(states) // 16 for n, states in zip(*table.to_pydict().values(), strict=True)} == lengths
+    assert {
+        n: len(states) // 16
+        for n, states in zip(*table.to_pydict().values(), strict=True)
+    } == lengths
     assert str(table.schema.field("states").type.value_type) == "halffloat"
     table = read_table(str(decoder), "decoder")
     assert sorted(table["request"].to_pylist()) == sorted(train.request_numbers)
@@ -148,10 +216,15 @@ def test_it_holds_each_request_once_without_padding_at_half_precision(world: Wor
         assert f"{name} states of {count:,} requests, " in line
         assert "MiB at half precision, found" in line
     batch = train.collate(np.array([5, 0, 9]))
-    found, expected = setup.model.teacher_outputs("encoder", batch), setup.model.teacher.encode(batch)
+    found, expected = (
+        setup.model.teacher_outputs("encoder", batch),
+        setup.model.teacher.encode(batch),
+    )
     assert torch.equal(found.lengths, expected.lengths)
     real = (found.padding == 0)[:, 0, 0]
-    torch.testing.assert_close(found.states[real], expected.states[real], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        found.states[real], expected.states[real], rtol=1e-3, atol=1e-4
+    )
     assert (found.states[~real] == 0).all()
 
 
@@ -179,19 +252,28 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
     setup = world.set_up(tmp_path, **ENCODER)
     assert "made in" in setup.notes[0]
     assert read_table(str(uri)).equals(content)
-    assert files(str(uri)) == sorted(["manifest.json", *(part.path for part in read_manifest(str(uri)).files)])
+    assert files(str(uri)) == sorted(
+        ["manifest.json", *(part.path for part in read_manifest(str(uri)).files)]
+    )
 
 
-def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_path: Path) -> None:
+def test_a_wrong_one_is_refused_with_what_to_do(
+    world: World, cache: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "cache"
     shutil.copytree(cache, copy)
-    tables = (path for path in copy.glob("encoder-*") if "encoder_width" not in read_manifest(str(path)).config)
+    tables = (
+        path
+        for path in copy.glob("encoder-*")
+        if "encoder_width" not in read_manifest(str(path)).config
+    )
     uri = next(tables)
     manifest = unsealed((uri / "manifest.json").read_text())
 
     def refused(why: str) -> None:
         with pytest.raises(
-            UserError, match=rf"the teacher cache {uri} cannot be used \(.*{why}.*\); remove the folder"
+            UserError,
+            match=rf"the teacher cache {uri} cannot be used \(.*{why}.*\); remove the folder",
         ):
             world.set_up(copy)
 
@@ -214,12 +296,16 @@ def test_a_wrong_one_is_refused_with_what_to_do(world: World, cache: Path, tmp_p
     assert "made in" in world.set_up(copy).notes[0]
 
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write to .*; give model\.teacher_cache a folder"):
+    with pytest.raises(
+        UserError, match=r"cannot write to .*; give model\.teacher_cache a folder"
+    ):
         world.set_up(tmp_path / "file")
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.data())
-def test_vectors_of_any_requests_in_any_order(lengths: list[int], data: st.DataObject) -> None:
+def test_vectors_of_any_requests_in_any_order(
+    lengths: list[int], data: st.DataObject
+) -> None:
     """Padded to the longest that is asked for, as one by one from the file; None where a number is not in it."""
     numbers = data.draw(st.permutations([3 * i + 2 for i in range(len(lengths))]))
     values = np.arange(4 * sum(lengths), dtype=np.float16).reshape(-1, 4)
@@ -234,20 +320,39 @@ def test_vectors_of_any_requests_in_any_order(lengths: list[int], data: st.DataO
     assert (padding is None) == all(len(own[number]) == longest for number in asked)
     for row, number in enumerate(asked):
         length = len(own[number])
-        assert states_of[row, :length].numpy().tolist() == own[number].astype(np.float32).tolist()
+        assert (
+            states_of[row, :length].numpy().tolist()
+            == own[number].astype(np.float32).tolist()
+        )
         assert (states_of[row, length:] == 0).all()
-        assert padding is None or (padding[row, 0, 0] == 0).tolist() == [i < length for i in range(longest)]
+        assert padding is None or (padding[row, 0, 0] == 0).tolist() == [
+            i < length for i in range(longest)
+        ]
     for missing in (0, 1, 3 * len(lengths) + 2):
         assert states.padded({"request": torch.tensor([*asked, missing])}) is None
-    assert states.padded({"request": torch.tensor(asked), "target": torch.full((len(asked),), -1)}) is None
+    assert (
+        states.padded(
+            {"request": torch.tensor(asked), "target": torch.full((len(asked),), -1)}
+        )
+        is None
+    )
 
 
 def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    options = {"name": "sid_mlp", "teacher": str(world.folder / "tiger"), "teacher_cache": str(cache), **HEADS}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
+    )
+    options = {
+        "name": "sid_mlp",
+        "teacher": str(world.folder / "tiger"),
+        "teacher_cache": str(cache),
+        **HEADS,
+    }
     setup = set_up(options, FIT, Inputs(world.tables, world.sids), rank=rank, world=2)
-    mine = np.concatenate([setup.train.examples.request_numbers, setup.val.request_numbers])
+    mine = np.concatenate(
+        [setup.train.examples.request_numbers, setup.val.request_numbers]
+    )
     assert sorted(setup.model._teacher_outputs["encoder"].requests) == sorted(mine)
     dist.destroy_process_group()
 
@@ -258,12 +363,16 @@ def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> 
     mp.start_processes(make, arguments, nprocs=2, start_method="forkserver")
     for whole in (tmp_path / "cache").glob("[!.]*"):
         ours, alone = (
-            read_table(str(folder / whole.name)).sort_by("request") for folder in (tmp_path / "cache", cache)
+            read_table(str(folder / whole.name)).sort_by("request")
+            for folder in (tmp_path / "cache", cache)
         )
         assert len(read_manifest(str(tmp_path / "cache" / whole.name)).files) == 2
         assert ours["request"].equals(alone["request"])
         torch.testing.assert_close(
-            *(torch.tensor(t["states"].combine_chunks().flatten().to_numpy()) for t in (ours, alone)),
+            *(
+                torch.tensor(t["states"].combine_chunks().flatten().to_numpy())
+                for t in (ours, alone)
+            ),
             rtol=2e-3,
             atol=1e-3,
         )
@@ -275,12 +384,27 @@ def make_alone(world: World, cache: str, began: Any, notes: Any) -> None:
     notes.put(world.set_up(cache).notes)
 
 
-def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(world: World, cache: Path, s3: str) -> None:
-    processes = mp.get_context("spawn")  # the server's address is in this process's environment
+def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
+    world: World, cache: Path, s3: str
+) -> None:
+    processes = mp.get_context(
+        "spawn"
+    )  # the server's address is in this process's environment
     began, notes = processes.Queue(), processes.Queue()
-    runs = [processes.Process(target=make_alone, args=(world, f"{s3}/kept", began, notes)) for _ in range(2)]
-    names = sorted(path.name for path in cache.iterdir() if path.name.startswith(("encoder-", "decoder-")))
-    names = [name for name in names if "encoder_width" not in read_manifest(str(cache / name)).config]
+    runs = [
+        processes.Process(target=make_alone, args=(world, f"{s3}/kept", began, notes))
+        for _ in range(2)
+    ]
+    names = sorted(
+        path.name
+        for path in cache.iterdir()
+        if path.name.startswith(("encoder-", "decoder-"))
+    )
+    names = [
+        name
+        for name in names
+        if "encoder_width" not in read_manifest(str(cache / name)).config
+    ]
     with ExitStack() as stack:
         for name in names:  # so that both ask for it before it is there
             stack.enter_context(locked(f"{s3}/kept/{name}/{LOCK}", "it is held"))
@@ -291,7 +415,9 @@ def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(world: World
     said = [notes.get() for _ in runs]
     for run in runs:
         run.join()
-    for name, lines in zip(("encoder", "decoder"), zip(*said, strict=True), strict=True):
+    for name, lines in zip(
+        ("encoder", "decoder"), zip(*said, strict=True), strict=True
+    ):
         assert sorted("found" in line for line in lines) == [False, True], (name, lines)
     for name in names:
         assert read_table(f"{s3}/kept/{name}").equals(read_table(str(cache / name)))
@@ -311,11 +437,19 @@ with locked(f"{sys.argv[1]}/{LOCK}", "it is held"):
 """
 
 
-def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(world: World, cache: Path, s3: str) -> None:
-    name = next(p.name for p in cache.glob("encoder-*") if "encoder_width" not in read_manifest(str(p)).config)
+def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(
+    world: World, cache: Path, s3: str
+) -> None:
+    name = next(
+        p.name
+        for p in cache.glob("encoder-*")
+        if "encoder_width" not in read_manifest(str(p)).config
+    )
     uri = f"{s3}/killed/{name}"
     line = [sys.executable, "-c", HOLDS, uri]
-    killed = subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    killed = subprocess.Popen(
+        line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert killed.stdout is not None
     assert killed.stdout.readline() == "held\n"
     killed.kill()
@@ -329,5 +463,7 @@ def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(world: World, cache: Pa
 def files(uri: str) -> list[str]:
     """The names in a folder, but for a local lock, which stays."""
     filesystem, path = open_uri(uri)
-    names = (entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(path)))
+    names = (
+        entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(path))
+    )
     return sorted(name for name in names if name != LOCK)

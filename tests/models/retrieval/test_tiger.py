@@ -14,7 +14,14 @@ from models.retrieval.data import PAD, Catalogue
 from models.retrieval.search.generate import as_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
 
-SMALL = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_encoder_layers": 2, "num_decoder_layers": 2}
+SMALL = {
+    "d_model": 32,
+    "d_ff": 64,
+    "num_heads": 2,
+    "d_kv": 16,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+}
 SIZES = (8, 8, 8, 3)
 catalogue = partial(small_retrieval.catalogue, 60, SIZES)
 requests = partial(small_retrieval.requests, items=60, longest=6)
@@ -56,7 +63,9 @@ def test_the_input_is_user_codes_and_end(tiger):
     assert tokens[1].tolist() == [28 + 2, *codes[7].tolist(), *codes[9].tolist(), 31]
     assert lengths.tolist() == [6, 10]
     assert tiger.backbone.embedding.weight.shape[0] == 32
-    paper = Tiger(TigerConfig(), Catalogue.from_codes(catalogue().sids, (256, 256, 256, 256)))
+    paper = Tiger(
+        TigerConfig(), Catalogue.from_codes(catalogue().sids, (256, 256, 256, 256))
+    )
     assert paper.backbone.embedding.weight.shape == (1027, 128)
 
 
@@ -74,20 +83,30 @@ def test_loss_and_gradients_are_those_of_transformers(tiger, end_token):
     expected = torch.autograd.grad(loss, list(tiger.parameters()))
     ours = tiger(batch)["loss"]
     torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(torch.autograd.grad(ours, list(tiger.parameters())), expected, strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, list(tiger.parameters())), expected, strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "constrained"),
-    [("tiger", True), *(pytest.param("trained", constrained, marks=pytest.mark.long) for constrained in (True, False))],
+    [
+        ("tiger", True),
+        *(
+            pytest.param("trained", constrained, marks=pytest.mark.long)
+            for constrained in (True, False)
+        ),
+    ],
 )
 def test_decoders_agree_with_transformers(request, name, constrained):
     model = request.getfixturevalue(name)
     batch = requests(8)
     items, scores = model.recommend(batch, 10, beam=12, constrained=constrained)
     for decoder in ("hf", "hf_nocache"):
-        others, other_scores = model.recommend(batch, 10, beam=12, decoder=decoder, constrained=constrained)
+        others, other_scores = model.recommend(
+            batch, 10, beam=12, decoder=decoder, constrained=constrained
+        )
         torch.testing.assert_close(other_scores, scores, rtol=1e-4, atol=1e-4)
         assert others.tolist() == items.tolist()
     assert (items >= 0).all() or not constrained

@@ -21,7 +21,15 @@ from models.tables import UserError, join, read_table
 from tests.search_tables import ITEM_MODEL, WIDTH, write_search
 from tests.training_tables import write
 
-SMALL = {"max_history": 8, "text_width": 6, "dnn_width": 12, "width": 24, "num_layers": 1, "num_heads": 2, "ffn": 16}
+SMALL = {
+    "max_history": 8,
+    "text_width": 6,
+    "dnn_width": 12,
+    "width": 24,
+    "num_layers": 1,
+    "num_heads": 2,
+    "ffn": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +41,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def one_at_a_time(encoder: Any, catalogue: SearchCatalogue, pooling: str, normalize: bool) -> torch.Tensor:
+def one_at_a_time(
+    encoder: Any, catalogue: SearchCatalogue, pooling: str, normalize: bool
+) -> torch.Tensor:
     """(I, W) of the catalogue's documents."""
     documents, found = catalogue.documents, []
     assert documents is not None
-    for begin, end in zip(documents.begin[:-1].tolist(), documents.begin[1:].tolist(), strict=True):
-        states = encoder(input_ids=documents.tokens[None, begin:end].long()).last_hidden_state[0]
+    for begin, end in zip(
+        documents.begin[:-1].tolist(), documents.begin[1:].tolist(), strict=True
+    ):
+        states = encoder(
+            input_ids=documents.tokens[None, begin:end].long()
+        ).last_hidden_state[0]
         pooled = states[0] if pooling == "cls" else states.mean(0)
         found.append(functional.normalize(pooled, dim=0) if normalize else pooled)
     return torch.stack(found)
@@ -50,13 +64,22 @@ def with_documents(catalogue: SearchCatalogue, **changes: Any) -> SearchCatalogu
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(("pooling", "normalize"), [("cls", False), ("cls", True), ("mean", True)])
+@pytest.mark.parametrize(
+    ("pooling", "normalize"), [("cls", False), ("cls", True), ("mean", True)]
+)
 @pytest.mark.parametrize("piece", [30, hllm.PIECE])
 def test_documents_are_encoded_as_one_at_a_time(
-    catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch, piece: int, pooling: str, normalize: bool, grad: bool
+    catalogue: SearchCatalogue,
+    monkeypatch: pytest.MonkeyPatch,
+    piece: int,
+    pooling: str,
+    normalize: bool,
+    grad: bool,
 ) -> None:
     monkeypatch.setattr(hllm, "PIECE", piece)
-    tower = ItemTower(ITEM_MODEL, with_documents(catalogue, pooling=pooling, normalize=normalize)).eval()
+    tower = ItemTower(
+        ITEM_MODEL, with_documents(catalogue, pooling=pooling, normalize=normalize)
+    ).eval()
     item = torch.randint(24, (3, 11), generator=torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(grad):
         found = tower(item)
@@ -67,9 +90,17 @@ def test_documents_are_encoded_as_one_at_a_time(
 def test_an_encoder_of_another_kind_is_an_item_tower_and_no_user_tower(
     catalogue: SearchCatalogue, tmp_path: Path
 ) -> None:
-    sizes = {"vocab_size": 20, "dim": WIDTH, "n_layers": 1, "n_heads": 2, "hidden_dim": 12}
+    sizes = {
+        "vocab_size": 20,
+        "dim": WIDTH,
+        "n_layers": 1,
+        "n_heads": 2,
+        "hidden_dim": 12,
+    }
     sizes |= {"max_position_embeddings": 9}
-    AutoModel.from_config(AutoConfig.for_model("distilbert", **sizes)).save_pretrained(tmp_path)
+    AutoModel.from_config(AutoConfig.for_model("distilbert", **sizes)).save_pretrained(
+        tmp_path
+    )
     tower = ItemTower(hllm.encoder_model(str(tmp_path)), catalogue).eval()
     expected = one_at_a_time(tower.encoder, catalogue, "cls", False)
     torch.testing.assert_close(tower(torch.arange(24)), expected, atol=1e-5, rtol=1e-5)
@@ -77,11 +108,17 @@ def test_an_encoder_of_another_kind_is_an_item_tower_and_no_user_tower(
         pretrained_sizes(str(tmp_path))
 
 
-def test_each_document_of_a_batch_is_encoded_once(catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_document_of_a_batch_is_encoded_once(
+    catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tower = ItemTower(ITEM_MODEL, catalogue).eval()
     asked: list[int] = []
     own = tower.states
-    monkeypatch.setattr(tower, "states", lambda item, longest: (asked.extend(item.tolist()), own(item, longest))[1])
+    monkeypatch.setattr(
+        tower,
+        "states",
+        lambda item, longest: (asked.extend(item.tolist()), own(item, longest))[1],
+    )
     tower(torch.tensor([[4, 7, 4], [2, 4, 7]]))
     assert sorted(asked) == [2, 4, 7]
     asked.clear()
@@ -91,7 +128,9 @@ def test_each_document_of_a_batch_is_encoded_once(catalogue: SearchCatalogue, mo
     assert sorted(asked) == list(range(24))
 
 
-def test_gradients_do_not_depend_on_pieces(catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_do_not_depend_on_pieces(
+    catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tower = ItemTower(ITEM_MODEL, catalogue).eval()
     item, weights = torch.arange(24).repeat(2), torch.randn(48, WIDTH)
     found = []
@@ -109,7 +148,9 @@ def test_training_starts_at_the_frozen_encoder_and_moves_it(
 ) -> None:
     pretrained = AutoModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        embedded = replace(catalogue, items=one_at_a_time(pretrained, catalogue, "cls", False))
+        embedded = replace(
+            catalogue, items=one_at_a_time(pretrained, catalogue, "cls", False)
+        )
     entry = registry.find("hllm")
     frozen = registry.build(HLLMConfig(**SMALL), embedded).eval()
     config = registry.resolve(HLLMConfig(**SMALL, item_tower=folder), embedded)
@@ -127,25 +168,44 @@ def test_training_starts_at_the_frozen_encoder_and_moves_it(
     with torch.no_grad():
         after = model.score(batch)
     assert (after - before).abs().max() > 1e-3
-    torch.testing.assert_close(after, model.score(batch).detach(), atol=1e-4, rtol=1e-4)  # what is kept was made anew
+    torch.testing.assert_close(
+        after, model.score(batch).detach(), atol=1e-4, rtol=1e-4
+    )  # what is kept was made anew
     moved = AutoModel.from_pretrained(folder).state_dict()
-    assert all(not torch.equal(moved[name], value) for name, value in model.item_tower.encoder.state_dict().items()
-               if "layer" in name and "key.bias" not in name)  # fmt: skip
+    assert all(
+        not torch.equal(moved[name], value)
+        for name, value in model.item_tower.encoder.state_dict().items()
+        if "layer" in name and "key.bias" not in name
+    )
     # A finished model needs its config and weights, not the folder.
-    again = registry.build(registry.config_from_dict(registry.config_to_dict(config)), embedded).eval()
+    again = registry.build(
+        registry.config_from_dict(registry.config_to_dict(config)), embedded
+    ).eval()
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(again.score(batch), after)
 
 
-def test_what_does_not_fit_is_refused(catalogue: SearchCatalogue, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no tokens for an item tower to read; run jobs\.encode again"):
+def test_what_does_not_fit_is_refused(
+    catalogue: SearchCatalogue, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=r"no tokens for an item tower to read; run jobs\.encode again"
+    ):
         ItemTower(ITEM_MODEL, replace(catalogue, documents=None))
-    for changes in ({"hidden_size": 12}, {"vocab_size": 10}, {"max_position_embeddings": 5}):
-        with pytest.raises(UserError, match=r"give the encoder of jobs\.encode as model\.item_tower"):
+    for changes in (
+        {"hidden_size": 12},
+        {"vocab_size": 10},
+        {"max_position_embeddings": 5},
+    ):
+        with pytest.raises(
+            UserError, match=r"give the encoder of jobs\.encode as model\.item_tower"
+        ):
             ItemTower(ITEM_MODEL | changes, catalogue)
     with pytest.raises(UserError, match="cannot load the encoder"):
-        registry.resolve(HLLMConfig(**SMALL, item_tower=str(tmp_path / "none")), catalogue)
+        registry.resolve(
+            HLLMConfig(**SMALL, item_tower=str(tmp_path / "none")), catalogue
+        )
     with pytest.raises(ValueError, match="which token 'pair' does not read"):
         HLLMConfig(item_tower="minilm", token="pair")
 
@@ -154,6 +214,14 @@ def test_tokens_of_other_items_are_refused(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path, users=4)
     tokens = read_table(join(text, "tokens"))
     shutil.rmtree(join(text, "tokens"))
-    write(join(text, "tokens"), "tokens", tokens, {"pooling": "cls", "normalize": False}, {"items": "other"})
-    with pytest.raises(UserError, match=r"tokens was made from other items; run jobs\.encode again"):
+    write(
+        join(text, "tokens"),
+        "tokens",
+        tokens,
+        {"pooling": "cls", "normalize": False},
+        {"items": "other"},
+    )
+    with pytest.raises(
+        UserError, match=r"tokens was made from other items; run jobs\.encode again"
+    ):
         SearchCatalogue.load(tables, text)

@@ -16,7 +16,11 @@ from models.search.position import Position
 
 def places(catalogue: SearchCatalogue) -> list[int]:
     """Of the features that say where a result was shown."""
-    return [place for place, name in enumerate(catalogue.features) if name in catalogue.unknown_when_ranking]
+    return [
+        place
+        for place, name in enumerate(catalogue.features)
+        if name in catalogue.unknown_when_ranking
+    ]
 
 
 def elsewhere(catalogue: SearchCatalogue, batch: dict) -> dict:
@@ -28,13 +32,18 @@ def elsewhere(catalogue: SearchCatalogue, batch: dict) -> dict:
 
 
 @pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
-@pytest.mark.parametrize("name", ["base", "qgs", "qgs_no_groups", "hllm_item_tower_match"])
+@pytest.mark.parametrize(
+    "name", ["base", "qgs", "qgs_no_groups", "hllm_item_tower_match"]
+)
 def test_a_score_does_not_know_where_a_result_was_shown(name, mode, catalogue, batch):
     model = make(name, catalogue, position=mode)
     moved = elsewhere(catalogue, batch)
     with torch.no_grad():
         assert torch.equal(model.score(batch), model.score(moved))
-        told, told_moved = model.score(batch, shown=True), model.score(moved, shown=True)
+        told, told_moved = (
+            model.score(batch, shown=True),
+            model.score(moved, shown=True),
+        )
     assert torch.equal(told, told_moved) == (mode == "hidden")
 
 
@@ -51,24 +60,37 @@ def test_the_bias_is_a_term_of_the_place_alone_and_0_at_the_mean(catalogue, batc
     with torch.no_grad():
         for of in (batch, other):
             term = model.score(of, shown=True) - model.score(of)
-            torch.testing.assert_close(term, model.shown_at.term(model.scale(batch["features"]), True))
+            torch.testing.assert_close(
+                term, model.shown_at.term(model.scale(batch["features"]), True)
+            )
         features = batch["features"].clone()
         features[:, places(catalogue)] = model.scale.mean[places(catalogue)]
         at_mean = changed(batch, features=features)
-        torch.testing.assert_close(model.score(at_mean, shown=True), model.score(at_mean))
+        torch.testing.assert_close(
+            model.score(at_mean, shown=True), model.score(at_mean)
+        )
 
 
 def test_dropout_hides_the_places_of_whole_requests():
     torch.manual_seed(0)
-    module = Position("dropout", 0.3, ("price", "position", "page"), ("position", "page"), 1).train()
+    module = Position(
+        "dropout", 0.3, ("price", "position", "page"), ("position", "page"), 1
+    ).train()
     features, request = torch.rand(9000, 3) + 1, torch.arange(3000).repeat_interleave(3)
     read = module.hide(features, request, int(request.max()) + 1, shown=True)
     assert torch.equal(read[:, 0], features[:, 0])
     hidden = (read[:, 1:] == 0).view(3000, 6)
     assert torch.equal(hidden.any(1), hidden.all(1))
     assert hidden.all(1).float().mean() == pytest.approx(0.3, abs=0.03)
-    assert torch.equal(module.eval().hide(features, request, int(request.max()) + 1, shown=True), features)
-    assert not module.train().hide(features, request, int(request.max()) + 1, shown=False)[:, 1:].any()
+    assert torch.equal(
+        module.eval().hide(features, request, int(request.max()) + 1, shown=True),
+        features,
+    )
+    assert (
+        not module.train()
+        .hide(features, request, int(request.max()) + 1, shown=False)[:, 1:]
+        .any()
+    )
 
 
 def test_a_log_without_places_has_nothing_to_hide(catalogue, batch):
@@ -83,8 +105,16 @@ def test_what_the_place_would_have_added_stands_beside(catalogue, batch):
     for mode in ("hidden", "dropout", "bias"):
         model = make("base", catalogue, position=mode)
         found = metrics.means(metrics.measure(model, batch))
-        beside = {name.removeprefix("with_position/") for name in found if name.startswith("with_position/")}
-        assert beside == (set() if mode == "hidden" else {name for name in found if "with_position" not in name})
+        beside = {
+            name.removeprefix("with_position/")
+            for name in found
+            if name.startswith("with_position/")
+        }
+        assert beside == (
+            set()
+            if mode == "hidden"
+            else {name for name in found if "with_position" not in name}
+        )
         logits = model.score(batch, shown=True)[:, 0]
         sums = ranking_sums(logits, batch["labels"][:, 0], batch["candidate_request"])
         if beside:

@@ -41,7 +41,9 @@ def seen(batch: dict[str, torch.Tensor]) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize(("unit", "limit"), [("request", 100), ("request", 4), ("user", 4), ("user", 100)])
+@pytest.mark.parametrize(
+    ("unit", "limit"), [("request", 100), ("request", 4), ("user", 4), ("user", 100)]
+)
 def test_batches_hold_what_the_table_says(search, split, unit, limit):
     uri = join(search[0], "sequences")
     examples = SearchExamples.load(uri, split, unit=unit, max_history=limit)
@@ -50,7 +52,9 @@ def test_batches_hold_what_the_table_says(search, split, unit, limit):
     for rows in examples.batches(7):
         batch = examples.collate(rows)
         assert batch["history"].shape[1] <= limit
-        padding = torch.arange(batch["history"].shape[1]) >= batch["history_length"][:, None]
+        padding = (
+            torch.arange(batch["history"].shape[1]) >= batch["history_length"][:, None]
+        )
         assert (batch["history"][padding] == -1).all()
         assert (batch["history_query"][padding] == -1).all()
         assert (batch["history_features"][padding] == 0).all()
@@ -73,9 +77,15 @@ def test_batches_hold_what_the_table_says(search, split, unit, limit):
             assert got["queries"] == user["query_index"][begin:end]
             assert got["times"] == user["timestamp_ms"][begin:end]
             assert all(time < asked["timestamp_ms"] for time in got["times"])
-            want = np.array(user["features"][begin:end], np.float32).reshape(kept, len(FEATURES))
+            want = np.array(user["features"][begin:end], np.float32).reshape(
+                kept, len(FEATURES)
+            )
             assert np.array_equal(got["past"], want)
-            assert (got["user_row"], got["query"], got["time"]) == (row, asked["query_index"], asked["timestamp_ms"])
+            assert (got["user_row"], got["query"], got["time"]) == (
+                row,
+                asked["query_index"],
+                asked["timestamp_ms"],
+            )
             assert got["candidates"] == asked["candidates"]
             assert got["positions"] == asked["positions"]
             labels = [asked[f"label_{name}"] for name in LABELS]
@@ -85,19 +95,34 @@ def test_batches_hold_what_the_table_says(search, split, unit, limit):
 
 
 def test_one_row_serves_all_requests_of_a_user_with_a_short_history(search):
-    examples = SearchExamples.load(join(search[0], "sequences"), "train", unit="user", max_history=100)
+    examples = SearchExamples.load(
+        join(search[0], "sequences"), "train", unit="user", max_history=100
+    )
     assert len(examples) == 40
     assert examples.requests == 320
-    longer = SearchExamples.load(join(search[0], "sequences"), "train", unit="request", max_history=4)
+    longer = SearchExamples.load(
+        join(search[0], "sequences"), "train", unit="request", max_history=4
+    )
     kind = SearchExamples.of_model(RankerConfig(window_overlap=0.5))
-    windows = kind.load(join(search[0], "sequences"), "train", unit="user", max_history=4)
+    windows = kind.load(
+        join(search[0], "sequences"), "train", unit="user", max_history=4
+    )
     assert 40 < len(windows) < len(longer) < longer.requests
 
 
 def test_many_searches_without_a_click_are_several_rows(tmp_path):
     count = 2 * MOST_REQUESTS + 5
-    asked = [request(5 + t, 0, 0, "train", [0, 1], [False, True], np.zeros((2, 6))) for t in range(count)]
-    empty = {"item_index": [], "timestamp_ms": [], "query_index": [], "position": [], "features": []}
+    asked = [
+        request(5 + t, 0, 0, "train", [0, 1], [False, True], np.zeros((2, 6)))
+        for t in range(count)
+    ]
+    empty = {
+        "item_index": [],
+        "timestamp_ms": [],
+        "query_index": [],
+        "position": [],
+        "features": [],
+    }
     others = [{"user_id": user, **empty, "requests": asked[:3]} for user in "ac"]
     users = [others[0], {"user_id": "b", **empty, "requests": asked}, others[1]]
     tables, _ = write_tables(tmp_path, users, 2, 1)
@@ -110,10 +135,15 @@ def test_many_searches_without_a_click_are_several_rows(tmp_path):
         assert len(seen(batch)) == count + 6  # each request once
 
 
-@pytest.mark.parametrize(("limit", "overlap"), [(8, 0.75), (8, 0.5), (7, 1.0), (3, 0.0), (100, 0.75)])
+@pytest.mark.parametrize(
+    ("limit", "overlap"), [(8, 0.75), (8, 0.5), (7, 1.0), (3, 0.0), (100, 0.75)]
+)
 def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
     """Each search is in one row and reads its share of a history; each behaviour but a user's first is learned once."""
-    uri, kind = join(search[0], "sequences"), SearchExamples.of_model(RankerConfig(window_overlap=overlap))
+    uri, kind = (
+        join(search[0], "sequences"),
+        SearchExamples.of_model(RankerConfig(window_overlap=overlap)),
+    )
     examples = kind.load(uri, "train", unit="user", max_history=limit)
     asked, learned, wanted = Counter(), Counter(), Counter()
     users = read_table(uri).to_pylist()
@@ -121,23 +151,41 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
         batch = examples.collate(rows)
         asked.update(batch["request"].tolist())
         for row, user in enumerate(batch["user_row"].tolist()):
-            places = range(int(batch["history_new"][row]), int(batch["history_length"][row]))
-            learned.update((user, int(batch["history_time"][row, t]), int(batch["history"][row, t])) for t in places)
+            places = range(
+                int(batch["history_new"][row]), int(batch["history_length"][row])
+            )
+            learned.update(
+                (
+                    user,
+                    int(batch["history_time"][row, t]),
+                    int(batch["history"][row, t]),
+                )
+                for t in places
+            )
     for row, user in enumerate(users):
-        train = [request["history_end"] for request in user["requests"] if request["split"] == "train"]
-        past = list(zip(user["timestamp_ms"], user["item_index"], strict=True))[1 : max(train)]
+        train = [
+            request["history_end"]
+            for request in user["requests"]
+            if request["split"] == "train"
+        ]
+        past = list(zip(user["timestamp_ms"], user["item_index"], strict=True))[
+            1 : max(train)
+        ]
         wanted.update((row, *behaviour) for behaviour in past)
     assert set(asked.values()) == {1}
     assert len(asked) == examples.requests
-    if overlap > 0 and limit > 3:  # rows that only touch have behaviours with nothing before them
+    if (
+        overlap > 0 and limit > 3
+    ):  # rows that only touch have behaviours with nothing before them
         assert learned == wanted
     assert learned.keys() <= wanted.keys()
     assert max(learned.values()) == 1
     for found in seen(examples.collate(np.arange(len(examples)))).values():
         end = next(
-            request["history_end"] for request in users[found["user_row"]]["requests"]
+            request["history_end"]
+            for request in users[found["user_row"]]["requests"]
             if request["timestamp_ms"] == found["time"]
-        )  # fmt: skip
+        )
         assert min(end, overlap * limit) <= len(found["history"]) <= min(end, limit)
 
 
@@ -148,9 +196,19 @@ def test_batches_are_of_so_many_searches_and_none_is_empty():
     for shards in (1, 7):
         rows = np.array_split(sizes, shards)
         steps = int(sizes.sum()) // 200
-        edges = np.array([parts_by_turns(part, steps, shard, shards) for shard, part in enumerate(rows)])
-        per_step = [sum(part[a:b].sum() for part, a, b in zip(rows, edges[:, s], edges[:, s + 1], strict=True))
-                    for s in range(steps)]  # fmt: skip
+        edges = np.array(
+            [
+                parts_by_turns(part, steps, shard, shards)
+                for shard, part in enumerate(rows)
+            ]
+        )
+        per_step = [
+            sum(
+                part[a:b].sum()
+                for part, a, b in zip(rows, edges[:, s], edges[:, s + 1], strict=True)
+            )
+            for s in range(steps)
+        ]
         assert sum(per_step) == sizes.sum()
         assert min(per_step) > 0
         assert abs(np.array(per_step) - 200).mean() < 40
@@ -158,10 +216,23 @@ def test_batches_are_of_so_many_searches_and_none_is_empty():
 
 
 def test_a_table_in_which_nobody_clicked(tmp_path):
-    asked = [request(5, 0, 0, split, [0, 1], [False, False], np.zeros((2, 6))) for split in ("train", "val")]
-    empty = {"item_index": [], "timestamp_ms": [], "query_index": [], "position": [], "features": []}
-    tables, text = write_tables(tmp_path, [{"user_id": "u", **empty, "requests": asked}], 2, 1)
-    batch = SearchExamples.load(join(tables, "sequences"), "train").collate(np.array([0]))
+    asked = [
+        request(5, 0, 0, split, [0, 1], [False, False], np.zeros((2, 6)))
+        for split in ("train", "val")
+    ]
+    empty = {
+        "item_index": [],
+        "timestamp_ms": [],
+        "query_index": [],
+        "position": [],
+        "features": [],
+    }
+    tables, text = write_tables(
+        tmp_path, [{"user_id": "u", **empty, "requests": asked}], 2, 1
+    )
+    batch = SearchExamples.load(join(tables, "sequences"), "train").collate(
+        np.array([0])
+    )
     assert batch["history_features"].shape == (1, 1, 6)
     assert SearchCatalogue.load(tables, text).feature_std.tolist() == [1.0] * 6
 
@@ -172,11 +243,15 @@ def test_the_catalogue_reads_text_and_scale(search):
     assert (catalogue.labels, catalogue.features) == (LABELS, FEATURES)
     assert catalogue.pairs.shape == catalogue.joint.shape == (24 * 9, WIDTH)
     place = torch.searchsorted(catalogue.pair_keys, torch.tensor(pair_key(5, 3, 8)))
-    assert torch.allclose(catalogue.pairs[place], (catalogue.items[5] + catalogue.queries[3]) / 2)
+    assert torch.allclose(
+        catalogue.pairs[place], (catalogue.items[5] + catalogue.queries[3]) / 2
+    )
     train = [
-        asked["features"] for user in read_table(join(search[0], "sequences")).to_pylist()
-        for asked in user["requests"] if asked["split"] == "train"
-    ]  # fmt: skip
+        asked["features"]
+        for user in read_table(join(search[0], "sequences")).to_pylist()
+        for asked in user["requests"]
+        if asked["split"] == "train"
+    ]
     values = np.array(train).reshape(-1, len(FEATURES))
     assert np.allclose(catalogue.feature_mean, values.mean(0), atol=1e-5)
     assert np.allclose(catalogue.feature_std, values.std(0), atol=1e-5)
@@ -184,21 +259,36 @@ def test_the_catalogue_reads_text_and_scale(search):
 
 def test_tables_that_do_not_belong_are_refused(search, tmp_path):
     other, _ = write_tables(tmp_path, [], 2, 1)
-    with pytest.raises(UserError, match=r"was made from other items .* or run jobs.encode again"):
+    with pytest.raises(
+        UserError, match=r"was made from other items .* or run jobs.encode again"
+    ):
         SearchCatalogue.load(other, search[1])
     with pytest.raises(UserError, match="no split 'next'"):
         SearchExamples.load(join(search[0], "sequences"), "next")
 
 
-@pytest.mark.parametrize(("token", "condition"), [("pair", "query"), ("item", "none"), ("pair", "joint")])
+@pytest.mark.parametrize(
+    ("token", "condition"), [("pair", "query"), ("item", "none"), ("pair", "joint")]
+)
 @pytest.mark.filterwarnings("ignore:query_condition 'joint'")
 def test_batches_bring_the_text_of_their_pairs(search, token, condition):
     """A model that holds no pair gives the losses of one that holds them all."""
     catalogue = SearchCatalogue.load(*search)
-    options = {"name": "qgs", "width": 16, "num_layers": 1, "max_history": 8, "dropout": 0.0}
-    config = registry.config_from_dict({**options, "token": token, "query_condition": condition})
+    options = {
+        "name": "qgs",
+        "width": 16,
+        "num_layers": 1,
+        "max_history": 8,
+        "dropout": 0.0,
+    }
+    config = registry.config_from_dict(
+        {**options, "token": token, "query_condition": condition}
+    )
     plain, bringing = (
-        SearchExamples.load(join(search[0], "sequences"), "train", unit="user", max_history=8) for _ in range(2)
+        SearchExamples.load(
+            join(search[0], "sequences"), "train", unit="user", max_history=8
+        )
+        for _ in range(2)
     )
     without = catalogue.leave_pairs_to([bringing], config)
     assert (len(without.pairs), len(without.pair_keys)) == (0, 0)
@@ -208,12 +298,26 @@ def test_batches_bring_the_text_of_their_pairs(search, token, condition):
         models.append(registry.build(config, made))
     for rows in plain.batches(7):
         batch = bringing.collate(rows)
-        pairs = {(i, q) for i, q in zip(batch["candidate"].tolist(), seen_queries(batch), strict=True) if q >= 0}
+        pairs = {
+            (i, q)
+            for i, q in zip(
+                batch["candidate"].tolist(), seen_queries(batch), strict=True
+            )
+            if q >= 0
+        }
         if config.history_pairs:
-            past = zip(batch["history"].flatten().tolist(), batch["history_query"].flatten().tolist(), strict=True)
+            past = zip(
+                batch["history"].flatten().tolist(),
+                batch["history_query"].flatten().tolist(),
+                strict=True,
+            )
             pairs |= {(i, q) for i, q in past if i >= 0 and q >= 0}
-        assert batch["pair_keys"].tolist() == sorted(int(pair_key(i, q, 8)) for i, q in pairs)
-        assert torch.equal(models[0](plain.collate(rows))["loss"], models[1](batch)["loss"])
+        assert batch["pair_keys"].tolist() == sorted(
+            int(pair_key(i, q, 8)) for i, q in pairs
+        )
+        assert torch.equal(
+            models[0](plain.collate(rows))["loss"], models[1](batch)["loss"]
+        )
 
 
 def seen_queries(batch):
@@ -222,8 +326,12 @@ def seen_queries(batch):
 
 def test_a_pair_without_text_is_still_an_error(search):
     catalogue = SearchCatalogue.load(*search)
-    few = replace(catalogue, pairs=catalogue.pairs[:5], pair_keys=catalogue.pair_keys[:5])
+    few = replace(
+        catalogue, pairs=catalogue.pairs[:5], pair_keys=catalogue.pair_keys[:5]
+    )
     config = registry.config_from_dict({"name": "base"})
     examples = SearchExamples.load(join(search[0], "sequences"), "train", max_history=8)
-    with pytest.raises(UserError, match=r"the text has no embedding of item \d+ with query \d+"):
+    with pytest.raises(
+        UserError, match=r"the text has no embedding of item \d+ with query \d+"
+    ):
         few.leave_pairs_to([examples], config)

@@ -12,7 +12,14 @@ from torch.nn import functional
 
 from models import text_encoder
 from models.layers.hstu import HSTULayer
-from models.search.encoders import HSTU, CausalBert, LinearHSTU, LinearHSTULayer, copy_pretrained, pretrained_sizes
+from models.search.encoders import (
+    HSTU,
+    CausalBert,
+    LinearHSTU,
+    LinearHSTULayer,
+    copy_pretrained,
+    pretrained_sizes,
+)
 from models.search.objective import info_nce, masked_logits
 from models.search.ranker import HFGAttention
 from models.tables import UserError
@@ -32,7 +39,10 @@ def loop_loss(z, v, items, valid, temperature: float, negatives: str) -> float:
                     same = (c, s) == (b, t)
                     if not valid[c, s] or (items[c, s] == items[b, t] and not same):
                         continue
-                    similar = functional.cosine_similarity(z[b, t], v[c, s], dim=0) / temperature
+                    similar = (
+                        functional.cosine_similarity(z[b, t], v[c, s], dim=0)
+                        / temperature
+                    )
                     scores.append(math.exp(similar))
                     positive = scores[-1] if same else positive
             losses.append(-math.log(positive / sum(scores)))
@@ -43,12 +53,20 @@ def loop_loss(z, v, items, valid, temperature: float, negatives: str) -> float:
 def test_info_nce_is_the_loop(negatives):
     generator = torch.Generator().manual_seed(0)
     z, v = torch.randn(2, 5, 7, 4, generator=generator)
-    items = torch.randint(0, 4, (5, 7), generator=generator)  # few items, so that they collide
+    items = torch.randint(
+        0, 4, (5, 7), generator=generator
+    )  # few items, so that they collide
     valid = torch.arange(7) < torch.tensor([7, 5, 1, 0, 3])[:, None]
     want = loop_loss(z, v, items, valid, 0.3, negatives)
-    assert float(info_nce(z, v, items, valid, 0.3, negatives)) == pytest.approx(want, rel=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):  # similarities over a temperature are too coarse in it
-        assert float(info_nce(z, v, items, valid, 0.3, negatives)) == pytest.approx(want, rel=1e-5)
+    assert float(info_nce(z, v, items, valid, 0.3, negatives)) == pytest.approx(
+        want, rel=1e-5
+    )
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # similarities over a temperature are too coarse in it
+        assert float(info_nce(z, v, items, valid, 0.3, negatives)) == pytest.approx(
+            want, rel=1e-5
+        )
 
 
 def test_padding_and_collisions_are_no_negatives():
@@ -86,7 +104,11 @@ def test_a_linear_hstu_layer_is_its_equations():
     for b in range(2):
         c = torch.zeros(6)
         for t in range(9):
-            x = h[b, t] / torch.sqrt((h[b, t] ** 2).mean() + torch.finfo(torch.float32).eps) * layer.norm.weight
+            x = (
+                h[b, t]
+                / torch.sqrt((h[b, t] ** 2).mean() + torch.finfo(torch.float32).eps)
+                * layer.norm.weight
+            )
             q, k, v, u = (functional.silu(w @ x) for w in (wq, wk, wv, wu))
             c = gamma * c + k * v
             assert torch.allclose(layer(h)[b, t], h[b, t] + q * c * u, atol=1e-5)
@@ -105,10 +127,16 @@ def test_parallel_and_step_by_step_encoding_agree():
         torch.nn.init.normal_(weight, std=0.3)
     out, _ = encoder.step(h[:, 0], torch.zeros(3, 2, 8))
     assert torch.allclose(out, encoder(h)[:, 0], atol=1e-5)
-    optimizer = torch.optim.AdamW(encoder.train().parameters(), lr=0.1, fused=True)  # which torch does not count
+    optimizer = torch.optim.AdamW(
+        encoder.train().parameters(), lr=0.1, fused=True
+    )  # which torch does not count
     encoder(h).square().sum().backward()
     optimizer.step()
-    for copied in (encoder.eval(), copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+    for copied in (
+        encoder.eval(),
+        copy.deepcopy(encoder),
+        pickle.loads(pickle.dumps(encoder)),
+    ):
         out, _ = copied.step(h[:, 0], torch.zeros(3, 2, 8))
         assert torch.allclose(out, encoder(h)[:, 0], atol=1e-5)
 
@@ -124,7 +152,10 @@ def test_hstu_attention_is_its_loop():
     for t in range(5):
         for s in range(t + 1):
             seconds = (int(times[0, t]) - int(times[0, s])) / 1000
-            bias = layer.by_distance[t - s + 9] + layer.by_time[int(math.log2(1 + seconds))]
+            bias = (
+                layer.by_distance[t - s + 9]
+                + layer.by_time[int(math.log2(1 + seconds))]
+            )
             for h in (slice(0, 3), slice(3, 6)):
                 mixed[t, h] += functional.silu(q[t, h] @ k[s, h] + bias) / 10 * v[s, h]
     want = x[0] + layer.out(layer.mixed_norm(mixed) * u)
@@ -150,9 +181,16 @@ def test_group_attention_is_its_equations_and_stops_the_gradient_of_its_context(
     there = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
     got = block(groups, there, context)
     for n in range(4):
-        tokens = [functional.relu(layer(group[n])) for layer, group in zip(block.groups, groups, strict=True)]
-        kept = [token for token, here in zip(tokens, there[n], strict=True) if here] + [block.context(context[n])]
-        want = block.out(block.attention(torch.stack(kept)[None])[0].mean(0))  # as if the others were not there
+        tokens = [
+            functional.relu(layer(group[n]))
+            for layer, group in zip(block.groups, groups, strict=True)
+        ]
+        kept = [token for token, here in zip(tokens, there[n], strict=True) if here] + [
+            block.context(context[n])
+        ]
+        want = block.out(
+            block.attention(torch.stack(kept)[None])[0].mean(0)
+        )  # as if the others were not there
         assert torch.allclose(got[n], want, atol=1e-5)
     got.sum().backward()
     assert context.grad is None
@@ -162,10 +200,23 @@ def test_group_attention_is_its_equations_and_stops_the_gradient_of_its_context(
 def test_a_pretrained_bert_fills_the_user_tower(tmp_path, monkeypatch):
     from transformers import BertConfig, BertModel
 
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
-    source = BertModel(BertConfig(vocab_size=20, max_position_embeddings=16, **sizes), add_pooling_layer=False)
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
+    source = BertModel(
+        BertConfig(vocab_size=20, max_position_embeddings=16, **sizes),
+        add_pooling_layer=False,
+    )
     source.save_pretrained(tmp_path)
-    assert pretrained_sizes(str(tmp_path)) == {"width": 8, "num_layers": 2, "num_heads": 2, "ffn": 12}
+    assert pretrained_sizes(str(tmp_path)) == {
+        "width": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "ffn": 12,
+    }
     tower = CausalBert(8, 2, 2, 12, 10)
     copy_pretrained(tower, str(tmp_path))
     h = torch.randn(1, 10, 8)

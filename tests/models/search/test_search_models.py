@@ -16,8 +16,13 @@ from tests.models.search.test_search_equations import loop_loss
 from tests.search_tables import ITEM_MODEL
 
 SMALL = {
-    "max_history": 8, "text_width": 6, "dnn_width": 12, "tower_width": 8, "group_output": 10, "dropout": 0.0,
-}  # fmt: skip
+    "max_history": 8,
+    "text_width": 6,
+    "dnn_width": 12,
+    "tower_width": 8,
+    "group_output": 10,
+    "dropout": 0.0,
+}
 DEEP = {**SMALL, "width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
 MATCH = {"next_item": "document", "match": True}
 VARIANTS = {
@@ -35,7 +40,11 @@ VARIANTS = {
     "qgs_no_infonce": (QGS, QGSConfig, DEEP | {"infonce_weight": 0.0}),
     "qgs_match": (QGS, QGSConfig, DEEP | MATCH),
     "hstu_match": (QGS, HSTUConfig, DEEP | MATCH),
-    "hllm_item_tower_match": (HLLM, HLLMConfig, DEEP | MATCH | {"item_model": ITEM_MODEL}),
+    "hllm_item_tower_match": (
+        HLLM,
+        HLLMConfig,
+        DEEP | MATCH | {"item_model": ITEM_MODEL},
+    ),
 }
 GENERATIVE = [name for name in VARIANTS if name != "base"]
 
@@ -67,7 +76,9 @@ def test_the_loss_reaches_every_weight(name, catalogue, batch):
 
 
 @pytest.mark.parametrize("name", GENERATIVE)
-def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(name, catalogue, batch):
+def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(
+    name, catalogue, batch
+):
     model = make(name, catalogue)
     row = int(batch["history_length"].argmax())
     place = int(batch["history_length"][row]) // 2
@@ -88,7 +99,8 @@ def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(name, catal
             assert torch.equal(after[others], states[others]), key
             early = (batch["request_row"] != row) | (batch["request_end"] <= place)
             assert torch.equal(
-                model.score(moved)[early[batch["candidate_request"]]], scores[early[batch["candidate_request"]]]
+                model.score(moved)[early[batch["candidate_request"]]],
+                scores[early[batch["candidate_request"]]],
             )
             if key == "history":
                 late = (after[row, place:] - states[row, place:]).abs().sum(-1)
@@ -140,15 +152,25 @@ def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, 
         for name, moves in (("qgs", True), ("qgs_item_only", False)):
             model = make(name, catalogue)
             past = model.past(model.states(batch, model.history_tokens(batch)), batch)
-            z = [model.predict_head(past, past, asked) for asked in (batch["request_query"], query)]
+            z = [
+                model.predict_head(past, past, asked)
+                for asked in (batch["request_query"], query)
+            ]
             assert torch.allclose(*z, atol=1e-5) != moves
 
 
 @pytest.mark.parametrize("negatives", ["position", "batch"])
 @pytest.mark.parametrize("name", ["qgs", "hstu", "hllm_item_tower"])
-def test_the_next_document_is_compared_in_place_of_the_next_token(name, negatives, catalogue, batch):
-    token, document = (make(name, catalogue, next_item=what, negatives=negatives) for what in ("token", "document"))
-    document.load_state_dict({**token.state_dict(), "target.weight": document.target.weight})
+def test_the_next_document_is_compared_in_place_of_the_next_token(
+    name, negatives, catalogue, batch
+):
+    token, document = (
+        make(name, catalogue, next_item=what, negatives=negatives)
+        for what in ("token", "document")
+    )
+    document.load_state_dict(
+        {**token.state_dict(), "target.weight": document.target.weight}
+    )
     item, new = batch["history"][:, 1:], batch["history_new"][:, None]
     valid = (item >= 0) & (torch.arange(1, batch["history"].shape[1]) >= new)
     with torch.no_grad():
@@ -163,29 +185,44 @@ def test_the_next_document_is_compared_in_place_of_the_next_token(name, negative
             v[b, t] = document.target.weight @ document.document(item[b, t])
         want = loop_loss(z, v, item, valid, document.config.temperature, negatives)
         assert float(ours["infonce"]) == pytest.approx(want, rel=1e-4)
-        for key in ("history_query", "history_features"):  # of the last behaviours, which no state before them reads
+        for key in (
+            "history_query",
+            "history_features",
+        ):  # of the last behaviours, which no state before them reads
             moved = changed(batch)
             for row, length in enumerate(batch["history_length"].tolist()):
                 moved[key][row, length - 1] = (moved[key][row, length - 1] + 1) % 8
-            moved_loss = document.next_item_loss(document.states(batch, document.history_tokens(batch)), None, moved)
-            reads = key == "history_query" and document.config.query_condition == "query"  # the condition
+            moved_loss = document.next_item_loss(
+                document.states(batch, document.history_tokens(batch)), None, moved
+            )
+            reads = (
+                key == "history_query" and document.config.query_condition == "query"
+            )  # the condition
             assert torch.equal(moved_loss, ours["infonce"]) != reads, key
 
 
 @pytest.mark.parametrize("name", ["qgs_match", "hstu_match", "hllm_item_tower_match"])
-def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(name, catalogue, batch):
+def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(
+    name, catalogue, batch
+):
     model = make(name, catalogue)
     without = make(name, catalogue, match=False)
     read = {}
     for each in (model, without):
-        each.towers[0].register_forward_pre_hook(lambda tower, given, each=each: read.update({each: given[0]}))
-    state = {key: value for key, value in model.state_dict().items() if "towers" not in key}
+        each.towers[0].register_forward_pre_hook(
+            lambda tower, given, each=each: read.update({each: given[0]})
+        )
+    state = {
+        key: value for key, value in model.state_dict().items() if "towers" not in key
+    }
     without.load_state_dict(state, strict=False)
     with torch.no_grad():
         model.score(batch), without.score(batch)
         past = model.past(model.states(batch, model.history_tokens(batch)), batch)
         assert torch.equal(read[model][:, :-1], read[without])
-        for n, (item, request) in enumerate(zip(batch["candidate"], batch["candidate_request"].tolist(), strict=True)):
+        for n, (item, request) in enumerate(
+            zip(batch["candidate"], batch["candidate_request"].tolist(), strict=True)
+        ):
             z = model.predict_head(past[request], item, batch["request_query"][request])
             v = model.target.weight @ model.document(item)
             cosine = float((z * v).sum() / (z.norm() * v.norm()))
@@ -211,12 +248,19 @@ def test_a_cached_state_equals_a_full_encoding(name, catalogue, examples):
             state = model.new_state(1)
             for begin, until in pairwise(cuts):
                 state = model.append(state, part_of(batch, begin, until))
-            assert torch.allclose(full, model.score_state(state, batch)[last], atol=1e-5)
+            assert torch.allclose(
+                full, model.score_state(state, batch)[last], atol=1e-5
+            )
 
 
-@pytest.mark.parametrize(("most", "blocks"), [(8, (1,)), (7, (1, 5, 2)), (1, (1,)), (2, (3, 1)), (8, (19,))])
+@pytest.mark.parametrize(
+    ("most", "blocks"), [(8, (1,)), (7, (1, 5, 2)), (1, (1,)), (2, (3, 1)), (8, (19,))]
+)
 def test_a_state_slides_in_halves_and_stays_small(catalogue, batch, most, blocks):
-    model, generator = make("qgs", catalogue, max_history=most), torch.Generator().manual_seed(0)
+    model, generator = (
+        make("qgs", catalogue, max_history=most),
+        torch.Generator().manual_seed(0),
+    )
     ends = np.cumsum([blocks[i % len(blocks)] for i in range(20)])
     ends = ends[ends <= 21]
     past = {
@@ -230,7 +274,9 @@ def test_a_state_slides_in_halves_and_stays_small(catalogue, batch, most, blocks
         state = model.append(state, part_of(past, begin, end))
         first = -(-max(0, end - most) // half) * half
         with torch.no_grad():
-            whole = model.states(past, model.history_tokens(part_of(past, first, end)))[:, -1]
+            whole = model.states(past, model.history_tokens(part_of(past, first, end)))[
+                :, -1
+            ]
         assert torch.allclose(state.last, whole, atol=1e-5)
         assert state.count == end - first
         assert state.layers.shape == (2, 2, 24)
@@ -246,7 +292,10 @@ def test_impossible_settings_are_refused():
         ({"group_width": 12}, "not a multiple of group_heads"),
         ({"dropout": 1.0}, "not in"),
         ({"next_item": "item"}, "it must be one of token, document"),
-        ({"match": True}, "next_item is 'token' and infonce_weight 0.1; use next_item document and a weight above 0"),
+        (
+            {"match": True},
+            "next_item is 'token' and infonce_weight 0.1; use next_item document and a weight above 0",
+        ),
         ({**MATCH, "infonce_weight": 0}, "infonce_weight 0; use"),
     ):
         with pytest.raises(ValueError, match=message):

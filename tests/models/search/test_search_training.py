@@ -16,9 +16,22 @@ from models.tables import UserError
 from tests.search_tables import write_search
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
-SMALL = {"width": 16, "num_layers": 1, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8}
+SMALL = {
+    "width": 16,
+    "num_layers": 1,
+    "max_history": 8,
+    "dnn_width": 16,
+    "tower_width": 8,
+    "text_width": 8,
+}
 FIT = FitConfig(
-    optimizer="adagrad", lr=0.05, weight_decay=0, batch_size=16, max_epochs=6, metric="gauc", schedule="constant"
+    optimizer="adagrad",
+    lr=0.05,
+    weight_decay=0,
+    batch_size=16,
+    max_epochs=6,
+    metric="gauc",
+    schedule="constant",
 )
 
 
@@ -26,21 +39,36 @@ FIT = FitConfig(
 def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     tables, text = search
     setup = set_up({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
-    events = list(fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means))
+    events = list(
+        fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
+    )
     ends = [event for event in events if isinstance(event, EpochEvent)]
     for event in events:
         if isinstance(event, StepEvent):  # both parts of the loss are told apart
-            parts = event.parts["ranking"] + setup.model.config.infonce_weight * event.parts["infonce"]
+            parts = (
+                event.parts["ranking"]
+                + setup.model.config.infonce_weight * event.parts["infonce"]
+            )
             assert event.loss == pytest.approx(parts, rel=1e-5)
     assert ends[-1].metrics["gauc"] > 0.6
     assert ends[-1].loss < ends[0].loss
     assert ends[-1].metrics["requests"] == 40
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=6))
     entry = registry.find("qgs")
-    loaded, about = registry.load(tmp_path / "best", load_catalogue("qgs", Inputs(tables, text=text)), "qgs")
-    assert not [name for name in loaded.state_dict() if name.startswith("text.pairs")]  # the tables stay where they are
+    loaded, about = registry.load(
+        tmp_path / "best", load_catalogue("qgs", Inputs(tables, text=text)), "qgs"
+    )
+    assert not [
+        name for name in loaded.state_dict() if name.startswith("text.pairs")
+    ]  # the tables stay where they are
     found = [
-        score(model, entry.measured.measure, setup.val, batch_size=5, device=torch.device("cpu"))[0]
+        score(
+            model,
+            entry.measured.measure,
+            setup.val,
+            batch_size=5,
+            device=torch.device("cpu"),
+        )[0]
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()
@@ -49,15 +77,22 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     assert about.hashes.keys() >= {"sequences", "items", "queries", "text_pairs"}
     other = write_search(tmp_path / "other", users=12, seed=5)
     with pytest.raises(UserError, match="belongs to another table"):
-        registry.load(tmp_path / "best", load_catalogue("qgs", Inputs(other[0], text=other[1])))
+        registry.load(
+            tmp_path / "best", load_catalogue("qgs", Inputs(other[0], text=other[1]))
+        )
 
 
 def test_search_models_ask_for_text(search):
-    with pytest.raises(UserError, match=r"needs text embeddings; give --text with the folder that jobs\.encode made"):
+    with pytest.raises(
+        UserError,
+        match=r"needs text embeddings; give --text with the folder that jobs\.encode made",
+    ):
         set_up({"name": "base"}, FIT, Inputs(search[0]))
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("search/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.glob("search/*.yaml")), ids=lambda p: p.stem
+)
 def test_the_configs_are_of_models_that_exist(path):
     content = yaml.safe_load(path.read_text())
     if path.stem not in ("base", "boosted"):  # read after the base

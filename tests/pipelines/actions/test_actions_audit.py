@@ -17,7 +17,9 @@ from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 from tests.audited import Change, Row, broken, rewrite
 
-SOURCE = Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_feed.yaml"
+SOURCE = (
+    Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_feed.yaml"
+)
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +29,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     simulate_feed(str(folder / "raw"), FeedSettings(60, 40, 900, 3))
     source, defaults = load_source(str(SOURCE))
     actions = defaults["actions"] | {
-        "counts": {"keys": ["item", "author", "user"], "counted_labels": ["long_dwell", "like"]}
+        "counts": {
+            "keys": ["item", "author", "user"],
+            "counted_labels": ["long_dwell", "like"],
+        }
     }
-    config = read_config(defaults, {"partitions": 2, "max_events": 25, "actions": actions})
-    prepare(source, str(folder / "raw"), str(folder / "tables"), config, say=lambda line: None)
+    config = read_config(
+        defaults, {"partitions": 2, "max_events": 25, "actions": actions}
+    )
+    prepare(
+        source,
+        str(folder / "raw"),
+        str(folder / "tables"),
+        config,
+        say=lambda line: None,
+    )
     return str(folder / "tables")
 
 
@@ -45,7 +58,11 @@ def test_correct_tables_pass(prepared: str) -> None:
 
 def candidate(rows: list[Row]) -> tuple[Row, int]:
     """A user and the place of one of his candidates of the test window."""
-    row = next(row for row in rows if 2 < row["train_end"] < row["val_end"] < len(row["item_index"]) - 1)
+    row = next(
+        row
+        for row in rows
+        if 2 < row["train_end"] < row["val_end"] < len(row["item_index"]) - 1
+    )
     return row, row["val_end"]
 
 
@@ -77,7 +94,10 @@ def more(column: str, name: str) -> Change:
 
 
 def task_taken(values: list[bool], info: Row) -> list[bool]:
-    return [value ^ (name == "contribution") for name, value in zip(info["tasks"], values, strict=True)]
+    return [
+        value ^ (name == "contribution")
+        for name, value in zip(info["tasks"], values, strict=True)
+    ]
 
 
 def candidate_in_context(rows: list[Row], info: Row) -> None:
@@ -93,7 +113,11 @@ def user_twice(rows: list[Row], info: Row) -> None:
     train, val, length = row["train_end"], row["val_end"], len(row["item_index"])
     info["users"] += 1
     info["interactions"] += length
-    for split, low, high in (("train", 0, train), ("val", train, val), ("test", val, length)):
+    for split, low, high in (
+        ("train", 0, train),
+        ("val", train, val),
+        ("test", val, length),
+    ):
         info["events"][split] += high - low
         info["users_with_candidates"][split] += high > low
         info["users_without_context"][split] += high > low == 0
@@ -114,23 +138,41 @@ def not_counted(rows: list[Row], info: Row) -> None:
 
 PLANTED: dict[str, tuple[Change, set[str]]] = {
     "events out of order": (swapped, {"behaviours"}),
-    "another item": (other("item_index", lambda item, info: (item + 1) % info["items"]), {"behaviours", "windows"}),
-    "another label": (other("label_share", lambda label, info: not label), {"behaviours", "tasks"}),
+    "another item": (
+        other("item_index", lambda item, info: (item + 1) % info["items"]),
+        {"behaviours", "windows"},
+    ),
+    "another label": (
+        other("label_share", lambda label, info: not label),
+        {"behaviours", "tasks"},
+    ),
     "another task": (other("tasks", task_taken), {"tasks"}),
     "another action": (more("actions", "dwell"), {"tasks"}),
     "another threshold": (
-        lambda rows, info: info["definitions"]["tasks"]["long_dwell"].update(above=12_000), {"tasks", "windows"}
+        lambda rows, info: info["definitions"]["tasks"]["long_dwell"].update(
+            above=12_000
+        ),
+        {"tasks", "windows"},
     ),
     "a candidate in the context": (candidate_in_context, {"splits"}),
     "a later cut": (later_cut, {"splits", "windows"}),
     "a count of the future": (more("features", "item_like_7d"), {"windows"}),
     "a count of another author": (more("features", "author_exposures_1d"), {"windows"}),
-    "no delay": (lambda rows, info: info["definitions"]["counts"].update(delay_minutes=0), {"windows"}),
-    "an unknown feature": (lambda rows, info: info["features"].__setitem__(0, "item_magic_1d"), {"windows"}),
+    "no delay": (
+        lambda rows, info: info["definitions"]["counts"].update(delay_minutes=0),
+        {"windows"},
+    ),
+    "an unknown feature": (
+        lambda rows, info: info["features"].__setitem__(0, "item_magic_1d"),
+        {"windows"},
+    ),
     "a base rate": (base_rate, {"counts"}),
-    "the scale of another log": (lambda rows, info: info["feature_mean"].__setitem__(0, 9.0), {"counts"}),
+    "the scale of another log": (
+        lambda rows, info: info["feature_mean"].__setitem__(0, 9.0),
+        {"counts"},
+    ),
     "a user not counted": (not_counted, {"counts"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", PLANTED)
@@ -139,9 +181,13 @@ def test_a_planted_violation_is_found(prepared: str, tmp_path: Path, what: str) 
     assert set(broken(rewrite(prepared, tmp_path, change))) == rules
 
 
-def test_users_who_come_twice_and_unequal_lists_are_found(prepared: str, tmp_path: Path) -> None:
+def test_users_who_come_twice_and_unequal_lists_are_found(
+    prepared: str, tmp_path: Path
+) -> None:
     found = broken(rewrite(prepared, tmp_path / "twice", user_twice))
     assert "users" in found
     assert "splits" not in found
-    shorter = rewrite(prepared, tmp_path / "shorter", lambda rows, info: rows[-1]["label_like"].pop())
+    shorter = rewrite(
+        prepared, tmp_path / "shorter", lambda rows, info: rows[-1]["label_like"].pop()
+    )
     assert "behaviours" in broken(shorter)

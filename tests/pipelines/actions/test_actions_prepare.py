@@ -31,16 +31,29 @@ SOURCE = {
         "never": {"column": "never"},
         "rating": {"column": "rating", "type": "float32", "range": [0.5, 5]},
     },
-    "items": {"files": "items.csv", "item": "i", "attributes": {"author": "a"}, "numbers": {"length": "s"}},
+    "items": {
+        "files": "items.csv",
+        "item": "i",
+        "attributes": {"author": "a"},
+        "numbers": {"length": "s"},
+    },
     "prepare": {
         "kind": "actions",
         "core": 0,
-        "split": {"kind": "temporal", "val_start": START + 20, "test_start": START + 30},
+        "split": {
+            "kind": "temporal",
+            "val_start": START + 20,
+            "test_start": START + 30,
+        },
         "max_rejects": 1,
         "actions": {
             "tasks": {"liked": {"label": "rating", "at_least": 4}},
             "inputs": {"rating": {"label": "rating"}},
-            "counts": {"keys": ["item", "author", "user"], "windows_days": [1], "delay_minutes": 0},
+            "counts": {
+                "keys": ["item", "author", "user"],
+                "windows_days": [1],
+                "delay_minutes": 0,
+            },
         },
     },
 }
@@ -60,13 +73,18 @@ LOG = [
 
 
 def raw_log(
-    folder: Path, lines: list[str], more: dict[str, list[str]] | None = None, **source: Any
+    folder: Path,
+    lines: list[str],
+    more: dict[str, list[str]] | None = None,
+    **source: Any,
 ) -> tuple[Any, dict, str]:
     """A raw log of some files, and its source, with `source` besides, and the `prepare` section."""
     folder.mkdir()
     (folder / "log_standard_1.csv").write_text("\n".join(lines) + "\n")
     for name, content in (more or {}).items():
-        (folder / name).write_bytes(gzip.compress(("\n".join([LOG[0], *content]) + "\n").encode()))
+        (folder / name).write_bytes(
+            gzip.compress(("\n".join([LOG[0], *content]) + "\n").encode())
+        )
     (folder / "items.csv").write_text("i,a,s\na,x,1.5\nb,,\n")
     (folder / "users.csv").write_text("id,age\nold,70\nnew,20\nold,7\n")
     (folder / "source.yaml").write_text(yaml.safe_dump({**SOURCE, **source}))
@@ -74,12 +92,22 @@ def raw_log(
 
 
 def prepared(
-    folder: Path, lines: list[str], *layers: dict, more: dict | None = None, **given: Any
+    folder: Path,
+    lines: list[str],
+    *layers: dict,
+    more: dict | None = None,
+    **given: Any,
 ) -> tuple[str, list[str]]:
     """Tables of the log, and what was said."""
     source, defaults, raw = raw_log(folder / "raw", lines, more, **given)
     said: list[str] = []
-    prepare(source, raw, str(folder / "tables"), read_config(defaults, *layers), say=said.append)
+    prepare(
+        source,
+        raw,
+        str(folder / "tables"),
+        read_config(defaults, *layers),
+        say=said.append,
+    )
     return str(folder / "tables"), said
 
 
@@ -102,9 +130,14 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
         "rating: outside 0.5 to 5": 1,
     }
     assert statistics["raw"]["duplicates"] == 1
-    assert (statistics["interactions"], statistics["sparsity"]) == (8, 0)  # both users have seen both items
+    assert (statistics["interactions"], statistics["sparsity"]) == (
+        8,
+        0,
+    )  # both users have seen both items
     rejects = read_table(tables + "/rejects").to_pylist()
-    assert sorted((row["file"], row["row"]) for row in rejects) == [("log_standard_2.csv.gz", n) for n in (1, 2)]
+    assert sorted((row["file"], row["row"]) for row in rejects) == [
+        ("log_standard_2.csv.gz", n) for n in (1, 2)
+    ]
 
     assert info["tasks"] == ["liked", "click", "like"]
     assert info["actions"] == ["rating", "click", "like"]
@@ -114,44 +147,76 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     }
     assert any(line.startswith("dropped: task never is 0 for all") for line in said)
     assert info["base_rates"] == {"liked": 0.25, "click": 0.75, "like": 0.25}
-    assert len(info["features"]) == len(info["feature_mean"]) == len(info["feature_std"]) == 3 * 7
+    assert (
+        len(info["features"])
+        == len(info["feature_mean"])
+        == len(info["feature_std"])
+        == 3 * 7
+    )
 
     items = read_table(tables + "/items").to_pylist()
-    assert [(row["item_id"], row["cat_author"], row["num_length"]) for row in items] == [
+    assert [
+        (row["item_id"], row["cat_author"], row["num_length"]) for row in items
+    ] == [
         ("a", "x", 1.5),
         ("b", None, None),
     ]
-    rows = {row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()}
+    rows = {
+        row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()
+    }
     assert (rows["old"]["train_end"], rows["old"]["val_end"]) == (4, 5)
     assert (rows["new"]["train_end"], rows["new"]["val_end"]) == (0, 0)
-    assert rows["old"]["tasks"] == [[1, 1, 0], [0, 0, 0], [0, 1, 1], [0, 1, 0], [0, 0, 1], [1, 1, 0]]
+    assert rows["old"]["tasks"] == [
+        [1, 1, 0],
+        [0, 0, 0],
+        [0, 1, 1],
+        [0, 1, 0],
+        [0, 0, 1],
+        [1, 1, 0],
+    ]
     assert info["events"] == {"train": 4, "val": 1, "test": 3}
     assert info["users_with_candidates"] == {"train": 1, "val": 1, "test": 2}
     assert info["users_without_context"] == {"train": 1, "val": 0, "test": 1}
     assert info["events_without_context"]["test"] == 2
     again: list[str] = []
     source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
-    prepare(source, str(tmp_path / "raw"), tables, read_config(defaults), say=again.append)
-    assert [line.split(":")[0] for line in again[:4]] == ["events", "rejects", "items", "sequences"]
+    prepare(
+        source, str(tmp_path / "raw"), tables, read_config(defaults), say=again.append
+    )
+    assert [line.split(":")[0] for line in again[:4]] == [
+        "events",
+        "rejects",
+        "items",
+        "sequences",
+    ]
     assert all("up to date" in line for line in again[:4])
 
 
 def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None:
     """Attributes of users and categories of events; the first row of a user counts, models know training's values."""
     places = ["home", "home", "", "shop", "shop", "home", "home"]
-    lines = [f"{line},{place}" for line, place in zip(LOG, ["place", *places], strict=True)]
+    lines = [
+        f"{line},{place}" for line, place in zip(LOG, ["place", *places], strict=True)
+    ]
     tables, _ = prepared(tmp_path, lines, users=USERS, categories=["place"])
-    rows = {row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()}
+    rows = {
+        row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()
+    }
     assert rows["old"]["cat_age"] == ["70"] * 5
     assert rows["new"]["cat_age"] == ["20"] * 2
     assert rows["old"]["cat_place"] == ["home", "home", None, "shop", "home"]
-    assert read_manifest(tables + "/sequences").info["viewers"] == {"place": ["home"], "age": ["70"]}
+    assert read_manifest(tables + "/sequences").info["viewers"] == {
+        "place": ["home"],
+        "age": ["70"],
+    }
     assert not [rule.name for rule in audit(tables) if rule.violations]
     examples = ActionsExamples.load(tables + "/sequences", "test")
     batch = examples.collate(np.arange(len(examples)))
     seen = {
         int(user): batch["candidate_viewer"][row][there].tolist()
-        for row, (user, there) in enumerate(zip(batch["user_row"], batch["candidate_valid"], strict=True))
+        for row, (user, there) in enumerate(
+            zip(batch["user_row"], batch["candidate_valid"], strict=True)
+        )
     }
     names = [row["user_id"] for row in read_table(tables + "/sequences").to_pylist()]
     assert {names[user]: values for user, values in seen.items()} == {
@@ -161,7 +226,13 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
     (tmp_path / "raw" / "users.csv").write_text("id,age\nold,71\n")
     source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
     with pytest.raises(UserError, match="was made from other inputs"):
-        prepare(source, str(tmp_path / "raw"), tables, read_config(defaults), say=lambda line: None)
+        prepare(
+            source,
+            str(tmp_path / "raw"),
+            tables,
+            read_config(defaults),
+            say=lambda line: None,
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,10 +241,15 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
         ({"users": {**USERS, "files": "nobody.csv"}}, "no user file like 'nobody.csv'"),
         ({"users": {**USERS, "attributes": {}}}, "users.attributes is empty"),
         ({"users": {**USERS, "atributes": {}}}, "nearest key is 'users.attributes'"),
-        ({"users": USERS, "categories": {"age": "click"}}, "'age' is the name of two features"),
+        (
+            {"users": USERS, "categories": {"age": "click"}},
+            "'age' is the name of two features",
+        ),
     ],
 )
-def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, words: str) -> None:
+def test_user_files_that_do_not_fit_are_errors(
+    tmp_path: Path, given: dict, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         check(
             *raw_log(tmp_path / "raw", LOG, **given)[::2],
@@ -185,19 +261,33 @@ def test_user_files_that_do_not_fit_are_errors(tmp_path: Path, given: dict, word
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        ({"val_start": START + 1, "test_start": START + 30}, "the log runs from 1600000000001 to 1600000000040 ms"),
-        ({"val_start": START + 20, "test_start": START + 41}, "the log runs from 1600000000001 to 1600000000040 ms"),
-        ({"val_start": START + 26, "test_start": START + 30}, r"leave no event in val \(train 4, val 0, test 3\)"),
+        (
+            {"val_start": START + 1, "test_start": START + 30},
+            "the log runs from 1600000000001 to 1600000000040 ms",
+        ),
+        (
+            {"val_start": START + 20, "test_start": START + 41},
+            "the log runs from 1600000000001 to 1600000000040 ms",
+        ),
+        (
+            {"val_start": START + 26, "test_start": START + 30},
+            r"leave no event in val \(train 4, val 0, test 3\)",
+        ),
     ],
 )
-def test_a_cut_that_leaves_a_side_empty_is_an_error(tmp_path: Path, split: dict, words: str) -> None:
+def test_a_cut_that_leaves_a_side_empty_is_an_error(
+    tmp_path: Path, split: dict, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         prepared(tmp_path, LOG, {"split": split})
     assert not (tmp_path / "tables" / "sequences").exists()
 
 
 def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
-    constant = [LOG[0], *(",".join([*line.split(",")[:3], "1", "0", "0", "3"]) for line in LOG[1:])]
+    constant = [
+        LOG[0],
+        *(",".join([*line.split(",")[:3], "1", "0", "0", "3"]) for line in LOG[1:]),
+    ]
     with pytest.raises(UserError, match="every task is constant in training"):
         prepared(tmp_path, constant)
 
@@ -211,23 +301,38 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
         ({"ties": "log_order"}, "--ties strict"),
         ({"actions": {"tasks": {"t": {"label": "dwell"}}}}, "no label 'dwell'"),
         ({"actions": {"task": {}}}, "nearest key is 'prepare.actions.tasks'"),
-        ({"split": {"val_start": "2022-05-07", "test_start": "2022-05-06"}}, "swap them"),
+        (
+            {"split": {"val_start": "2022-05-07", "test_start": "2022-05-06"}},
+            "swap them",
+        ),
         ({"split": {"val_start": "soon", "test_start": "2022-05-06"}}, "give a moment"),
         ({"split": {"val_days": 1}}, "one of val_days and test_days"),
-        ({"split": {"val_days": 1, "test_days": 1, "val_start": 1, "test_start": 2}}, "both val_start and val_days"),
+        (
+            {"split": {"val_days": 1, "test_days": 1, "val_start": 1, "test_start": 2}},
+            "both val_start and val_days",
+        ),
     ],
 )
-def test_settings_that_do_not_fit_are_errors(tmp_path: Path, layer: dict, words: str) -> None:
+def test_settings_that_do_not_fit_are_errors(
+    tmp_path: Path, layer: dict, words: str
+) -> None:
     source, defaults, raw = raw_log(tmp_path / "raw", LOG)
     with pytest.raises(UserError, match=words):
         check(source, raw, str(tmp_path / "tables"), read_config(defaults, layer))
 
 
 @pytest.mark.parametrize("kind", ["auto", "temporal", "leave_last_out"])
-def test_a_log_without_a_clock_has_no_split_for_actions(tmp_path: Path, kind: str) -> None:
-    source, defaults, raw = raw_log(tmp_path / "raw", LOG, time={"column": "t", "unit": "order"})
+def test_a_log_without_a_clock_has_no_split_for_actions(
+    tmp_path: Path, kind: str
+) -> None:
+    source, defaults, raw = raw_log(
+        tmp_path / "raw", LOG, time={"column": "t", "unit": "order"}
+    )
     defaults["split"] = {"kind": kind}
-    with pytest.raises(UserError, match=r"a log of actions needs clock times.*; give time.unit s, ms, us or iso"):
+    with pytest.raises(
+        UserError,
+        match=r"a log of actions needs clock times.*; give time.unit s, ms, us or iso",
+    ):
         check(source, raw, str(tmp_path / "tables"), read_config(defaults))
 
 
@@ -241,8 +346,13 @@ def test_an_item_number_that_is_none_is_a_reject(tmp_path: Path) -> None:
 
 
 def test_cut_times_are_dates_or_ms() -> None:
-    for starts in (("1970-01-02", "1970-01-03T00:00:00+00:00"), (86_400_000, str(2 * 86_400_000))):
-        split = read_config({"split": dict(zip(("val_start", "test_start"), starts, strict=True))}).split
+    for starts in (
+        ("1970-01-02", "1970-01-03T00:00:00+00:00"),
+        (86_400_000, str(2 * 86_400_000)),
+    ):
+        split = read_config(
+            {"split": dict(zip(("val_start", "test_start"), starts, strict=True))}
+        ).split
         assert (split.val_start, split.test_start) == (86_400_000, 2 * 86_400_000)
         assert split.settings()["val_start"] == 86_400_000
     with pytest.raises(UserError, match="give both"):

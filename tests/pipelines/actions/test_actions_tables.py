@@ -33,7 +33,13 @@ def config_of(**counts: Any) -> ActionsConfig:
             "some": {"any": ["click", "like"]},
         },
         inputs={"dwell": {"label": "dwell", "range": [0, 8], "log_unit": 2}},
-        counts={"windows_days": [0.25, 1], "delay_minutes": 90, "prior": 0.2, "strength": 4, **counts},
+        counts={
+            "windows_days": [0.25, 1],
+            "delay_minutes": 90,
+            "prior": 0.2,
+            "strength": 4,
+            **counts,
+        },
     )
     given: ActionsConfig = build(ActionsConfig, content)
     return given.resolve({"labels": LABELS}, ["author"])
@@ -62,23 +68,33 @@ def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
         rows[changed]["label_like"] = False
         events = pa.Table.from_pylist(rows, schema=SCHEMA).select(rules.columns)
         for number, name in enumerate(IDS):
-            events = events.set_column(number, name, events[name].combine_chunks().dictionary_encode())
-        table, _, _ = build_actions(events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules)
+            events = events.set_column(
+                number, name, events[name].combine_chunks().dictionary_encode()
+            )
+        table, _, _ = build_actions(
+            events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules
+        )
         found.append(np.array(table.to_pylist()[0]["features"]))
         rows[changed]["label_like"] = True
     first, of_val, of_test = found
     assert np.array_equal(of_val[8:12], np.tile(of_val[8], (4, 1)))
     assert np.array_equal(of_test[12:], np.tile(of_test[12], (5, 1)))
-    assert not np.array_equal(of_val[12:], of_test[12:])  # what was done in validation is known at the cut of test
+    assert not np.array_equal(
+        of_val[12:], of_test[12:]
+    )  # what was done in validation is known at the cut of test
     assert not np.array_equal(first[8:12], of_val[8:12])
 
 
 def test_names_of_features_follow_keys_windows_and_marks() -> None:
     names = config_of(keys=["author"], counted_labels=["like"]).features
     assert names == [
-        "author_exposures_0.25d", "author_like_0.25d", "author_like_rate_0.25d",
-        "author_exposures_1d", "author_like_1d", "author_like_rate_1d",
-    ]  # fmt: skip
+        "author_exposures_0.25d",
+        "author_like_0.25d",
+        "author_like_rate_0.25d",
+        "author_exposures_1d",
+        "author_like_1d",
+        "author_like_rate_1d",
+    ]
 
 
 def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> None:
@@ -91,29 +107,65 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tasks": {"t": {"label": "nothing"}}}, "no label 'nothing'; those are: click, like, dwell"),
+        (
+            {"tasks": {"t": {"label": "nothing"}}},
+            "no label 'nothing'; those are: click, like, dwell",
+        ),
         ({"tasks": {"t": {"any": ["like", "nothing"]}}}, "no label 'nothing'"),
         ({"tasks": {"t": {"label": "dwell"}}}, "give 'above' or 'at_least'"),
         ({"tasks": {"t": {"label": "like", "above": 1}}}, "no threshold"),
         ({"tasks": {"t": {"any": ["dwell"]}}}, "give 'above' or 'at_least'"),
         ({"tasks": {"t": {"label": "like", "any": ["click"]}}}, "exactly one"),
-        ({"tasks": {"t": {"label": "dwell", "above": 1, "at_least": 1}}}, "give one of them"),
+        (
+            {"tasks": {"t": {"label": "dwell", "above": 1, "at_least": 1}}},
+            "give one of them",
+        ),
         ({"tasks": {"t": {"lable": "like"}}}, "lable"),
         ({"tasks": {"t": "like"}}, "actions.tasks.t' is 'like'"),
         ({"tasks": ["like"]}, "actions.tasks' is"),
-        ({"tasks": {"long-dwell": {"label": "like"}}}, "'long-dwell' in 'tasks' is no name; use letters, digits and _"),
+        (
+            {"tasks": {"long-dwell": {"label": "like"}}},
+            "'long-dwell' in 'tasks' is no name; use letters, digits and _",
+        ),
         ({"tasks": {7: {"label": "like"}}}, "actions.tasks.7' is 7"),
-        ({"tasks": {"mean": {"label": "like"}}}, "tasks.mean has the name of the metrics' mean over all tasks"),
-        ({"tasks": {"t": {"label": "dwell", "above": "10s"}}}, "actions.tasks.t.above' is '10s'"),
-        ({"tasks": {"t": {"label": "dwell", "above": True}}}, "above' is true, it must be a number"),
-        ({"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}}, "at_least' is nan, it must be a number"),
-        ({"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}}, "threshold is inf; give a finite number"),
+        (
+            {"tasks": {"mean": {"label": "like"}}},
+            "tasks.mean has the name of the metrics' mean over all tasks",
+        ),
+        (
+            {"tasks": {"t": {"label": "dwell", "above": "10s"}}},
+            "actions.tasks.t.above' is '10s'",
+        ),
+        (
+            {"tasks": {"t": {"label": "dwell", "above": True}}},
+            "above' is true, it must be a number",
+        ),
+        (
+            {"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}},
+            "at_least' is nan, it must be a number",
+        ),
+        (
+            {"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}},
+            "threshold is inf; give a finite number",
+        ),
         ({"inputs": {"a b": {"label": "like"}}}, "'a b' in 'inputs' is no name"),
-        ({"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": "1s"}}}, "log_unit' is '1s'"),
+        (
+            {"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": "1s"}}},
+            "log_unit' is '1s'",
+        ),
         ({"inputs": {"a": {"label": "dwell"}}}, "give its 'range'"),
-        ({"inputs": {"a": {"label": "dwell", "range": [5, 1]}}}, "least and the largest"),
-        ({"inputs": {"a": {"label": "dwell", "range": [5, math.inf]}}}, "least and the largest"),
-        ({"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": 0}}}, "above 0"),
+        (
+            {"inputs": {"a": {"label": "dwell", "range": [5, 1]}}},
+            "least and the largest",
+        ),
+        (
+            {"inputs": {"a": {"label": "dwell", "range": [5, math.inf]}}},
+            "least and the largest",
+        ),
+        (
+            {"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": 0}}},
+            "above 0",
+        ),
         ({"inputs": {"a": {"label": "like", "range": [0, 1]}}}, "is bool"),
         ({"counts": {"keys": ["maker"]}}, "those are: user, item, author"),
         ({"counts": {"keys": ["user", "user"]}}, "each once"),
@@ -141,12 +193,21 @@ def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:
     with pytest.raises(ValueError, match="define at least one task"):
         ActionsConfig().resolve({"labels": {"dwell": "float32"}}, [])
     with pytest.raises(ValueError, match="say what models read"):
-        ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve({"labels": {"dwell": "float32"}}, [])
+        ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve(
+            {"labels": {"dwell": "float32"}}, []
+        )
 
 
 def test_an_input_takes_the_range_that_its_label_declares() -> None:
     info = {"labels": {"rating": "float32"}, "ranges": {"rating": [1, 5]}}
-    config = ActionsConfig(tasks={"t": Task("rating", at_least=4)}, inputs={"r": Input("rating")})
+    config = ActionsConfig(
+        tasks={"t": Task("rating", at_least=4)}, inputs={"r": Input("rating")}
+    )
     events = pa.table({"label_rating": pa.array([1, 5, None, 2], pa.float32())})
-    assert config.resolve(info, []).inputs["r"].values(events).tolist() == [0, 1, 0, 0.25]
+    assert config.resolve(info, []).inputs["r"].values(events).tolist() == [
+        0,
+        1,
+        0,
+        0.25,
+    ]
     assert config.tasks["t"].values(events).tolist() == [False, True, False, False]

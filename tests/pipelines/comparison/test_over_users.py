@@ -11,7 +11,13 @@ import torch
 
 from models.by_user import ByUser
 from pipelines import tracking
-from pipelines.comparison.over_users import Interval, Pair, intervals, line, over_users_tables
+from pipelines.comparison.over_users import (
+    Interval,
+    Pair,
+    intervals,
+    line,
+    over_users_tables,
+)
 from pipelines.comparison.rows import compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables
@@ -25,7 +31,9 @@ def test_the_interval_is_that_of_the_mean_of_many_users() -> None:
     found = intervals(differences, counts)
     for interval, difference in zip(found, differences, strict=True):
         mean = (difference * counts).sum() / counts.sum()
-        error = np.sqrt((counts**2 * (difference - mean) ** 2).sum()) / counts.sum()  # of a ratio, by its first order
+        error = (
+            np.sqrt((counts**2 * (difference - mean) ** 2).sum()) / counts.sum()
+        )  # of a ratio, by its first order
         assert interval.mean == pytest.approx(mean)
         assert interval.low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
         assert interval.high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
@@ -44,18 +52,36 @@ def log(
     """A run with a metric of every user, as `jobs.evaluate` leaves it; with `fresh` also on a log of that hash."""
     size = 8 * len(name)  # which are other steps too
     fit = {"seed": seed, "metric": "ndcg@10", "batch_size": size}
-    config: dict[str, dict] = {"model": {"name": name, "teacher_hash": teacher}, "fit": fit}
+    config: dict[str, dict] = {
+        "model": {"name": name, "teacher_hash": teacher},
+        "fit": fit,
+    }
     config["model"] = {key: value for key, value in config["model"].items() if value}
-    ref = tracking.open_run(uri, "retrieval/x", f"{name}-{seed}", str(folder), config=config, hashes={})
+    ref = tracking.open_run(
+        uri, "retrieval/x", f"{name}-{seed}", str(folder), config=config, hashes={}
+    )
     logger = tracking.Logger(ref)
-    logger.log({"test/ndcg@10": float(np.mean(values)), "best/ndcg@10": 0.1, "train/steps": 6000 / size}, 1)
+    logger.log(
+        {
+            "test/ndcg@10": float(np.mean(values)),
+            "best/ndcg@10": 0.1,
+            "train/steps": 6000 / size,
+        },
+        1,
+    )
     logger.tag(**{tracking.WEIGHTS_TAG: f"w-{name}-{seed}"})
     kept = ByUser.of(torch.arange(users, users + len(values)), torch.tensor(values))
-    tracking.log_json(ref, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json")
+    tracking.log_json(
+        ref, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json"
+    )
     if fresh:
         logger.log({f"test-fresh-{fresh}/ndcg@10": 0.99}, 1)
         other = ByUser.of(torch.arange(7), torch.full((7,), 0.99))
-        tracking.log_json(ref, {"by_user": {"ndcg@10": other.packed()}}, f"evaluation-test-fresh-{fresh}.json")
+        tracking.log_json(
+            ref,
+            {"by_user": {"ndcg@10": other.packed()}},
+            f"evaluation-test-fresh-{fresh}.json",
+        )
     logger.end()
 
 
@@ -67,7 +93,14 @@ def test_rows_stand_beside_their_teacher_and_the_best_on_the_same_users(
     half = [0.0, 1.0] * 300
     for seed in (1, 2):
         log(uri, tmp_path, "tiger", seed, half)
-        log(uri, tmp_path, "sid_mlp", seed, [min(1.0, value + 0.25) for value in half], f"w-tiger-{seed}")
+        log(
+            uri,
+            tmp_path,
+            "sid_mlp",
+            seed,
+            [min(1.0, value + 0.25) for value in half],
+            f"w-tiger-{seed}",
+        )
         log(uri, tmp_path, "gdn", seed, half[1:] + half[:1], f"w-tiger-{seed}")
     log(uri, tmp_path, "sasrec", 3, half)
     log(uri, tmp_path, "popularity", 1, half, users=1)  # of other users
@@ -81,31 +114,61 @@ def test_rows_stand_beside_their_teacher_and_the_best_on_the_same_users(
         ("sasrec-3", "sid_mlp-*"),
     }
     assert cells["sid_mlp-*", "tiger-*"][:3] == ["2", "600", "+0.1250"]
-    assert cells["sid_mlp-*", "tiger-*"][-2:] == ["better", "steps 107 / 150; batch 56 / 40"]
+    assert cells["sid_mlp-*", "tiger-*"][-2:] == [
+        "better",
+        "steps 107 / 150; batch 56 / 40",
+    ]
     assert cells["gdn-*", "tiger-*"][2] == "+0.0000"
     assert cells["gdn-*", "tiger-*"][-2] == "noise"
     assert cells["tiger-*", "sid_mlp-*"][0] == "4"
     assert cells["tiger-*", "sid_mlp-*"][-2] == "worse"
-    assert cells["sasrec-3", "sid_mlp-*"][:3] == ["2", "600", "-0.1250"]  # which share no seed
-    assert cells["sasrec-3", "sid_mlp-*"][-1] == "steps 125 / 107; batch 48 / 56; seeds 3 / 1, 2"
+    assert cells["sasrec-3", "sid_mlp-*"][:3] == [
+        "2",
+        "600",
+        "-0.1250",
+    ]  # which share no seed
+    assert (
+        cells["sasrec-3", "sid_mlp-*"][-1]
+        == "steps 125 / 107; batch 48 / 56; seeds 3 / 1, 2"
+    )
 
 
 def test_fewer_than_200_users_have_an_interval_and_no_verdict() -> None:
     pair, found = Pair("a", "b", (), ("", ""), ""), Interval(0.1, 0.05, 0.15)
-    assert line(pair, found, 0.5, 199, "ndcg@10")[4:8] == ["+0.1000", "+0.0500 to +0.1500", "+20.0%", "-"]
+    assert line(pair, found, 0.5, 199, "ndcg@10")[4:8] == [
+        "+0.1000",
+        "+0.0500 to +0.1500",
+        "+20.0%",
+        "-",
+    ]
     assert line(pair, found, 0.5, 200, "ndcg@10")[7] == "better"
 
 
 @pytest.mark.long
-def test_an_evaluation_on_a_fresh_log_stands_apart(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_an_evaluation_on_a_fresh_log_stands_apart(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     uri = new_store(tmp_path)
     half = [0.0, 1.0] * 300
     log(uri, tmp_path, "tiger", 1, half)
-    log(uri, tmp_path, "sasrec", 1, [min(1.0, value + 0.25) for value in half], fresh="ca83aebe")
+    log(
+        uri,
+        tmp_path,
+        "sasrec",
+        1,
+        [min(1.0, value + 0.25) for value in half],
+        fresh="ca83aebe",
+    )
     comparison = compare(select(uri, ["retrieval/x"]))
-    assert [row.name for row in comparison.rows] == ["sasrec-1", "tiger-1", "sasrec-1 [fresh-ca83aebe]"]
+    assert [row.name for row in comparison.rows] == [
+        "sasrec-1",
+        "tiger-1",
+        "sasrec-1 [fresh-ca83aebe]",
+    ]
     (table,) = over_users_tables(comparison)
     assert [line[:2] for line in table.cells] == [["tiger-1", "sasrec-1"]]
     notes = tables(comparison)[0].notes
-    assert any(note.startswith("[fresh-...]: evaluated on another log") for note in notes)
+    assert any(
+        note.startswith("[fresh-...]: evaluated on another log") for note in notes
+    )
     assert not any("these options" in note for note in notes)

@@ -28,12 +28,16 @@ from pipelines.data.run import Run
 from pipelines.data.schemas import events_schema
 from pipelines.data.survey import Surveyor
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+ray.cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # workers cannot import a test
 
 SCHEMA = pa.schema([("name", pa.string()), ("row", pa.int64()), (KEY, pa.int32())])
 
 
-def log(keys: int, folder: str, fail: str, number: int, rows: int = 1000) -> Iterator[pa.Table]:
+def log(
+    keys: int, folder: str, fail: str, number: int, rows: int = 1000
+) -> Iterator[pa.Table]:
     """A read of 4 tables; the first time that number 1 is in the middle it does as `fail` says."""
     for block in range(4):
         if number == 1 and block == 2 and fail:
@@ -45,17 +49,29 @@ def log(keys: int, folder: str, fail: str, number: int, rows: int = 1000) -> Ite
             if first:
                 os._exit(1)
         row = np.arange(rows) + rows * (4 * number + block)
-        yield pa.table({"name": row.astype(str), "row": row, KEY: (row % keys).astype(np.int32)}, schema=SCHEMA)
+        yield pa.table(
+            {"name": row.astype(str), "row": row, KEY: (row % keys).astype(np.int32)},
+            schema=SCHEMA,
+        )
 
 
 def gathered(key: int, rows: pa.Table) -> pa.Table:
     return pa.table({"key": [key], "rows": [sorted(rows["row"].to_pylist())]})
 
 
-def exchanged(partitions: int, keys: int, folder: str = "", fail: str = "", **more: Any) -> dict[int, list[int]]:
+def exchanged(
+    partitions: int, keys: int, folder: str = "", fail: str = "", **more: Any
+) -> dict[int, list[int]]:
     """The rows by their partition, which comes once."""
-    engine, read = Engine(RayDataConfig(shuffle_batch_mb=1)), partial(log, keys, folder, fail)
-    rows = [row for table in engine.exchange(read, 5, partitions, gathered, **more) for row in table.to_pylist()]
+    engine, read = (
+        Engine(RayDataConfig(shuffle_batch_mb=1)),
+        partial(log, keys, folder, fail),
+    )
+    rows = [
+        row
+        for table in engine.exchange(read, 5, partitions, gathered, **more)
+        for row in table.to_pylist()
+    ]
     found = {row["key"]: row["rows"] for row in rows}
     assert len(found) == len(rows)
     return found
@@ -69,10 +85,17 @@ def expected(keys: int) -> dict[int, list[int]]:
 @pytest.mark.parametrize(
     ("partitions", "keys"),
     [(1, 1), (3, 3), (64, 64), (2, 3)],
-    ids=["one", "three", "more than tasks", "several in one task, as of a Ray whose hash does that"],
+    ids=[
+        "one",
+        "three",
+        "more than tasks",
+        "several in one task, as of a Ray whose hash does that",
+    ],
 )
 @pytest.mark.parametrize("here", [False, True])
-def test_every_row_comes_out_once_in_its_partition(partitions: int, keys: int, here: bool) -> None:
+def test_every_row_comes_out_once_in_its_partition(
+    partitions: int, keys: int, here: bool
+) -> None:
     assert exchanged(partitions, keys, here=here) == expected(keys)
 
 
@@ -84,7 +107,9 @@ def test_rows_of_an_exchange_go_on_into_another(here: bool) -> None:
         return rows.set_column(rows.column_names.index(KEY), KEY, pa.array(key))
 
     found = exchanged(4, 3, first=(3, onward), here=here)
-    assert found == {key: list(range(5000 * key, 5000 * key + 5000)) for key in range(4)}
+    assert found == {
+        key: list(range(5000 * key, 5000 * key + 5000)) for key in range(4)
+    }
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -111,7 +136,9 @@ def halve(by: int, number: int) -> float:
 @pytest.mark.parametrize("here", [False, True])
 def test_each_gives_the_results_of_calls_by_their_numbers(here: bool) -> None:
     engine = Engine(here=here)
-    assert dict(engine.each(halve, [(number,) for number in (4, 6, 8)], (ray.put(2),))) == {0: 2, 1: 3, 2: 4}
+    assert dict(
+        engine.each(halve, [(number,) for number in (4, 6, 8)], (ray.put(2),))
+    ) == {0: 2, 1: 3, 2: 4}
     with pytest.raises(UserError) as caught:
         list(engine.each(halve, [(number,) for number in range(9)], (2,)))
     assert str(caught.value) == "2 is no good; take another"
@@ -122,12 +149,16 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     """Each user is in one part: his events are all in the partition of his key, of which there is one part."""
     users = pa.array([f"u{i}" for i in range(50)])
     count = len(users)
-    rows = pa.table({"user_id": users, "timestamp_ms": np.arange(count), "item_id": ["a"] * count})
+    rows = pa.table(
+        {"user_id": users, "timestamp_ms": np.arange(count), "item_id": ["a"] * count}
+    )
     write = events._Write(str(tmp_path), events_schema(), None, False, 4, {})
     mine = events.user_keys(users) % 4 == 1
     [written] = write(None, 1, rows.filter(pa.array(mine))).to_pylist()
     assert written["users"] == written["rows"] == mine.sum()
-    with pytest.raises(RuntimeError, match=f"put {count - mine.sum()} users into the wrong partition"):
+    with pytest.raises(
+        RuntimeError, match=f"put {count - mine.sum()} users into the wrong partition"
+    ):
         write(None, 1, rows)
 
     class Broken(Engine):
@@ -140,17 +171,45 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
         twice = False
 
     (tmp_path / "log.csv").write_text(
-        "u,t\n" + "".join(f"{user},{1_600_000_000 + n}\n" for n, user in enumerate(users))
+        "u,t\n"
+        + "".join(f"{user},{1_600_000_000 + n}\n" for n, user in enumerate(users))
     )
-    source = log_of({"files": "log.csv", "user": "u", "item": "u", "time": {"column": "t", "unit": "s"}})
+    source = log_of(
+        {
+            "files": "log.csv",
+            "user": "u",
+            "item": "u",
+            "time": {"column": "t", "unit": "s"},
+        }
+    )
     for name in ("events", "rejects"):
         (tmp_path / name).mkdir()
-    run = Run(source, str(tmp_path), str(tmp_path), PrepareConfig(), None, False, print, False, Engine(here=True))
+    run = Run(
+        source,
+        str(tmp_path),
+        str(tmp_path),
+        PrepareConfig(),
+        None,
+        False,
+        print,
+        False,
+        Engine(here=True),
+    )
     made = events.ingest(run, ["log.csv"], 4, Surveyor(None, False), None, None)
     assert (sum(part.rows for part in made.parts), made.users) == (count, count)
-    for Broken.twice, words in ((False, "came out of the shuffle"), (True, r"gave partition \d twice")):
+    for Broken.twice, words in (
+        (False, "came out of the shuffle"),
+        (True, r"gave partition \d twice"),
+    ):
         with pytest.raises(RuntimeError, match=words):
-            events.ingest(replace(run, engine=Broken(here=True)), ["log.csv"], 4, Surveyor(None, False), None, None)
+            events.ingest(
+                replace(run, engine=Broken(here=True)),
+                ["log.csv"],
+                4,
+                Surveyor(None, False),
+                None,
+                None,
+            )
 
 
 BLOCKS, BLOCK_ROWS, STORE_MB = 5, 100_000, 80
@@ -165,7 +224,9 @@ def wide(number: int) -> Iterator[pa.Table]:
 
 
 def size(_: int, rows: pa.Table) -> pa.Table:
-    return pa.table({"rows": [len(np.unique(rows["row"].to_numpy()))], "bytes": [rows.nbytes]})
+    return pa.table(
+        {"rows": [len(np.unique(rows["row"].to_numpy()))], "bytes": [rows.nbytes]}
+    )
 
 
 @pytest.mark.long
@@ -188,8 +249,14 @@ def alone() -> None:
             log_to_driver=False,
             _temp_dir=folder,
         )
-        found = pa.concat_tables(Engine(RayDataConfig(shuffle_batch_mb=16)).exchange(wide, 4, 8, size))
-        print(json.dumps([sum(found["rows"].to_pylist()), sum(found["bytes"].to_pylist()) >> 20]))
+        found = pa.concat_tables(
+            Engine(RayDataConfig(shuffle_batch_mb=16)).exchange(wide, 4, 8, size)
+        )
+        print(
+            json.dumps(
+                [sum(found["rows"].to_pylist()), sum(found["bytes"].to_pylist()) >> 20]
+            )
+        )
         ray.shutdown()
 
 

@@ -23,10 +23,20 @@ from pipelines.data.survey import Union, Vocabulary, survey, user_keys
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
 KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
-REST = ("query", "label_click", "label_dwell", "num_price", "cat_tab")  # in the order of the schema
+REST = (
+    "query",
+    "label_click",
+    "label_dwell",
+    "num_price",
+    "cat_tab",
+)  # in the order of the schema
 USERS = ["u", "user 2", "Ü", "z" * 40, ""]
 ITEMS = ["a", "b", "B", "é", "item-10", "item-9"]
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 rows_strategy = st.lists(
     st.fixed_dictionaries(
@@ -48,7 +58,9 @@ rows_strategy = st.lists(
 )
 
 
-def in_order(rows: list[dict[str, Any]], log_order: bool = False) -> list[dict[str, Any]]:
+def in_order(
+    rows: list[dict[str, Any]], log_order: bool = False
+) -> list[dict[str, Any]]:
     """By dicts and loops: duplicates dropped, sorted by the key and then by everything else, nulls first."""
     seen: set[tuple] = set()
     kept = []
@@ -62,7 +74,10 @@ def in_order(rows: list[dict[str, Any]], log_order: bool = False) -> list[dict[s
             kept,
             key=lambda row: (
                 *(row[name] for name in KEY),
-                *((row[name] is not None, 0 if row[name] is None else row[name]) for name in REST),
+                *(
+                    (row[name] is not None, 0 if row[name] is None else row[name])
+                    for name in REST
+                ),
             ),
         )
     ranks: Counter = Counter()
@@ -70,20 +85,30 @@ def in_order(rows: list[dict[str, Any]], log_order: bool = False) -> list[dict[s
         group = (row["user_id"], row["timestamp_ms"])
         row["position"] = ranks[group]
         ranks[group] += 1
-    return sorted(kept, key=lambda row: (row["user_id"], row["timestamp_ms"], row["position"]))
+    return sorted(
+        kept, key=lambda row: (row["user_id"], row["timestamp_ms"], row["position"])
+    )
 
 
 def in_transit(rows: list[dict[str, Any]], log_order: bool = False) -> pa.Table:
     """Rows as they arrive in a partition."""
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    return table.append_column("log_place", pa.array(np.arange(len(rows)))) if log_order else table
+    return (
+        table.append_column("log_place", pa.array(np.arange(len(rows))))
+        if log_order
+        else table
+    )
 
 
-def written(rows: list[dict[str, Any]], folder: str, partitions: int, log_order: bool = False) -> list[str]:
+def written(
+    rows: list[dict[str, Any]], folder: str, partitions: int, log_order: bool = False
+) -> list[str]:
     """Events parts of the rows, one per partition that has any."""
     table = in_transit(rows, log_order)
     partition = user_keys(table["user_id"]) % partitions
-    of_part = [table.filter(pa.array(partition == number)) for number in np.unique(partition)]
+    of_part = [
+        table.filter(pa.array(partition == number)) for number in np.unique(partition)
+    ]
     events = [order_events(part, SCHEMA)[0] for part in of_part]
     return [join(folder, write_part(folder, table).path) for table in events]
 
@@ -103,34 +128,55 @@ def test_order_events_sorts_totally_and_drops_duplicates(
         assert order_events(in_transit(shuffled), SCHEMA)[0].equals(table)
     else:
         key = ("user_id", "timestamp_ms", "position")
-        assert table.to_pylist() == sorted(expected, key=lambda row: tuple(row[name] for name in key))
+        assert table.to_pylist() == sorted(
+            expected, key=lambda row: tuple(row[name] for name in key)
+        )
 
 
 @FEW
 @given(rows=rows_strategy, log_order=st.booleans(), data=st.data())
-def test_kept_duplicates_stand_beside_each_other(rows: list[dict], log_order: bool, data: st.DataObject) -> None:
+def test_kept_duplicates_stand_beside_each_other(
+    rows: list[dict], log_order: bool, data: st.DataObject
+) -> None:
     def content(row: dict) -> str:
         return str(sorted(row.items()))  # whatever the order of its keys
 
     rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
-    table, duplicates = order_events(in_transit(rows, log_order), SCHEMA, keep_duplicates=True)
+    table, duplicates = order_events(
+        in_transit(rows, log_order), SCHEMA, keep_duplicates=True
+    )
     assert duplicates == len(rows) - len(in_order(rows, log_order))
     events, key = table.to_pylist(), KEY
     if not log_order:
         assert sorted(events, key=content) == sorted(rows, key=content)
-        assert [[e[name] for name in key] for e in events] == sorted([e[name] for name in key] for e in events)
+        assert [[e[name] for name in key] for e in events] == sorted(
+            [e[name] for name in key] for e in events
+        )
         shuffled = data.draw(st.permutations(rows))
-        assert order_events(in_transit(shuffled), SCHEMA, keep_duplicates=True)[0].equals(table)
+        assert order_events(in_transit(shuffled), SCHEMA, keep_duplicates=True)[
+            0
+        ].equals(table)
     else:
-        places = {name: iter(range(len(rows))) for name in {tuple(row[n] for n in key[:2]) for row in rows}}
-        expected = [{**row, "position": next(places[tuple(row[n] for n in key[:2])])} for row in rows]
+        places = {
+            name: iter(range(len(rows)))
+            for name in {tuple(row[n] for n in key[:2]) for row in rows}
+        }
+        expected = [
+            {**row, "position": next(places[tuple(row[n] for n in key[:2])])}
+            for row in rows
+        ]
         assert sorted(events, key=content) == sorted(expected, key=content)
 
 
 @FEW
 @given(rows=rows_strategy)
 def test_columns_that_do_not_travel_come_back(rows: list[dict]) -> None:
-    whole = in_transit([{**row, "request_id": "", "position": 0, "query": None, "cat_tab": None} for row in rows])
+    whole = in_transit(
+        [
+            {**row, "request_id": "", "position": 0, "query": None, "cat_tab": None}
+            for row in rows
+        ]
+    )
     sent = whole.drop_columns(["request_id", "position", "query", "cat_tab"])
     assert restore_unset(sent, whole.schema).equals(whole)
     assert order_events(sent, SCHEMA)[0].equals(order_events(whole, SCHEMA)[0])
@@ -138,28 +184,47 @@ def test_columns_that_do_not_travel_come_back(rows: list[dict]) -> None:
 
 def test_a_part_of_events_is_read_with_their_schema(tmp_path: Any) -> None:
     rows = [
-        {"user_id": "u", "request_id": "", "timestamp_ms": time, "item_id": "a", "position": 0} for time in (2**62, 0)
+        {
+            "user_id": "u",
+            "request_id": "",
+            "timestamp_ms": time,
+            "item_id": "a",
+            "position": 0,
+        }
+        for time in (2**62, 0)
     ]
     [part] = written(rows, str(tmp_path), 1)
     assert read_parquet(part).schema.equals(SCHEMA)
-    assert read_parquet(part).equals(order_events(in_transit(rows), SCHEMA)[0].cast(SCHEMA))
+    assert read_parquet(part).equals(
+        order_events(in_transit(rows), SCHEMA)[0].cast(SCHEMA)
+    )
 
 
 def test_order_events_without_integer_room_for_the_times() -> None:
     rows = [
-        {"user_id": user, "request_id": "", "timestamp_ms": time, "item_id": "a", "position": 0}
+        {
+            "user_id": user,
+            "request_id": "",
+            "timestamp_ms": time,
+            "item_id": "a",
+            "position": 0,
+        }
         for user in ("b", "a", "c")
         for time in (2**63 - 1, 5, 0)
     ]
     table, _ = order_events(in_transit(rows), SCHEMA)
-    assert list(zip(table["user_id"].to_pylist(), table["timestamp_ms"].to_pylist(), strict=True)) == [
-        (user, time) for user in "abc" for time in (0, 5, 2**63 - 1)
-    ]
+    assert list(
+        zip(
+            table["user_id"].to_pylist(), table["timestamp_ms"].to_pylist(), strict=True
+        )
+    ) == [(user, time) for user in "abc" for time in (0, 5, 2**63 - 1)]
 
 
 @FEW
 @given(
-    times=st.lists(st.integers(0, 2**45) | st.integers(0, 9_000_000), min_size=3, max_size=40),
+    times=st.lists(
+        st.integers(0, 2**45) | st.integers(0, 9_000_000), min_size=3, max_size=40
+    ),
     val=st.sampled_from([0.1, 0.3]),
     test=st.sampled_from([0.1, 0.25]),
 )
@@ -167,13 +232,27 @@ def test_cut_times_are_the_quantiles(
     tmp_path_factory: pytest.TempPathFactory, times: list[int], val: float, test: float
 ) -> None:
     rows = [
-        {"user_id": f"u{i % 7}", "request_id": "", "timestamp_ms": time, "item_id": "a", "position": i}
+        {
+            "user_id": f"u{i % 7}",
+            "request_id": "",
+            "timestamp_ms": time,
+            "item_id": "a",
+            "position": i,
+        }
         for i, time in enumerate(times)
     ]
-    found = survey(written(rows, str(tmp_path_factory.mktemp("events")), 2), None, Engine(here=True))
+    found = survey(
+        written(rows, str(tmp_path_factory.mktemp("events")), 2),
+        None,
+        Engine(here=True),
+    )
     ranks = [0, len(times) // 2, len(times) - 1]
-    assert nth_times(found, ranks, Engine(here=True)) == [sorted(times)[rank] for rank in ranks]
-    first, second = (sorted(times)[int(len(times) * share)] for share in (1 - val - test, 1 - test))
+    assert nth_times(found, ranks, Engine(here=True)) == [
+        sorted(times)[rank] for rank in ranks
+    ]
+    first, second = (
+        sorted(times)[int(len(times) * share)] for share in (1 - val - test, 1 - test)
+    )
     config = SplitConfig("temporal", val, test)
     if min(times) < first < second:
         assert cut_times(found, config, Engine(here=True)) == {
@@ -187,11 +266,21 @@ def test_cut_times_are_the_quantiles(
 
 
 @FEW
-@given(ids=st.lists(st.text(max_size=3), max_size=40), known=st.lists(st.text(max_size=3), max_size=40, unique=True))
-def test_a_vocabulary_finds_the_places_of_its_ids(ids: list[str], known: list[str]) -> None:
+@given(
+    ids=st.lists(st.text(max_size=3), max_size=40),
+    known=st.lists(st.text(max_size=3), max_size=40, unique=True),
+)
+def test_a_vocabulary_finds_the_places_of_its_ids(
+    ids: list[str], known: list[str]
+) -> None:
     known = sorted(known, key=str.encode)
-    found = Vocabulary.of(pa.array(known, pa.large_string())).positions(pa.array([*ids, None], pa.string()))
-    assert found.tolist() == [*(known.index(one) if one in known else -1 for one in ids), -1]
+    found = Vocabulary.of(pa.array(known, pa.large_string())).positions(
+        pa.array([*ids, None], pa.string())
+    )
+    assert found.tolist() == [
+        *(known.index(one) if one in known else -1 for one in ids),
+        -1,
+    ]
 
 
 @FEW
@@ -260,15 +349,23 @@ def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Any) -> None:
     assert pl.concat([pl.from_arrow(read_parquet(part)) for part in first]).height < 500
 
 
-def test_the_core_of_the_training_window_counts_what_is_known_in_it(tmp_path: Any) -> None:
+def test_the_core_of_the_training_window_counts_what_is_known_in_it(
+    tmp_path: Any,
+) -> None:
     schema = events_schema({"click": "bool"}, known=["click"])
     row = {"user_id": "u", "request_id": "", "position": 0, "label_click": True}
     rows = [
         row | {"timestamp_ms": time, "item_id": item, "known_click": known}
         for time, item, known in ((0, "a", 1), (1, "b", 9), (2, "a", 3), (3, "b", 4))
     ]
-    part = join(str(tmp_path), write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path)
+    part = join(
+        str(tmp_path),
+        write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path,
+    )
     found = survey([part], "click", Engine(here=True), late=True)
     assert core_items(found, 2, 5, Engine(here=True))[0].to_pylist() == ["a"]
     assert core_items(found, 2, 10, Engine(here=True))[0].to_pylist() == ["a", "b"]
-    assert (found.first_ms, found.last_ms) == (0, 3)  # the split is of the times of requests
+    assert (found.first_ms, found.last_ms) == (
+        0,
+        3,
+    )  # the split is of the times of requests

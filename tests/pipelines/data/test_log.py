@@ -35,14 +35,18 @@ def plain(**keys: Any) -> Log:
     return log_of({key: value for key, value in made.items() if value is not None})
 
 
-def read(log: Log, folder: Path, size: int | None = None) -> tuple[list[Row], list[Row]]:
+def read(
+    log: Log, folder: Path, size: int | None = None
+) -> tuple[list[Row], list[Row]]:
     """Events and rejects of all files; that every row is one or the other is checked on the way."""
     log, events, rejects = pickle.loads(pickle.dumps(log)), [], []
     users = log.read_users(str(folder), {})
     for number, file in enumerate(log.event_files(str(folder))):
         for piece in pieces(str(folder / file), log, size) if size else [None]:
             places: list[int] = []
-            for block in log.read_events(str(folder), file, users.rows if users else None, piece, number):
+            for block in log.read_events(
+                str(folder), file, users.rows if users else None, piece, number
+            ):
                 assert block.rows.schema == log.schema.append(LOG_ROW)
                 assert block.rejects.schema == REJECTS
                 assert block.rows_read == block.rows.num_rows + block.rejects.num_rows
@@ -63,26 +67,72 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         table = pl.DataFrame(rows, infer_schema_length=None)
-        table.write_csv(path) if path.suffix == ".csv" else table.write_parquet(path, row_group_size=64)
+        table.write_csv(path) if path.suffix == ".csv" else table.write_parquet(
+            path, row_group_size=64
+        )
 
 
-def made(folder: Path, rows: Sequence[Row], name: str = "log.csv", **keys: Any) -> tuple[list[Row], list[Row]]:
+def made(
+    folder: Path, rows: Sequence[Row], name: str = "log.csv", **keys: Any
+) -> tuple[list[Row], list[Row]]:
     """Events and rejects of rows, to each of which a user, an item and a time are given where they lack them."""
-    write(folder / name, [{"u": "a", "i": f"i{n}", "t": n, **row} for n, row in enumerate(rows)])
+    write(
+        folder / name,
+        [{"u": "a", "i": f"i{n}", "t": n, **row} for n, row in enumerate(rows)],
+    )
     return read(plain(**keys), folder)
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
 def test_every_format_gives_the_same_events(tmp_path: Path, name: str) -> None:
     rows = [
-        {"u": " a ", "i": "y,\n\"z\"", "t": MOMENT, "click": 1, "secs": 1.5, "tab": "home", "q": "red shoes", "p": 0},
-        {"u": "b", "i": "007", "t": MOMENT + 1, "click": 0, "secs": None, "tab": None, "q": None, "p": 7},
-    ]  # fmt: skip
-    labels = {"click": "click", "secs": {"column": "secs", "type": "float32", "range": [0, 2]}}
-    keys = {"time": CLOCK, "query": "q", "position": "p", "numbers": ["secs"], "categories": ["tab"], "labels": labels}
+        {
+            "u": " a ",
+            "i": 'y,\n"z"',
+            "t": MOMENT,
+            "click": 1,
+            "secs": 1.5,
+            "tab": "home",
+            "q": "red shoes",
+            "p": 0,
+        },
+        {
+            "u": "b",
+            "i": "007",
+            "t": MOMENT + 1,
+            "click": 0,
+            "secs": None,
+            "tab": None,
+            "q": None,
+            "p": 7,
+        },
+    ]
+    labels = {
+        "click": "click",
+        "secs": {"column": "secs", "type": "float32", "range": [0, 2]},
+    }
+    keys = {
+        "time": CLOCK,
+        "query": "q",
+        "position": "p",
+        "numbers": ["secs"],
+        "categories": ["tab"],
+        "labels": labels,
+    }
     events, rejects = made(tmp_path, rows, name, request="q || '-' || tab", **keys)
-    expected = {"user_id": "a", "request_id": "red shoes-home", "timestamp_ms": MOMENT, "item_id": 'y,\n"z"'}
-    expected |= {"position": 0, "query": "red shoes", "label_click": True, "label_secs": 1.5, "num_secs": 1.5}
+    expected = {
+        "user_id": "a",
+        "request_id": "red shoes-home",
+        "timestamp_ms": MOMENT,
+        "item_id": 'y,\n"z"',
+    }
+    expected |= {
+        "position": 0,
+        "query": "red shoes",
+        "label_click": True,
+        "label_secs": 1.5,
+        "num_secs": 1.5,
+    }
     assert events == [expected | {"cat_tab": "home"}]
     assert of(rejects, "row", "reason") == [(1, "q || '-' || tab: missing")]
     assert json.loads(rejects[0]["source"])["i"] == "007"
@@ -91,21 +141,46 @@ def test_every_format_gives_the_same_events(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"u": ""}, "u: missing"), ({"i": None}, "i: missing"),
-        ({"i": "NULL"}, "i: missing, written as text such as nan"), ({"t": ""}, "t: missing"),
-        ({"t": "soon"}, "t: not a number of ms"), ({"t": "5"}, "t: before 1980"), ({"p": "-1"}, "p: negative"),
-        ({"p": str(2**31)}, "p: negative, or more than int32"), ({"p": "x"}, "p: missing or not an integer"),
-        ({"click": "maybe"}, "click: not a bool"), ({"stars": "fast"}, "stars: not a number"),
-        ({"stars": "12,50"}, "replace(stars, ',', '.')"), ({"stars": "inf"}, "stars: not finite"),
+        ({"u": ""}, "u: missing"),
+        ({"i": None}, "i: missing"),
+        ({"i": "NULL"}, "i: missing, written as text such as nan"),
+        ({"t": ""}, "t: missing"),
+        ({"t": "soon"}, "t: not a number of ms"),
+        ({"t": "5"}, "t: before 1980"),
+        ({"p": "-1"}, "p: negative"),
+        ({"p": str(2**31)}, "p: negative, or more than int32"),
+        ({"p": "x"}, "p: missing or not an integer"),
+        ({"click": "maybe"}, "click: not a bool"),
+        ({"stars": "fast"}, "stars: not a number"),
+        ({"stars": "12,50"}, "replace(stars, ',', '.')"),
+        ({"stars": "inf"}, "stars: not finite"),
         ({"stars": "9"}, "stars: outside 0 to 5"),
         ({"cost": "x9"}, "cast(cost as double) * 2: a value that it cannot read"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["log.csv", "log.jsonl"])
-def test_a_row_that_breaks_the_schema_is_a_reject(tmp_path: Path, name: str, change: Row, reason: str) -> None:
-    good = {"u": "a", "i": "x", "t": str(MOMENT), "p": "1", "click": "true", "stars": " 4 ", "cost": "1.5"}
-    labels = {"click": "click", "stars": {"column": "stars", "type": "float32", "range": [0, 5]}}
-    keys = {"time": CLOCK, "position": "p", "numbers": {"cost": "cast(cost as double) * 2"}, "labels": labels}
+def test_a_row_that_breaks_the_schema_is_a_reject(
+    tmp_path: Path, name: str, change: Row, reason: str
+) -> None:
+    good = {
+        "u": "a",
+        "i": "x",
+        "t": str(MOMENT),
+        "p": "1",
+        "click": "true",
+        "stars": " 4 ",
+        "cost": "1.5",
+    }
+    labels = {
+        "click": "click",
+        "stars": {"column": "stars", "type": "float32", "range": [0, 5]},
+    }
+    keys = {
+        "time": CLOCK,
+        "position": "p",
+        "numbers": {"cost": "cast(cost as double) * 2"},
+        "labels": labels,
+    }
     events, rejects = made(tmp_path, [good, good | change, good], name, **keys)
     assert len(events) == 2
     (reject,) = rejects
@@ -120,69 +195,134 @@ def test_a_row_that_breaks_the_schema_is_a_reject(tmp_path: Path, name: str, cha
         ("v = 'buy'", ["buy", "view", None], [True, False, None]),
         ("v in ('buy', 'cart')", ["buy", "view"], [True, False]),
         ("try_cast(v as double) >= 4", ["3.9", "4", "x"], [False, True, None]),
-        ("v", ["1", "0", "TRUE", "false", "1.0", None], [True, False, True, False, True, None]),
+        (
+            "v",
+            ["1", "0", "TRUE", "false", "1.0", None],
+            [True, False, True, False, True, None],
+        ),
         ("case when v = 'a' then 1 else 0 end", ["a", "b"], [True, False]),
     ],
-)  # fmt: skip
+)
 def test_bool_labels(tmp_path: Path, text: str, values: list, expected: list) -> None:
-    events, rejects = made(tmp_path, [{"v": value} for value in values], labels={"done": text})
+    events, rejects = made(
+        tmp_path, [{"v": value} for value in values], labels={"done": text}
+    )
     assert of(events, "label_done") == [(value,) for value in expected]
     assert not rejects
 
 
 def test_expressions_and_odd_names(tmp_path: Path) -> None:
     rows = [{"timestamp:float": 3, "my col": "A", "select": "B", "x": "7", "2d": "C"}]
-    keys = {"item": "lpad(x, 4, '0')", "time": {"column": "timestamp:float", "unit": "order"}}
-    keys["categories"] = {"a": '"my col"', "b": "select", "c": 'lower("2d") || x', "d": "my col"}
+    keys = {
+        "item": "lpad(x, 4, '0')",
+        "time": {"column": "timestamp:float", "unit": "order"},
+    }
+    keys["categories"] = {
+        "a": '"my col"',
+        "b": "select",
+        "c": 'lower("2d") || x',
+        "d": "my col",
+    }
     ((*found,),) = (row.values() for row in made(tmp_path, rows, **keys)[0])
     assert {"0007", 3, "A", "B", "c7"} <= set(found)
     (tmp_path / "log.csv").write_text("u,i,t,i,\na,x,1,y,\n")
-    assert of(read(plain(categories={"second": '"i.1"'}), tmp_path)[0], "item_id", "cat_second") == [("x", "y")]
+    assert of(
+        read(plain(categories={"second": '"i.1"'}), tmp_path)[0],
+        "item_id",
+        "cat_second",
+    ) == [("x", "y")]
 
 
 SEARCHES = [
-    {"u": "a", "t": 1, "q": "lamp", "shown": [10, 11, 12], "clicked": [12, 10], "dwell": [1, 2, 3]},
+    {
+        "u": "a",
+        "t": 1,
+        "q": "lamp",
+        "shown": [10, 11, 12],
+        "clicked": [12, 10],
+        "dwell": [1, 2, 3],
+    },
     {"u": "b", "t": 2, "q": "mug", "shown": [10], "clicked": [], "dwell": [4]},
-    {"u": "c", "t": 3, "q": "cup", "shown": [10, 11], "clicked": [10], "dwell": [4]},  # unequal
+    {
+        "u": "c",
+        "t": 3,
+        "q": "cup",
+        "shown": [10, 11],
+        "clicked": [10],
+        "dwell": [4],
+    },  # unequal
     {"u": "d", "t": 4, "q": "pot", "shown": [], "clicked": [], "dwell": []},
     {"u": "e", "t": 5, "q": "jug", "shown": None, "clicked": None, "dwell": None},
-    {"u": "f", "t": 6, "q": "jar", "shown": [13, None], "clicked": [13], "dwell": [5, None]},
+    {
+        "u": "f",
+        "t": 6,
+        "q": "jar",
+        "shown": [13, None],
+        "clicked": [13],
+        "dwell": [5, None],
+    },
 ]
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
 @pytest.mark.parametrize("block", [60, 8 << 20])
-def test_lists_become_impressions(tmp_path: Path, name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_become_impressions(
+    tmp_path: Path, name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "BLOCK", block if name == "log.csv" else 8 << 20)
-    rows, shown, dwell, clicked = SEARCHES, "shown", "dwell", "array_contains(clicked, shown)"
+    rows, shown, dwell, clicked = (
+        SEARCHES,
+        "shown",
+        "dwell",
+        "array_contains(clicked, shown)",
+    )
     if name == "log.csv":
-        text = lambda v: "|".join("" if e is None else str(e) for e in v) if isinstance(v, list) else v  # noqa: E731
+
+        def text(value: Any) -> Any:
+            if isinstance(value, list):
+                return "|".join("" if e is None else str(e) for e in value)
+            return value
+
         rows = [{key: text(value) for key, value in row.items()} for row in rows]
         shown, dwell = "string_to_array(shown, '|')", "string_to_array(dwell, '|')"
         clicked = "array_contains(string_to_array(clicked, '|'), shown)"
     write(tmp_path / name, rows)
     labels = {"click": clicked, "dwell": {"column": "dwell", "type": "float32"}}
-    keys = {"explode": {"shown": shown, "dwell": dwell}, "item": "shown", "query": "q", "labels": labels}
+    keys = {
+        "explode": {"shown": shown, "dwell": dwell},
+        "item": "shown",
+        "query": "q",
+        "labels": labels,
+    }
     events, rejects = read(plain(**keys), tmp_path)
     expected = [
-        ("lamp", "10", 0, True, 1.0), ("lamp", "11", 1, False, 2.0), ("lamp", "12", 2, True, 3.0),
-        ("mug", "10", 0, False, 4.0), ("jar", "13", 0, True, 5.0),
-    ]  # fmt: skip
+        ("lamp", "10", 0, True, 1.0),
+        ("lamp", "11", 1, False, 2.0),
+        ("lamp", "12", 2, True, 3.0),
+        ("mug", "10", 0, False, 4.0),
+        ("jar", "13", 0, True, 5.0),
+    ]
     found = of(events, "query", "item_id", "position", "label_click", "label_dwell")
     assert [(*row[:3], bool(row[3]), row[4]) for row in found] == expected
     requests = {row["query"]: row["request_id"] for row in events}
     assert len({row["request_id"] for row in events}) == len(requests) == 3
     reasons = {json.loads(row["source"])["q"]: row["reason"] for row in rejects}
-    assert reasons == dict.fromkeys(["pot", "jug", "jar"], "shown: missing") | {"cup": "shown: lists of unequal length"}
+    assert reasons == dict.fromkeys(["pot", "jug", "jar"], "shown: missing") | {
+        "cup": "shown: lists of unequal length"
+    }
 
 
 def test_a_row_is_the_same_request_in_every_file(tmp_path: Path) -> None:
-    rows = [row for row in SEARCHES if row["q"] in ("lamp", "mug", "jar")] + [{**SEARCHES[0], "q": None}]
+    rows = [row for row in SEARCHES if row["q"] in ("lamp", "mug", "jar")] + [
+        {**SEARCHES[0], "q": None}
+    ]
     found = []
     for number, part in enumerate((rows, rows[::-1], rows[1:3])):
         write(tmp_path / f"log-{number}.jsonl", part)
         log = plain(files=f"log-{number}*", explode=["shown"], item="shown", query="q")
-        found.append({row["query"]: row["request_id"] for row in read(log, tmp_path)[0]})
+        found.append(
+            {row["query"]: row["request_id"] for row in read(log, tmp_path)[0]}
+        )
     assert len(set(found[0].values())) == 4
     assert all(each.items() <= found[0].items() for each in found)
 
@@ -198,9 +338,15 @@ def test_labels_that_are_known_later(tmp_path: Path) -> None:
     labels: Row = {"click": {"column": "click", "delay_minutes": 1.5}}
     labels["secs"] = {"column": "secs", "type": "float32", "time": "at"}
     events, rejects = made(tmp_path, rows, time=CLOCK, labels=labels)
-    assert of(events, "known_click", "known_secs") == [(MOMENT + 90_000, MOMENT + 5), (None, None)]
+    assert of(events, "known_click", "known_secs") == [
+        (MOMENT + 90_000, MOMENT + 5),
+        (None, None),
+    ]
     words = ["at: before its event", "at: before 1980", "at: missing"]
-    assert all(word in reason for word, (reason,) in zip(words, of(rejects, "reason"), strict=True))
+    assert all(
+        word in reason
+        for word, (reason,) in zip(words, of(rejects, "reason"), strict=True)
+    )
 
 
 def test_earlier_behaviours_without_times(tmp_path: Path) -> None:
@@ -212,12 +358,22 @@ def test_earlier_behaviours_without_times(tmp_path: Path) -> None:
         {"u": None, "i": "v", "t": "2019-11-03", "h": "lost", "click": 1},
         {"u": "c", "i": "v", "t": "2019-10-01", "h": "late", "click": 1},
     ]
-    history = {"column": "string_to_array(h, ' ')", "at": "2019-10-12", "labels": ["click"]}
-    events, rejects = made(tmp_path, rows, time={"column": "t"}, history=history, labels={"click": "click"})
+    history = {
+        "column": "string_to_array(h, ' ')",
+        "at": "2019-10-12",
+        "labels": ["click"],
+    }
+    events, rejects = made(
+        tmp_path, rows, time={"column": "t"}, history=history, labels={"click": "click"}
+    )
     at = 1_570_838_400_000
     found = of(events, "user_id", "item_id", "timestamp_ms", "label_click")
     earlier = [row for row in found if row[0] == "a" and row[2] < at + 1000]
-    assert set(earlier) == {("a", "x", at, True), ("a", "y", at + 1, True), ("a", "z", at + 2, True)}
+    assert set(earlier) == {
+        ("a", "x", at, True),
+        ("a", "y", at + 1, True),
+        ("a", "z", at + 2, True),
+    }
     assert len([row for row in events if row["timestamp_ms"] > at + 1000]) == 4
     lost = sorted(reason for (reason,) in of(rejects, "reason"))
     assert "not before its row" in lost[0]
@@ -226,7 +382,11 @@ def test_earlier_behaviours_without_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("item", [None, "i"])
 def test_sequences(tmp_path: Path, item: str | None) -> None:
-    rows = [{"u": "a", "s": "x y x", "i": "z"}, {"u": None, "s": "x y", "i": "z"}, {"u": "b", "s": None, "i": "w"}]
+    rows = [
+        {"u": "a", "s": "x y x", "i": "z"},
+        {"u": None, "s": "x y", "i": "z"},
+        {"u": "b", "s": None, "i": "w"},
+    ]
     rows.append({"u": "c", "s": "y", "i": None})
     write(tmp_path / "log.csv", rows)
     log = plain(time=None, item=item, sequence="string_to_array(s, ' ')")
@@ -239,17 +399,31 @@ def test_sequences(tmp_path: Path, item: str | None) -> None:
         ("c", "y", 0),
     ]
     assert of(events, "user_id", "item_id", "timestamp_ms") == right
-    assert {json.loads(row["source"])["u"] for row in rejects} == ({None} if item else {None, "b"})
+    assert {json.loads(row["source"])["u"] for row in rejects} == (
+        {None} if item else {None, "b"}
+    )
     assert not log.clock
 
 
 def test_folders_are_columns_and_users_are_joined(tmp_path: Path) -> None:
-    for country, users in (("se", "ab"), ("d%20e", "c"), ("__HIVE_DEFAULT_PARTITION__", "d")):
+    for country, users in (
+        ("se", "ab"),
+        ("d%20e", "c"),
+        ("__HIVE_DEFAULT_PARTITION__", "d"),
+    ):
         (folder := tmp_path / f"country={country}").mkdir()
         write(folder / "log.csv", [{"u": user, "i": "x", "t": 1} for user in users])
-    write(tmp_path / "users.csv", [{"id": "a", "age": 30}, {"id": " a", "age": 99}, {"id": "c", "age": None}])
+    write(
+        tmp_path / "users.csv",
+        [{"id": "a", "age": 30}, {"id": " a", "age": 99}, {"id": "c", "age": None}],
+    )
     users = {"files": "users.csv", "user": "id", "attributes": ["age"]}
-    log = plain(files="country=*/*.csv", categories=["country"], labels={"se": "country = 'se'"}, users=users)
+    log = plain(
+        files="country=*/*.csv",
+        categories=["country"],
+        labels={"se": "country = 'se'"},
+        users=users,
+    )
     events, rejects = read(log, tmp_path)
     found = sorted(of(events, "user_id", "cat_country", "label_se", "cat_age"))
     assert found[:2] == [("a", "se", True, "30"), ("b", "se", True, None)]
@@ -258,32 +432,75 @@ def test_folders_are_columns_and_users_are_joined(tmp_path: Path) -> None:
 
 
 def test_items_and_features_that_change(tmp_path: Path) -> None:
-    rows = [{"id": 1, "name": " Tea ", "tags": ["a", None, "b"], "price": 2.5}, {"id": None, "name": "x"}]
+    rows = [
+        {"id": 1, "name": " Tea ", "tags": ["a", None, "b"], "price": 2.5},
+        {"id": None, "name": "x"},
+    ]
     write(tmp_path / "items.jsonl", rows)
-    write(tmp_path / "stock.csv", [{"id": 1, "at": "2023-11-14", "left": 3}, {"id": 2, "at": "soon", "left": 4}])
-    items = {"files": "items.jsonl", "item": "id", "texts": {"title": "name", "tags": "tags"}, "numbers": ["price"]}
-    stock = {"files": "stock.csv", "item": "id", "time": {"column": "at"}, "numbers": {"left": "left"}}
-    log = plain(files="log.csv", time={"column": "t"}, items=items, as_of={"stock": stock})
+    write(
+        tmp_path / "stock.csv",
+        [{"id": 1, "at": "2023-11-14", "left": 3}, {"id": 2, "at": "soon", "left": 4}],
+    )
+    items = {
+        "files": "items.jsonl",
+        "item": "id",
+        "texts": {"title": "name", "tags": "tags"},
+        "numbers": ["price"],
+    }
+    stock = {
+        "files": "stock.csv",
+        "item": "id",
+        "time": {"column": "at"},
+        "numbers": {"left": "left"},
+    }
+    log = plain(
+        files="log.csv", time={"column": "t"}, items=items, as_of={"stock": stock}
+    )
     assert log.items is not None
     (block,) = log.items.read(str(tmp_path), *log.item_files(str(tmp_path)))
     assert block.rows.schema == log.items.schema
-    assert block.rows.to_pylist() == [{"item_id": "1", "text_title": "Tea", "text_tags": "a b", "num_price": 2.5}]
+    assert block.rows.to_pylist() == [
+        {"item_id": "1", "text_title": "Tea", "text_tags": "a b", "num_price": 2.5}
+    ]
     assert block.rejects["reason"].to_pylist() == ["id: missing"]
     (block,) = log.as_of["stock"].read(str(tmp_path), "stock.csv")
-    assert block.rows.to_pylist() == [{"item_id": "1", "timestamp_ms": 1_699_920_000_000, "num_left": 3.0}]
+    assert block.rows.to_pylist() == [
+        {"item_id": "1", "timestamp_ms": 1_699_920_000_000, "num_left": 3.0}
+    ]
     assert block.rejects["reason"].to_pylist() == ["at: not an ISO 8601 time"]
 
 
 ODD = st.text(max_size=6) | st.sampled_from(
     [
         *NOTHING,
-        *["NaN", " None ", "12.0", "1e5", "1.5e3", "+7.0", "1.5", "007", "-0.0", "1e400", "\ufeff", "é", "ﬁ", "Å"],
+        *[
+            "NaN",
+            " None ",
+            "12.0",
+            "1e5",
+            "1.5e3",
+            "+7.0",
+            "1.5",
+            "007",
+            "-0.0",
+            "1e400",
+            "\ufeff",
+            "é",
+            "ﬁ",
+            "Å",
+        ],
     ]
 )
 
 
 @settings(max_examples=200)
-@given(st.lists(ODD | st.none() | st.from_regex(r"[+-]?\d{1,4}(\.\d{0,3})?([eE][+-]?\d{1,2})?", fullmatch=True)))
+@given(
+    st.lists(
+        ODD
+        | st.none()
+        | st.from_regex(r"[+-]?\d{1,4}(\.\d{0,3})?([eE][+-]?\d{1,2})?", fullmatch=True)
+    )
+)
 def test_ids_of_text(values: list[str | None]) -> None:
     expected = [None if value is None else clean_id(value) for value in values]
     assert clean_ids(pl.Series(values, dtype=pl.String)).to_list() == expected
@@ -295,9 +512,14 @@ def test_ids_of_text(values: list[str | None]) -> None:
             assert made.lower() not in NOTHING
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.floats() | st.integers(-(2**52), 2**52).map(float)))
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1)),
+    st.lists(st.floats() | st.integers(-(2**52), 2**52).map(float)),
+)
 def test_ids_of_numbers(integers: list[int], floats: list[float]) -> None:
-    assert clean_ids(pl.Series(integers, dtype=pl.Int64)).to_list() == [str(value) for value in integers]
+    assert clean_ids(pl.Series(integers, dtype=pl.Int64)).to_list() == [
+        str(value) for value in integers
+    ]
     found = clean_ids(pl.Series(floats, dtype=pl.Float64)).to_list()
     for value, made in zip(floats, found, strict=True):
         if not math.isfinite(value):
@@ -310,13 +532,20 @@ def test_ids_of_numbers(integers: list[int], floats: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.parquet"])
-def test_events_do_not_depend_on_blocks_or_pieces(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_do_not_depend_on_blocks_or_pieces(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(0)
     rows = [
-        {"u": draw.choice(["a", "b ", "nan", ""]), "i": f"i{draw.randrange(9)}", "t": MOMENT + draw.randrange(10**6),
-         "p": draw.choice(["1", "2", "-3", "x"]), "c": draw.choice(['say "x"', "plain", "a, b", None])}
+        {
+            "u": draw.choice(["a", "b ", "nan", ""]),
+            "i": f"i{draw.randrange(9)}",
+            "t": MOMENT + draw.randrange(10**6),
+            "p": draw.choice(["1", "2", "-3", "x"]),
+            "c": draw.choice(['say "x"', "plain", "a, b", None]),
+        }
         for _ in range(700)
-    ]  # fmt: skip
+    ]
     write(tmp_path / name, rows)
     log = plain(time=CLOCK, position="p", categories=["c"])
     events, rejects = read(log, tmp_path)
@@ -338,22 +567,32 @@ def test_the_order_of_rows_as_times(tmp_path: Path) -> None:
         events, _ = read(log, tmp_path, size)
         times = [row["timestamp_ms"] for row in events]
         assert times == sorted(set(times))
-        assert [row["item_id"] for row in events] == [f"log-{k}.csv-{n}" for k in (1, 2) for n in range(300)]
+        assert [row["item_id"] for row in events] == [
+            f"log-{k}.csv-{n}" for k in (1, 2) for n in range(300)
+        ]
 
 
 @pytest.mark.parametrize(
     ("rows", "keys", "words"),
     [
-        ([{"v": {"x": 1}}], {"user": "v"}, "name a field"), ([{"v": [1]}], {"item": "v"}, "explode lists"),
-        ([{"v": "a b"}], {"explode": {"e": "v"}, "item": "e"}, "not a list; split text"),
+        ([{"v": {"x": 1}}], {"user": "v"}, "name a field"),
+        ([{"v": [1]}], {"item": "v"}, "explode lists"),
+        (
+            [{"v": "a b"}],
+            {"explode": {"e": "v"}, "item": "e"},
+            "not a list; split text",
+        ),
         ([{"v": [1]}], {"labels": {"l": "v"}}, "not 0, 1, true or false"),
-        ([{"v": [1]}], {"numbers": ["v"]}, "not numbers"), ([{"v": {"x": 1}}], {"categories": ["v"]}, "not text"),
+        ([{"v": [1]}], {"numbers": ["v"]}, "not numbers"),
+        ([{"v": {"x": 1}}], {"categories": ["v"]}, "not text"),
         ([{"v": True}], {"time": {"column": "v", "unit": "s"}}, "not times as s"),
         ([{"v": "x"}], {"user": "usr"}, "no column 'usr'; the nearest is 'u'"),
         ([{"v": "x"}], {"numbers": {"n": "v * 2"}}, "cannot be worked out"),
     ],
-)  # fmt: skip
-def test_types_that_a_column_cannot_have(tmp_path: Path, rows: list[Row], keys: Row, words: str) -> None:
+)
+def test_types_that_a_column_cannot_have(
+    tmp_path: Path, rows: list[Row], keys: Row, words: str
+) -> None:
     with pytest.raises(UserError) as caught:
         made(tmp_path, rows, "log.jsonl", **keys)
     assert words in str(caught.value)
@@ -367,43 +606,115 @@ def test_events_in_two_formats_are_not_read_twice(tmp_path: Path) -> None:
         plain().event_files(str(tmp_path))
     with pytest.raises(UserError, match="no event file"):
         plain(files="*.tsv").event_files(str(tmp_path))
-    assert plain(items={"files": "*.jsonl", "item": "u", "texts": ["u"]}).event_files(str(tmp_path)) == ["log.csv"]
+    assert plain(items={"files": "*.jsonl", "item": "u", "texts": ["u"]}).event_files(
+        str(tmp_path)
+    ) == ["log.csv"]
 
 
 WRONG: list[tuple[Row, str]] = [
     ({"usr": "u"}, "the nearest key is 'user'"),
-    ({"time": {"column": "t", "unti": "ms"}}, "'time.unti'; the nearest key is 'time.unit'"),
-    ({"labels": {"click": {"colum": "c"}}}, "'labels.click.colum'; the nearest key is 'labels.click.column'"),
-    ({"item": None}, "'item' is missing"), ({"time": None}, "'time' is missing"), ({"user": None}, "'user' is missing"),
-    ({"user": False}, "'user' is false"), ({"header": "u"}, "'header' is"), ({"delimiter": "—"}, "'delimiter' is '—'"),
-    ({"format": "xml"}, "one of csv, jsonl, parquet, lines, keyed"), ({"quote": "''"}, "'quote'"),
-    ({"escape": "é"}, "'escape'"), ({"encoding": "base64"}, "no text encoding"),
+    (
+        {"time": {"column": "t", "unti": "ms"}},
+        "'time.unti'; the nearest key is 'time.unit'",
+    ),
+    (
+        {"labels": {"click": {"colum": "c"}}},
+        "'labels.click.colum'; the nearest key is 'labels.click.column'",
+    ),
+    ({"item": None}, "'item' is missing"),
+    ({"time": None}, "'time' is missing"),
+    ({"user": None}, "'user' is missing"),
+    ({"user": False}, "'user' is false"),
+    ({"header": "u"}, "'header' is"),
+    ({"delimiter": "—"}, "'delimiter' is '—'"),
+    ({"format": "xml"}, "one of csv, jsonl, parquet, lines, keyed"),
+    ({"quote": "''"}, "'quote'"),
+    ({"escape": "é"}, "'escape'"),
+    ({"encoding": "base64"}, "no text encoding"),
     ({"numbers": {"n": "sum(a)"}}, "no expression of one row"),
     ({"categories": {"n": "lead(a) over (order by t)"}}, "no expression of one row"),
-    ({"labels": {"l": "max(a) > 1"}}, "no expression of one row"), ({"item": "lower(i"}, "no SQL expression"),
-    ({"user": "u ||"}, "no SQL expression"), ({"categories": {"my tab": "tab"}}, "'my tab' in 'categories' is no name"),
+    ({"labels": {"l": "max(a) > 1"}}, "no expression of one row"),
+    ({"item": "lower(i"}, "no SQL expression"),
+    ({"user": "u ||"}, "no SQL expression"),
+    ({"categories": {"my tab": "tab"}}, "'my tab' in 'categories' is no name"),
     ({"numbers": ["2d"]}, "is no name"),
-    ({"users": {"files": "u", "user": "u", "attributes": ["x"]}, "categories": ["x"]}, "'x' is the name of two"),
+    (
+        {
+            "users": {"files": "u", "user": "u", "attributes": ["x"]},
+            "categories": ["x"],
+        },
+        "'x' is the name of two",
+    ),
     ({"sequence": "s"}, "'sequence' is of lists without times"),
     ({"history": {"column": "h", "at": "2019-01-01"}}, "needs clock times"),
     ({"time": CLOCK, "history": {"column": "h", "at": "once"}}, "no ISO 8601 time"),
-    ({"time": CLOCK, "labels": {"l": "l"}, "history": {"column": "h", "at": "2019-01-01"}}, "'history.labels' is"),
-    ({"time": CLOCK, "history": {"column": "h", "at": "2019-01-01", "labels": ["x"]}}, "no bool label"),
+    (
+        {
+            "time": CLOCK,
+            "labels": {"l": "l"},
+            "history": {"column": "h", "at": "2019-01-01"},
+        },
+        "'history.labels' is",
+    ),
+    (
+        {
+            "time": CLOCK,
+            "history": {"column": "h", "at": "2019-01-01", "labels": ["x"]},
+        },
+        "no bool label",
+    ),
     ({"labels": {"l": {"column": "l", "type": "int"}}}, "one of bool, float32"),
-    ({"labels": {"l": {"column": "l", "range": [0, 1]}}}, "'range' is of float32 labels"),
-    ({"labels": {"l": {"column": "l", "type": "float32", "range": [5, 1]}}}, "the least and the largest"),
+    (
+        {"labels": {"l": {"column": "l", "range": [0, 1]}}},
+        "'range' is of float32 labels",
+    ),
+    (
+        {"labels": {"l": {"column": "l", "type": "float32", "range": [5, 1]}}},
+        "the least and the largest",
+    ),
     ({"labels": {"l": {"column": "l", "delay_minutes": 5}}}, "needs clock times"),
-    ({"time": CLOCK, "labels": {"l": {"column": "l", "delay_minutes": 0}}}, "delay_minutes is 0"),
-    ({"time": CLOCK, "labels": {"l": {"column": "l", "delay_minutes": 5, "time": "at"}}}, "both 'time' and"),
-    ({"time": CLOCK, "labels": {"l": {"column": "l", "time": {"column": "at", "unit": "order"}}}}, "both one unit"),
-    ({"time": {"unit": "order"}, "labels": {"l": {"column": "l", "time": "at"}}}, "are the order of rows"),
+    (
+        {"time": CLOCK, "labels": {"l": {"column": "l", "delay_minutes": 0}}},
+        "delay_minutes is 0",
+    ),
+    (
+        {
+            "time": CLOCK,
+            "labels": {"l": {"column": "l", "delay_minutes": 5, "time": "at"}},
+        },
+        "both 'time' and",
+    ),
+    (
+        {
+            "time": CLOCK,
+            "labels": {"l": {"column": "l", "time": {"column": "at", "unit": "order"}}},
+        },
+        "both one unit",
+    ),
+    (
+        {"time": {"unit": "order"}, "labels": {"l": {"column": "l", "time": "at"}}},
+        "are the order of rows",
+    ),
     ({"items": {"files": "i.csv"}}, "'items.item' is missing"),
-    ({"items": {"files": "i.csv", "item": "i", "user": "u"}}, "unknown key 'items.user'"),
+    (
+        {"items": {"files": "i.csv", "item": "i", "user": "u"}},
+        "unknown key 'items.user'",
+    ),
     ({"items": {"files": "i.csv", "item": "i", "keep": "some"}}, "one of used, all"),
     ({"users": {"files": "u.csv", "user": "u"}}, "users.attributes is empty"),
-    ({"as_of": {"stock": {"files": "s", "item": "i", "numbers": ["n"]}}}, "as_of.stock needs a 'time'"),
-    ({"as_of": {"stock": {"files": "s", "item": "i", "time": CLOCK, "numbers": ["n"]}}}, "of the log's kind"),
-]  # fmt: skip
+    (
+        {"as_of": {"stock": {"files": "s", "item": "i", "numbers": ["n"]}}},
+        "as_of.stock needs a 'time'",
+    ),
+    (
+        {
+            "as_of": {
+                "stock": {"files": "s", "item": "i", "time": CLOCK, "numbers": ["n"]}
+            }
+        },
+        "of the log's kind",
+    ),
+]
 
 
 @pytest.mark.parametrize(("keys", "words"), WRONG, ids=range(len(WRONG)))
@@ -422,7 +733,13 @@ def test_what_a_mapping_file_gives(tmp_path: Path) -> None:
     (tmp_path / "source.yaml").write_text(text)
     log, prepare = load_source(str(tmp_path / "source.yaml"))
     assert prepare == {"core": 0}
-    assert log.config == {"files": "a.csv", "user": "u", "item": "i", "time": {"column": "t"}, "numbers": {"n": "n"}}
+    assert log.config == {
+        "files": "a.csv",
+        "user": "u",
+        "item": "i",
+        "time": {"column": "t"},
+        "numbers": {"n": "n"},
+    }
     assert log_of(log.config) == log
 
 
@@ -431,7 +748,12 @@ def test_a_request_has_one_id_whatever_types_its_file_gives(tmp_path: Path) -> N
     other = {"u": "k", "l": ["z"], "o": [{"a": 1.5, "b": 2}], "t": 6.5}
     (tmp_path / "log-1.jsonl").write_text(json.dumps(row))
     (tmp_path / "log-2.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(other))
-    log = plain(explode={"x": "l"}, item="x", time={"column": "t", "unit": "order"}, categories={"c": "o[1].a"})
+    log = plain(
+        explode={"x": "l"},
+        item="x",
+        time={"column": "t", "unit": "order"},
+        categories={"c": "o[1].a"},
+    )
     events, rejects = read(log, tmp_path)
     ids = [event["request_id"] for event in events]
     assert len(set(ids[:2])) == 1
@@ -440,16 +762,29 @@ def test_a_request_has_one_id_whatever_types_its_file_gives(tmp_path: Path) -> N
 
 
 def test_rows_that_an_expression_cannot_read_are_rejects(tmp_path: Path) -> None:
-    lines = ["u,i,t", *(f"u{n},i{n},2023-11-{n:02d}" for n in range(1, 20)), "a,x,14.11.2023", "b,y,"]
+    lines = [
+        "u,i,t",
+        *(f"u{n},i{n},2023-11-{n:02d}" for n in range(1, 20)),
+        "a,x,14.11.2023",
+        "b,y,",
+    ]
     (tmp_path / "log.csv").write_text("\n".join(lines))
     epoch = {"column": "extract(epoch from strptime(t, '%Y-%m-%d'))", "unit": "s"}
     events, rejects = read(plain(time=epoch), tmp_path)
     assert len(events) == 19
-    assert ["cannot read" in reason for (reason,) in of(rejects, "reason")] == [True, False]
-    events, rejects = read(plain(time={**epoch, "column": "extract(epoch from strptime(u, '%Y-%m-%d'))"}), tmp_path)
+    assert ["cannot read" in reason for (reason,) in of(rejects, "reason")] == [
+        True,
+        False,
+    ]
+    events, rejects = read(
+        plain(time={**epoch, "column": "extract(epoch from strptime(u, '%Y-%m-%d'))"}),
+        tmp_path,
+    )
     assert not events
     assert all("cannot read" in reason for (reason,) in of(rejects, "reason"))
-    (tmp_path / "log.csv").write_text("u,i,t\n" + "".join(f"a,x,never{n}\n" for n in range(2000)))
+    (tmp_path / "log.csv").write_text(
+        "u,i,t\n" + "".join(f"a,x,never{n}\n" for n in range(2000))
+    )
     with pytest.raises(UserError, match=r"cannot be worked out .*try_cast"):
         read(plain(time=epoch), tmp_path)
 

@@ -31,7 +31,9 @@ def test_ids_that_have_nothing_in_common_are_shown() -> None:
         (9, 90, 0.95, "error"),
     ],
 )
-def test_shares_by_ids_and_by_events(matched: int, events: int, least: float, outcome: str) -> None:
+def test_shares_by_ids_and_by_events(
+    matched: int, events: int, least: float, outcome: str
+) -> None:
     match, lines = Match(10, matched, 100, events), []
     if outcome == "error":
         with pytest.raises(UserError, match="--min_matched 0"):

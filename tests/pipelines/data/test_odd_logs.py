@@ -19,9 +19,27 @@ from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
 
 ODD = [
-    'quo"te', "new\nline", "carriage\r\nreturn", "com,ma", "tab\there", "  blank  ends ", "NUL\x00inside", "'", "\\",
-    "\\n", "ümläut", "日本", "🙂", "a" * 5000, "%s{}$HOME", "-1", "../up", "null-not", "0", "1e5",
-]  # fmt: skip
+    'quo"te',
+    "new\nline",
+    "carriage\r\nreturn",
+    "com,ma",
+    "tab\there",
+    "  blank  ends ",
+    "NUL\x00inside",
+    "'",
+    "\\",
+    "\\n",
+    "ümläut",
+    "日本",
+    "🙂",
+    "a" * 5000,
+    "%s{}$HOME",
+    "-1",
+    "../up",
+    "null-not",
+    "0",
+    "1e5",
+]
 
 
 def rows(number: int = 600) -> list[dict[str, Any]]:
@@ -57,13 +75,20 @@ def write(folder: Path, kind: str, log: list[dict[str, Any]]) -> str:
 def made(mapping: str, output: Path, **options: Any) -> str:
     source, defaults = load_source(mapping)
     raw = str(Path(mapping).parent)
-    prepare(source, raw, str(output), read_config(defaults, options), say=lambda line: None)
+    prepare(
+        source, raw, str(output), read_config(defaults, options), say=lambda line: None
+    )
     return str(output)
 
 
 @pytest.mark.parametrize(
     ("kind", "partitions"),  # by the driver alone, and by Ray
-    [("csv", 0), ("jsonl", 0), ("parquet", 0), pytest.param("csv", 3, marks=pytest.mark.long)],
+    [
+        ("csv", 0),
+        ("jsonl", 0),
+        ("parquet", 0),
+        pytest.param("csv", 3, marks=pytest.mark.long),
+    ],
 )
 def test_ids_of_any_characters_stay_what_they_are(
     tmp_path: Path, kind: str, partitions: int, request: pytest.FixtureRequest
@@ -75,12 +100,22 @@ def test_ids_of_any_characters_stay_what_they_are(
     names = read_table(f"{tables}/items")["item_id"].to_pylist()
     expected: dict[str, list[tuple[int, str]]] = {}
     for row in log:
-        expected.setdefault(row["user"].strip(), []).append((row["ms"], row["item"].strip()))  # blanks at the ends go
+        expected.setdefault(row["user"].strip(), []).append(
+            (row["ms"], row["item"].strip())
+        )  # blanks at the ends go
     assert read_manifest(f"{tables}/rejects").rows == 0
-    found = {row["user_id"]: row for row in read_table(f"{tables}/sequences").to_pylist()}
+    found = {
+        row["user_id"]: row for row in read_table(f"{tables}/sequences").to_pylist()
+    }
     assert found.keys() == expected.keys()
     for user, row in found.items():
-        have = sorted(zip(row["timestamp_ms"], (names[item] for item in row["item_index"]), strict=True))
+        have = sorted(
+            zip(
+                row["timestamp_ms"],
+                (names[item] for item in row["item_index"]),
+                strict=True,
+            )
+        )
         assert have == sorted(expected[user])
     assert not [rule.name for rule in audit(tables) if rule.violations]
 
@@ -100,7 +135,9 @@ def test_a_user_with_very_many_events(tmp_path: Path) -> None:
     mapping = write(raw, "parquet", rows(1))
     frame.write_parquet(raw / "log.parquet")
     tables = made(mapping, tmp_path / "out", max_events=many)
-    table = {row["user_id"]: row for row in read_table(f"{tables}/sequences").to_pylist()}
+    table = {
+        row["user_id"]: row for row in read_table(f"{tables}/sequences").to_pylist()
+    }
     assert len(table) == 51
     long = table["all"]
     assert len(long["item_index"]) == len(long["requests"]) == many
@@ -108,6 +145,12 @@ def test_a_user_with_very_many_events(tmp_path: Path) -> None:
     examples = Examples.load(f"{tables}/sequences", "train", max_history=20)
     batch = examples.collate(examples.ordered(np.arange(len(examples)))[-64:])
     assert batch["history"].shape == (64, 20)
-    cut = made(mapping, tmp_path / "cut")  # by default the latest events of a user stay, and a line says so
+    cut = made(
+        mapping, tmp_path / "cut"
+    )  # by default the latest events of a user stay, and a line says so
     statistics = json.loads(Path(cut, "statistics.json").read_text())
-    assert max(map(len, read_table(f"{cut}/sequences")["item_index"].to_pylist())) == statistics["max_length"] < many
+    assert (
+        max(map(len, read_table(f"{cut}/sequences")["item_index"].to_pylist()))
+        == statistics["max_length"]
+        < many
+    )

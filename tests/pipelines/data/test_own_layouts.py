@@ -22,10 +22,22 @@ from pipelines.data.audit.rules import audit as check
 SOURCES = Path("jobs/configs/sources")
 
 
-def made(source: Path | str, raw: Path | str, output: Path | str, **options: Any) -> dict[str, Any]:
+def made(
+    source: Path | str, raw: Path | str, output: Path | str, **options: Any
+) -> dict[str, Any]:
     """The statistics of jobs.prepare by its command line."""
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    line = ["--source", str(source), "--input", str(raw), "--output", str(output), *words]
+    words = [
+        word for name, value in options.items() for word in (f"--{name}", str(value))
+    ]
+    line = [
+        "--source",
+        str(source),
+        "--input",
+        str(raw),
+        "--output",
+        str(output),
+        *words,
+    ]
     statistics: dict[str, Any] = prepare.run(cli.options_for(prepare, line))
     return statistics
 
@@ -69,7 +81,10 @@ def test_hm_with_ids_that_lost_their_zeros(tmp_path: Path) -> None:
     assert log["article_id"].dtype == pl.Int64
     source = str(SOURCES / "hm.yaml")
     made(source, raw, tmp_path / "tables")
-    assert read_manifest(str(tmp_path / "tables/items")).info["matched"]["ids_matched"] == 30
+    assert (
+        read_manifest(str(tmp_path / "tables/items")).info["matched"]["ids_matched"]
+        == 30
+    )
 
 
 def test_movielens_1m(tmp_path: Path) -> None:
@@ -77,7 +92,12 @@ def test_movielens_1m(tmp_path: Path) -> None:
     events, items = frame(tables, "events"), frame(tables, "items")
     lines = (tmp_path / "raw/ratings.dat").read_text().splitlines()
     rows = {tuple(line.split("::")) for line in lines}
-    made = events.select("user_id", "item_id", pl.col("label_rating").cast(pl.Int32), pl.col("timestamp_ms") // 1000)
+    made = events.select(
+        "user_id",
+        "item_id",
+        pl.col("label_rating").cast(pl.Int32),
+        pl.col("timestamp_ms") // 1000,
+    )
     assert {tuple(map(str, row)) for row in made.rows()} == rows
     assert events["label_liked"].to_list() == (events["label_rating"] >= 4).to_list()
     assert set(events["cat_gender"]) == {"F", "M"}
@@ -111,7 +131,9 @@ def test_mind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("core", "core_window"), [(12, "all"), (12, "train")])
-def test_all_items_of_the_item_files_are_kept_whatever_the_core(tmp_path: Path, core: int, core_window: str) -> None:
+def test_all_items_of_the_item_files_are_kept_whatever_the_core(
+    tmp_path: Path, core: int, core_window: str
+) -> None:
     statistics, tables = tables_of("hm", tmp_path, core=core, core_window=core_window)
     assert statistics["items"] == 50
     assert statistics["users"] <= 60
@@ -125,24 +147,36 @@ def test_without_keep_the_catalogue_holds_what_was_bought(tmp_path: Path) -> Non
     source.write_text((SOURCES / "hm.yaml").read_text().replace("  keep: all\n", ""))
     statistics = made(source, raw, tmp_path / "tables")
     assert statistics["items"] == 30
-    assert "items_without_behaviours" not in read_manifest(str(tmp_path / "tables/items")).info
+    assert (
+        "items_without_behaviours"
+        not in read_manifest(str(tmp_path / "tables/items")).info
+    )
 
 
-def test_the_audit_finds_an_item_too_many_among_those_without_behaviours(tmp_path: Path) -> None:
+def test_the_audit_finds_an_item_too_many_among_those_without_behaviours(
+    tmp_path: Path,
+) -> None:
     _, tables = tables_of("hm", tmp_path)
     path = Path(tables) / "items" / "manifest.json"
     content = unsealed(path.read_text())
     content["info"]["items_without_behaviours"] = 19
     path.write_text(sealed(content))
     found = {rule.name: rule.examples for rule in check(tables) if rule.violations}
-    assert found["catalogue"] == ["20 items of the catalogue have no behaviour, the manifest says 19"]
+    assert found["catalogue"] == [
+        "20 items of the catalogue have no behaviour, the manifest says 19"
+    ]
 
 
 def test_hm_to_recommendations_by_its_mapping_alone(
-    tmp_path: Path, ray_local: None, new_store: Callable[[Path], str], capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    ray_local: None,
+    new_store: Callable[[Path], str],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(train, "run_training", partial(train.run_training, heard=lambda about: None))  # here
+) -> None:
+    monkeypatch.setattr(
+        train, "run_training", partial(train.run_training, heard=lambda about: None)
+    )  # here
     raw, runs = MAKERS["hm"](tmp_path / "raw"), tmp_path / "runs"
     new_store(runs)
 
@@ -160,9 +194,14 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     assert read_manifest(f"{sids}/sids").rows == 50  # those that nobody has bought too
     small = "--fit.max_epochs 1 --model.num_encoder_layers 1 --model.num_decoder_layers 1 --ray.threads 1"
     model = f"--config jobs/configs/tiger_small.yaml {small} --log_model false"
-    said = job(f"jobs.train {model} --tables {tables} --sids {sids} --storage {runs} --name tiger")
+    said = job(
+        f"jobs.train {model} --tables {tables} --sids {sids} --storage {runs} --name tiger"
+    )
     unread = "numbers price; categories channel, age, club, news"
-    assert f"note: 'tiger' reads items and their order, of these tables not the {unread}" in said
+    assert (
+        f"note: 'tiger' reads items and their order, of these tables not the {unread}"
+        in said
+    )
     evaluate = f"jobs.evaluate --checkpoint {runs}/tiger --sids {sids}"
     job(f"{evaluate} --tables {tables} --batch_inference {out} --k 50 --beam 50")
     made = read_table(out, "recommendations").to_pylist()
@@ -172,7 +211,9 @@ def test_hm_to_recommendations_by_its_mapping_alone(
 
     # a later log of the same catalogue
     fresh, later = fresh_hm(tmp_path), str(tmp_path / "later")
-    job(f"jobs.prepare --source {SOURCES}/hm.yaml --input {fresh} --output {later} --catalogue {tables} --core 0")
+    job(
+        f"jobs.prepare --source {SOURCES}/hm.yaml --input {fresh} --output {later} --catalogue {tables} --core 0"
+    )
     job(f"{evaluate} --tables {later} --batch_inference {tmp_path}/out2 --k 5")
     again = read_table(f"{tmp_path}/out2", "recommendations").to_pylist()
     assert [row["user_id"] for row in again] == ["newcomer", "regular"]
@@ -180,7 +221,10 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     assert "note: " in said
     assert "is another log than that of the training" in said
     (found,) = (runs / "tiger/best").glob("evaluation-test-fresh-*.json")
-    assert json.loads(found.read_text())["hashes"]["sequences"] == read_manifest(f"{later}/sequences").hash
+    assert (
+        json.loads(found.read_text())["hashes"]["sequences"]
+        == read_manifest(f"{later}/sequences").hash
+    )
 
 
 def fresh_hm(folder: Path) -> Path:
@@ -188,42 +232,66 @@ def fresh_hm(folder: Path) -> Path:
     fresh = folder / "fresh"
     fresh.mkdir()
     rows = [
-        ("2019-04-01", "newcomer", "0108775015"), ("2019-04-02", "newcomer", f"{108775015 + 7 * 40:010d}"),
-        ("2019-04-02", "newcomer", "0999999999"), ("2019-04-01", "regular", "0108775022"),
+        ("2019-04-01", "newcomer", "0108775015"),
+        ("2019-04-02", "newcomer", f"{108775015 + 7 * 40:010d}"),
+        ("2019-04-02", "newcomer", "0999999999"),
+        ("2019-04-01", "regular", "0108775022"),
         ("2019-04-05", "regular", "0108775029"),
-    ]  # fmt: skip
+    ]
     lines = [f"{day},{customer},{article},0.01,1\n" for day, customer, article in rows]
     (fresh / "transactions_train.csv").write_text(
         "t_dat,customer_id,article_id,price,sales_channel_id\n" + "".join(lines)
     )
     ids = [(1, name) for name in ("newcomer", "regular")]
     rest = "".join(f"{name},{fn},ACTIVE,NONE,{20 + fn}\n" for fn, name in ids)
-    (fresh / "customers.csv").write_text("customer_id,FN,club_member_status,fashion_news_frequency,age\n" + rest)
+    (fresh / "customers.csv").write_text(
+        "customer_id,FN,club_member_status,fashion_news_frequency,age\n" + rest
+    )
     return fresh
 
 
-def test_a_fresh_log_has_the_catalogue_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fresh_log_has_the_catalogue_of_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, tables = tables_of("hm", tmp_path)
     fresh, later = fresh_hm(tmp_path), str(tmp_path / "later")  # without articles.csv
     again = partial(made, SOURCES / "hm.yaml", fresh)
     statistics = again(later, catalogue=tables, core=0)
-    assert "80.0% of the behaviours are on them, 1 other items left out" in capsys.readouterr().out
+    assert (
+        "80.0% of the behaviours are on them, 1 other items left out"
+        in capsys.readouterr().out
+    )
     audit.run(audit.Config(tables=later))
     assert read_manifest(f"{later}/items").hash == read_manifest(f"{tables}/items").hash
     assert statistics["requests"] == {"train": 0, "val": 0, "test": 4}
     names = frame(later, "items")["item_id"].to_list()
-    bought = {row["user_id"]: [names[n] for n in row["item_index"]] for row in frame(later, "sequences").to_dicts()}
-    assert bought == {"newcomer": ["0108775015", f"{108775015 + 7 * 40:010d}"], "regular": ["0108775022", "0108775029"]}
+    bought = {
+        row["user_id"]: [names[n] for n in row["item_index"]]
+        for row in frame(later, "sequences").to_dicts()
+    }
+    assert bought == {
+        "newcomer": ["0108775015", f"{108775015 + 7 * 40:010d}"],
+        "regular": ["0108775022", "0108775029"],
+    }
     assert again(later, catalogue=tables, core=0) == statistics
     assert "items: up to date" in capsys.readouterr().out
 
-    with pytest.raises(UserError, match=r"no user has 5 behaviours on the catalogue of .*; use --core 0"):
+    with pytest.raises(
+        UserError,
+        match=r"no user has 5 behaviours on the catalogue of .*; use --core 0",
+    ):
         again(tmp_path / "other", catalogue=tables, core=5)
-    with pytest.raises(UserError, match=r"80.0% of the behaviours are on items .* it does not have '0999999999'"):
+    with pytest.raises(
+        UserError,
+        match=r"80.0% of the behaviours are on items .* it does not have '0999999999'",
+    ):
         again(tmp_path / "strict", catalogue=tables, core=0, min_matched=0.9)
     for file in fresh.glob("transactions*.csv"):
         file.write_text(re.sub(r",0(\d{9}),", r",x\1,", file.read_text()))
-    with pytest.raises(UserError, match=r"0.0% of the behaviours .* does not have 'x[^;]*; write the ids of both"):
+    with pytest.raises(
+        UserError,
+        match=r"0.0% of the behaviours .* does not have 'x[^;]*; write the ids of both",
+    ):
         again(tmp_path / "other", catalogue=tables, core=0, min_matched=0)
     with pytest.raises(UserError, match=r"--catalogue is .*nowhere, where nothing is"):
         again(tmp_path / "other", catalogue=tmp_path / "nowhere", core=0)
@@ -236,9 +304,21 @@ def test_ray_makes_the_same_tables(tmp_path: Path, name: str) -> None:
     spread, source = str(tmp_path / "spread"), str(SOURCES / f"{name}.yaml")
     made(source, tmp_path / "raw", spread, partitions=3)
     audit.run(audit.Config(tables=spread))
-    assert read_manifest(f"{spread}/items").hash == read_manifest(f"{tables}/items").hash
-    assert read_manifest(f"{spread}/items").info == read_manifest(f"{tables}/items").info | {
+    assert (
+        read_manifest(f"{spread}/items").hash == read_manifest(f"{tables}/items").hash
+    )
+    assert read_manifest(f"{spread}/items").info == read_manifest(
+        f"{tables}/items"
+    ).info | {
         "split_made_from": read_manifest(f"{spread}/items").info["split_made_from"]
     }
-    assert frame(spread, "events").sort(pl.all()).equals(frame(tables, "events").sort(pl.all()))
-    assert frame(spread, "sequences").sort("user_id").equals(frame(tables, "sequences").sort("user_id"))
+    assert (
+        frame(spread, "events")
+        .sort(pl.all())
+        .equals(frame(tables, "events").sort(pl.all()))
+    )
+    assert (
+        frame(spread, "sequences")
+        .sort("user_id")
+        .equals(frame(tables, "sequences").sort("user_id"))
+    )

@@ -25,23 +25,38 @@ def test_every_layout_is_the_same_set(tables: str, tmp_path: Path) -> None:
     text = f"{items[7]}\n \n\n {items[2]} \r\n{items[7]}\n"
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
-    (tmp_path / "b.csv").write_text(f"\ufeffstock, item_id\n3,{items[2]}\n1,{items[7]}\n")
-    pq.write_table(pa.table({"item_id": [items[2], items[7]], "stock": [3, 1]}), tmp_path / "c.parquet")
+    (tmp_path / "b.csv").write_text(
+        f"\ufeffstock, item_id\n3,{items[2]}\n1,{items[7]}\n"
+    )
+    pq.write_table(
+        pa.table({"item_id": [items[2], items[7]], "stock": [3, 1]}),
+        tmp_path / "c.parquet",
+    )
     found = [read_allowed(str(path), tables) for path in sorted(tmp_path.iterdir())]
     assert [mask.tolist() for mask, _ in found] == [wanted] * 4
-    assert len({sha256 for _, sha256 in found}) == 3  # a.txt is the same bytes, compressed or not
+    assert (
+        len({sha256 for _, sha256 in found}) == 3
+    )  # a.txt is the same bytes, compressed or not
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"item-001\nnew\nitem-002\nnewer\nnew\n", "2 ids that are not among the 24 items of .*, the first is 'new'"),
-        (b"", "has no item id, so nothing could be recommended"), (b"item_id,stock\n", "has no item id"),
-        (b"item-001,3\n", "has the row 'item-001,3'; give one item id per line, or a CSV with item_id"),
-        (b"item_id,stock\nitem-001\n", "has the row 'item-001'"), (b"\xff\xfe\x00", "is not UTF-8 text"),
+        (
+            b"item-001\nnew\nitem-002\nnewer\nnew\n",
+            "2 ids that are not among the 24 items of .*, the first is 'new'",
+        ),
+        (b"", "has no item id, so nothing could be recommended"),
+        (b"item_id,stock\n", "has no item id"),
+        (
+            b"item-001,3\n",
+            "has the row 'item-001,3'; give one item id per line, or a CSV with item_id",
+        ),
+        (b"item_id,stock\nitem-001\n", "has the row 'item-001'"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
         (b"PAR1", "is not a Parquet file with a column item_id"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_set_of_items_is_refused_in_one_line(
     content: bytes, message: str, tables: str, tmp_path: Path
 ) -> None:

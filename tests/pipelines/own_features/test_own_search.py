@@ -17,56 +17,102 @@ from tests.audited import broken, rewrite
 from tests.own_features_log import make
 
 
-def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(tables: str) -> None:
+def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(
+    tables: str,
+) -> None:
     assert broken(tables) == {}
     info = read_manifest(f"{tables}/sequences").info
     (number,), (category,) = info["own"]["numbers"], info["own"]["categories"]
     assert (number["name"], number["missing"]) == ("num_bm25", True)
-    assert category == {"name": "cat_city", "values": ["Lima", "Oslo", "Rome"], "buckets": 0}
-    assert "Kyiv" in read_table(f"{tables}/events")["cat_city"].to_pylist()  # of the test window alone
-    assert [group["name"] for group in info["groups"]] == ["cross", "document", "query", "context", "own"]
+    assert category == {
+        "name": "cat_city",
+        "values": ["Lima", "Oslo", "Rome"],
+        "buckets": 0,
+    }
+    assert (
+        "Kyiv" in read_table(f"{tables}/events")["cat_city"].to_pylist()
+    )  # of the test window alone
+    assert [group["name"] for group in info["groups"]] == [
+        "cross",
+        "document",
+        "query",
+        "context",
+        "own",
+    ]
     assert info["groups"][-1]["features"] == ["num_bm25", "cat_city"]
 
 
 def test_features_are_grouped_by_what_they_are_about() -> None:
     names = ["pair_ctr_7d", "pair_gap", "item_clicks_1d", "query_searches_1d", "page"]
-    groups = {group["name"]: group["features"] for group in feature_groups(SearchConfig(), names, {})}
-    assert groups == {"cross": names[:1], "document": names[2:3], "query": [names[1], names[3]], "context": names[4:]}
+    groups = {
+        group["name"]: group["features"]
+        for group in feature_groups(SearchConfig(), names, {})
+    }
+    assert groups == {
+        "cross": names[:1],
+        "document": names[2:3],
+        "query": [names[1], names[3]],
+        "context": names[4:],
+    }
 
 
 def test_groups_are_those_of_the_source_file(tmp_path: Path, raw: Path) -> None:
     groups = {"match": ["bm25", "pair_ctr_7d"], "place": ["city"]}
-    made = read_manifest(make(tmp_path, raw, settings={"search": {"groups": groups}}) + "/sequences").info["groups"]
+    made = read_manifest(
+        make(tmp_path, raw, settings={"search": {"groups": groups}}) + "/sequences"
+    ).info["groups"]
     by_name = {group["name"]: group["features"] for group in made}
     assert by_name["match"] == ["pair_ctr_7d", "num_bm25"]
     assert by_name["place"] == ["cat_city"]
     assert "own" not in by_name
     assert "pair_ctr_7d" not in by_name["cross"]
-    with pytest.raises(UserError, match="'bm52', which is no feature of the log; the nearest is 'bm25'"):
-        make(tmp_path / "wrong", raw, settings={"search": {"groups": {"match": ["bm52"]}}})
+    with pytest.raises(
+        UserError, match="'bm52', which is no feature of the log; the nearest is 'bm25'"
+    ):
+        make(
+            tmp_path / "wrong",
+            raw,
+            settings={"search": {"groups": {"match": ["bm52"]}}},
+        )
     with pytest.raises(UserError, match="'bm25' twice"):
-        make(tmp_path / "twice", raw, settings={"search": {"groups": {"a": ["bm25"], "b": ["bm25"]}}})
+        make(
+            tmp_path / "twice",
+            raw,
+            settings={"search": {"groups": {"a": ["bm25"], "b": ["bm25"]}}},
+        )
 
 
 def other_brand(rows: list[dict], info: dict) -> None:
     rows[0]["requests"][0]["cat_brand"][0] = "b9"
 
 
-def test_items_have_features_where_the_source_file_says_so(tmp_path: Path, raw: Path) -> None:
+def test_items_have_features_where_the_source_file_says_so(
+    tmp_path: Path, raw: Path
+) -> None:
     settings = {"search": {"item_features": ["brand", "weight"]}}
     tables = make(tmp_path, raw, settings=settings)
     info = read_manifest(f"{tables}/sequences").info
     assert info["item_features"] == ["num_weight", "cat_brand"]
-    assert info["groups"][-1] == {"name": "items", "features": ["num_weight", "cat_brand"]}
+    assert info["groups"][-1] == {
+        "name": "items",
+        "features": ["num_weight", "cat_brand"],
+    }
     items = read_table(f"{tables}/items")["item_id"].to_pylist()
     row = read_table(f"{tables}/sequences").to_pylist()[3]
     number = [int(items[item][1:]) for item in row["requests"][0]["candidates"]]
-    assert row["requests"][0]["cat_brand"] == [None if i == 0 else f"b{i % 4}" for i in number]
-    assert row["num_weight"] == pytest.approx([int(items[item][1:]) / 10 for item in row["item_index"]])
+    assert row["requests"][0]["cat_brand"] == [
+        None if i == 0 else f"b{i % 4}" for i in number
+    ]
+    assert row["num_weight"] == pytest.approx(
+        [int(items[item][1:]) / 10 for item in row["item_index"]]
+    )
     assert broken(tables) == {}
     assert set(broken(rewrite(tables, tmp_path / "other", other_brand))) == {"features"}
     for names, message in (
-        (["brnd"], "item_features has 'brnd', which is no attribute or number of items; the nearest is 'brand'"),
+        (
+            ["brnd"],
+            "item_features has 'brnd', which is no attribute or number of items; the nearest is 'brand'",
+        ),
         (["title"], "item_features has 'title', which is no attribute"),
     ):
         with pytest.raises(UserError, match=message):
@@ -104,17 +150,31 @@ def test_the_audit_finds_what_is_not_of_the_log_or_of_training(
     assert set(broken(rewrite(tables, tmp_path, change))) == rules
 
 
-def test_moments_add_up_and_large_vocabularies_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_add_up_and_large_vocabularies_are_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = [1e9 + 1, 1e9 + 2, None, 1e9 + 4, 1e9 + 9]
     whole = Moments.of(pl.Series(values))
-    parts = Moments.of(pl.Series(values[:2])) + Moments.of(pl.Series([None], dtype=pl.Float64))
+    parts = Moments.of(pl.Series(values[:2])) + Moments.of(
+        pl.Series([None], dtype=pl.Float64)
+    )
     parts += Moments.of(pl.Series(values[3:]))
     for key, value in whole.describe("x").items():
-        assert parts.describe("x")[key] == (pytest.approx(value) if isinstance(value, float) else value)
+        assert parts.describe("x")[key] == (
+            pytest.approx(value) if isinstance(value, float) else value
+        )
     assert whole.describe("x")["std"] == pytest.approx(pl.Series(values).std(ddof=0))
-    assert Moments.of(pl.Series([3.0, 3.0])).describe("x") == {"name": "x", "mean": 3.0, "std": 1.0, "missing": False}
+    assert Moments.of(pl.Series([3.0, 3.0])).describe("x") == {
+        "name": "x",
+        "mean": 3.0,
+        "std": 1.0,
+        "missing": False,
+    }
     monkeypatch.setattr(own_features, "MOST_VALUES", 2)
-    seen = [TrainingValues.of({"cat_a": pl.Series(part).to_arrow()}) for part in (["x", "y"], ["y", "z"])]
+    seen = [
+        TrainingValues.of({"cat_a": pl.Series(part).to_arrow()})
+        for part in (["x", "y"], ["y", "z"])
+    ]
     assert describe_features(seen[:1], ["cat_a"])["categories"][0] == {
         "name": "cat_a",
         "values": ["x", "y"],

@@ -20,9 +20,22 @@ from models.tables import UserError, join, read_manifest, read_table
 from pipelines.evaluation.importance import importance
 from tests.own_features_log import SOURCE, make, make_text
 
-SMALL = {"width": 16, "num_layers": 1, "max_history": 8, "dnn_width": 32, "tower_width": 16, "text_width": 8}
+SMALL = {
+    "width": 16,
+    "num_layers": 1,
+    "max_history": 8,
+    "dnn_width": 32,
+    "tower_width": 16,
+    "text_width": 8,
+}
 FIT = FitConfig(
-    optimizer="adagrad", lr=0.05, weight_decay=0, batch_size=16, max_epochs=12, metric="gauc", schedule="constant"
+    optimizer="adagrad",
+    lr=0.05,
+    weight_decay=0,
+    batch_size=16,
+    max_epochs=12,
+    metric="gauc",
+    schedule="constant",
 )
 
 
@@ -31,7 +44,9 @@ def trained(tables: str, text: str, model: dict[str, Any]) -> tuple[Setup, float
     setup = set_up(model, FIT, Inputs(tables, text=text))
     ends = [
         event.metrics["gauc"]
-        for event in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
+        for event in fit(
+            setup.model, setup.train, setup.validate, setup.fit, means=setup.means
+        )
         if isinstance(event, EpochEvent)
     ]
     return setup, max(ends)
@@ -48,7 +63,9 @@ def test_values_are_told_by_the_manifest() -> None:
         "cat_d": pa.array(["y", "new", None]),
     }
     found = own.matrix(columns, 3)
-    np.testing.assert_array_equal(found[:, :3], [[10, np.nan, 2], [np.nan, np.nan, 0], [2, np.nan, 0]])
+    np.testing.assert_array_equal(
+        found[:, :3], [[10, np.nan, 2], [np.nan, np.nan, 0], [2, np.nan, 0]]
+    )
     assert found[2, 3] == 0  # of no value
     assert set(found[:2, 3]) <= set(range(1, 8))
     again = own.matrix({"cat_d": pa.array(["new", "y"]).dictionary_encode()}, 2)
@@ -63,25 +80,37 @@ def test_values_are_told_by_the_manifest() -> None:
     assert torch.equal(read[0, 3:6], inputs.tables[0].weight[2])
 
 
-def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(tables: str, text: str) -> None:
+def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(
+    tables: str, text: str
+) -> None:
     catalogue = SearchCatalogue.load(tables, text)
     info = read_manifest(join(tables, "sequences")).info
     count = len(info["features"])
     assert catalogue.features[count:] == ("num_bm25", "cat_city")
     assert catalogue.feature_mean.shape == (count,)
     values = info["own"]["categories"][0]["values"]
-    examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
+    examples = SearchExamples.load(
+        join(tables, "sequences"), "test", unit="request", max_history=8
+    )
     rows = read_table(join(tables, "sequences")).to_pylist()
     batch = examples.collate(np.arange(len(examples)))
     asked = [
-        (row, place) for row in rows for place, request in enumerate(row["requests"]) if request["split"] == "test"
+        (row, place)
+        for row in rows
+        for place, request in enumerate(row["requests"])
+        if request["split"] == "test"
     ]
     bm25, city = [], []
     for row, place in asked:
         request = row["requests"][place]
         bm25 += [np.nan if value is None else value for value in request["num_bm25"]]
-        city += [values.index(value) + 1 if value in values else 0 for value in request["cat_city"]]
-    np.testing.assert_array_equal(batch["features"][:, count], np.array(bm25, np.float32))
+        city += [
+            values.index(value) + 1 if value in values else 0
+            for value in request["cat_city"]
+        ]
+    np.testing.assert_array_equal(
+        batch["features"][:, count], np.array(bm25, np.float32)
+    )
     assert batch["features"][:, count + 1].tolist() == city
     assert 0 in city  # of a city that training has not seen
     for number, (row, place) in enumerate(asked):
@@ -90,14 +119,24 @@ def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(tables: s
         where = int(batch["request_row"][number])
         length = int(batch["request_end"][number])
         found = batch["history_features"][where, :length, count].numpy()
-        np.testing.assert_array_equal(found[-len(past) or length :], np.array(past, np.float32))
+        np.testing.assert_array_equal(
+            found[-len(past) or length :], np.array(past, np.float32)
+        )
 
 
 @pytest.mark.parametrize("name", ["base", "qgs"])
-def test_a_candidate_is_ranked_by_its_own_features_alone(tables: str, text: str, name: str) -> None:
-    setup = set_up({"name": name, **(SMALL if name == "qgs" else {})}, FIT, Inputs(tables, text=text))
+def test_a_candidate_is_ranked_by_its_own_features_alone(
+    tables: str, text: str, name: str
+) -> None:
+    setup = set_up(
+        {"name": name, **(SMALL if name == "qgs" else {})},
+        FIT,
+        Inputs(tables, text=text),
+    )
     model: Any = setup.model.eval()
-    examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
+    examples = SearchExamples.load(
+        join(tables, "sequences"), "test", unit="request", max_history=8
+    )
     examples.bring(SearchCatalogue.load(tables, text), history=True)
     batch = examples.collate(np.arange(10))
     places = [len(setup.catalogue.features) - 2, len(setup.catalogue.features) - 1]
@@ -116,25 +155,47 @@ def test_a_candidate_is_ranked_by_its_own_features_alone(tables: str, text: str,
             assert torch.equal(moved, with_past)
 
 
-def test_what_is_unknown_when_ranking_is_not_read_then(raw: Path, tmp_path: Path) -> None:
-    tables = make(tmp_path, raw, settings={"search": {"unknown_when_ranking": ["city"]}})
+def test_what_is_unknown_when_ranking_is_not_read_then(
+    raw: Path, tmp_path: Path
+) -> None:
+    tables = make(
+        tmp_path, raw, settings={"search": {"unknown_when_ranking": ["city"]}}
+    )
     text = make_text(tmp_path, tables)
-    setup = set_up({"name": "qgs", **SMALL, "position": "dropout"}, FIT, Inputs(tables, text=text))
+    setup = set_up(
+        {"name": "qgs", **SMALL, "position": "dropout"}, FIT, Inputs(tables, text=text)
+    )
     model: Any = setup.model.eval()
-    examples = SearchExamples.load(join(tables, "sequences"), "test", unit="request", max_history=8)
+    examples = SearchExamples.load(
+        join(tables, "sequences"), "test", unit="request", max_history=8
+    )
     examples.bring(SearchCatalogue.load(tables, text), history=True)
     batch = examples.collate(np.arange(10))
     other = batch["features"].clone()
     other[:, -1] = 3 - other[:, -1]
     with torch.no_grad():
-        assert torch.equal(model.score({**batch, "features": other}), model.score(batch))
-        shown = [model.score({**batch, "features": values}, shown=True) for values in (other, batch["features"])]
+        assert torch.equal(
+            model.score({**batch, "features": other}), model.score(batch)
+        )
+        shown = [
+            model.score({**batch, "features": values}, shown=True)
+            for values in (other, batch["features"])
+        ]
         assert not torch.equal(*shown)
         past = batch["history_features"].clone()
         past[..., -1] = 3 - past[..., -1]  # of what was shown before it is known
-        assert not torch.equal(model.score({**batch, "history_features": past}), model.score(batch))
-    with pytest.raises(UserError, match="unknown_when_ranking has 'town', which is no feature of the log's own"):
-        make(tmp_path / "wrong", raw, settings={"search": {"unknown_when_ranking": ["town"]}})
+        assert not torch.equal(
+            model.score({**batch, "history_features": past}), model.score(batch)
+        )
+    with pytest.raises(
+        UserError,
+        match="unknown_when_ranking has 'town', which is no feature of the log's own",
+    ):
+        make(
+            tmp_path / "wrong",
+            raw,
+            settings={"search": {"unknown_when_ranking": ["town"]}},
+        )
 
 
 @pytest.mark.long
@@ -142,9 +203,15 @@ def test_what_the_log_brings_is_learned_and_told_as_important(
     tables: str, text: str, raw: Path, tmp_path: Path
 ) -> None:
     setup, own = trained(tables, text, {"name": "base", "category_width": 4})
-    plain = {key: value for key, value in SOURCE.items() if key not in ("numbers", "categories")}
+    plain = {
+        key: value
+        for key, value in SOURCE.items()
+        if key not in ("numbers", "categories")
+    }
     without = make(tmp_path, raw, plain)
-    assert own > trained(without, make_text(tmp_path, without), {"name": "base"})[1] + 0.1
+    assert (
+        own > trained(without, make_text(tmp_path, without), {"name": "base"})[1] + 0.1
+    )
     checkpoint.save(tmp_path / "base", setup.model, setup.checkpoint(epoch=1))
     found = importance(str(tmp_path / "base"), Inputs(tables, text=text), repeats=2)
     assert next(iter(found.losses)) == "features: own"

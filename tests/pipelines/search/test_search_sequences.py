@@ -26,28 +26,52 @@ from pipelines.data.survey import Vocabulary, read_coded
 from pipelines.data.times import Time
 from tests.audited import broken
 
-SCHEMA = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"])
-LATE = events_schema({"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"])
+SCHEMA = events_schema(
+    {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"]
+)
+LATE = events_schema(
+    {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"]
+)
 CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
 HOUR, DAY = 3_600_000, 86_400_000
 KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 
 
-def rules_of(split: tuple[int, int] | None, max_events: int, schema: pa.Schema = SCHEMA) -> SearchRules:
+def rules_of(
+    split: tuple[int, int] | None, max_events: int, schema: pa.Schema = SCHEMA
+) -> SearchRules:
     kind = {"kind": "leave_last_out"}
     if split:
         kind = {"kind": "temporal", "val_start_ms": split[0], "test_start_ms": split[1]}  # type: ignore[dict-item]
-    return SearchRules(schema, kind, max_events, ["click", "buy"], clock=False, search=SearchConfig(page_size=2))
+    return SearchRules(
+        schema,
+        kind,
+        max_events,
+        ["click", "buy"],
+        clock=False,
+        search=SearchConfig(page_size=2),
+    )
 
 
 def part_of(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
     rows = sorted(rows, key=lambda row: tuple(row[name] for name in KEY))
-    return read_coded(join(folder, write_part(folder, pa.Table.from_pylist(rows, schema=schema)).path), None, IDS)
+    return read_coded(
+        join(
+            folder, write_part(folder, pa.Table.from_pylist(rows, schema=schema)).path
+        ),
+        None,
+        IDS,
+    )
 
 
 def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
     events = part_of([], str(tmp_path))
-    table, count = build_search(events, *[Vocabulary.of(pa.array([], pa.large_string()))] * 2, None, rules_of(None, 10))
+    table, count = build_search(
+        events,
+        *[Vocabulary.of(pa.array([], pa.large_string()))] * 2,
+        None,
+        rules_of(None, 10),
+    )
     assert table.num_rows == 0
     assert count == Counter()
 
@@ -81,7 +105,9 @@ def searches(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
     rows = []
     for number in range(count):
         day = int(rng.integers(20))
-        shown = [f"i{n}" for n in rng.choice(15, rng.integers(1, 6), replace=False)] + ["new"] * (day > 17)
+        shown = [f"i{n}" for n in rng.choice(15, rng.integers(1, 6), replace=False)] + [
+            "new"
+        ] * (day > 17)
         shown = [] if number % 40 == 7 else shown
         clicked = [item for item in shown if rng.random() < 0.4]
         rows.append(
@@ -105,16 +131,26 @@ def write_log(
     raw = folder / "raw"
     raw.mkdir()
     (raw / "log_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (raw / "items.csv").write_text("item,title\n" + "".join(f"i{n},title {n}\n" for n in range(10)))
+    (raw / "items.csv").write_text(
+        "item,title\n" + "".join(f"i{n},title {n}\n" for n in range(10))
+    )
     content = SOURCE | {"prepare": SOURCE["prepare"] | changes}
     (folder / "source.yaml").write_text(yaml.safe_dump(content))
     source, defaults = load_source(str(folder / "source.yaml"))
-    return source, read_config(defaults, {"partitions": partitions, "max_rejects": 0.1}), str(raw)
+    return (
+        source,
+        read_config(defaults, {"partitions": partitions, "max_rejects": 0.1}),
+        str(raw),
+    )
 
 
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize(("window", "partitions"), [("all", 3), ("train", None)])  # by Ray, and by the driver alone
-def test_a_raw_log_becomes_tables_that_the_audit_proves(tmp_path: Path, window: str, partitions: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "partitions"), [("all", 3), ("train", None)]
+)  # by Ray, and by the driver alone
+def test_a_raw_log_becomes_tables_that_the_audit_proves(
+    tmp_path: Path, window: str, partitions: int | None
+) -> None:
     rows = searches()
     source, config, raw = write_log(tmp_path, rows, partitions, core_window=window)
     out = str(tmp_path / "out")
@@ -122,12 +158,22 @@ def test_a_raw_log_becomes_tables_that_the_audit_proves(tmp_path: Path, window: 
     assert broken(out) == {}
 
     assert len(read_manifest(join(out, "events")).files) > (1 if partitions else 0)
-    assert read_table(join(out, "queries"), "queries")["query"].to_pylist() == ["blue", "red", "red lamp"]
+    assert read_table(join(out, "queries"), "queries")["query"].to_pylist() == [
+        "blue",
+        "red",
+        "red lamp",
+    ]
     items = read_table(join(out, "items"), "items")["item_id"].to_pylist()
     info = read_manifest(join(out, "sequences")).info
-    assert (info["kind"], info["labels"], info["windows"]) == ("search", ["click", "buy"], ["1d", "7d"])
+    assert (info["kind"], info["labels"], info["windows"]) == (
+        "search",
+        ["click", "buy"],
+        ["1d", "7d"],
+    )
     assert sum(statistics["requests_one_class"].values()) > 0
-    empty = sum(not row["shown"] for row in rows)  # a search that showed nothing is a reject, with its reason
+    empty = sum(
+        not row["shown"] for row in rows
+    )  # a search that showed nothing is a reject, with its reason
     assert sum(statistics["raw"]["reject_reasons"].values()) == empty > 0
     outside = sum(item not in items for row in rows for item in row["shown"])
     assert statistics["candidates_outside"] == outside
@@ -135,14 +181,18 @@ def test_a_raw_log_becomes_tables_that_the_audit_proves(tmp_path: Path, window: 
 
     said: list[str] = []
     assert prepare(source, raw, out, config, say=said.append) == statistics
-    assert [line for line in said if "up to date" in line or line.startswith("warning: ")] == said
+    assert [
+        line for line in said if "up to date" in line or line.startswith("warning: ")
+    ] == said
 
 
 def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
     rows = [row | {"ms": number} for number, row in enumerate(searches(60))]
     source, _, raw = write_log(tmp_path, rows)
     source = replace(source, time=Time("ms", "order"))
-    config = read_config(SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1})
+    config = read_config(
+        SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1}
+    )
     prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
     info = read_manifest(str(tmp_path / "out" / "sequences")).info
     assert info["features"] == ["position", "page"]
@@ -157,12 +207,17 @@ def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
         ({"core": 5}, "use --core 0"),
         ({"ties": "log_order"}, "use --ties strict"),
         ({"kind": "serch"}, "one of retrieval, search"),
-        ({"search": {"windows": [1]}}, "prepare.search.windows'; the nearest key is 'prepare.search.windows_days'"),
+        (
+            {"search": {"windows": [1]}},
+            "prepare.search.windows'; the nearest key is 'prepare.search.windows_days'",
+        ),
         ({"search": [1]}, "a mapping"),
         ({"split": "temporal"}, "a mapping"),
     ],
 )
-def test_settings_that_a_search_log_cannot_have(tmp_path: Path, changes: dict, words: str) -> None:
+def test_settings_that_a_search_log_cannot_have(
+    tmp_path: Path, changes: dict, words: str
+) -> None:
     def attempt() -> None:
         source, config, raw = write_log(tmp_path, searches(5), **changes)
         prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
@@ -175,15 +230,28 @@ def results(**changes: Any) -> list[dict]:
     """Four results of one request, a second apart, clicks on the first and the third."""
     row = {"user_id": "u", "request_id": "r", "query": "p"} | changes
     return [
-        row | {"timestamp_ms": 1000 * n, "item_id": "abca"[n], "position": n, "label_click": n % 2 == 0}
+        row
+        | {
+            "timestamp_ms": 1000 * n,
+            "item_id": "abca"[n],
+            "position": n,
+            "label_click": n % 2 == 0,
+        }
         for n in range(4)
     ]
 
 
-def built(rows: list[dict], folder: Path, rules: SearchRules | None = None) -> tuple[list[dict], Counter[str]]:
+def built(
+    rows: list[dict], folder: Path, rules: SearchRules | None = None
+) -> tuple[list[dict], Counter[str]]:
     """Requests of the only user, and what was counted."""
-    large = [Vocabulary.of(pa.array(values, pa.large_string())) for values in (CATALOGUE, QUERIES)]
-    table, count = build_search(part_of(rows, str(folder)), *large, None, rules or rules_of(None, 100))
+    large = [
+        Vocabulary.of(pa.array(values, pa.large_string()))
+        for values in (CATALOGUE, QUERIES)
+    ]
+    table, count = build_search(
+        part_of(rows, str(folder)), *large, None, rules or rules_of(None, 100)
+    )
     return table["requests"].to_pylist()[0], count
 
 
@@ -195,10 +263,14 @@ def test_results_with_times_of_their_own_are_one_request(tmp_path: Path) -> None
     assert (count["requests_spread"], count["max_spread_ms"]) == (1, 3000)
 
 
-def test_a_request_between_the_results_of_another_sees_the_clicks_before_it(tmp_path: Path) -> None:
+def test_a_request_between_the_results_of_another_sees_the_clicks_before_it(
+    tmp_path: Path,
+) -> None:
     between = [row | {"request_id": "s", "timestamp_ms": 1500} for row in results()[:1]]
     requests, _ = built(results() + between, tmp_path)
-    assert [(r["timestamp_ms"], r["history_end"], len(r["candidates"])) for r in requests] == [(0, 0, 4), (1500, 1, 1)]
+    assert [
+        (r["timestamp_ms"], r["history_end"], len(r["candidates"])) for r in requests
+    ] == [(0, 0, 4), (1500, 1, 1)]
 
 
 def test_without_request_ids_the_log_is_cut_by_time(tmp_path: Path) -> None:
@@ -210,9 +282,12 @@ def test_without_request_ids_the_log_is_cut_by_time(tmp_path: Path) -> None:
 def test_a_request_id_that_comes_again_is_an_error(tmp_path: Path) -> None:
     again = [row | {"timestamp_ms": row["timestamp_ms"] + DAY} for row in results()]
     rules = rules_of(None, 100)
-    limited = SearchRules(**{**vars(rules), "clock": True, "search": SearchConfig(windows_days=[])})
+    limited = SearchRules(
+        **{**vars(rules), "clock": True, "search": SearchConfig(windows_days=[])}
+    )
     with pytest.raises(
-        UserError, match=r"request 'r' of user 'u'.* 1,440\.\d minutes .*max_request_minutes 60;.*session"
+        UserError,
+        match=r"request 'r' of user 'u'.* 1,440\.\d minutes .*max_request_minutes 60;.*session",
     ):
         built(results() + again, tmp_path, limited)
     built(results(), tmp_path, limited)
@@ -221,13 +296,26 @@ def test_a_request_id_that_comes_again_is_an_error(tmp_path: Path) -> None:
 
 def test_a_click_is_in_histories_from_when_it_is_known(tmp_path: Path) -> None:
     """Shown at 0 and 2 s; the first is clicked at 9 s, the second at 3 s: requests at 3, 4 and 10 s."""
-    first, _, second, _ = (row | {"request_id": f"r{n}"} for n, row in enumerate(results()))
+    first, _, second, _ = (
+        row | {"request_id": f"r{n}"} for n, row in enumerate(results())
+    )
     clicks = [first | {"known_click": 9000}, second | {"known_click": 3000}]
-    later = [first | {"request_id": f"s{n}", "timestamp_ms": n, "label_click": False} for n in (3000, 4000, 10_000)]
-    large = [Vocabulary.of(pa.array(values, pa.large_string())) for values in (CATALOGUE, QUERIES)]
+    later = [
+        first | {"request_id": f"s{n}", "timestamp_ms": n, "label_click": False}
+        for n in (3000, 4000, 10_000)
+    ]
+    large = [
+        Vocabulary.of(pa.array(values, pa.large_string()))
+        for values in (CATALOGUE, QUERIES)
+    ]
     events = part_of(clicks + later, str(tmp_path), LATE)
     table, _ = build_search(events, *large, None, rules_of(None, 100, LATE))
     [user] = table.to_pylist()
-    assert (user["timestamp_ms"], user["known_click"]) == ([2000, 0], [3000, 9000])  # as they become known
-    ends = {request["timestamp_ms"]: request["history_end"] for request in user["requests"]}
+    assert (user["timestamp_ms"], user["known_click"]) == (
+        [2000, 0],
+        [3000, 9000],
+    )  # as they become known
+    ends = {
+        request["timestamp_ms"]: request["history_end"] for request in user["requests"]
+    }
     assert ends == {0: 0, 2000: 0, 3000: 0, 4000: 1, 10_000: 2}

@@ -17,13 +17,21 @@ from pipelines.data.search.features import feature_names, features
 @settings(max_examples=150)
 @given(
     events=st.lists(
-        st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 12), st.sampled_from([2**62, 2**62 + 5])), st.booleans()),
+        st.tuples(
+            st.integers(0, 3),
+            st.one_of(st.integers(0, 12), st.sampled_from([2**62, 2**62 + 5])),
+            st.booleans(),
+        ),
         max_size=40,
     ),
-    windows=st.lists(st.integers(1, 15), min_size=1, max_size=3, unique=True).map(sorted),
+    windows=st.lists(st.integers(1, 15), min_size=1, max_size=3, unique=True).map(
+        sorted
+    ),
     delay=st.integers(0, 4),
 )
-def test_counts_and_gap_equal_brute_force(events: list[tuple[int, int, bool]], windows: list[int], delay: int) -> None:
+def test_counts_and_gap_equal_brute_force(
+    events: list[tuple[int, int, bool]], windows: list[int], delay: int
+) -> None:
     windows = [delay + window for window in windows]
     key, when = (np.array([e[i] for e in events], dtype=np.int64) for i in (0, 1))
     marks = np.array([[1, e[2]] for e in events], dtype=np.int32).reshape(-1, 2)
@@ -37,7 +45,9 @@ def test_counts_and_gap_equal_brute_force(events: list[tuple[int, int, bool]], w
 
 
 def test_events_of_one_moment_do_not_count_for_each_other() -> None:
-    counts, gap = window_counts(np.zeros(3, np.int64), np.full(3, 100), np.ones((3, 1), np.int32), [50], 0)
+    counts, gap = window_counts(
+        np.zeros(3, np.int64), np.full(3, 100), np.ones((3, 1), np.int32), [50], 0
+    )
     assert not counts.any()
     assert (gap == UNSEEN).all()
 

@@ -35,21 +35,30 @@ from tests.training_tables import write_tables
 BATCH = 5
 """Requests that the served TIGER waits for, longer than any test does."""
 
-HISTORIES = [{"history": [f"item-{i:03d}" for i in range(n, 2 * n)]} for n in range(1, BATCH + 1)]
+HISTORIES = [
+    {"history": [f"item-{i:03d}" for i in range(n, 2 * n)]} for n in range(1, BATCH + 1)
+]
 
 
 class Served:
     """A registered model, loaded here and asked by HTTP."""
 
     def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = f"{url}/invocations", mlflow.pyfunc.load_model(f"models:/{model}/1")
+        self.url, self.model = (
+            f"{url}/invocations",
+            mlflow.pyfunc.load_model(f"models:/{model}/1"),
+        )
 
-    def ask(self, rows: Sequence[dict[str, Any]], session: str = "", **params: Any) -> tuple[int, Any]:
+    def ask(
+        self, rows: Sequence[dict[str, Any]], session: str = "", **params: Any
+    ) -> tuple[int, Any]:
         """(status, predictions or message)"""
         body = json.dumps({"dataframe_records": rows, "params": params}).encode()
         headers = {"Content-Type": "application/json", "x-session-id": session}
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url, body, headers), timeout=100) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(self.url, body, headers), timeout=100
+            ) as answer:
                 return answer.status, json.load(answer)["predictions"]
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)["message"]
@@ -70,7 +79,10 @@ def made(
     """QGS by two replicas, requests of it, and TIGER by one that waits until a batch is full."""
     uri = new_store(folder)
     tables, text = write_search(folder / "search")
-    rows = [row for row, _ in searches(trained(folder, "qgs", tables, text), tables, text, 8)]
+    rows = [
+        row
+        for row, _ in searches(trained(folder, "qgs", tables, text), tables, text, 8)
+    ]
     write_tables(folder / "small")
     register(train_nothing(folder, "tiger", None, seed=1, ndcg=0.5), "tiger")
     with socket.socket() as free:
@@ -80,16 +92,25 @@ def made(
     with package.at(uri):
         for options in (
             Options(model="models:/qgs/1", num_replicas=2, num_cpus=0.1, sticky=True),
-            Options(model="models:/tiger/1", num_cpus=0.1, max_batch_size=BATCH, batch_wait_timeout_s=200),
+            Options(
+                model="models:/tiger/1",
+                num_cpus=0.1,
+                max_batch_size=BATCH,
+                batch_wait_timeout_s=200,
+            ),
         ):
             name = options.model.split("/")[1]
             serve.run(build(options), name=name, route_prefix=f"/{name}")
-        qgs, tiger = (Served(f"http://127.0.0.1:{port}/{name}", name) for name in ("qgs", "tiger"))
+        qgs, tiger = (
+            Served(f"http://127.0.0.1:{port}/{name}", name) for name in ("qgs", "tiger")
+        )
     yield qgs, rows, tiger
     serve.shutdown()
 
 
-def test_answers_are_those_of_predict(made: tuple[Served, list[dict[str, Any]], Served]) -> None:
+def test_answers_are_those_of_predict(
+    made: tuple[Served, list[dict[str, Any]], Served],
+) -> None:
     """Bit for bit, where a request is not batched with others."""
     qgs, rows, _ = made
     torch.set_num_threads(1)  # as in a replica
@@ -98,7 +119,10 @@ def test_answers_are_those_of_predict(made: tuple[Served, list[dict[str, Any]], 
             assert qgs.ask(asked, label=label) == (200, qgs.here(asked, label=label))
     states = serve.status().applications["qgs"].deployments[Replica.name].replica_states
     assert states == {"RUNNING": 2}
-    assert qgs.ask(rows[:1], label="no") == (400, "the model has no label 'no'; choose one of click, purchase")
+    assert qgs.ask(rows[:1], label="no") == (
+        400,
+        "the model has no label 'no'; choose one of click, purchase",
+    )
     assert qgs.ask([{"history": "x"}])[0] == 400
 
 
@@ -110,20 +134,47 @@ def test_a_batch_answers_as_single_requests_and_none_fails_by_its_neighbours(
     alone = [tiger.here([row], k=3) for row in HISTORIES]
     with ThreadPoolExecutor(BATCH) as clients:
 
-        def at_once(rows: list[dict[str, Any]], k: Sequence[int]) -> list[tuple[int, Any]]:
+        def at_once(
+            rows: list[dict[str, Any]], k: Sequence[int]
+        ) -> list[tuple[int, Any]]:
             return list(clients.map(lambda row, k: tiger.ask([row], k=k), rows, k))
 
         for answer, want in zip(at_once(HISTORIES, [3] * BATCH), alone, strict=True):
             assert (answer[0], answer[1][0]["item_id"]) == (200, want[0]["item_id"])
-            assert answer[1][0]["score"] == pytest.approx(want[0]["score"], abs=1e-5)  # sums of other sizes
-        *good, bad = at_once([*HISTORIES[:-1], {"history": ["item-001", 1.5]}], [3] * BATCH)
+            assert answer[1][0]["score"] == pytest.approx(
+                want[0]["score"], abs=1e-5
+            )  # sums of other sizes
+        *good, bad = at_once(
+            [*HISTORIES[:-1], {"history": ["item-001", 1.5]}], [3] * BATCH
+        )
         assert good == [(200, want) for want in alone[:-1]]
-        assert bad == (400, "history has 1.5; an item id is a string, as in the log, or an integer")
-        sets = [["item-001"], ["item-002", "item-003"], ["item-001"], ["item-004"], ["item-005"]]
-        asked = clients.map(lambda row, some: tiger.ask([row], allowed=some, unseen=True), HISTORIES, sets)
-        wanted = [sorted(set(some) - set(row["history"])) for row, some in zip(HISTORIES, sets, strict=True)]
-        assert [(status, sorted(answer[0]["item_id"])) for status, answer in asked] == [(200, want) for want in wanted]
-        counts = [len(answer[0]["item_id"]) for _, answer in at_once(HISTORIES, range(1, BATCH + 1))]
+        assert bad == (
+            400,
+            "history has 1.5; an item id is a string, as in the log, or an integer",
+        )
+        sets = [
+            ["item-001"],
+            ["item-002", "item-003"],
+            ["item-001"],
+            ["item-004"],
+            ["item-005"],
+        ]
+        asked = clients.map(
+            lambda row, some: tiger.ask([row], allowed=some, unseen=True),
+            HISTORIES,
+            sets,
+        )
+        wanted = [
+            sorted(set(some) - set(row["history"]))
+            for row, some in zip(HISTORIES, sets, strict=True)
+        ]
+        assert [(status, sorted(answer[0]["item_id"])) for status, answer in asked] == [
+            (200, want) for want in wanted
+        ]
+        counts = [
+            len(answer[0]["item_id"])
+            for _, answer in at_once(HISTORIES, range(1, BATCH + 1))
+        ]
         assert counts == [*range(1, BATCH + 1)]
 
 
@@ -133,7 +184,12 @@ def test_a_user_stays_with_the_replica_that_keeps_the_state(
     qgs, rows, _ = made
     for row in rows:
         user, size = row["user_id"], len(row["history"])
-        assert qgs.ask([{**cut(row, 0, size // 2), "candidates": [], "features": []}], user)[0] == 200
+        assert (
+            qgs.ask(
+                [{**cut(row, 0, size // 2), "candidates": [], "features": []}], user
+            )[0]
+            == 200
+        )
         status, (answer,) = qgs.ask([cut(row, size // 2, size)], user)
         (want,) = qgs.here([row])
         assert (status, answer["item_id"]) == (200, want["item_id"])
@@ -141,11 +197,16 @@ def test_a_user_stays_with_the_replica_that_keeps_the_state(
 
 
 def test_a_replica_follows_an_alias_and_answers_meanwhile(
-    made: tuple[Served, list[dict[str, Any]], Served], folder: Path, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Served, list[dict[str, Any]], Served],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     qgs, rows, _ = made
     tables, text = str(folder / "search/tables"), str(folder / "search/text")
-    row, size = max(rows, key=lambda row: len(row["history"])), max(len(row["history"]) for row in rows)
+    row, size = (
+        max(rows, key=lambda row: len(row["history"])),
+        max(len(row["history"]) for row in rows),
+    )
     uri = f"sqlite:///{folder}/mlflow.db"
     with package.at(uri):
         client = mlflow.MlflowClient()
@@ -161,8 +222,12 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
             client.set_registered_model_alias("qgs", "running", str(version))
             for _ in range(3000):
                 status, (answer,) = followed.ask([row])
-                assert (status, answer["score"]) in [(200, pytest.approx(one["score"], abs=1e-5)) for one in answers]
-                with urllib.request.urlopen(followed.url.replace("invocations", "ping"), timeout=100) as ping:
+                assert (status, answer["score"]) in [
+                    (200, pytest.approx(one["score"], abs=1e-5)) for one in answers
+                ]
+                with urllib.request.urlopen(
+                    followed.url.replace("invocations", "ping"), timeout=100
+                ) as ping:
                     found = json.load(ping)
                 if f"qgs/{version} " in found["note"]:
                     return str(found["note"])
@@ -174,7 +239,10 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
         trained(folder, "qgs", tables, text)  # the same weights
         assert said(2) == "models:/qgs/2 answers and goes on from the states of 1 user"
         status, (answer,) = followed.ask([cut(row, size - 1, size)])
-        assert (status, answer["score"]) == (200, pytest.approx(want["score"], abs=1e-5))
+        assert (status, answer["score"]) == (
+            200,
+            pytest.approx(want["score"], abs=1e-5),
+        )
 
         write_code = package.write_code
 
@@ -186,7 +254,10 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
         with monkeypatch.context() as patched:
             patched.setattr(package, "write_code", other_code)
             trained(folder, "qgs", tables, text, seed=1)
-        assert said(3) == "models:/qgs/2 stays: models:/qgs/3 has other code; start the application anew"
+        assert (
+            said(3)
+            == "models:/qgs/2 stays: models:/qgs/3 has other code; start the application anew"
+        )
 
         trained(folder, "qgs", tables, text, seed=1)
         now = mlflow.pyfunc.load_model("models:/qgs/4")
@@ -199,21 +270,33 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
         assert "is not kept" in message
         assert followed.ask([cut(row, 0, size - 1)])[0] == 200
         status, (answer,) = followed.ask([cut(row, size - 1, size)])
-        assert (status, answer["score"]) == (200, pytest.approx(want["score"], abs=1e-5))
+        assert (status, answer["score"]) == (
+            200,
+            pytest.approx(want["score"], abs=1e-5),
+        )
         assert want["score"] != pytest.approx(answers[0]["score"], abs=1e-5)
 
         trained(folder, "qgs", tables, text)
         assert version_of("models:/qgs/latest") == "models:/qgs/5"
         stored = Path(mlflow.artifacts.download_artifacts("models:/qgs/5"))
         (stored / "artifacts/data/checkpoint" / checkpoint.WEIGHTS).write_bytes(b"")
-        assert said(5).startswith("models:/qgs/4 stays: models:/qgs/5 cannot be loaded: ")
-        assert followed.ask([row]) == (200, [{**want, "score": pytest.approx(want["score"], abs=1e-5)}])
+        assert said(5).startswith(
+            "models:/qgs/4 stays: models:/qgs/5 cannot be loaded: "
+        )
+        assert followed.ask([row]) == (
+            200,
+            [{**want, "score": pytest.approx(want["score"], abs=1e-5)}],
+        )
     serve.delete("followed")
 
 
 def test_the_service_for_kubernetes_is_valid_to_serve() -> None:
-    service = yaml.safe_load((Path(__file__).parents[3] / "deploy/serve.yaml").read_text())
-    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    service = yaml.safe_load(
+        (Path(__file__).parents[3] / "deploy/serve.yaml").read_text()
+    )
+    config = ServeDeploySchema.model_validate(
+        yaml.safe_load(service["spec"]["serveConfigV2"])
+    )
     (application,) = config.applications
     module, name = application.import_path.split(":")
     assert getattr(importlib.import_module(module), name) is build

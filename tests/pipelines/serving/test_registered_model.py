@@ -28,8 +28,16 @@ from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 
-TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
-         "num_decoder_layers": 1, "beam": 24}  # fmt: skip
+TIGER = {
+    "name": "tiger",
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "beam": 24,
+}
 
 FRESH = """
 import json, sys
@@ -42,7 +50,9 @@ print(json.dumps(ranked["item_id"].tolist()))
 """
 
 
-def train_nothing(folder: Path, name: str, parent: str | None, seed: int, ndcg: float) -> tracking.RunRef:
+def train_nothing(
+    folder: Path, name: str, parent: str | None, seed: int, ndcg: float
+) -> tracking.RunRef:
     """An untrained TIGER as jobs.train leaves a trained one, the trial of a sweep where there is a parent."""
     tables, sids = str(folder / "small/tables"), str(folder / "small/sids")
     setup = set_up(TIGER, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids))
@@ -59,7 +69,11 @@ def train_nothing(folder: Path, name: str, parent: str | None, seed: int, ndcg: 
         parent=parent,
         tags={"sweep.trial": name},
     )
-    checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict()))
+    checkpoint.save(
+        folder / name,
+        setup.model,
+        setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict()),
+    )
     logger = tracking.Logger(opened)
     logger.log({"best/ndcg@10": ndcg}, 4)
     logger.tag(checkpoint=str(folder / name))
@@ -68,13 +82,21 @@ def train_nothing(folder: Path, name: str, parent: str | None, seed: int, ndcg: 
 
 
 @pytest.fixture(scope="module")
-def folder(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A sweep of two trials, of which the second is the better one."""
     folder = tmp_path_factory.mktemp("registered")
     write_tables(folder / "small")
-    tags = {tracking.KIND_TAG: "sweep", "sweep.axes": '["fit.seed"]', "sweep.metric": "val/ndcg@10"}
+    tags = {
+        tracking.KIND_TAG: "sweep",
+        "sweep.axes": '["fit.seed"]',
+        "sweep.metric": "val/ndcg@10",
+    }
     uri = new_store(folder)
-    sweep = tracking.open_run(uri, "retrieval/small", "seeds", str(folder), config={}, hashes={}, tags=tags)
+    sweep = tracking.open_run(
+        uri, "retrieval/small", "seeds", str(folder), config={}, hashes={}, tags=tags
+    )
     for seed, ndcg in ((1, 0.2), (2, 0.3)):
         train_nothing(folder, f"tiger-{seed}", sweep.run_id, seed, ndcg)
     tracking.Logger(sweep).end()
@@ -82,33 +104,56 @@ def folder(new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.long
-def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
     run(Config(sweep="seeds", tracking_uri=uri, register="small"))
-    assert "version 1 of small is the best checkpoint of tiger-2" in capsys.readouterr().out
+    assert (
+        "version 1 of small is the best checkpoint of tiger-2"
+        in capsys.readouterr().out
+    )
     (version,) = tracking.connect(uri).search_model_versions("name = 'small'")
     about = checkpoint.read(folder / "tiger-2")
-    assert version.tags[tracking.WEIGHTS_TAG] == checkpoint.weights_hash(str(folder / "tiger-2"))
-    assert {name: version.tags[f"table.{name}"] for name in about.hashes} == about.hashes
+    assert version.tags[tracking.WEIGHTS_TAG] == checkpoint.weights_hash(
+        str(folder / "tiger-2")
+    )
+    assert {
+        name: version.tags[f"table.{name}"] for name in about.hashes
+    } == about.hashes
     assert {"table.trie", "table.sids", "table.items"} <= version.tags.keys()
     assert version.description == "tiger-2: val/ndcg@10 0.3000"
 
-    model, _ = registry.load(folder / "tiger-2", Catalogue.load(f"{folder}/small/tables", f"{folder}/small/sids"))
+    model, _ = registry.load(
+        folder / "tiger-2",
+        Catalogue.load(f"{folder}/small/tables", f"{folder}/small/sids"),
+    )
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     users = torch.zeros(2, dtype=torch.int64)
-    items, _ = model.recommend({"history": history, "history_length": torch.tensor([2, 3]), "user": users}, 5)  # type: ignore[operator]
-    names = [[f"item-{item:03d}" for item in row if item >= 0] for row in history.tolist()]
+    items, _ = model.recommend(
+        {"history": history, "history_length": torch.tensor([2, 3]), "user": users}, 5
+    )  # type: ignore[operator]
+    names = [
+        [f"item-{item:03d}" for item in row if item >= 0] for row in history.tolist()
+    ]
     fresh = subprocess.run(
-        [sys.executable, "-c", FRESH, uri, "models:/small/1"], input=json.dumps(names), capture_output=True, text=True,
+        [sys.executable, "-c", FRESH, uri, "models:/small/1"],
+        input=json.dumps(names),
+        capture_output=True,
+        text=True,
         cwd=folder,
-    )  # fmt: skip
+    )
     assert fresh.returncode == 0, fresh.stderr
-    assert json.loads(fresh.stdout.splitlines()[-1]) == [[f"item-{i:03d}" for i in row] for row in items.tolist()]
+    assert json.loads(fresh.stdout.splitlines()[-1]) == [
+        [f"item-{i:03d}" for i in row] for row in items.tolist()
+    ]
 
 
 def test_a_checkpoint_is_registered_once(folder: Path) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
-    (found,) = tracking.connect(uri).search_runs(["1"], "attributes.run_name = 'tiger-1'")
+    (found,) = tracking.connect(uri).search_runs(
+        ["1"], "attributes.run_name = 'tiger-1'"
+    )
     ref = tracking.RunRef(uri, "retrieval/small", found.info.run_id)
     first = register(ref, "other")
     assert register(ref, "other").version == first.version
@@ -117,33 +162,55 @@ def test_a_checkpoint_is_registered_once(folder: Path) -> None:
 
 def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
-    (found,) = tracking.connect(uri).search_runs(["1"], "attributes.run_name = 'tiger-1'")
+    (found,) = tracking.connect(uri).search_runs(
+        ["1"], "attributes.run_name = 'tiger-1'"
+    )
     register(tracking.RunRef(uri, "retrieval/small", found.info.run_id), "counted")
     with package.at(uri):
         model = mlflow.pyfunc.load_model("models:/counted/1")
-    assert model.metadata.signature.outputs.input_names() == ["item_id", "score", "unknown_items"]
+    assert model.metadata.signature.outputs.input_names() == [
+        "item_id",
+        "score",
+        "unknown_items",
+    ]
 
     def ask(*histories: list[Any]) -> pd.DataFrame:
-        return model.predict(pd.DataFrame({"history": list(histories)}), params={"k": 3})
+        return model.predict(
+            pd.DataFrame({"history": list(histories)}), params={"k": 3}
+        )
 
-    with pytest.warns(UserWarning, match="a history has no item of the catalogue, so its ranking is empty") as said:
-        answer, _ = ask(["item-001", "new"], ["new", "newer"], [], ["item-001"]), ask(["new"])
-    assert sum(warning.category is UserWarning for warning in said) == 1  # not for each request
+    with pytest.warns(
+        UserWarning,
+        match="a history has no item of the catalogue, so its ranking is empty",
+    ) as said:
+        answer, _ = (
+            ask(["item-001", "new"], ["new", "newer"], [], ["item-001"]),
+            ask(["new"]),
+        )
+    assert (
+        sum(warning.category is UserWarning for warning in said) == 1
+    )  # not for each request
     assert answer["unknown_items"].tolist() == [1, 2, 0, 0]
     assert [len(items) for items in answer["item_id"]] == [3, 0, 0, 3]
     assert answer["item_id"][0] == answer["item_id"][3]
     inner = model.unwrap_python_model()
-    inner.requests.index["17"] = inner.requests.index["item-001"]  # a catalogue whose ids are digits
+    inner.requests.index["17"] = inner.requests.index[
+        "item-001"
+    ]  # a catalogue whose ids are digits
     for ids in ([17], [np.int64(17)], ["17"]):
         assert ask(ids)["item_id"][0] == answer["item_id"][3]
     for k in (0, -1):
         with pytest.raises(UserError, match=f"k is {k}; give the number"):
             model.predict(pd.DataFrame({"history": [["item-001"]]}), params={"k": k})
     for wrong in (17.0, None, True, ["17"]):
-        with pytest.raises(UserError, match=re.escape(f"history has {wrong!r}; an item id is a string")):
+        with pytest.raises(
+            UserError, match=re.escape(f"history has {wrong!r}; an item id is a string")
+        ):
             ask(["item-001", wrong])
     for wrong in (None, "item-001"):
-        with pytest.raises(UserError, match=f"history is {wrong!r}; give a list of item ids"):
+        with pytest.raises(
+            UserError, match=f"history is {wrong!r}; give a list of item ids"
+        ):
             inner.predict(None, pd.DataFrame({"history": [wrong]}))
     with pytest.raises(UserError, match="history is None; give a list of item ids"):
         ask(["item-001"], None)
@@ -152,7 +219,9 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
 def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -> None:
     """Against the whole ranking; a set is worked out once."""
     uri = f"sqlite:///{folder}/mlflow.db"
-    (found,) = tracking.connect(uri).search_runs(["1"], "attributes.run_name = 'tiger-1'")
+    (found,) = tracking.connect(uri).search_runs(
+        ["1"], "attributes.run_name = 'tiger-1'"
+    )
     register(tracking.RunRef(uri, "retrieval/small", found.info.run_id), "allowed")
     with package.at(uri):
         model = mlflow.pyfunc.load_model("models:/allowed/1")
@@ -164,10 +233,18 @@ def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -
 
     every = ask()
     inner = model.unwrap_python_model()
-    for some in (["item-003"], ["item-001", "item-005", "item-009", "no such item"], every[0]):
+    for some in (
+        ["item-003"],
+        ["item-001", "item-005", "item-009", "no such item"],
+        every[0],
+    ):
         for unseen in (False, True):
             expected = [
-                [item for item in ranked if item in some and not (unseen and item in history)]
+                [
+                    item
+                    for item in ranked
+                    if item in some and not (unseen and item in history)
+                ]
                 for ranked, history in zip(every, histories, strict=True)
             ]
             assert ask(allowed=some, unseen=unseen) == expected
@@ -175,7 +252,10 @@ def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -
     assert len(inner.sets) == 3
     for wrong, words in (
         ([], "allowed has 0 ids"),
-        *(([none], "allowed has 1 ids, and none of an item of the catalogue") for none in ("new", "")),
+        *(
+            ([none], "allowed has 1 ids, and none of an item of the catalogue")
+            for none in ("new", "")
+        ),
     ):
         with pytest.raises(UserError, match=words):
             ask(allowed=wrong)
@@ -184,12 +264,24 @@ def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -
 def test_what_cannot_be_registered_is_refused(folder: Path) -> None:
     uri = f"sqlite:///{folder}/mlflow.db"
     opened = tracking.open_run(
-        uri, "retrieval/small", "started", str(folder), config={"model": {"name": "tiger"}}, hashes={}
+        uri,
+        "retrieval/small",
+        "started",
+        str(folder),
+        config={"model": {"name": "tiger"}},
+        hashes={},
     )
-    with pytest.raises(UserError, match=r"the run 'started' .* has no checkpoint to register"):
+    with pytest.raises(
+        UserError, match=r"the run 'started' .* has no checkpoint to register"
+    ):
         register(opened, "small")
     encoder = tracking.open_run(
-        uri, "retrieval/small", "encoder", str(folder), config={"model": {"name": "sid_mlp_pp_encoder"}}, hashes={}
+        uri,
+        "retrieval/small",
+        "encoder",
+        str(folder),
+        config={"model": {"name": "sid_mlp_pp_encoder"}},
+        hashes={},
     )
     tracking.Logger(encoder).tag(checkpoint="/somewhere")
     with pytest.raises(UserError, match="the model 'sid_mlp_pp_encoder' ranks nothing"):

@@ -35,8 +35,21 @@ from tests.pipelines.serving.test_served_scores import searches
 from tests.search_tables import write_search
 
 SIZES = {
-    "qgs": {"width": 16, "num_layers": 2, "max_history": 8, "dnn_width": 16, "tower_width": 8, "text_width": 8},
-    "attn_mvp": {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 16, "max_history": 8},
+    "qgs": {
+        "width": 16,
+        "num_layers": 2,
+        "max_history": 8,
+        "dnn_width": 16,
+        "tower_width": 8,
+        "text_width": 8,
+    },
+    "attn_mvp": {
+        "width": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "ffn": 16,
+        "max_history": 8,
+    },
 }
 UNKNOWN = "2 of 10 queries are none of the training tables'; they count as no query"
 SIZES["lac"] = SIZES["attn_mvp"]
@@ -49,50 +62,92 @@ def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
     new_store(tmp_path)
 
 
-def trained(folder: Path, name: str, tables: str, text: str | None, seed: int = 0, **options: Any) -> Setup:
+def trained(
+    folder: Path,
+    name: str,
+    tables: str,
+    text: str | None,
+    seed: int = 0,
+    **options: Any,
+) -> Setup:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
     fit = FitConfig(batch_size=8, seed=seed)
-    setup = set_up({"name": name, **SIZES[name], **options}, fit, Inputs(tables, text=text))
-    config = {"model": registry.config_to_dict(setup.config), "tables": tables} | ({"text": text} if text else {})
+    setup = set_up(
+        {"name": name, **SIZES[name], **options}, fit, Inputs(tables, text=text)
+    )
+    config = {"model": registry.config_to_dict(setup.config), "tables": tables} | (
+        {"text": text} if text else {}
+    )
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
-    run = tracking.open_run(uri, f"{name}/small", name, str(folder), config=config, hashes=hashes)
-    checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1, tracking=run.to_dict()))
+    run = tracking.open_run(
+        uri, f"{name}/small", name, str(folder), config=config, hashes=hashes
+    )
+    checkpoint.save(
+        folder / name, setup.model, setup.checkpoint(epoch=1, tracking=run.to_dict())
+    )
     tracking.Logger(run).tag(checkpoint=str(folder / name))
     register(run, name)
     setup.model.eval()
     return setup
 
 
-def feeds(setup: Setup, tables: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+def feeds(
+    setup: Setup, tables: str
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """Users with candidates that all have another item, and the chance of the second task of each.
 
     The rows have all that a user did, an item that is not in the catalogue, and what came after the request.
     """
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
     devices = ["watch", *SEEN]  # by number: no model knows the watch
-    read, whole = (ActionsExamples.load(join(tables, "sequences"), "test", max_history=longest) for longest in (8, 100))
+    read, whole = (
+        ActionsExamples.load(join(tables, "sequences"), "test", max_history=longest)
+        for longest in (8, 100)
+    )
     rows, chances = [], []
     for number in range(len(read)):
-        batch, every = (examples.collate(np.array([number])) for examples in (read, whole))
+        batch, every = (
+            examples.collate(np.array([number])) for examples in (read, whole)
+        )
         shown, past = batch["candidate_item"][0].tolist(), int(every["valid"].sum())
         if len(set(shown)) < len(shown):
             continue
         batch["candidate_time"][:] = 99  # one request shows them all
         history = [items[i] for i in every["item"][0, :past].tolist()]
-        actions, times = every["action"][0, :past].tolist(), every["time"][0, :past].tolist()
+        actions, times = (
+            every["action"][0, :past].tolist(),
+            every["time"][0, :past].tolist(),
+        )
         row = {
-            "candidates": [items[i] for i in shown], "timestamp_ms": 99,
+            "candidates": [items[i] for i in shown],
+            "timestamp_ms": 99,
             "history": [*history[:-1], "who", *history[-1:], *items],
-            "history_actions": [*actions[:-1], [1.0] * 3, *actions[-1:], *[[1.0] * 3] * len(items)],
-            "history_time_ms": [*times[:-1], *times[-1:] * 2, *range(99, 99 + len(items))],
+            "history_actions": [
+                *actions[:-1],
+                [1.0] * 3,
+                *actions[-1:],
+                *[[1.0] * 3] * len(items),
+            ],
+            "history_time_ms": [
+                *times[:-1],
+                *times[-1:] * 2,
+                *range(99, 99 + len(items)),
+            ],
             "features": batch["candidate_feature"][0].tolist(),
-        }  # fmt: skip
-        row["history_time_ms"] = row["history_time_ms"] if past else [5, *range(99, 99 + len(items))]
+        }
+        row["history_time_ms"] = (
+            row["history_time_ms"] if past else [5, *range(99, 99 + len(items))]
+        )
         if "viewer" in batch:
             batch["candidate_viewer"][:] = batch["candidate_viewer"][:, :1]
             known = [devices[code] for code in every["viewer"][0, :past, 0].tolist()]
             row["viewer_device"] = devices[int(batch["candidate_viewer"][0, 0, 0])]
-            row["history_viewer_device"] = [*known[:-1], "tablet", *known[-1:], *["phone"] * len(items)]
+            row["history_viewer_device"] = [
+                *known[:-1],
+                "tablet",
+                *known[-1:],
+                *["phone"] * len(items),
+            ]
         with torch.no_grad():
             found = torch.sigmoid(setup.model.score(batch)[:, 1])
         chances.append(dict(zip(row["candidates"], found.tolist(), strict=True)))
@@ -112,30 +167,53 @@ def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
     """Also what a log does not have: no history, unknown items, an unknown query, no candidates at all."""
     tables, text = write_search(tmp_path / "search")
     feed = write_actions(tmp_path / "feed", viewers=True)
-    setups = {"qgs": trained(tmp_path, "qgs", tables, text), "attn_mvp": trained(tmp_path, "attn_mvp", feed, None)}
+    setups = {
+        "qgs": trained(tmp_path, "qgs", tables, text),
+        "attn_mvp": trained(tmp_path, "attn_mvp", feed, None),
+    }
     rows, chances = zip(*searches(setups["qgs"], tables, text, 8, label=1), strict=True)
     asked = {"qgs": ([*rows], [*chances]), "attn_mvp": feeds(setups["attn_mvp"], feed)}
     assert len(asked["attn_mvp"][0]) > 3
     for name, (rows, chances) in asked.items():
-        odd = {column: [] if isinstance(value, list) else value for column, value in rows[0].items()}
+        odd = {
+            column: [] if isinstance(value, list) else value
+            for column, value in rows[0].items()
+        }
         odd |= {"query": "what is this"} if name == "qgs" else {}
-        rows.append({**odd, "candidates": ["who", *rows[0]["candidates"]], "features": None})
+        rows.append(
+            {**odd, "candidates": ["who", *rows[0]["candidates"]], "features": None}
+        )
         rows.append({**odd, "candidates": [], "features": []})
         with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
             model = mlflow.pyfunc.load_model(f"models:/{name}/1")
         about, catalogue = model.metadata.metadata, setups[name].catalogue
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            ranked = model.predict(pd.DataFrame(rows), params={"label": catalogue.labels[1]})
-        for want, found, scores in zip(chances, ranked["item_id"], ranked["score"], strict=False):
+            ranked = model.predict(
+                pd.DataFrame(rows), params={"label": catalogue.labels[1]}
+            )
+        for want, found, scores in zip(
+            chances, ranked["item_id"], ranked["score"], strict=False
+        ):
             assert found == sorted(want, key=lambda item: -want[item])
             assert scores == pytest.approx([want[item] for item in found], abs=1e-5)
         unknown, nothing = ranked["item_id"].tolist()[-2:]
-        assert (sorted(unknown), unknown[-1], nothing) == (sorted(rows[-2]["candidates"]), "who", [])
-        assert np.isfinite(ranked["score"].tolist()[-2]).tolist() == [item != "who" for item in unknown]
-        assert (about["labels"], about["features"]) == (list(catalogue.labels), list(catalogue.features))
+        assert (sorted(unknown), unknown[-1], nothing) == (
+            sorted(rows[-2]["candidates"]),
+            "who",
+            [],
+        )
+        assert np.isfinite(ranked["score"].tolist()[-2]).tolist() == [
+            item != "who" for item in unknown
+        ]
+        assert (about["labels"], about["features"]) == (
+            list(catalogue.labels),
+            list(catalogue.features),
+        )
         assert about.get("viewers") == {"attn_mvp": ["device"]}.get(name)
-        words = [str(warning.message) for warning in said if warning.category is UserWarning]
+        words = [
+            str(warning.message) for warning in said if warning.category is UserWarning
+        ]
         assert words == ([UNKNOWN] if name == "qgs" else [])
 
 
@@ -144,44 +222,102 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     trained(tmp_path, "qgs", tables, text)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
         model = mlflow.pyfunc.load_model("models:/qgs/1").unwrap_python_model()
-    row = {"candidates": ["item_id-003"], "history": ["item_id-001"], "query": "query-001"}
+    row = {
+        "candidates": ["item_id-003"],
+        "history": ["item_id-001"],
+        "query": "query-001",
+    }
     for change, params, message in (
-        ({"features": [[1.0]]}, {}, "features has 1 vectors of 1 numbers, 1 of 6 are expected"),
+        (
+            {"features": [[1.0]]},
+            {},
+            "features has 1 vectors of 1 numbers, 1 of 6 are expected",
+        ),
         ({"history_query": []}, {}, "history_query has 0 entries where 1 are expected"),
         (
             {"history_query": ["query-001"], "history_time_ms": []},
             {},
             "history_time_ms has 0 entries where 1 are expected",
         ),
-        ({}, {"label": "buy"}, "the model has no label 'buy'; choose one of click, purchase"),
-        ({"features": [[np.inf] * 6]}, {}, "features has an infinite number; give NaN for what is not known"),
+        (
+            {},
+            {"label": "buy"},
+            "the model has no label 'buy'; choose one of click, purchase",
+        ),
+        (
+            {"features": [[np.inf] * 6]},
+            {},
+            "features has an infinite number; give NaN for what is not known",
+        ),
         ({"features": [None]}, {}, "features has an entry without numbers; give NaN"),
-        ({"user_id": "u", "history_from": -1}, {}, "history_from is -1; give the number of behaviours before"),
-        ({"candidates": [1.5]}, {}, "candidates has 1.5; an item id is a string, as in the log, or an integer"),
-        ({"user_id": "", "history_from": 0}, {}, "goes on from a user's state; give user_id too"),
+        (
+            {"user_id": "u", "history_from": -1},
+            {},
+            "history_from is -1; give the number of behaviours before",
+        ),
+        (
+            {"candidates": [1.5]},
+            {},
+            "candidates has 1.5; an item id is a string, as in the log, or an integer",
+        ),
+        (
+            {"user_id": "", "history_from": 0},
+            {},
+            "goes on from a user's state; give user_id too",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             model.predict(None, pd.DataFrame([row | change]), params)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
-        small = mlflow.pyfunc.load_model("models:/qgs/1", model_config={"state_mb": 0.5}).unwrap_python_model()
+        small = mlflow.pyfunc.load_model(
+            "models:/qgs/1", model_config={"state_mb": 0.5}
+        ).unwrap_python_model()
         assert (small.users.most, model.users.most) == (2**19, 2**30)
         for wrong in (0, "abc"):
-            with pytest.raises(UserError, match=f"state_mb of model_config is {wrong!r}; give a number of MB above 0"):
-                mlflow.pyfunc.load_model("models:/qgs/1", model_config={"state_mb": wrong})
-    with pytest.warns(UserWarning, match="1 of 1 queries are none of the training tables'"):
+            with pytest.raises(
+                UserError,
+                match=f"state_mb of model_config is {wrong!r}; give a number of MB above 0",
+            ):
+                mlflow.pyfunc.load_model(
+                    "models:/qgs/1", model_config={"state_mb": wrong}
+                )
+    with pytest.warns(
+        UserWarning, match="1 of 1 queries are none of the training tables'"
+    ):
         unknown = model.predict(None, pd.DataFrame([row | {"query": "Query-001"}]))
-    assert unknown["score"].tolist() == model.predict(None, pd.DataFrame([row | {"query": None}]))["score"].tolist()
-    unseen = model.predict(None, pd.DataFrame([row | {"candidates": [7, "item_id-003"], "history": [np.int64(7)]}]))
+    assert (
+        unknown["score"].tolist()
+        == model.predict(None, pd.DataFrame([row | {"query": None}]))["score"].tolist()
+    )
+    unseen = model.predict(
+        None,
+        pd.DataFrame(
+            [row | {"candidates": [7, "item_id-003"], "history": [np.int64(7)]}]
+        ),
+    )
     assert unseen["item_id"][0] == ["item_id-003", "7"]
     assert np.isnan(unseen["score"][0][1])
     text = model.requests.text
-    text.catalogue = replace(text.catalogue, pair_keys=text.catalogue.pair_keys[:1], pairs=text.catalogue.pairs[:1])
-    with pytest.warns(UserWarning, match="1 of 1 candidates were never encoded together with their query"):
+    text.catalogue = replace(
+        text.catalogue,
+        pair_keys=text.catalogue.pair_keys[:1],
+        pairs=text.catalogue.pairs[:1],
+    )
+    with pytest.warns(
+        UserWarning,
+        match="1 of 1 candidates were never encoded together with their query",
+    ):
         model.predict(None, pd.DataFrame([row]))
     asked = {"query": None, "history_query": ["query-001"]}
-    with pytest.warns(UserWarning, match="1 of 1 behaviours were never encoded together with their query"):
+    with pytest.warns(
+        UserWarning,
+        match="1 of 1 behaviours were never encoded together with their query",
+    ):
         model.predict(None, pd.DataFrame([row | asked]))
-    assert model.predict(None, pd.DataFrame([row])[:0]).columns.tolist() == ["item_id", "score"]
+    assert model.predict(None, pd.DataFrame([row])[:0]).columns.tolist() == [
+        "item_id",
+        "score",
+    ]
     for parameter in model.model.parameters():
         parameter.detach().fill_(torch.nan)
     with (
@@ -218,13 +354,25 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         "viewer_device": "tablet",
         "history_viewer_device": ["", "", "tablet"],
     }
-    assert set(model.metadata.get_input_schema().input_names()) == {*others, "user_id", "history_from", "new_items"}
+    assert set(model.metadata.get_input_schema().input_names()) == {
+        *others,
+        "user_id",
+        "history_from",
+        "new_items",
+    }
     scores = [sorted(model.predict(pd.DataFrame([FEED]))["score"][0])]
     for column, value in others.items():
-        scores.append(sorted(model.predict(pd.DataFrame([FEED | {column: value}]))["score"][0]))
+        scores.append(
+            sorted(model.predict(pd.DataFrame([FEED | {column: value}]))["score"][0])
+        )
         assert scores[-1] != pytest.approx(scores[0], abs=1e-6), column
     inputs = model.metadata.metadata["inputs"]
-    assert inputs == read_manifest(join(tables, "sequences"), "sequences").info["definitions"]["inputs"]
+    assert (
+        inputs
+        == read_manifest(join(tables, "sequences"), "sequences").info["definitions"][
+            "inputs"
+        ]
+    )
     assert sorted(inputs) == sorted(model.metadata.metadata["actions"])
 
 
@@ -233,7 +381,11 @@ def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
     """What reads requests of a model of actions."""
     folder = tmp_path_factory.mktemp("of_feed")
     tables = write_actions(folder, viewers=True)
-    setup = set_up({"name": "attn_mvp", **SIZES["attn_mvp"]}, FitConfig(batch_size=8), Inputs(tables))
+    setup = set_up(
+        {"name": "attn_mvp", **SIZES["attn_mvp"]},
+        FitConfig(batch_size=8),
+        Inputs(tables),
+    )
     checkpoint.save(folder / "attn_mvp", setup.model, setup.checkpoint())
     package.write_bundle(folder / "data", str(folder / "attn_mvp"), Inputs(tables))
     return ActionsRequests(str(folder / "data"), setup.model, setup.catalogue, {})
@@ -242,13 +394,34 @@ def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"history_actions": [[0.0, 0.0, 30000.0]] * 3}, "history_actions has 30000 for 'dwell', which is not from 0"),
-        ({"history_actions": [[0.0, -0.5, 0.0]] * 3}, "history_actions has -0.5 for 'share'.* `inputs` in the model's"),
-        ({"history_actions": [[np.inf, 0.0, 0.0]] * 3}, "history_actions has an infinite number"),
-        ({"history_actions": [[0.0] * 3]}, "history_actions has 1 vectors of 3 numbers, 3 of 3 are expected"),
-        ({"history_time_ms": [10, 30, 20]}, "history_time_ms falls from 30 to 20; give the history oldest first"),
-        ({"history_time_ms": [10, None, 20]}, "history_time_ms has an entry without a time; give one each"),
-        ({"history_viewer_device": []}, "history_viewer_device has 0 entries where 3 are expected"),
+        (
+            {"history_actions": [[0.0, 0.0, 30000.0]] * 3},
+            "history_actions has 30000 for 'dwell', which is not from 0",
+        ),
+        (
+            {"history_actions": [[0.0, -0.5, 0.0]] * 3},
+            "history_actions has -0.5 for 'share'.* `inputs` in the model's",
+        ),
+        (
+            {"history_actions": [[np.inf, 0.0, 0.0]] * 3},
+            "history_actions has an infinite number",
+        ),
+        (
+            {"history_actions": [[0.0] * 3]},
+            "history_actions has 1 vectors of 3 numbers, 3 of 3 are expected",
+        ),
+        (
+            {"history_time_ms": [10, 30, 20]},
+            "history_time_ms falls from 30 to 20; give the history oldest first",
+        ),
+        (
+            {"history_time_ms": [10, None, 20]},
+            "history_time_ms has an entry without a time; give one each",
+        ),
+        (
+            {"history_viewer_device": []},
+            "history_viewer_device has 0 entries where 3 are expected",
+        ),
         ({"features": [[0.5, np.inf], [0.1, 0.9]]}, "features has an infinite number"),
     ],
 )
@@ -266,68 +439,144 @@ def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
     trained(tmp_path, "hstu", tables, text)
     with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
         model = mlflow.pyfunc.load_model("models:/hstu/1").unwrap_python_model()
-    row = {"candidates": ["item_id-003"], "history": ["item_id-001", "item_id-002"], "query": None}
-    with pytest.raises(UserError, match="history_time_ms is missing, and the model reads when each behaviour was"):
+    row = {
+        "candidates": ["item_id-003"],
+        "history": ["item_id-001", "item_id-002"],
+        "query": None,
+    }
+    with pytest.raises(
+        UserError,
+        match="history_time_ms is missing, and the model reads when each behaviour was",
+    ):
         model.predict(None, pd.DataFrame([row]))
-    days = [model.predict(None, pd.DataFrame([row | {"history_time_ms": [0, gap]}]))["score"][0] for gap in (1, 10**9)]
+    days = [
+        model.predict(None, pd.DataFrame([row | {"history_time_ms": [0, gap]}]))[
+            "score"
+        ][0]
+        for gap in (1, 10**9)
+    ]
     assert np.isfinite(days).all()
 
 
-CONTENT = {"text_title": "title", "num_price": "price", "cat_kind": "kind", "cat_author": "author"}
-BARE = {"candidates": ["X"], "history": ["item-000", "item-002", "item-004"], "history_actions": [[1.0, 0.0, 0.5]] * 3}
+CONTENT = {
+    "text_title": "title",
+    "num_price": "price",
+    "cat_kind": "kind",
+    "cat_author": "author",
+}
+BARE = {
+    "candidates": ["X"],
+    "history": ["item-000", "item-002", "item-004"],
+    "history_actions": [[1.0, 0.0, 0.5]] * 3,
+}
 
 
 def first_scores(model: Any, rows: list[dict[str, Any]]) -> list[float]:
     """Of the first candidate of each row."""
     found = model.predict(pd.DataFrame(rows))
-    pairs = (dict(zip(*of_row, strict=True)) for of_row in zip(found["item_id"], found["score"], strict=True))
-    return [scores[row["candidates"][0]] for row, scores in zip(rows, pairs, strict=True)]
+    pairs = (
+        dict(zip(*of_row, strict=True))
+        for of_row in zip(found["item_id"], found["score"], strict=True)
+    )
+    return [
+        scores[row["candidates"][0]] for row, scores in zip(rows, pairs, strict=True)
+    ]
 
 
 def called(name: str, row: dict[str, Any]) -> dict[str, Any]:
     """The row with the item X called so."""
-    return row | {key: [name if item == "X" else item for item in row[key]] for key in ("candidates", "history")}
+    return row | {
+        key: [name if item == "X" else item for item in row[key]]
+        for key in ("candidates", "history")
+    }
 
 
-def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(tmp_path: Path) -> None:
+def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(
+    tmp_path: Path,
+) -> None:
     """One whose id says nothing: the model reads none, or training has not seen it. As a candidate, in the history and
     in a user's state; and requests that bring none are scored as in training."""
-    tables, text = write_actions(tmp_path, viewers=True, content=True), str(tmp_path / "text")
+    tables, text = (
+        write_actions(tmp_path, viewers=True, content=True),
+        str(tmp_path / "text"),
+    )
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
     items = read_table(join(tables, "items")).to_pylist()
     posts = [
-        {"item_id": f"new-{i}"} | {name: row[column] for column, name in CONTENT.items() if row[column] is not None}
+        {"item_id": f"new-{i}"}
+        | {
+            name: row[column]
+            for column, name in CONTENT.items()
+            if row[column] is not None
+        }
         for i, row in enumerate(items)
     ]
-    for name, options in {"attn_mvp": {"item_ids": "none"}, "lac": {"id_dropout": 0.5}}.items():
+    for name, options in {
+        "attn_mvp": {"item_ids": "none"},
+        "lac": {"id_dropout": 0.5},
+    }.items():
         setup = trained(tmp_path, name, tables, text, **options)
         with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
             model = mlflow.pyfunc.load_model(f"models:/{name}/1")
         asked, chances = feeds(setup, tables)
         ranked = model.predict(pd.DataFrame(asked), params={"label": "contribution"})
-        for want, found, scores in zip(chances, ranked["item_id"], ranked["score"], strict=True):
+        for want, found, scores in zip(
+            chances, ranked["item_id"], ranked["score"], strict=True
+        ):
             assert scores == pytest.approx([want[item] for item in found], abs=1e-5)
         unseen = range(len(items)) if name == "attn_mvp" else [len(items) - 1]
         for i in unseen:
-            for row in (BARE, BARE | {"history": ["item-000", "X", "item-002"], "candidates": ["X", "item-001"]}):
-                there, new = called(f"item-{i:03d}", row), called(f"new-{i}", row | {"new_items": posts[::-1]})
-                assert first_scores(model, [there]) == pytest.approx(first_scores(model, [new]), abs=1e-6)
+            for row in (
+                BARE,
+                BARE
+                | {
+                    "history": ["item-000", "X", "item-002"],
+                    "candidates": ["X", "item-001"],
+                },
+            ):
+                there, new = (
+                    called(f"item-{i:03d}", row),
+                    called(f"new-{i}", row | {"new_items": posts[::-1]}),
+                )
+                assert first_scores(model, [there]) == pytest.approx(
+                    first_scores(model, [new]), abs=1e-6
+                )
         # of several rows in one frame each has its own items, whatever they are called
         row = called("new-0", BARE)
         apart = [row | {"new_items": [posts[i] | {"item_id": "new-0"}]} for i in unseen]
-        assert first_scores(model, apart) == pytest.approx([first_scores(model, [each])[0] for each in apart], abs=1e-6)
-        kinds = [{"price": 3}, {"title": "husky"}, {"author": "author-2"}, {"author": None}]
-        changed = [row | {"new_items": [posts[1] | {"item_id": "new-0"} | change]} for change in ({}, *kinds)]
+        assert first_scores(model, apart) == pytest.approx(
+            [first_scores(model, [each])[0] for each in apart], abs=1e-6
+        )
+        kinds = [
+            {"price": 3},
+            {"title": "husky"},
+            {"author": "author-2"},
+            {"author": None},
+        ]
+        changed = [
+            row | {"new_items": [posts[1] | {"item_id": "new-0"} | change]}
+            for change in ({}, *kinds)
+        ]
         usual, *others = first_scores(model, changed)
         assert all(other != pytest.approx(usual, abs=1e-6) for other in others)
-        unknown = [row | {"new_items": [{**posts[1], "item_id": "new-0", "author": who}]} for who in ("nobody", None)]
+        unknown = [
+            row | {"new_items": [{**posts[1], "item_id": "new-0", "author": who}]}
+            for who in ("nobody", None)
+        ]
         assert len(set(first_scores(model, unknown))) == 1
         if name == "attn_mvp":
             of_state = [
-                {**called(which, BARE | {"history": ["X", "item-002", "X"]}), "new_items": posts, "user_id": which,
-                 "history_from": 0} for which in ("item-007", "new-7")
-            ]  # fmt: skip
-            assert first_scores(model, of_state[:1]) == pytest.approx(first_scores(model, of_state[1:]), abs=1e-6)
+                {
+                    **called(which, BARE | {"history": ["X", "item-002", "X"]}),
+                    "new_items": posts,
+                    "user_id": which,
+                    "history_from": 0,
+                }
+                for which in ("item-007", "new-7")
+            ]
+            assert first_scores(model, of_state[:1]) == pytest.approx(
+                first_scores(model, of_state[1:]), abs=1e-6
+            )
 
 
 @pytest.fixture(scope="module")
@@ -336,11 +585,19 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> RequestRanker:
     folder = tmp_path_factory.mktemp("ranker")
     tables, text = write_actions(folder, content=True), str(folder / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    setup = set_up({"name": "lac", **SIZES["lac"]}, FitConfig(batch_size=8), Inputs(tables, text=text))
+    setup = set_up(
+        {"name": "lac", **SIZES["lac"]},
+        FitConfig(batch_size=8),
+        Inputs(tables, text=text),
+    )
     checkpoint.save(folder / "lac", setup.model, setup.checkpoint(epoch=1))
-    package.write_bundle(folder / "bundle", str(folder / "lac"), Inputs(tables, text=text))
+    package.write_bundle(
+        folder / "bundle", str(folder / "lac"), Inputs(tables, text=text)
+    )
     model = RequestRanker()
-    model.load_context(SimpleNamespace(artifacts={"data": str(folder / "bundle")}, model_config=None))
+    model.load_context(
+        SimpleNamespace(artifacts={"data": str(folder / "bundle")}, model_config=None)
+    )
     return model
 
 
@@ -350,41 +607,79 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> RequestRanker:
         ([{"title": "x"}], "new_items has an item without item_id"),
         ([None], "new_items has an item without item_id"),
         ([{"item_id": "p"}, {"item_id": "p"}], "new_items has 'p' twice"),
-        ([{"item_id": "p", "titel": "x"}], "new_items has 'titel' of 'p', which .* the nearest is 'title'"),
-        ([{"item_id": "p", "price": np.inf}], "'price' of new_items has an infinite number"),
+        (
+            [{"item_id": "p", "titel": "x"}],
+            "new_items has 'titel' of 'p', which .* the nearest is 'title'",
+        ),
+        (
+            [{"item_id": "p", "price": np.inf}],
+            "'price' of new_items has an infinite number",
+        ),
         ([{"item_id": "p", "price": "cheap"}], "'price' of new_items is of numbers"),
     ],
 )
-def test_new_items_that_cannot_be_read_are_refused(posts: list[Any], message: str, ranker: RequestRanker) -> None:
+def test_new_items_that_cannot_be_read_are_refused(
+    posts: list[Any], message: str, ranker: RequestRanker
+) -> None:
     with pytest.raises(UserError, match=message):
         ranker.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": posts}]))
 
 
-def test_what_new_items_lack_is_said(ranker: RequestRanker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_new_items_lack_is_said(
+    ranker: RequestRanker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranker.requests.new, "encoder", None)
-    no_id = pytest.warns(UserWarning, match="1 new items are scored without an id, and the model has never trained")
-    with no_id, pytest.warns(UserWarning, match="without its text encoder; 1 new items count as without text"):
-        ranker.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": [{"item_id": "p", "title": "husky"}]}]))
+    no_id = pytest.warns(
+        UserWarning,
+        match="1 new items are scored without an id, and the model has never trained",
+    )
+    with (
+        no_id,
+        pytest.warns(
+            UserWarning,
+            match="without its text encoder; 1 new items count as without text",
+        ),
+    ):
+        ranker.predict(
+            None,
+            pd.DataFrame(
+                [
+                    called("p", BARE)
+                    | {"new_items": [{"item_id": "p", "title": "husky"}]}
+                ]
+            ),
+        )
 
 
 def test_text_that_a_model_was_not_trained_with_is_refused(tmp_path: Path) -> None:
     tables, text = write_actions(tmp_path / "a", content=True), str(tmp_path / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    with_text, without = ActionsCatalogue.load(tables, text), ActionsCatalogue.load(tables)
+    with_text, without = (
+        ActionsCatalogue.load(tables, text),
+        ActionsCatalogue.load(tables),
+    )
     for catalogue, other, message in (
         (
             with_text,
             without,
             "trained with a table 'text_items' that is not given; give the --text that it was trained",
         ),
-        (without, with_text, "was trained without text, and a table 'text_items' is given; leave out --text"),
+        (
+            without,
+            with_text,
+            "was trained without text, and a table 'text_items' is given; leave out --text",
+        ),
     ):
         config = registry.config_from_dict({"name": "attn_mvp", **SIZES["attn_mvp"]})
-        about = Checkpoint(model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1)
+        about = Checkpoint(
+            model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1
+        )
         checkpoint.save(tmp_path / "model", registry.build(config, catalogue), about)
         registry.load(tmp_path / "model", catalogue)
         with pytest.raises(UserError, match=message):
             registry.load(tmp_path / "model", other)
     others = write_actions(tmp_path / "b", items=13, content=True)
-    with pytest.raises(UserError, match=r"items was made from other items .* or run jobs.encode again"):
+    with pytest.raises(
+        UserError, match=r"items was made from other items .* or run jobs.encode again"
+    ):
         ActionsCatalogue.load(others, text)

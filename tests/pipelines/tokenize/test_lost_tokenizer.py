@@ -19,7 +19,9 @@ from pipelines.data.sids import tokenize
 from pipelines.data.sids.tokenize import TokenizerConfig, train_codes
 
 EMBEDDINGS = np.random.default_rng(0).normal(size=(90, 6)).astype(np.float32)
-RQVAE = TokenizerConfig("rqvae", rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, epochs=400))
+RQVAE = TokenizerConfig(
+    "rqvae", rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, epochs=400)
+)
 
 
 @contextlib.contextmanager
@@ -31,7 +33,9 @@ def killing(times: int) -> Iterator[set[int]]:
         while len(killed) < times and not over.wait(0.05):
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if process.pid not in killed and process.name().startswith("ray::_train_ta"):
+                    if process.pid not in killed and process.name().startswith(
+                        "ray::_train_ta"
+                    ):
                         process.send_signal(signal.SIGKILL)
                         killed.add(process.pid)
 
@@ -51,7 +55,9 @@ def test_what_the_worker_did_before_does_not_matter() -> None:
 
     before = torch.get_float32_matmul_precision()
     expected = trained()
-    torch.set_float32_matmul_precision("medium")  # as a model that was built there leaves it
+    torch.set_float32_matmul_precision(
+        "medium"
+    )  # as a model that was built there leaves it
     try:
         assert np.array_equal(trained(), expected)
         assert torch.get_float32_matmul_precision() == "medium"
@@ -59,10 +65,14 @@ def test_what_the_worker_did_before_does_not_matter() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_lost_training_of_codes_starts_anew(ray_local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_training_of_codes_starts_anew(
+    ray_local: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines, again = list[str](), list[str]()
     _, expected = train_codes(EMBEDDINGS, RQVAE, lines.append)
-    monkeypatch.setenv("RAY_ADDRESS", "local")  # as on a cluster, where it is a task of Ray
+    monkeypatch.setenv(
+        "RAY_ADDRESS", "local"
+    )  # as on a cluster, where it is a task of Ray
     with killing(1) as killed:
         _, codes = train_codes(EMBEDDINGS, RQVAE, again.append)
     assert len(killed) == 1

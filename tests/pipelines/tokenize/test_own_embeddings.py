@@ -18,7 +18,9 @@ from tests.pipelines.tokenize.test_tokenize_tables import write_items
 
 IDS = [f"i{n:04d}" for n in (3, 0, 9, 1, 2)]
 VECTORS = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
-EXPECTED = np.stack([VECTORS[1], VECTORS[3], VECTORS[4], VECTORS[0], np.zeros(3, np.float32)])
+EXPECTED = np.stack(
+    [VECTORS[1], VECTORS[3], VECTORS[4], VECTORS[0], np.zeros(3, np.float32)]
+)
 
 
 def write(folder: Path, columns: dict[str, Any]) -> str:
@@ -35,7 +37,10 @@ def write_npy(folder: Path, vectors: Any, ids: str) -> tuple[str, str]:
 LISTS = pa.list_(pa.float64())
 LAYOUTS: dict[str, dict[str, Any]] = {
     "lists": {"sku": IDS, "vector": pa.array(VECTORS.tolist(), LISTS), "title": IDS},
-    "fixed": {"sku": IDS, "vector": pa.array(VECTORS.tolist(), pa.list_(pa.float32(), 3))},
+    "fixed": {
+        "sku": IDS,
+        "vector": pa.array(VECTORS.tolist(), pa.list_(pa.float32(), 3)),
+    },
     "columns": {"a": VECTORS[:, 0], "sku": IDS, "b": VECTORS[:, 1], "c": VECTORS[:, 2]},
 }
 
@@ -47,9 +52,20 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
     else:
         file = write(tmp_path, LAYOUTS[layout]), "sku"
     (tmp_path / "items").mkdir()
-    items, out, said = write_items(tmp_path / "items", ["thing"] * 5), str(tmp_path / "out"), list[str]()
+    items, out, said = (
+        write_items(tmp_path / "items", ["thing"] * 5),
+        str(tmp_path / "out"),
+        list[str](),
+    )
     own = read_own(*file)
-    made = embed_items(items, out, "minilm", say=said.append, start=lambda: pytest.fail("Ray starts"), own=own)
+    made = embed_items(
+        items,
+        out,
+        "minilm",
+        say=said.append,
+        start=lambda: pytest.fail("Ray starts"),
+        own=own,
+    )
     np.testing.assert_allclose(read_embeddings(out), EXPECTED)
     assert said == [
         f"note: 1 of 5 items have no row in {file[0]}: zeros",
@@ -57,34 +73,77 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
     ]
     again = embed_items(items, out, "tfidf", say=said.append, own=own)
     assert (again.hash, said[-1]) == (made.hash, f"{out}: up to date")
-    other = read_own(write(tmp_path, LAYOUTS["lists"] | {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}), "sku")
-    with pytest.raises(UserError, match="was made from other input or settings; use --overwrite"):
+    other = read_own(
+        write(
+            tmp_path,
+            LAYOUTS["lists"] | {"vector": pa.array((2 * VECTORS).tolist(), LISTS)},
+        ),
+        "sku",
+    )
+    with pytest.raises(
+        UserError, match="was made from other input or settings; use --overwrite"
+    ):
         embed_items(items, out, "minilm", own=other)
     both = write(tmp_path, LAYOUTS["lists"] | {"parent": IDS[::-1]})
     assert read_own(both, "parent").sha256 != read_own(both, "sku").sha256
-    with pytest.raises(UserError, match=r"has no row of any item, such as 'i0000'; its ids begin with 'x'"):
+    with pytest.raises(
+        UserError,
+        match=r"has no row of any item, such as 'i0000'; its ids begin with 'x'",
+    ):
         embed_items(
-            items, str(tmp_path / "none"), "minilm", own=read_own(write(tmp_path, {"sku": ["x"], "a": [1]}), "sku")
+            items,
+            str(tmp_path / "none"),
+            "minilm",
+            own=read_own(write(tmp_path, {"sku": ["x"], "a": [1]}), "sku"),
         )
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"sku": IDS, "a": [1.0, 2.0, np.nan, 3.0, np.inf]}, "not finite, first in row 2 .of 'i0009'."),
-        ({"sku": IDS, "a": pa.array([[1.0], [2.0], [None], [3.0], [4.0]], LISTS)}, "not finite, first in row 2"),
-        ({"sku": IDS, "a": pa.array([[1.0], None, [2.0], [3.0], [4.0]], LISTS)}, "of 0 to 1 numbers; give all the"),
-        ({"sku": IDS, "a": pa.array([[1.0], [2.0, 3.0], [2.0], [3.0], [4.0]], LISTS)}, "of 1 to 2 numbers"),
-        ({"sku": ["1", "2", "1.0"], "a": [1, 2, 3]}, "has the item '1' twice, in rows 0 and 2"),
+        (
+            {"sku": IDS, "a": [1.0, 2.0, np.nan, 3.0, np.inf]},
+            "not finite, first in row 2 .of 'i0009'.",
+        ),
+        (
+            {"sku": IDS, "a": pa.array([[1.0], [2.0], [None], [3.0], [4.0]], LISTS)},
+            "not finite, first in row 2",
+        ),
+        (
+            {"sku": IDS, "a": pa.array([[1.0], None, [2.0], [3.0], [4.0]], LISTS)},
+            "of 0 to 1 numbers; give all the",
+        ),
+        (
+            {
+                "sku": IDS,
+                "a": pa.array([[1.0], [2.0, 3.0], [2.0], [3.0], [4.0]], LISTS),
+            },
+            "of 1 to 2 numbers",
+        ),
+        (
+            {"sku": ["1", "2", "1.0"], "a": [1, 2, 3]},
+            "has the item '1' twice, in rows 0 and 2",
+        ),
         ({"sku": ["1", None], "a": [1, 2]}, "has no id in row 1"),
         ({"item": IDS, "a": [1] * 5}, "has no column 'sku'; --id is one of item, a"),
-        ({"sku": IDS, "a": [1] * 5, "title": IDS}, "has columns without numbers, title; leave them out"),
+        (
+            {"sku": IDS, "a": [1] * 5, "title": IDS},
+            "has columns without numbers, title; leave them out",
+        ),
         ({"sku": IDS}, "has columns without numbers, or none"),
-        ({"sku": IDS, **{name: pa.array([[1.0]] * 5, LISTS) for name in "ab"}}, "several columns of lists, a, b"),
-        ({"sku": pa.array([], pa.string()), "a": pa.array([], LISTS)}, "holds no embeddings"),
+        (
+            {"sku": IDS, **{name: pa.array([[1.0]] * 5, LISTS) for name in "ab"}},
+            "several columns of lists, a, b",
+        ),
+        (
+            {"sku": pa.array([], pa.string()), "a": pa.array([], LISTS)},
+            "holds no embeddings",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_no_matrix_with_ids_is_refused(columns: dict[str, Any], message: str, tmp_path: Path) -> None:
+)
+def test_what_is_no_matrix_with_ids_is_refused(
+    columns: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         read_own(write(tmp_path, columns), "sku")
 
@@ -93,24 +152,47 @@ def test_what_is_no_matrix_with_ids_is_refused(columns: dict[str, Any], message:
     ("vectors", "ids", "message"),
     [
         (VECTORS, "a\nb\n", "ids.txt has 2 lines and .*own.npy 5 rows"),
-        (VECTORS[0], "a", r"float32 of shape \(3,\); give numbers of shape \(items, width\)"),
+        (
+            VECTORS[0],
+            "a",
+            r"float32 of shape \(3,\); give numbers of shape \(items, width\)",
+        ),
         (np.array([["x"]]), "a", "holds <U1 of shape"),
         (np.array([[None]], object), "a", "is no array of NumPy"),
     ],
 )
-def test_an_array_that_does_not_fit_is_refused(vectors: Any, ids: str, message: str, tmp_path: Path) -> None:
+def test_an_array_that_does_not_fit_is_refused(
+    vectors: Any, ids: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         read_own(*write_npy(tmp_path, vectors, ids))
 
 
-def test_the_job_makes_ids_of_them(ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_job_makes_ids_of_them(
+    ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "tables/items").mkdir(parents=True)
     write_items(tmp_path / "tables/items", [""] * 40)  # text is not read
     vectors = np.random.default_rng(1).standard_normal((40, 4))
-    file = write(tmp_path, {"sku": [f"i{n:04d}" for n in range(40)], "v": pa.array(vectors.tolist(), LISTS)})
-    words = ["--tables", f"{tmp_path}/tables", "--output", f"{tmp_path}/sids", "--embeddings", file]
+    file = write(
+        tmp_path,
+        {
+            "sku": [f"i{n:04d}" for n in range(40)],
+            "v": pa.array(vectors.tolist(), LISTS),
+        },
+    )
+    words = [
+        "--tables",
+        f"{tmp_path}/tables",
+        "--output",
+        f"{tmp_path}/sids",
+        "--embeddings",
+        file,
+    ]
     words += ["--tokenizer", "rqkmeans", "--rqkmeans.codebook_size", "8"]
-    with pytest.raises(UserError, match=r"a \.parquet or .npy file and its --id go together"):
+    with pytest.raises(
+        UserError, match=r"a \.parquet or .npy file and its --id go together"
+    ):
         cli.parse(tokenize.Config, words)
     for said in ("made ", "nothing to do: "):
         tokenize.run(cli.parse(tokenize.Config, [*words, "--id", "sku"]))

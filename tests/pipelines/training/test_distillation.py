@@ -24,11 +24,32 @@ from pipelines import tracking
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
 
-TIGER = {"name": "tiger", "d_model": 16, "d_ff": 32, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 1,
-         "num_decoder_layers": 2, "max_history": 6}  # fmt: skip
-STUDENT = {"name": "sid_mlp", "attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 16}
+TIGER = {
+    "name": "tiger",
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 2,
+    "max_history": 6,
+}
+STUDENT = {
+    "name": "sid_mlp",
+    "attention_heads": 2,
+    "attention_width": 16,
+    "ffn_width": 32,
+    "head_width": 16,
+}
 FIT = FitConfig(
-    batch_size=32, max_epochs=4, lr=0.01, warmup_share=0.0, patience=0, log_every_steps=2, seed=3, metric="recall@20"
+    batch_size=32,
+    max_epochs=4,
+    lr=0.01,
+    warmup_share=0.0,
+    patience=0,
+    log_every_steps=2,
+    seed=3,
+    metric="recall@20",
 )
 
 
@@ -44,27 +65,46 @@ class World:
 
     def train(self, model: dict[str, Any], name: str, **options: Any) -> Trained:
         return train(
-            model=model, fit=FIT, ray_options=RayOptions(threads=1), inputs=Inputs(self.tables, self.sids),
-            storage=str(self.folder / "runs"), name=name, log_model=False, say=self.lines.append, **options,
-        )  # fmt: skip
+            model=model,
+            fit=FIT,
+            ray_options=RayOptions(threads=1),
+            inputs=Inputs(self.tables, self.sids),
+            storage=str(self.folder / "runs"),
+            name=name,
+            log_model=False,
+            say=self.lines.append,
+            **options,
+        )
 
     def distil(self, name: str, **options: Any) -> Trained:
-        return self.train({**STUDENT, "teacher": str(self.folder / "runs/tiger")}, name, **options)
+        return self.train(
+            {**STUDENT, "teacher": str(self.folder / "runs/tiger")}, name, **options
+        )
 
 
 @pytest.fixture(scope="module")
-def world(ray_local: None, new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(
+    ray_local: None,
+    new_store: Callable[[Path], str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> World:
     """With 20 items recall@20 is 1 after every epoch, so that the best epoch is the first, and the last is kept too."""
     folder = tmp_path_factory.mktemp("distillation")
     new_store(folder / "runs")
     made = World(folder, *write_tables(folder, items=20), lines=[])
     setup = set_up(
-        TIGER, FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0), Inputs(made.tables, made.sids)
+        TIGER,
+        FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0),
+        Inputs(made.tables, made.sids),
     )
-    for _ in fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means):
+    for _ in fit(
+        setup.model, setup.train, setup.validate, setup.fit, means=setup.means
+    ):
         pass
     checkpoint.save(folder / "runs/tiger/best", setup.model, setup.checkpoint(epoch=3))
-    made.student = made.distil("student", heard=lambda about: None)  # in this process: its workers are not of interest
+    made.student = made.distil(
+        "student", heard=lambda about: None
+    )  # in this process: its workers are not of interest
     return made
 
 
@@ -78,7 +118,10 @@ def test_the_run_records_its_teacher(world: World) -> None:
     assert run.data.params["model.teacher_hash"] == about.model["teacher_hash"]
     assert world.distil("student").already
     with pytest.raises(UserError, match=r"started with model\.alpha 0\.7, not 0\.5"):
-        world.train({**STUDENT, "teacher": str(world.folder / "runs/tiger"), "alpha": 0.5}, "student")
+        world.train(
+            {**STUDENT, "teacher": str(world.folder / "runs/tiger"), "alpha": 0.5},
+            "student",
+        )
     with pytest.raises(UserError, match=r"model\.teacher is not set"):
         world.train(STUDENT, "orphan")
     assert not (world.folder / "runs/orphan").exists()
@@ -95,7 +138,9 @@ def test_a_finished_run_is_found_so_where_its_teacher_is_gone(world: World) -> N
         with pytest.raises(UserError, match=gone):
             world.distil("student", overwrite=True)
         with pytest.raises(UserError, match=gone):
-            world.train({**STUDENT, "teacher": str(runs / "tiger"), "alpha": 0.5}, "student")
+            world.train(
+                {**STUDENT, "teacher": str(runs / "tiger"), "alpha": 0.5}, "student"
+            )
         with pytest.raises(UserError, match=gone):
             world.distil("another")
         assert (runs / "student/best").is_dir()
@@ -116,16 +161,29 @@ def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
     again = world.distil("broken", heard=lambda about: None)
     assert any("continuing after epoch 1" in line for line in world.lines)
     assert sum(line.startswith("epoch") for line in world.lines) == FIT.max_epochs - 1
-    ours, expected = load_file(broken / last.name / "model.safetensors"), load_file(last / "model.safetensors")
+    ours, expected = (
+        load_file(broken / last.name / "model.safetensors"),
+        load_file(last / "model.safetensors"),
+    )
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
     start = load_file(first / "model.safetensors")
     backbone = {name for name in start if name.startswith("backbone.")}
     assert backbone
-    assert all(torch.equal(start[name], expected[name]) for name in backbone)  # it is frozen
-    assert not all(torch.equal(start[name], expected[name]) for name in start.keys() - backbone)
-    model, _ = registry.load(again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp")
-    batch = {"history": torch.tensor([[1, 8]]), "history_length": torch.tensor([2]), "user": torch.tensor([0])}
+    assert all(
+        torch.equal(start[name], expected[name]) for name in backbone
+    )  # it is frozen
+    assert not all(
+        torch.equal(start[name], expected[name]) for name in start.keys() - backbone
+    )
+    model, _ = registry.load(
+        again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp"
+    )
+    batch = {
+        "history": torch.tensor([[1, 8]]),
+        "history_length": torch.tensor([2]),
+        "user": torch.tensor([0]),
+    }
     items, _ = model.recommend(batch, 20)
     assert sorted(items[0].tolist()) == list(range(20))

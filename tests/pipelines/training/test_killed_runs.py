@@ -30,7 +30,13 @@ from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 
 ROOT = Path(__file__).parents[3]
-MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
 FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 DRIVER = """
@@ -106,7 +112,15 @@ def storage(tmp_path: Path, new_store: Callable[[Path], str]) -> Path:
 
 def start(tables: str, storage: Path, what: str, places: list[tuple[str, int]]) -> None:
     """Starts the same again and again, killed at one place after the other, and once to the end."""
-    line = [sys.executable, "-c", DRIVER, ray.get_runtime_context().gcs_address, tables, str(storage), what]
+    line = [
+        sys.executable,
+        "-c",
+        DRIVER,
+        ray.get_runtime_context().gcs_address,
+        tables,
+        str(storage),
+        what,
+    ]
     words = [json.dumps(places), json.dumps(MODEL), json.dumps(FIT)]
     done = subprocess.run([*line, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -116,27 +130,37 @@ def points_once(storage: Path) -> dict[str, Counter[tuple[str, int]]]:
     """Of each run's name the points of its only run, each of which is there once."""
     client = tracking.connect(f"sqlite:///{storage}/mlflow.db")
     found: dict[str, Counter[tuple[str, int]]] = {}
-    for run in client.search_runs([e.experiment_id for e in client.search_experiments()]):
+    for run in client.search_runs(
+        [e.experiment_id for e in client.search_experiments()]
+    ):
         assert run.info.run_name not in found, f"two runs are named {run.info.run_name}"
         points = Counter(
             (key, point.step)
             for key in run.data.metrics
             for point in client.get_metric_history(run.info.run_id, key)
-        )  # fmt: skip
+        )
         assert not [point for point, times in points.items() if times > 1]
         assert run.info.status == "FINISHED"
         found[str(run.info.run_name)] = points
     return found
 
 
-def test_a_finished_run_goes_on_for_more_epochs(ray_local: None, tables: str, storage: Path) -> None:
+def test_a_finished_run_goes_on_for_more_epochs(
+    ray_local: None, tables: str, storage: Path
+) -> None:
     lines: list[str] = []
 
     def trained(epochs: int, **fit: Any) -> Trained:
         return train(
-            model=MODEL, fit=FitConfig(**{**FIT, **fit, "max_epochs": epochs}), ray_options=RayOptions(threads=1),
-            inputs=Inputs(tables), storage=str(storage), name="one", heard=lambda about: None, say=lines.append,
-        )  # fmt: skip
+            model=MODEL,
+            fit=FitConfig(**{**FIT, **fit, "max_epochs": epochs}),
+            ray_options=RayOptions(threads=1),
+            inputs=Inputs(tables),
+            storage=str(storage),
+            name="one",
+            heard=lambda about: None,
+            say=lines.append,
+        )
 
     first = trained(2)
     assert trained(2).already
@@ -148,20 +172,40 @@ def test_a_finished_run_goes_on_for_more_epochs(ray_local: None, tables: str, st
     found = tracking.connect(longer.run.uri).get_run(longer.run.run_id)
     assert (found.info.status, found.data.tags["fit.max_epochs"]) == ("FINISHED", "4")
     assert found.data.tags["model"]
-    assert rows_of(select(longer.run.uri, ["retrieval/small"]))[0].params["fit.max_epochs"] == "4"
+    assert (
+        rows_of(select(longer.run.uri, ["retrieval/small"]))[0].params["fit.max_epochs"]
+        == "4"
+    )
     ends = [step for step, *_ in tracking.read_curves(f"{storage}/one", 10**9)["epoch"]]
-    assert sorted(step for name, step in points_once(storage)["one"] if name == "epoch") == ends
+    assert (
+        sorted(step for name, step in points_once(storage)["one"] if name == "epoch")
+        == ends
+    )
     with pytest.raises(UserError, match=r"was started with fit\.max_epochs 4, not 3"):
         trained(3)
 
 
-def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, tables: str, storage: Path) -> None:
+def test_a_run_has_each_point_once_wherever_it_was_killed(
+    ray_local: None, tables: str, storage: Path
+) -> None:
     places = [
         ("mlflow:MlflowClient.log_batch", 1),  # the run is made, its params are not
-        ("pipelines.training.run:write_record", 2),  # all of it, but run.json does not name it
-        ("models.checkpoint:save", 1),  # steps are logged, and no checkpoint is there to go on from
-        ("pipelines.serving.package:log_model", 1),  # what the best checkpoint measured is logged
-        ("pipelines.training.run:write_record", 1),  # all is done but for run.json, which says running
+        (
+            "pipelines.training.run:write_record",
+            2,
+        ),  # all of it, but run.json does not name it
+        (
+            "models.checkpoint:save",
+            1,
+        ),  # steps are logged, and no checkpoint is there to go on from
+        (
+            "pipelines.serving.package:log_model",
+            1,
+        ),  # what the best checkpoint measured is logged
+        (
+            "pipelines.training.run:write_record",
+            1,
+        ),  # all is done but for run.json, which says running
     ]
     start(tables, storage, "run", places)
     points = points_once(storage)
@@ -170,9 +214,14 @@ def test_a_run_has_each_point_once_wherever_it_was_killed(ray_local: None, table
     assert sum(key == "best/epoch" for key, _ in points["one"]) == 1
 
 
-def test_a_sweep_has_one_run_wherever_its_driver_was_killed(ray_local: None, tables: str, storage: Path) -> None:
+def test_a_sweep_has_one_run_wherever_its_driver_was_killed(
+    ray_local: None, tables: str, storage: Path
+) -> None:
     places = [
-        ("mlflow:MlflowClient.log_batch", 1),  # the sweep's run is made, its params are not
+        (
+            "mlflow:MlflowClient.log_batch",
+            1,
+        ),  # the sweep's run is made, its params are not
         ("tuning.sweep:close", 1),  # its trial is done, and nothing said of it
         ("pipelines.tracking:Logger.end", 1),  # all is logged, and its run goes on
     ]
@@ -188,8 +237,12 @@ def once_logged(storage: Path, kill: Callable[[], None]) -> threading.Thread:
     def watch() -> None:
         while True:
             try:
-                with sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True) as store:
-                    if store.execute("SELECT 1 FROM metrics WHERE key = 'train/loss'").fetchone():
+                with sqlite3.connect(
+                    f"file:{storage}/mlflow.db?mode=ro", uri=True
+                ) as store:
+                    if store.execute(
+                        "SELECT 1 FROM metrics WHERE key = 'train/loss'"
+                    ).fetchone():
                         return kill()
             except sqlite3.OperationalError:  # not there yet
                 pass
@@ -202,7 +255,11 @@ def once_logged(storage: Path, kill: Callable[[], None]) -> threading.Thread:
 
 def kill_process(named: str) -> None:
     """SIGKILL to the newest process of Ray's that runs under this name."""
-    there = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(named)]
+    there = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p.name().startswith(named)
+    ]
     max(there, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
 
 
@@ -210,12 +267,21 @@ def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
     ray_local: None, tables: str, storage: Path
 ) -> None:
     watch = once_logged(storage, lambda: kill_process("ray::ImplicitFu"))
-    fixed = {f"{of}.{key}": value for of, options in (("model", MODEL), ("fit", FIT)) for key, value in options.items()}
+    fixed = {
+        f"{of}.{key}": value
+        for of, options in (("model", MODEL), ("fit", FIT))
+        for key, value in options.items()
+    }
     grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
     swept = sweep(
-        grid, grid.trials(), inputs=Inputs(tables), storage=str(storage), name="swept",
-        ray_options=RayOptions(threads=1), options=Options(concurrency=1, test=False),
-    )  # fmt: skip
+        grid,
+        grid.trials(),
+        inputs=Inputs(tables),
+        storage=str(storage),
+        name="swept",
+        ray_options=RayOptions(threads=1),
+        options=Options(concurrency=1, test=False),
+    )
     watch.join()
     assert [outcome.status for outcome in swept.outcomes] == ["finished"]
     assert len(points_once(storage)) == 2

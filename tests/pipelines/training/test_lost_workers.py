@@ -27,7 +27,13 @@ from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
 
 ROOT = Path(__file__).parents[3]
-MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "dropout": 0.0, "max_history": 12}
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
 FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 
@@ -45,9 +51,14 @@ def tables(small: tuple[str, str]) -> str:
 def trained(tables: str, storage: Path, **changes: Any) -> Trained:
     fit = FitConfig(**{**FIT, **changes.pop("fit", {})})
     arguments: dict[str, Any] = {
-        "model": MODEL, "fit": fit, "ray_options": RayOptions(threads=1), "inputs": Inputs(tables),
-        "storage": str(storage), "name": "one", "log_model": False,
-    }  # fmt: skip
+        "model": MODEL,
+        "fit": fit,
+        "ray_options": RayOptions(threads=1),
+        "inputs": Inputs(tables),
+        "storage": str(storage),
+        "name": "one",
+        "log_model": False,
+    }
     return train(**{**arguments, **changes})
 
 
@@ -60,7 +71,11 @@ class Holder:
 
 
 def test_a_training_of_counts_that_waits_says_for_what(
-    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+    ray_local: None,
+    tables: str,
+    tmp_path: Path,
+    new_store: Callable[[Path], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     new_store(tmp_path)
     monkeypatch.setattr(runs, "LOOK", 0.5)
@@ -84,7 +99,10 @@ def test_a_training_of_counts_that_waits_says_for_what(
     finally:
         waits.set()  # else the CPUs are held from all tests after this one
         releaser.join()
-    assert said[0] == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
+    assert (
+        said[0]
+        == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
+    )
     assert (counted.epochs, counted.about.name) == (1, "popularity")
     assert counted.about.metrics["recall@20"] > 0
     assert trained(tables, tmp_path, model={"name": "popularity"}).already
@@ -94,21 +112,37 @@ def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:
     said = "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2, and no"
     with pytest.raises(runs.UserError, match=said):
         runs.check_cluster(RayOptions(num_workers=4), 4, False)
-    with pytest.raises(runs.UserError, match="1 worker needs 3 CPUs, 3 CPU for each on one node"):
+    with pytest.raises(
+        runs.UserError, match="1 worker needs 3 CPUs, 3 CPU for each on one node"
+    ):
         runs.check_cluster(RayOptions(cpus_per_worker=3), 1, False)
-    with pytest.raises(runs.UserError, match=r"1 worker needs 1 CPUs, 1 GPUs, .* 2 CPUs, 0 GPUs on 1 node, room for 0"):
+    with pytest.raises(
+        runs.UserError,
+        match=r"1 worker needs 1 CPUs, 1 GPUs, .* 2 CPUs, 0 GPUs on 1 node, room for 0",
+    ):
         runs.check_cluster(RayOptions(), 1, True)
     runs.check_cluster(RayOptions(num_workers=4, min_workers=2), 4, False)
 
 
 def test_an_autoscaler_may_still_give_it(ray_local: None) -> None:
     """As a node is listed that Ray's launcher or KubeRay has started."""
-    here = {"NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Resources": {"CPU": 3.0}}
-    started = {**here, "NodeManagerHostname": "b", "Labels": {"ray.io/node-group": "trainer"}}
+    here = {
+        "NodeManagerHostname": "a",
+        "NodeManagerAddress": "10.0.0.1",
+        "Labels": {},
+        "Resources": {"CPU": 3.0},
+    }
+    started = {
+        **here,
+        "NodeManagerHostname": "b",
+        "Labels": {"ray.io/node-group": "trainer"},
+    }
     assert not cluster.autoscales([here])
     assert cluster.autoscales([here, started])
     assert (cluster.machines([here, here]), cluster.machines([here, started])) == (1, 2)
-    assert cluster.room([here, started], {"CPU": 2, "GPU": 0}) == 2  # a worker is on one node
+    assert (
+        cluster.room([here, started], {"CPU": 2, "GPU": 0}) == 2
+    )  # a worker is on one node
     assert cluster.room([here, started], {"CPU": 1, "GPU": 1}) == 0
 
 
@@ -122,13 +156,21 @@ def test_a_worker_that_hangs_is_named_and_started_again(
     def freeze() -> None:
         while not checkpoint.last(str(tmp_path / "one")):
             time.sleep(0.02)
-        found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::RayTrainWo")]
+        found = [
+            p
+            for p in psutil.Process().children(recursive=True)
+            if p.name().startswith("ray::RayTrainWo")
+        ]
         found[0].suspend()
 
     watch = threading.Thread(target=freeze, daemon=True)
     watch.start()
-    options = RayOptions(threads=1, hang_minutes=0.5)  # a slow machine takes its seconds for a step
-    made = trained(tables, tmp_path, ray_options=options, say=lines.append, fit={"max_epochs": 30})
+    options = RayOptions(
+        threads=1, hang_minutes=0.5
+    )  # a slow machine takes its seconds for a step
+    made = trained(
+        tables, tmp_path, ray_options=options, say=lines.append, fit={"max_epochs": 30}
+    )
     watch.join()
     notes = [line for line in lines if line.startswith("note:")]
     assert (
@@ -158,14 +200,20 @@ except Exception as error:
 @pytest.mark.long
 def test_a_job_without_its_raylet_ends_with_one_line() -> None:
     """Ray itself ends a driver without its GCS, after a minute."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+    }
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT_RAYLET],
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    (said,) = [line for line in ended.stdout.splitlines() if line.startswith("a process of Ray was lost (")]
+    (said,) = [
+        line
+        for line in ended.stdout.splitlines()
+        if line.startswith("a process of Ray was lost (")
+    ]
     assert "raylet died" in said
 
 
@@ -181,13 +229,18 @@ def test_a_storage_that_goes_away_ends_a_training_with_a_line(
     def say(line: str) -> None:
         lines.append(line)
         if line.startswith("epoch") and " 2/" in line:
-            file.replace(storage)  # in one go: a folder that is removed while a worker writes may come again
+            file.replace(
+                storage
+            )  # in one go: a folder that is removed while a worker writes may come again
 
     with pytest.raises(OSError, match="Not a directory") as caught:
         trained(tables, storage, fit={"max_epochs": 400}, say=say, tracking_uri=store)
     said = str(explain(caught.value))
     assert "\n" not in said
-    assert "see that the storage is there and may be written, then run the same line again" in said
+    assert (
+        "see that the storage is there and may be written, then run the same line again"
+        in said
+    )
     assert storage.read_text() == "another file"
     assert not any("400/400" in line for line in lines)
 
@@ -198,7 +251,10 @@ def test_a_full_disk_ends_a_training_at_once(
     store = new_store(tmp_path)
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)],
+        capture_output=True,
+    )
     if mounted.returncode:
         pytest.skip("a small disk can only be mounted by root")
     lines: list[str] = []

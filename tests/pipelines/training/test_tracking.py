@@ -70,8 +70,15 @@ def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path, uri: str) -> N
     def opened(name: str, trial: str, parent: str | None = None) -> str:
         tags = {tracking.TRIAL_TAG: trial} if parent else {}
         return tracking.open_run(
-            uri, "retrieval/x", name, str(tmp_path), config={"fit": {"lr": 1}}, hashes={}, parent=parent, tags=tags
-        ).run_id  # fmt: skip
+            uri,
+            "retrieval/x",
+            name,
+            str(tmp_path),
+            config={"fit": {"lr": 1}},
+            hashes={},
+            parent=parent,
+            tags=tags,
+        ).run_id
 
     one, other = opened("one", ""), opened("other", "")
     first = opened("t", "id", one)
@@ -80,12 +87,19 @@ def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path, uri: str) -> N
     assert opened("t", "id", other) != first
 
 
-def test_what_a_kill_kept_back_is_sent_from_the_last_checkpoint(tmp_path: Path, uri: str) -> None:
-    run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={}, hashes={})
+def test_what_a_kill_kept_back_is_sent_from_the_last_checkpoint(
+    tmp_path: Path, uri: str
+) -> None:
+    run = tracking.open_run(
+        uri, "retrieval/x", "a", str(tmp_path), config={}, hashes={}
+    )
     first = tracking.Logger(run)
     first.log({"train/loss": 1.0}, 1)
     first.flush()
-    curves = {"train/loss": [(1, 1.0, 10), (2, 2.0, 20), (3, 3.0, 30)], "val/ndcg@10": [(2, 0.5, 20)]}
+    curves = {
+        "train/loss": [(1, 1.0, 10), (2, 2.0, 20), (3, 3.0, 30)],
+        "val/ndcg@10": [(2, 0.5, 20)],
+    }
     tracking.write_curves(str(tmp_path), curves)
     assert tracking.read_curves(str(tmp_path), 2) == {
         "train/loss": curves["train/loss"][:2],
@@ -95,12 +109,26 @@ def test_what_a_kill_kept_back_is_sent_from_the_last_checkpoint(tmp_path: Path, 
     again.log({"train/loss": 3.5}, 3)
     again.flush()
     history = again.client.get_metric_history(run.run_id, "train/loss")
-    assert sorted((point.step, point.value) for point in history) == [(1, 1.0), (2, 2.0), (3, 3.5)]
-    assert [point.timestamp for point in again.client.get_metric_history(run.run_id, "val/ndcg_at_10")] == [20]
+    assert sorted((point.step, point.value) for point in history) == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.5),
+    ]
+    assert [
+        point.timestamp
+        for point in again.client.get_metric_history(run.run_id, "val/ndcg_at_10")
+    ] == [20]
 
 
 def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
-    run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={"items": "h"})
+    run = tracking.open_run(
+        uri,
+        "retrieval/x",
+        "a",
+        str(tmp_path),
+        config={"fit": {"lr": 1}},
+        hashes={"items": "h"},
+    )
     first = tracking.Logger(run)
     for step in (1, 2, 3):
         first.log({"train/loss": float(step)}, step)
@@ -110,7 +138,9 @@ def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
         again.log({"train/loss": float(step), "train/nan": float("nan")}, step)
     again.flush()
     history = tracking.connect(uri).get_metric_history(run.run_id, "train/loss")
-    assert [(point.step, point.value) for point in history] == [(i, float(i)) for i in range(1, 6)]
+    assert [(point.step, point.value) for point in history] == [
+        (i, float(i)) for i in range(1, 6)
+    ]
 
 
 LOCK = """
@@ -127,7 +157,9 @@ store.execute("COMMIT")
 def held(store: Path) -> Iterator[Callable[[], None]]:
     """Another process holds the store, until the function is called."""
     line = [sys.executable, "-c", LOCK, str(store)]
-    holder = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "locked\n"
     try:
@@ -139,12 +171,18 @@ def held(store: Path) -> Iterator[Callable[[], None]]:
 
 @pytest.mark.long
 def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str) -> None:
-    run = tracking.open_run(uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={})
+    run = tracking.open_run(
+        uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={}
+    )
     logger = tracking.Logger(run)
     with held(tmp_path / "mlflow.db") as let_go, ThreadPoolExecutor(2) as threads:
         writers = [
-            threads.submit(lambda: (logger.log({"train/loss": 0.5}, 1), logger.flush())),
-            threads.submit(tracking.open_run, uri, "new", "b", str(tmp_path), config={}, hashes={}),
+            threads.submit(
+                lambda: (logger.log({"train/loss": 0.5}, 1), logger.flush())
+            ),
+            threads.submit(
+                tracking.open_run, uri, "new", "b", str(tmp_path), config={}, hashes={}
+            ),
         ]
         while not all(writer.running() for writer in writers):
             time.sleep(0.01)
@@ -153,40 +191,59 @@ def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str) -> None:
         let_go()
         for writer in writers:
             writer.result()
-    assert [point.step for point in logger.client.get_metric_history(run.run_id, "train/loss")] == [1]
+    assert [
+        point.step
+        for point in logger.client.get_metric_history(run.run_id, "train/loss")
+    ] == [1]
 
 
-def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(tmp_path: Path, uri: str) -> None:
+def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(
+    tmp_path: Path, uri: str
+) -> None:
     assert tracking.artifacts_in("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
-    run = tracking.open_run(uri, "x", "a", f"file://{tmp_path}/runs", config={"fit": {"lr": 1}}, hashes={})
+    run = tracking.open_run(
+        uri, "x", "a", f"file://{tmp_path}/runs", config={"fit": {"lr": 1}}, hashes={}
+    )
     config = tmp_path / f"runs/mlartifacts/{run.run_id}/artifacts/config.yaml"
     assert "lr: 1" in config.read_text()
 
     nowhere = tmp_path / "file"
     nowhere.write_text("no folder")
-    with pytest.raises(UserError, match=rf"cannot write to {nowhere}/.*experiment 'y' keeps its artifacts; make that"):
+    with pytest.raises(
+        UserError,
+        match=rf"cannot write to {nowhere}/.*experiment 'y' keeps its artifacts; make that",
+    ):
         tracking.open_run(uri, "y", "b", str(nowhere), config={}, hashes={})
     client = tracking.connect(uri)
     made = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert [one.info.run_name for one in made] == ["a"]
 
 
-def test_figures_of_a_run_are_logged_again_where_they_changed(tmp_path: Path, uri: str) -> None:
+def test_figures_of_a_run_are_logged_again_where_they_changed(
+    tmp_path: Path, uri: str
+) -> None:
     run = tracking.open_run(uri, "x", "a", str(tmp_path), config={}, hashes={})
     for value in (0.5, 0.5, 0.25):
         tracking.Logger(run).update({"test/ndcg@10": value, "best/epoch": 3}, 7)
     client = tracking.connect(uri)
     history = client.get_metric_history(run.run_id, "test/ndcg_at_10")
     assert [(point.step, point.value) for point in history] == [(7, 0.5), (8, 0.25)]
-    assert client.get_run(run.run_id).data.metrics == {"test/ndcg_at_10": 0.25, "best/epoch": 3}
+    assert client.get_run(run.run_id).data.metrics == {
+        "test/ndcg_at_10": 0.25,
+        "best/epoch": 3,
+    }
 
 
 def test_a_run_that_is_gone_is_named(tmp_path: Path, uri: str) -> None:
-    with pytest.raises(UserError, match=r"run 0123 of this training is not at .*--overwrite"):
+    with pytest.raises(
+        UserError, match=r"run 0123 of this training is not at .*--overwrite"
+    ):
         tracking.reopen(tracking.RunRef(uri, "retrieval/x", "0123"))
 
 
-def test_the_tracking_uri_is_explicit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracking_uri_is_explicit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert resolve_uri(None, str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
@@ -196,6 +253,15 @@ def test_the_tracking_uri_is_explicit(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_numbers_of_a_manifest_become_metrics() -> None:
     levels = [{"use": 1.0}, {"use": 0.5}]
-    info = {"collision_rate": 0.25, "levels": levels, "tokenizer": "rqvae", "conflict_level": True}
-    expected = {"sids/collision_rate": 0.25, "sids/levels/0/use": 1.0, "sids/levels/1/use": 0.5}
+    info = {
+        "collision_rate": 0.25,
+        "levels": levels,
+        "tokenizer": "rqvae",
+        "conflict_level": True,
+    }
+    expected = {
+        "sids/collision_rate": 0.25,
+        "sids/levels/0/use": 1.0,
+        "sids/levels/1/use": 0.5,
+    }
     assert figures(info, "sids") == {**expected, "sids/conflict_level": 1.0}

@@ -26,11 +26,16 @@ class TableScorer:
     level: int = 0
 
     def start(self) -> Tensor:
-        self.prefix, self.level = torch.zeros((len(self.tables[0]), 1), dtype=torch.long), 0
+        self.prefix, self.level = (
+            torch.zeros((len(self.tables[0]), 1), dtype=torch.long),
+            0,
+        )
         return self.tables[0][:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        self.prefix = self.prefix.gather(1, parents) * self.tables[self.level].shape[2] + tokens
+        self.prefix = (
+            self.prefix.gather(1, parents) * self.tables[self.level].shape[2] + tokens
+        )
         self.level += 1
         rows = torch.arange(len(parents)).unsqueeze(1)
         return self.tables[self.level][rows, self.prefix]
@@ -48,11 +53,15 @@ def problems(draw):
     """(scorer, trie, codes): whole-number scores, so that many are equal and sums are exact."""
     sizes, codes = draw(catalogues())
     users = draw(st.integers(1, 3))
-    values = draw(st.sampled_from([(-1, -2), (-1,), tuple(range(-50, 0)), (-1, -2, -math.inf)]))
+    values = draw(
+        st.sampled_from([(-1, -2), (-1,), tuple(range(-50, 0)), (-1, -2, -math.inf)])
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     tables, prefixes = [], 1
     for size in sizes:
-        choice = torch.randint(0, len(values), (users, prefixes, size), generator=generator)
+        choice = torch.randint(
+            0, len(values), (users, prefixes, size), generator=generator
+        )
         tables.append(torch.tensor(values, dtype=torch.float)[choice])
         prefixes *= size
     return TableScorer(tables), Trie(torch.tensor(codes), sizes), codes
@@ -77,13 +86,17 @@ def expected_beam(scorer, codes, user, k, beam, among=None):
 def subset(codes, seed):
     """(N,) bool of some of the items, and their codes."""
     items = torch.rand(len(codes), generator=torch.Generator().manual_seed(seed)) < 0.5
-    return items, [code for code, there in zip(codes, items.tolist(), strict=True) if there]
+    return items, [
+        code for code, there in zip(codes, items.tolist(), strict=True) if there
+    ]
 
 
 def check(found, scorer, codes, k, beam, among=None):
     items, scores = found
     for user in range(len(items)):
-        assert (items[user].tolist(), scores[user].tolist()) == expected_beam(scorer, codes, user, k, beam, among)
+        assert (items[user].tolist(), scores[user].tolist()) == expected_beam(
+            scorer, codes, user, k, beam, among
+        )
 
 
 @settings(max_examples=150)
@@ -111,9 +124,23 @@ def test_any_beam_keeps_the_best_prefixes_and_breaks_ties_by_code(problem, k, be
 def test_a_search_among_some_items_is_that_of_a_trie_of_these(problem, k, beam, seed):
     scorer, trie, codes = problem
     items, some = subset(codes, seed)
-    check(beam_search(scorer, trie, k, beam, allowed=trie.edges_to(items)), scorer, codes, k, beam, some)
+    check(
+        beam_search(scorer, trie, k, beam, allowed=trie.edges_to(items)),
+        scorer,
+        codes,
+        k,
+        beam,
+        some,
+    )
     width = math.prod(table.shape[2] for table in scorer.tables)
-    check(unconstrained_beam_search(scorer, trie, k, width, trie.edges_to(items)), scorer, codes, k, width, some)
+    check(
+        unconstrained_beam_search(scorer, trie, k, width, trie.edges_to(items)),
+        scorer,
+        codes,
+        k,
+        width,
+        some,
+    )
 
 
 @settings(max_examples=60)
@@ -122,7 +149,9 @@ def test_without_the_trie_only_items_are_left_in_the_end(problem, k):
     scorer, trie, codes = problem
     width = math.prod(table.shape[2] for table in scorer.tables)
     items, scores = unconstrained_beam_search(scorer, trie, k, beam=width)
-    check((items, scores), scorer, codes, k, width)  # wide enough to drop nothing, it is the same search
+    check(
+        (items, scores), scorer, codes, k, width
+    )  # wide enough to drop nothing, it is the same search
 
 
 def test_a_tuple_whose_every_bigram_exists_is_not_an_item():
@@ -130,13 +159,17 @@ def test_a_tuple_whose_every_bigram_exists_is_not_an_item():
     codes = [(0, 0, 0), (1, 0, 1)]
     trie = Trie(torch.tensor(codes), (2, 2, 2))
     likes = [torch.full((1, n, 2), -5.0) for n in (1, 2, 4)]
-    likes[0][0, 0, 0] = likes[1][0, 0, 0] = likes[2][0, 0, 1] = -0.1  # the model wants (0, 0, 1)
+    likes[0][0, 0, 0] = likes[1][0, 0, 0] = likes[2][
+        0, 0, 1
+    ] = -0.1  # the model wants (0, 0, 1)
     items, scores = beam_search(TableScorer(likes), trie, 3, beam=3)
     assert items.tolist() == [[0, 1, -1]]
     assert scores[0, 0].item() == pytest.approx(-5.2)
     assert trie.lookup(torch.tensor([[0, 0, 1]])).tolist() == [-1]
     items, _ = unconstrained_beam_search(TableScorer(likes), trie, 1, beam=1)
-    assert items.tolist() == [[-1]]  # unconstrained, the narrow beam ends at a tuple of no item
+    assert items.tolist() == [
+        [-1]
+    ]  # unconstrained, the narrow beam ends at a tuple of no item
 
 
 @settings(max_examples=80)

@@ -18,7 +18,14 @@ from models.retrieval.data import Catalogue
 from models.retrieval.parts import SidTokens, padding_mask
 
 SIZES = T5Sizes(
-    vocabulary=20, d_model=16, d_ff=24, num_heads=2, d_kv=8, num_encoder_layers=3, num_decoder_layers=1, dropout=0.1
+    vocabulary=20,
+    d_model=16,
+    d_ff=24,
+    num_heads=2,
+    d_kv=8,
+    num_encoder_layers=3,
+    num_decoder_layers=1,
+    dropout=0.1,
 )
 
 
@@ -35,7 +42,9 @@ def t5(seed: int = 0) -> T5Backbone:
 MODEL = t5()
 
 
-def padded(model: T5Backbone, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def padded(
+    model: T5Backbone, tokens: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
     outside = torch.arange(tokens.shape[1]) >= lengths[:, None]
     padding = torch.zeros(outside.shape).masked_fill(outside, -torch.inf)[:, None, None]
     with torch.enable_grad():  # as in training
@@ -52,19 +61,28 @@ def padded(model: T5Backbone, tokens: torch.Tensor, lengths: torch.Tensor) -> to
     st.booleans(),
 )
 @torch.no_grad()
-def test_states_are_those_of_the_padded_encoder(lengths, more, most_tokens, waste, compiled):
+def test_states_are_those_of_the_padded_encoder(
+    lengths, more, most_tokens, waste, compiled
+):
     lengths = torch.tensor(lengths)
     width = int(lengths.max()) + more
-    tokens = torch.randint(0, 20, (len(lengths), width), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, 20, (len(lengths), width), generator=torch.Generator().manual_seed(0)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(t5_packed, "TOKENS", most_tokens)
         patch.setattr(t5_packed, "WASTE", waste)
         if not compiled:
             patch.setattr(kernels, "library", lambda: None)
-        states, padding = MODEL.packed()(tokens, lengths), padding_mask(lengths, width, torch.float32)
+        states, padding = (
+            MODEL.packed()(tokens, lengths),
+            padding_mask(lengths, width, torch.float32),
+        )
         found = buckets(lengths)
     real = torch.arange(width) < lengths[:, None]
-    torch.testing.assert_close(states[real], padded(MODEL, tokens, lengths)[real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        states[real], padded(MODEL, tokens, lengths)[real], rtol=1e-4, atol=1e-5
+    )
     assert states.isfinite().all()
     assert (padding is None) == bool(real.all())
     if padding is not None:
@@ -72,7 +90,9 @@ def test_states_are_those_of_the_padded_encoder(lengths, more, most_tokens, wast
     assert sorted(torch.cat(found).tolist()) == list(range(len(lengths)))
     for rows in found:
         inside = lengths[rows]
-        assert len(rows) == 1 or len(rows) * inside.max() <= max(most_tokens, 2 * inside.max())
+        assert len(rows) == 1 or len(rows) * inside.max() <= max(
+            most_tokens, 2 * inside.max()
+        )
         assert inside.max() * len(rows) - inside.sum() <= waste
 
 
@@ -85,8 +105,12 @@ def test_it_follows_the_weights_and_is_kept_while_they_stay():
 
     def fused_steps():
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)  # its changes are not counted by torch
-        model.encoder(model.embedding(tokens), model.encoder.position_bias(9), 0.0).square().sum().backward()
+        optimizer = torch.optim.AdamW(
+            model.parameters(), 0.1, fused=True
+        )  # its changes are not counted by torch
+        model.encoder(
+            model.embedding(tokens), model.encoder.position_bias(9), 0.0
+        ).square().sum().backward()
         optimizer.step()
         model.eval()
 
@@ -102,7 +126,9 @@ def test_it_follows_the_weights_and_is_kept_while_they_stay():
         assert model.packed() is not before
         with torch.no_grad():
             states = model.packed()(tokens, lengths)
-            torch.testing.assert_close(states[real], padded(model, tokens, lengths)[real], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                states[real], padded(model, tokens, lengths)[real], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_it_is_no_part_of_what_is_saved_or_copied():

@@ -26,15 +26,24 @@ from models.retrieval.tokenizers.published import read_published
 
 SHARED = Path(__file__).parents[4] / "../shared/data"
 
-TEACHER = {"d_model": 16, "d_ff": 24, "num_heads": 2, "d_kv": 8, "num_encoder_layers": 2, "num_decoder_layers": 1,
-           "n_user_tokens": 2}  # fmt: skip
+TEACHER = {
+    "d_model": 16,
+    "d_ff": 24,
+    "num_heads": 2,
+    "d_kv": 8,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 1,
+    "n_user_tokens": 2,
+}
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 requests = partial(small_retrieval.requests, longest=20)
 CLOSE = 1e-4
 """Scores of the two paths differ by rounding alone; two items whose plain scores are nearer than this may swap."""
 
 
-def student(codes: Tensor, sizes: tuple[int, ...], seed: int = 0, **options: Any) -> SidMlp:
+def student(
+    codes: Tensor, sizes: tuple[int, ...], seed: int = 0, **options: Any
+) -> SidMlp:
     """A student with random weights, its scores far from uniform."""
     torch.manual_seed(seed)
     config = SidMlpConfig(**{"teacher_model": TEACHER, **SMALL, **options})
@@ -45,7 +54,9 @@ def student(codes: Tensor, sizes: tuple[int, ...], seed: int = 0, **options: Any
     return model.eval()
 
 
-def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str) -> None:
+def same(
+    model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
+) -> None:
     """Scores equal by rank up to rounding; items equal in order, but where scores by rank leave it to rounding."""
     items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
     found, fast = model.recommend(batch, k, beam=beam, path="fast", scores=scores)
@@ -54,8 +65,12 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
     for row in (items != found).any(1).nonzero().flatten().tolist():
         gap = plain[row].diff().abs()
         for at in (items[row] != found[row]).nonzero().flatten().tolist():
-            near = [float(gap[other]) for other in (at - 1, at) if 0 <= other < len(gap)]
-            assert at == k - 1 or min(near) < CLOSE, f"rank {at} differs and its score stands alone: {near}"
+            near = [
+                float(gap[other]) for other in (at - 1, at) if 0 <= other < len(gap)
+            ]
+            assert at == k - 1 or min(near) < CLOSE, (
+                f"rank {at} differs and its score stands alone: {near}"
+            )
 
 
 @settings(max_examples=60)
@@ -69,7 +84,10 @@ def same(model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
 @pytest.mark.long
 def test_any_trie(catalogue, scores, k, beam, seed):
     sizes, codes = catalogue
-    model, batch = student(torch.tensor(codes), sizes, seed), requests(5, len(codes), seed, longest=4)
+    model, batch = (
+        student(torch.tensor(codes), sizes, seed),
+        requests(5, len(codes), seed, longest=4),
+    )
     same(model, batch, k, beam, scores)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "library", lambda: None)
@@ -89,7 +107,9 @@ def real_shape() -> SidMlp:
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("scores", ["children", "codebook"])
 @pytest.mark.parametrize(("k", "beam"), [(10, 1), (10, 10), (50, 50), (70, 20)])
-def test_the_shape_of_a_real_catalogue(real_shape, scores, k, beam, compiled, monkeypatch):
+def test_the_shape_of_a_real_catalogue(
+    real_shape, scores, k, beam, compiled, monkeypatch
+):
     if not compiled:
         monkeypatch.setattr(kernels, "library", lambda: None)
     same(real_shape, requests(40, 6000), k, beam, scores)
@@ -109,7 +129,9 @@ def test_real_catalogues(published):
     codes = np.array(list(read_published(str(SHARED / published))[0].values()))
     if len(np.unique(codes, axis=0)) < len(codes):
         codes = with_conflict_levels(codes)
-    model = student(torch.from_numpy(codes), tuple(int(size) for size in codes.max(0) + 1))
+    model = student(
+        torch.from_numpy(codes), tuple(int(size) for size in codes.max(0) + 1)
+    )
     for scores, k, beam in (("children", 50, 50), ("codebook", 10, 20)):
         same(model, requests(30, len(codes)), k, beam, scores)
 
@@ -118,7 +140,9 @@ def test_real_catalogues(published):
 def test_a_trained_student():
     """Some hundred steps from a random teacher's states towards the first item of the history."""
     model = student(table_7(500), (256, 256, 256, 256), alpha=0.0)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 3e-3, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], 3e-3, fused=True
+    )
     for step in range(60):
         batch = requests(64, 500, seed=100 + step, longest=5)
         model.train()
@@ -127,7 +151,9 @@ def test_a_trained_student():
         optimizer.step()
         model.eval()
         if step % 30 == 0:
-            model.recommend(batch, 10)  # a search with these weights, which the next steps leave behind
+            model.recommend(
+                batch, 10
+            )  # a search with these weights, which the next steps leave behind
     for k, beam in ((10, 50), (50, 50), (5, 3)):
         for scores in ("children", "codebook"):
             same(model, requests(40, 500), k, beam, scores)
@@ -157,14 +183,20 @@ def test_one_item_and_bad_sizes():
     with pytest.raises(ValueError, match="k 0 and beam 5 need to be at least 1"):
         model.recommend(requests(3, 1, longest=2), 0, beam=5)
     model.trie = Catalogue.from_codes(torch.tensor([[0, 0]]), (2, 2)).trie
-    with pytest.raises(ValueError, match=r"scores \[4, 2, 2\] codes by level, the trie has \[2, 2\]; give"):
+    with pytest.raises(
+        ValueError,
+        match=r"scores \[4, 2, 2\] codes by level, the trie has \[2, 2\]; give",
+    ):
         model.recommend(requests(3, 1, longest=2), 2)
 
 
 def test_without_counting_it_is_the_same_search(real_shape, monkeypatch):
     """As on a GPU and in an exported program: no shape depends on what is found."""
     batch = requests(20, 6000)
-    expected = {scores: real_shape.recommend(batch, 10, scores=scores) for scores in ("children", "codebook")}
+    expected = {
+        scores: real_shape.recommend(batch, 10, scores=scores)
+        for scores in ("children", "codebook")
+    }
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for scores, (items, values) in expected.items():
         found, others = real_shape.recommend(batch, 10, scores=scores)
@@ -175,7 +207,10 @@ def test_without_counting_it_is_the_same_search(real_shape, monkeypatch):
 def test_what_is_kept_is_not_of_an_autocast_precision(real_shape):
     batch = requests(4, 500)
     before = real_shape.recommend(batch, 10)
-    for model in (real_shape, real_shape.backbone):  # the student's tables and the encoder's
+    for model in (
+        real_shape,
+        real_shape.backbone,
+    ):  # the student's tables and the encoder's
         model.eval()  # forgets them
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough, _ = real_shape.recommend(batch, 10)

@@ -16,7 +16,12 @@ from test_beam import TableScorer, problems, subset
 from torch import Tensor
 
 from models.retrieval.search.beam import beam_search
-from models.retrieval.search.speculative import Found, Speculation, Tree, speculative_search
+from models.retrieval.search.speculative import (
+    Found,
+    Speculation,
+    Tree,
+    speculative_search,
+)
 from models.retrieval.search.trie import Trie
 
 
@@ -32,38 +37,64 @@ class TableTarget:
         self.passes.append((rows.tolist(), first, len(tree.codes)))
         prefix = torch.zeros((len(rows), 1), dtype=torch.long)
         found = [tables[0][rows][:, :1]]
-        for level, (parents, codes) in enumerate(zip(tree.parents, tree.codes, strict=True)):
+        for level, (parents, codes) in enumerate(
+            zip(tree.parents, tree.codes, strict=True)
+        ):
             prefix = prefix.gather(1, parents) * tables[level].shape[2] + codes
             found.append(tables[level + 1][rows.unsqueeze(1), prefix])
         return found[first:]
 
 
 def search(
-    target: TableScorer, draft: TableScorer, trie: Trie, k: int, how: Speculation, keys: Tensor | None = None
+    target: TableScorer,
+    draft: TableScorer,
+    trie: Trie,
+    k: int,
+    how: Speculation,
+    keys: Tensor | None = None,
 ) -> tuple[Found, TableTarget]:
     verifier = TableTarget(target)
 
     def drafts(rows: Tensor) -> TableScorer:
         return TableScorer([table[rows] for table in draft.tables])
 
-    return speculative_search(verifier, drafts, trie, len(target.tables[0]), k, how, keys), verifier
+    return speculative_search(
+        verifier, drafts, trie, len(target.tables[0]), k, how, keys
+    ), verifier
 
 
-def random_tables(like: TableScorer, generator: torch.Generator, closeness: float) -> TableScorer:
+def random_tables(
+    like: TableScorer, generator: torch.Generator, closeness: float
+) -> TableScorer:
     """A draft: the target's tables but for noise."""
-    noisy = [t + (1 - closeness) * 50 * torch.randn(t.shape, generator=generator) for t in like.tables]
+    noisy = [
+        t + (1 - closeness) * 50 * torch.randn(t.shape, generator=generator)
+        for t in like.tables
+    ]
     return TableScorer(noisy)
 
 
 @given(
-    problem=problems(), k=st.integers(1, 6), beam=st.integers(1, 5), draft_beam=st.integers(1, 8),
-    steps=st.integers(0, 4), children=st.booleans(), closeness=st.sampled_from([0.0, 0.9, 1.0]),
+    problem=problems(),
+    k=st.integers(1, 6),
+    beam=st.integers(1, 5),
+    draft_beam=st.integers(1, 8),
+    steps=st.integers(0, 4),
+    children=st.booleans(),
+    closeness=st.sampled_from([0.0, 0.9, 1.0]),
     some=st.none() | st.integers(0, 9),
-)  # fmt: skip
+)
 @settings(max_examples=100)
 @pytest.mark.long
 def test_strict_is_beam_search_with_any_draft(
-    problem: Any, k: int, beam: int, draft_beam: int, steps: int, children: bool, closeness: float, some: int | None
+    problem: Any,
+    k: int,
+    beam: int,
+    draft_beam: int,
+    steps: int,
+    children: bool,
+    closeness: float,
+    some: int | None,
 ) -> None:
     """Items, scores and ties, of targets with many equal scores and some that are -inf; of all items and of some."""
     scorer, trie, codes = problem
@@ -77,12 +108,18 @@ def test_strict_is_beam_search_with_any_draft(
     assert found.items.tolist() == items.tolist()
     assert found.scores.tolist() == scores.tolist()
     assert found.passes.sum() == sum(len(rows) for rows, _, _ in verifier.passes)
-    assert len(verifier.passes) <= trie.levels  # requests that stand at one length go on together
+    assert (
+        len(verifier.passes) <= trie.levels
+    )  # requests that stand at one length go on together
     assert bool((found.accepted <= found.drafted).all())
-    assert bool((found.passes + found.accepted == trie.levels).all())  # a pass gets a step further than the draft
+    assert bool(
+        (found.passes + found.accepted == trie.levels).all()
+    )  # a pass gets a step further than the draft
 
 
-CODES = [(a, b, c) for a in range(3) for b in range(3) for c in range(2) if (a + b + c) % 4]
+CODES = [
+    (a, b, c) for a in range(3) for b in range(3) for c in range(2) if (a + b + c) % 4
+]
 TINY = Trie(torch.tensor(CODES), (3, 3, 2))
 SAMPLES = 40_000
 SOME = [True, False, True] * (len(CODES) // 3) + [True] * (len(CODES) % 3)
@@ -93,10 +130,15 @@ def tables(seed: int, spread: float = 1.0) -> list[Tensor]:
     """Log-probabilities of one request, by prefix."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((1, 3), (3, 3), (9, 2))
-    return [(spread * torch.randn(1, *shape, generator=generator)).log_softmax(-1) for shape in shapes]
+    return [
+        (spread * torch.randn(1, *shape, generator=generator)).log_softmax(-1)
+        for shape in shapes
+    ]
 
 
-def law(of: list[Tensor], beam: int, codes: list[tuple[int, int, int]]) -> dict[frozenset[tuple[int, ...]], float]:
+def law(
+    of: list[Tensor], beam: int, codes: list[tuple[int, int, int]]
+) -> dict[frozenset[tuple[int, ...]], float]:
     """By enumeration: the chance of each set of items, where every step draws `beam` pairs without replacement from
     the softmax over all pairs of a beam and a code that `codes` have."""
     scorer = TableScorer(of)
@@ -104,7 +146,9 @@ def law(of: list[Tensor], beam: int, codes: list[tuple[int, int, int]]) -> dict[
     for level in range(3):
         after: Counter[frozenset[tuple[int, ...]]] = Counter()
         for beams, chance in states.items():
-            pairs = sorted({code[: level + 1] for code in codes if code[:level] in beams})
+            pairs = sorted(
+                {code[: level + 1] for code in codes if code[:level] in beams}
+            )
             weights = {pair: math.exp(scorer.prefix_scores(0, pair)) for pair in pairs}
             for order in permutations(pairs, min(beam, len(pairs))):
                 left, total = chance, sum(weights.values())
@@ -115,18 +159,36 @@ def law(of: list[Tensor], beam: int, codes: list[tuple[int, int, int]]) -> dict[
     return states
 
 
-def deviation(target: list[Tensor], draft: list[Tensor], how: Speculation, seed: int = 0) -> float:
+def deviation(
+    target: list[Tensor], draft: list[Tensor], how: Speculation, seed: int = 0
+) -> float:
     """How many standard deviations chi-square is above what the law of the target gives it."""
-    many = [TableScorer([table.expand(SAMPLES, -1, -1) for table in of]) for of in (target, draft)]
+    many = [
+        TableScorer([table.expand(SAMPLES, -1, -1) for table in of])
+        for of in (target, draft)
+    ]
     keys = torch.arange(SAMPLES) + seed * SAMPLES
     found, _ = search(many[0], many[1], TINY, how.beam, how, keys)
     assert bool((found.passes + found.accepted == 3).all())
-    seen = Counter(frozenset(CODES[item] for item in row if item >= 0) for row in found.items.tolist())
+    seen = Counter(
+        frozenset(CODES[item] for item in row if item >= 0)
+        for row in found.items.tolist()
+    )
     expected = law(
-        target, how.beam, [code for code, there in zip(CODES, SOME, strict=True) if there or how.allowed is None]
+        target,
+        how.beam,
+        [
+            code
+            for code, there in zip(CODES, SOME, strict=True)
+            if there or how.allowed is None
+        ],
     )
     assert set(seen) <= set(expected)
-    cells = [(seen[items], chance * SAMPLES) for items, chance in expected.items() if chance * SAMPLES > 5]
+    cells = [
+        (seen[items], chance * SAMPLES)
+        for items, chance in expected.items()
+        if chance * SAMPLES > 5
+    ]
     chi = sum((count - mean) ** 2 / mean for count, mean in cells)
     return (chi - len(cells)) / (2 * len(cells)) ** 0.5
 
@@ -152,7 +214,9 @@ def deviation(target: list[Tensor], draft: list[Tensor], how: Speculation, seed:
         else f"{value.rule}-{value.beam}-{value.draft_beam}-{value.steps}{'-some' * (value.allowed is not None)}"
     ),
 )
-def test_relaxed_follows_the_law_of_the_target(how: Speculation, draft: list[Tensor]) -> None:
+def test_relaxed_follows_the_law_of_the_target(
+    how: Speculation, draft: list[Tensor]
+) -> None:
     """Of any draft, under the exact rule; of one draft for one beam, and with none, under the published one."""
     assert abs(deviation(tables(1), draft, how)) < 4
 
@@ -160,22 +224,36 @@ def test_relaxed_follows_the_law_of_the_target(how: Speculation, draft: list[Ten
 def test_the_published_rule_is_no_draw_from_the_target() -> None:
     """Four drafts for two beams, each accepted by itself: what stays is not drawn from the target's distribution."""
     assert deviation(tables(1), tables(2), Speculation(2, 4, 4, rule="published")) > 20
-    assert deviation(tables(1), tables(2), Speculation(2, 4, 4, rule="exact"), seed=1) < 4
+    assert (
+        deviation(tables(1), tables(2), Speculation(2, 4, 4, rule="exact"), seed=1) < 4
+    )
 
 
 @pytest.mark.parametrize("rule", ["published", "exact"])
 def test_a_draft_that_equals_the_target_is_accepted_more_often(rule: Any) -> None:
     accepted = []
     for draft in (tables(1), tables(2, spread=3)):
-        many = [TableScorer([table.expand(500, -1, -1) for table in of]) for of in (tables(1), draft)]
-        found, _ = search(many[0], many[1], TINY, 2, Speculation(2, 4, rule=rule), torch.arange(500))
+        many = [
+            TableScorer([table.expand(500, -1, -1) for table in of])
+            for of in (tables(1), draft)
+        ]
+        found, _ = search(
+            many[0], many[1], TINY, 2, Speculation(2, 4, rule=rule), torch.arange(500)
+        )
         accepted.append(float(found.accepted.sum() / found.drafted.sum()))
     assert accepted[0] > max(0.6, accepted[1] + 0.1), accepted
 
 
-@given(problem=problems(), keyed=st.booleans(), rule=st.sampled_from(["published", "exact"]), k=st.integers(1, 5))
+@given(
+    problem=problems(),
+    keyed=st.booleans(),
+    rule=st.sampled_from(["published", "exact"]),
+    k=st.integers(1, 5),
+)
 @settings(max_examples=25)
-def test_rows_do_not_see_each_other(problem: Any, keyed: bool, rule: Any, k: int) -> None:
+def test_rows_do_not_see_each_other(
+    problem: Any, keyed: bool, rule: Any, k: int
+) -> None:
     """A request finds alone what it finds in a batch, drawn or not, and each item once."""
     scorer, trie, codes = problem
     draft = random_tables(scorer, torch.Generator().manual_seed(1), 0.9)
@@ -184,8 +262,13 @@ def test_rows_do_not_see_each_other(problem: Any, keyed: bool, rule: Any, k: int
     how = Speculation(3, 4, rule=rule)
     found, _ = search(scorer, draft, trie, k, how, keys)
     for row in range(users):
-        one, other = (TableScorer([table[row : row + 1] for table in x.tables]) for x in (scorer, draft))
-        alone, _ = search(one, other, trie, k, how, None if keys is None else keys[row : row + 1])
+        one, other = (
+            TableScorer([table[row : row + 1] for table in x.tables])
+            for x in (scorer, draft)
+        )
+        alone, _ = search(
+            one, other, trie, k, how, None if keys is None else keys[row : row + 1]
+        )
         assert alone.items[0].tolist() == found.items[row].tolist()
         assert alone.scores[0].tolist() == found.scores[row].tolist()
         items = [item for item in found.items[row].tolist() if item >= 0]

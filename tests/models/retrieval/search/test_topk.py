@@ -18,10 +18,14 @@ from models.retrieval.search.topk import _first_of_equals, select, top_k
     levels=st.sampled_from([1, 2, 5, 1000]),
     lost=st.floats(0, 1),
 )
-def test_as_a_stable_sort_has_it(seed: int, rows: int, width: int, k: int, levels: int, lost: float) -> None:
+def test_as_a_stable_sort_has_it(
+    seed: int, rows: int, width: int, k: int, levels: int, lost: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(levels, (rows, width), generator=generator).float()
-    scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < lost, -torch.inf)
+    scores = scores.masked_fill(
+        torch.rand(scores.shape, generator=generator) < lost, -torch.inf
+    )
     expected, order = scores.sort(dim=1, descending=True, stable=True)
     position, values = top_k(scores, k)
     have = min(k, width)
@@ -32,11 +36,15 @@ def test_as_a_stable_sort_has_it(seed: int, rows: int, width: int, k: int, level
     if k < width:
         chosen = order[:, :k].sort(1).values
         assert torch.equal(select(scores, k), chosen)
-        assert torch.equal(_first_of_equals(scores, k), chosen)  # what a GPU does for all rows
+        assert torch.equal(
+            _first_of_equals(scores, k), chosen
+        )  # what a GPU does for all rows
 
 
 def test_nan_is_not_hidden() -> None:
-    scores = torch.tensor([[1.0, torch.nan, 2.0, torch.nan], [1.0, 1.0, 1.0, torch.nan]])
+    scores = torch.tensor(
+        [[1.0, torch.nan, 2.0, torch.nan], [1.0, 1.0, 1.0, torch.nan]]
+    )
     for k in (1, 2, 3):
         for position in (select(scores, k), _first_of_equals(scores, k)):
             assert scores.gather(1, position).isnan().any(1).all()

@@ -18,7 +18,9 @@ def catalogues(draw):
     """(sizes, codes): up to 4 levels of up to 4 codes; from one item to all, so also one child everywhere."""
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     every = list(itertools.product(*map(range, sizes)))
-    codes = draw(st.lists(st.sampled_from(every), min_size=1, max_size=len(every), unique=True))
+    codes = draw(
+        st.lists(st.sampled_from(every), min_size=1, max_size=len(every), unique=True)
+    )
     return sizes, codes
 
 
@@ -34,10 +36,19 @@ def test_it_is_the_trie_of_the_codes_and_finds_each_item(catalogue):
             item = codes.index(prefix) if level == len(sizes) - 1 else -1
             expected.append((level, parents.index(prefix[:-1]), prefix[-1], rank, item))
     names = ("level", "node", "token", "child", "item_index")
-    assert list(zip(*(trie.edge_columns()[name].tolist() for name in names), strict=True)) == expected
-    assert trie.edges == [len({code[: level + 1] for code in codes}) for level in range(len(sizes))]
-    assert trie.branching() == [after / before for before, after in itertools.pairwise([1, *trie.edges])]
-    assert trie.max_branching == [int(trie.offsets(level).diff().max()) for level in range(len(sizes))]
+    assert (
+        list(zip(*(trie.edge_columns()[name].tolist() for name in names), strict=True))
+        == expected
+    )
+    assert trie.edges == [
+        len({code[: level + 1] for code in codes}) for level in range(len(sizes))
+    ]
+    assert trie.branching() == [
+        after / before for before, after in itertools.pairwise([1, *trie.edges])
+    ]
+    assert trie.max_branching == [
+        int(trie.offsets(level).diff().max()) for level in range(len(sizes))
+    ]
     assert not trie.state_dict()  # it stays out of checkpoints
     every = list(itertools.product(*(range(-1, size + 1) for size in sizes)))
     found = trie.lookup(torch.tensor(every)).tolist()
@@ -53,19 +64,25 @@ def test_the_edges_to_some_items_are_their_prefixes(catalogue, seed):
     some = [code for code, there in zip(codes, items.tolist(), strict=True) if there]
     expected = [
         prefix in {code[: level + 1] for code in some}
-        for level in range(len(sizes)) for prefix in sorted({code[: level + 1] for code in codes})
-    ]  # fmt: skip
+        for level in range(len(sizes))
+        for prefix in sorted({code[: level + 1] for code in codes})
+    ]
     edges = trie.edges_to(items)
     assert edges.tolist() == expected
     found = trie.lookup(torch.tensor(codes), edges)
-    assert found.tolist() == [item if there else -1 for item, there in enumerate(items.tolist())]
+    assert found.tolist() == [
+        item if there else -1 for item, there in enumerate(items.tolist())
+    ]
 
 
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
         ([[1, 1], [0, 1], [1, 1]], r"items 0 and 2 have the same codes \[1, 1\]"),
-        ([[0, 2]], "code 2 at level 1 is outside of its codebook of 2; run jobs.tokenize again"),
+        (
+            [[0, 2]],
+            "code 2 at level 1 is outside of its codebook of 2; run jobs.tokenize again",
+        ),
         ([[0, 1], [-1, 0]], "code -1 at level 0 is outside of its codebook of 2"),
     ],
 )

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from models.retrieval.tokenizers.published import codes_of, parse_published, read_published
+from models.retrieval.tokenizers.published import (
+    codes_of,
+    parse_published,
+    read_published,
+)
 from models.tables import UserError
 
 CODES = {"a": [1, 2, 3], "b": [0, 255, 7]}
@@ -22,7 +26,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("zipped", [False, True])
-def test_every_layout_reads_to_the_same_codes(tmp_path: Path, name: str, zipped: bool) -> None:
+def test_every_layout_reads_to_the_same_codes(
+    tmp_path: Path, name: str, zipped: bool
+) -> None:
     path = tmp_path / (name + (".gz" if zipped else ""))
     path.write_bytes(gzip.compress(LAYOUTS[name]) if zipped else LAYOUTS[name])
     sids, digest = read_published(str(path))
@@ -41,7 +47,10 @@ def test_codes_follow_the_catalogue_and_other_ids_are_left_out() -> None:
 
 
 def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
-    with pytest.raises(UserError, match=r"SIDs of 2 items, but none for 2 of the catalogue's 3 \(such as 'c'\)"):
+    with pytest.raises(
+        UserError,
+        match=r"SIDs of 2 items, but none for 2 of the catalogue's 3 \(such as 'c'\)",
+    ):
         codes_of(CODES, ["a", "c", "d"], "f.csv")
 
 
@@ -65,7 +74,9 @@ def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
         ("x.tsv", b"", "neither .json nor .csv"),
     ],
 )
-def test_malformed_files_are_refused_by_name(name: str, content: bytes, message: str) -> None:
+def test_malformed_files_are_refused_by_name(
+    name: str, content: bytes, message: str
+) -> None:
     with pytest.raises(UserError, match=message) as raised:
         parse_published(content, name)
     assert name in str(raised.value)
