@@ -6,8 +6,8 @@
 Any setting of all trials can be given as --model.KEY or --fit.KEY, other values of an axis as --axes.KEY '[A, B]';
 --axes.fit.seed '[42, 43, 44]' repeats any grid over seeds.
 --smoke takes the grid's variant of about a minute, --dry-run prints the trials. The same line again finds what is
-finished and goes on with the rest, trials that failed too. Pass the folder of a finished sweep to use its best trial,
-as in --model.encoder runs/STAGE_1.
+finished and goes on with the rest, trials that failed too; with failed trials the command ends with exit code 1. Pass
+the folder of a finished sweep to use its best trial, as in --model.encoder runs/STAGE_1.
 """
 
 from __future__ import annotations
@@ -178,7 +178,10 @@ def run(config: Config) -> Swept | None:
     print(
         f"Swept {number_of(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s."
     )
-    print(f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}")
+    incomplete = " (of an incomplete grid)" if swept.failed else ""
+    print(
+        f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}{incomplete}"
+    )
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
     print(f"  look at it  {tracking.viewer(swept.run.uri)}")
@@ -187,6 +190,11 @@ def run(config: Config) -> Swept | None:
     )
     compare = cli.line("jobs.compare", **shown, tracking_uri=swept.run.uri)
     print(f"  next        {compare}")
+    if failed := swept.failed:
+        raise UserError(
+            f"{len(failed)} of {number_of(len(trials), 'trial')} failed ({failed[0].name}: {failed[0].error}), so the "
+            f"best is of an incomplete grid; mend what failed, then the same line does only that"
+        )
     return swept
 
 

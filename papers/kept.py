@@ -31,7 +31,6 @@ from pipelines import tracking
 from pipelines.comparison.over_users import evaluated
 from pipelines.comparison.page import write
 from pipelines.comparison.runs import (
-    BEST,
     PARENT,
     Selection,
     is_sweep,
@@ -218,7 +217,7 @@ def store(lines: Sequence[Line]) -> Iterator[str]:
 def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> None:
     """Gives the run what its line says; tags that name a run name the new one."""
     tags = {
-        name: ids.get(value, value) if name in (PARENT, BEST) else value
+        name: ids.get(value, value) if name in (PARENT, tracking.BEST_TAG) else value
         for name, value in line["tags"].items()
     }
     params = [Param(name, value) for name, value in line["params"].items()]

@@ -64,6 +64,10 @@ VIEW = {"mlflow.experimentKind": "custom_model_development"}
 KIND_TAG, TRIAL_TAG, POINT_TAG = "trieline.kind", "sweep.trial", "sweep.point"
 """Tags of sweeps: whether a run is a `sweep` or its `trial`; of a trial its stable id and its values."""
 
+BEST_TAG, INCOMPLETE_TAG = "sweep.best", "sweep.incomplete"
+"""Tags of a sweep: the run of its best trial, and how many trials have no result, so that the best is of an incomplete
+grid; empty where all have one."""
+
 SMOKE_TAG = "sweep.smoke"
 """Tag of a sweep of a grid's small variant, which shows that it runs and nothing more."""
 

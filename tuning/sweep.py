@@ -1,8 +1,8 @@
 """A sweep: the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is its command.
 
-A sweep keeps nothing of its own. `STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values;
-what is done is read from there, and what trials told the scheduler before (`tuning/halving.py`). Tune's own folder is
-never read, and removed when the sweep has ended.
+`STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values; finished trials and the reports that
+the scheduler needs (`tuning/halving.py`) are read from there. `trials.json` beside them lists the trials of the last
+call and the best one. Tune's own folder is never read, and removed when the sweep has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import statistics
 import time
 from collections import Counter
@@ -41,11 +40,11 @@ from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
 from models.checkpoint import BEST
-from models.config import check_least, flattened, hint
+from models.config import check_least, hint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError, join, open_uri
-from models.uri import absolute
+from models.uri import absolute, write_file
 from models.words import number_of
 from pipelines import tracking
 from pipelines.evaluation.ranking import check as check_evaluation
@@ -128,11 +127,16 @@ class Swept:
     outcomes: list[Outcome]
     """All trials, in the grid's order."""
     best: Outcome
-    """The best of those that have a value."""
+    """The best of those that have a value; of an incomplete grid where trials failed."""
     seconds: float
     """Time of this call."""
     results: tune.ResultGrid | None = None
     """Tune's of the trials that ran in this call; None where the sweep was finished before."""
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """Trials that failed, so that the grid is incomplete."""
+        return [outcome for outcome in self.outcomes if outcome.status == "failed"]
 
 
 class Ledger(Callback):
@@ -208,11 +212,14 @@ def sweep(
     say: Callable[[str], None] = print,
     start: Callable[[], None] = lambda: None,
 ) -> Swept:
-    """Runs those trials of the grid that are not done yet. Ray must be started, or `start` starts it where trials are
-    to run. Those of a `smoke` sweep are tried, not measured: comparisons of the experiment leave them out.
+    """Run the trials of the grid that are not finished.
 
-    Raises UserError before anything is started for what no trial could do: tables, models or settings that do not
-    fit, a metric that is not measured, an MLflow that is not there; and at the end where no trial has a value.
+    Ray must be started, or `start` starts it where trials are to run. Comparisons of the experiment leave the trials of
+    a `smoke` sweep out. Failed trials are in the result (`Swept.failed`), which does not raise for them.
+
+    Raises:
+        UserError: before anything is started, if tables, models or settings do not fit, the metric is not measured, or
+            MLflow does not answer; at the end, if no trial has a value.
     """
     began = time.monotonic()
     check_name(name)
@@ -250,6 +257,8 @@ def sweep(
             check_cluster(ray_options, workers, wants_gpu(ray_options))
         run = open_run(plan, hashes, options, smoke)
         plan = replace(plan, parent=run.run_id)
+        if pending:  # the folder stands for no best trial until the sweep has ended
+            write_trials(plan.folder, [outcome(trial, plan, {}) for trial in trials])
         ledger, results = Ledger(plan, len(trials) - len(pending), say), None
         try:
             say(
@@ -264,10 +273,10 @@ def sweep(
                     if trial.name not in ledger.errors:
                         stop(trial, plan)
             found = [outcome(trial, plan, ledger.errors) for trial in trials]
-            best = close(grid, run, found)
+            best = close(plan, run, found)
         except KeyboardInterrupt:
             ray.shutdown()  # ends the trials
-            close(grid, run, [outcome(trial, plan, ledger.errors) for trial in trials])
+            close(plan, run, [outcome(trial, plan, ledger.errors) for trial in trials])
             raise
         except BaseException:
             tracking.Logger(run).end("FAILED")
@@ -489,57 +498,88 @@ def outcome(trial: Trial, plan: Plan, errors: dict[str, str]) -> Outcome:
     return made
 
 
-def best_of(outcomes: list[Outcome]) -> Outcome | None:
-    """The best trial of the settings with the most seeds, and of those with the largest mean over their seeds."""
-    seeds: dict[str, list[float]] = {}
-    for o in outcomes:
-        seeds.setdefault(tracking.settings_of(o.point), []).extend(
-            [] if o.value is None else [o.value]
-        )
+def find_best(outcomes: list[Outcome]) -> Outcome | None:
+    """Return the best trial of the settings with the largest mean, or None if no trial has a value.
 
-    def rank(one: Outcome) -> tuple[float, ...]:
-        values = seeds[tracking.settings_of(one.point)]
-        return len(values), statistics.fmean(values), one.value or 0.0
+    Settings are compared over the seeds that all of them have a value for, so that a failed seed neither helps nor
+    harms its settings. Settings without any value are left out. Where no seed is common to the others, as in a grid
+    that draws seeds at random, each setting's mean is over its own seeds.
+    """
+    with_value = [outcome for outcome in outcomes if outcome.value is not None]
+    values: dict[str, dict[Any, float]] = {}
+    for outcome in with_value:
+        seeds = values.setdefault(tracking.settings_of(outcome.point), {})
+        seeds[outcome.point.get("fit.seed")] = outcome.value or 0.0
+    if not values:
+        return None
+    shared = set.intersection(*(set(seeds) for seeds in values.values()))
 
-    return max((o for o in outcomes if o.value is not None), key=rank, default=None)
+    def rank(outcome: Outcome) -> tuple[float, float]:
+        seeds = values[tracking.settings_of(outcome.point)]
+        mean = statistics.fmean(seeds[seed] for seed in shared or seeds)
+        return mean, outcome.value or 0.0
+
+    return max(with_value, key=rank)
+
+
+TRIALS = "trials.json"
+"""File of a sweep's folder, and artifact of its MLflow run: `complete`, the name of the `best` trial, and `trials`."""
+
+
+def describe_trials(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Return the content of `trials.json`."""
+    best = find_best(outcomes)
+    return {
+        "complete": all(o.status in ("finished", "stopped") for o in outcomes),
+        "best": best.name if best else None,
+        "trials": [asdict(outcome) for outcome in outcomes],
+    }
+
+
+def write_trials(folder: str, outcomes: list[Outcome]) -> None:
+    """Write `trials.json` into the sweep's folder."""
+    content = json.dumps(describe_trials(outcomes), indent=2)
+    write_file(join(folder, TRIALS), content.encode())
 
 
 def best_trial(folder: str) -> str:
-    """The folder of the best trial, for the folder of a sweep; any other path as it is."""
+    """Return the folder of the best trial for the folder of a sweep, and any other path as it is.
+
+    Raises:
+        UserError: if trials of the sweep failed or are not finished.
+    """
     if not folder:
         return folder
     place = absolute(folder)
-    filesystem, path = open_uri(place)
-    there = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    outcomes = []
-    for name in (
-        info.base_name for info in there if re.search("-[0-9a-f]{8}$", info.base_name)
-    ):
-        if not (noted := read_record(join(place, name))) or "config" not in noted:
-            continue
-        if noted["status"] != "finished":
-            raise UserError(
-                f"the trial {name} of the sweep {folder} is not finished; run the sweep's line again, or "
-                f"give the folder of another trial"
-            )
-        value = checkpoint.read(join(place, name, BEST)).metrics[
-            noted["config"]["fit"]["metric"]
-        ]
-        outcomes.append(
-            Outcome(name[-8:], name, flattened(noted["config"]), noted["status"], value)
+    filesystem, path = open_uri(join(place, TRIALS))
+    if filesystem.get_file_info(path).type == fs.FileType.NotFound:
+        return folder
+    with filesystem.open_input_file(path) as file:
+        swept = json.loads(file.read())
+    left = [
+        trial["name"]
+        for trial in swept["trials"]
+        if trial["status"] in ("failed", "unfinished")
+    ]
+    if left:
+        raise UserError(
+            f"{len(left)} of {len(swept['trials'])} trials of the sweep {folder} are not finished, such as {left[0]}; "
+            f"run the sweep's line again, or give the folder of a trial"
         )
-    return join(place, best.name) if (best := best_of(outcomes)) else folder
+    return join(place, swept["best"])
 
 
-def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome | None:
-    """Tells MLflow what became of the trials, and ends the sweep's run; returns the best trial."""
-    tracking.log_yaml(run, asdict(grid), "grid.yaml")
-    tracking.log_json(run, [asdict(o) for o in outcomes], "trials.json")
-    logger, best, counts = (
-        tracking.Logger(run),
-        best_of(outcomes),
-        Counter(o.status for o in outcomes),
-    )
+def close(plan: Plan, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome | None:
+    """Write the outcomes to MLflow and the sweep's folder, and end the sweep's run.
+
+    Returns:
+        The best trial, or None if no trial has a value.
+    """
+    write_trials(plan.folder, outcomes)
+    tracking.log_yaml(run, asdict(plan.grid), "grid.yaml")
+    tracking.log_json(run, describe_trials(outcomes), TRIALS)
+    logger, best = tracking.Logger(run), find_best(outcomes)
+    counts = Counter(outcome.status for outcome in outcomes)
     if best and best.run_id and best.value is not None:
         logged = tracking.connect(run.uri).get_run(best.run_id).data.metrics
         names = [name for name in logged if name.startswith(("best/", "test/"))]
@@ -547,12 +587,21 @@ def close(grid: Grid, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
             f"best/{tracking.shown_name(name).removeprefix('best/')}": logged[name]
             for name in names
         }
-        logger.update(values | {grid.metric: best.value}, len(outcomes))
-        logger.tag(**{"sweep.best": best.run_id})
+        logger.update(values | {plan.grid.metric: best.value}, len(outcomes))
+        logger.tag(**{tracking.BEST_TAG: best.run_id})
+    incomplete = counts["failed"] + counts["unfinished"]
+    told = (
+        f"{incomplete} of {len(outcomes)} trials have no result" if incomplete else ""
+    )
+    logger.tag(**{tracking.INCOMPLETE_TAG: told})
+    # every status, as one of an earlier call may be of no trial any more
+    statuses = ("finished", "stopped", "failed", "unfinished")
     logger.update(
-        {f"trials/{status}": count for status, count in counts.items()}, len(outcomes)
+        {f"trials/{status}": counts[status] for status in statuses}, len(outcomes)
     )
     # found by their parent: a trial that was killed may not have noted its run yet
     tracking.end_trials(run, {o.run_id for o in outcomes if o.status == "failed"})
-    logger.end("KILLED" if counts["unfinished"] else "FINISHED" if best else "FAILED")
+    failed = counts["failed"] or best is None
+    status = "FAILED" if failed else "FINISHED"
+    logger.end("KILLED" if counts["unfinished"] else status)
     return best

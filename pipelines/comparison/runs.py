@@ -22,8 +22,8 @@ from pipelines.tracking import unknown
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
-KIND, PARENT, BEST = "trieline.kind", "mlflow.parentRunId", "sweep.best"
-"""Tags: what a run is (sweep, trial, compare, or nothing: a training), its sweep, and a sweep's best trial."""
+KIND, PARENT = "trieline.kind", "mlflow.parentRunId"
+"""Tags: what a run is (sweep, trial, compare, or nothing: a training), and its sweep."""
 
 
 @dataclass
@@ -87,7 +87,15 @@ def select(
             if run.data.tags.get(tracking.WEIGHTS_TAG) in taught
         ]
         title = f"{chosen[parent.info.experiment_id]}: {parent.info.run_name}"
-        return Selection(uri, title, trials, chosen, parent, teachers=teachers)
+        return Selection(
+            uri,
+            title,
+            trials,
+            chosen,
+            parent,
+            notes=describe_incomplete(parent),
+            teachers=teachers,
+        )
     if runs:
         found = [only(trainings(there), name, "run", uri) for name in runs]
         homes = ", ".join(
@@ -155,7 +163,7 @@ def without_trials(
     sweep."""
     named = {run.info.run_id: run for run in everything}
     best = {
-        id: settled(named.get(run.data.tags.get(BEST)))
+        id: settled(named.get(run.data.tags.get(tracking.BEST_TAG)))
         for id, run in named.items()
         if is_sweep(run)
     }
@@ -170,6 +178,7 @@ def without_trials(
         kept.append(run)
     notes = []
     for parent, count in here.items():
+        notes += describe_incomplete(named[parent])
         if count < all_of[parent]:
             what = {0: "none is here", 1: "the best is here"}.get(
                 count, f"the {count} of the best settings are here"
@@ -179,6 +188,16 @@ def without_trials(
                 f"{name}: of its {number_of(all_of[parent], 'trial')} {what}; all of them: --sweep {name}"
             )
     return kept, notes
+
+
+def describe_incomplete(sweep: Any) -> list[str]:
+    """Return a note that the sweep's best trial is of an incomplete grid, or nothing if all trials have a result."""
+    told = sweep.data.tags.get(tracking.INCOMPLETE_TAG)
+    if not told:
+        return []
+    return [
+        f"{sweep.info.run_name}: {told}, so its best is of an incomplete grid; the sweep's line again does what failed"
+    ]
 
 
 def is_sweep(run: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import pytest
 import torch
 from training_tables import write_tables
 
+from jobs import cli
+from jobs import sweep as job
 from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
@@ -27,7 +30,7 @@ from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.training.settings import RayOptions
 from tuning.grid import Grid, Point, Scheduler, dotted
-from tuning.sweep import Options, Outcome, Swept, best_of, best_trial, sweep
+from tuning.sweep import Options, Outcome, Swept, best_trial, find_best, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,7 +292,7 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
     assert len({point.step for point in history}) == len(history) == 4  # no step twice
     for outcome in (second, third):
         assert client.get_run(str(outcome.run_id)).info.status == "FAILED"
-    assert client.get_run(swept.run.run_id).info.status == "FINISHED"
+    assert client.get_run(swept.run.run_id).info.status == "FAILED"
 
     assert [o.status for o in world.sweep(three, name="killed").outcomes] == [
         "finished",
@@ -303,6 +306,79 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
     healed = again[json.dumps({"fit.lr": 0.01})]
     assert healed.info.status == "FINISHED"
     assert len(client.get_metric_history(healed.info.run_id, "val/ndcg_at_10")) == 4
+
+
+def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
+    world: World,
+) -> None:
+    killed: list[str] = []
+
+    def kill_first_seed(line: str) -> None:
+        name = line.split()[0]
+        if "epoch" in line and name.startswith("lr-0.03-seed-1-") and not killed:
+            killed.append(name)
+            kill_holder(world.folder / f"runs/seeds/.{name}.lock")
+
+    seeds = grid(
+        fit={**FIT, "max_epochs": 2},
+        axes={"fit.lr": [0.03, 0.0001], "fit.seed": [1, 2]},
+    )
+    once = RayOptions(threads=1, max_failures=0)
+
+    swept = world.sweep(seeds, name="seeds", ray_options=once, say=kill_first_seed)
+
+    assert [o.status for o in swept.outcomes] == ["failed", *["finished"] * 3]
+    assert swept.best.point == {"fit.lr": 0.03, "fit.seed": 2}
+    client = tracking.connect(swept.run.uri)
+    parent = client.get_run(swept.run.run_id)
+    assert parent.info.status == "FAILED"
+    assert parent.data.tags["sweep.incomplete"] == "1 of 4 trials have no result"
+    assert parent.data.tags["sweep.best"] == swept.best.run_id
+    written = json.loads((world.folder / "runs/seeds/trials.json").read_text())
+    assert (written["complete"], written["best"]) == (False, swept.best.name)
+    with pytest.raises(
+        UserError, match=r"1 of 4 trials of the sweep .* lr-0.03-seed-1"
+    ):
+        best_trial(str(world.folder / "runs/seeds"))
+
+    before = len(world.lines)
+    again = world.sweep(seeds, name="seeds", ray_options=once)
+
+    told = [line for line in world.lines[before:] if "  epoch " in line]
+    assert told
+    assert all(line.split()[0] == killed[0] for line in told)  # it does only that trial
+    assert not again.failed
+    parent = client.get_run(swept.run.run_id)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.tags["sweep.incomplete"] == ""
+    assert parent.data.metrics["trials/failed"] == 0
+    assert best_trial(str(world.folder / "runs/seeds")) == str(
+        world.folder / "runs/seeds" / again.best.name
+    )
+
+
+def test_the_command_says_last_that_trials_failed(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = dotted({"model": MODEL, "fit": {**FIT, "max_epochs": 1}})
+    content = {
+        "source": "a test",
+        "fixed": settings,
+        "axes": {"fit.lr": [0.03, 1e30]},
+    }
+    (world.folder / "fails.yaml").write_text(json.dumps(content))
+    words = ["--grid", str(world.folder / "fails.yaml"), "--tables", world.tables]
+    words += ["--storage", str(world.folder / "runs"), "--options.test", "false"]
+
+    with pytest.raises(
+        UserError,
+        match=r"1 of 2 trials failed \(lr-1e\+30-\w+: the loss is .*incomplete grid",
+    ):
+        job.run(cli.options_for(job, words))
+
+    assert re.search(
+        r"best  +lr-0.03-.* \(of an incomplete grid\)", capsys.readouterr().out
+    )
 
 
 def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> None:
@@ -445,7 +521,7 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
     assert not (world.folder / "runs/refused").exists()
 
 
-def test_the_best_settings_are_those_of_the_best_mean() -> None:
+def test_the_best_settings_are_those_of_the_best_mean_over_shared_seeds() -> None:
     def trial(name: str, alpha: float, seed: int, value: float | None) -> Outcome:
         return Outcome(
             name, name, {"model.alpha": alpha, "fit.seed": seed}, "finished", value
@@ -453,10 +529,14 @@ def test_the_best_settings_are_those_of_the_best_mean() -> None:
 
     lucky = [trial("a", 0.5, 1, 0.9), trial("b", 0.5, 2, 0.1)]
     steady = [trial("c", 0.7, 1, 0.6), trial("d", 0.7, 2, 0.7)]
-    assert best_of([*lucky, *steady]) is steady[1]
-    alone = [
-        trial("e", 1.0, 1, 0.95),
-        trial("f", 1.0, 2, None),
-    ]  # its other seed failed
-    assert best_of([*lucky, *steady, *alone]) is steady[1]
-    assert best_of([trial("g", 1.0, 1, None)]) is None
+    better_on_seed_2 = [trial("e", 1.0, 1, None), trial("f", 1.0, 2, 0.95)]
+    worse_on_seed_1 = [trial("g", 2.0, 1, 0.7), trial("h", 2.0, 2, None)]
+    without_value = [trial("i", 3.0, 1, None), trial("j", 3.0, 2, None)]
+    other_seed = [trial("k", 4.0, 3, 0.65)]
+
+    assert find_best([*lucky, *steady]) is steady[1]
+    assert find_best([*lucky, *steady, *better_on_seed_2]) is better_on_seed_2[1]
+    assert find_best([*lucky, *worse_on_seed_1]) is lucky[0]  # 0.9 on seed 1
+    assert find_best([*steady, *without_value]) is steady[1]
+    assert find_best([*lucky, *other_seed]) is other_seed[0]  # no seed is shared
+    assert find_best(without_value) is None
