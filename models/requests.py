@@ -23,7 +23,7 @@ from models.config import hint
 from models.inputs import MADE, Inputs
 from models.item_ids import item_ids
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
-from models.tables import UserError, read_table
+from models.tables import LARGEST_NUMBER, UserError, read_table
 from models.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
@@ -216,10 +216,14 @@ def counted(
 
 
 def finite(name: str, values: Floats) -> Floats:
-    """The values; UserError for an infinite one, which a model would read as a very large number."""
-    if np.isinf(values).any():
+    """Return the values.
+
+    Raises:
+        UserError: for an infinite number, or one whose square is infinite in float32.
+    """
+    if (np.abs(values) > LARGEST_NUMBER).any():
         raise UserError(
-            f"{name} has an infinite number; give NaN for what is not known"
+            f"{name} has an infinite number, or one over {LARGEST_NUMBER:g}; give NaN for what is not known"
         )
     return values
 

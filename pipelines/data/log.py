@@ -46,6 +46,8 @@ LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
 UNSET = {"request_id": "", "position": 0}
 """Values of columns that a log does not have; the others are null."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+LONGEST_NAME = 80  # MLflow takes 250 characters, of which a metric may have two names
+CUTOFF = re.compile(r"_at_\d+$")  # how MLflow's names write the @10 of ndcg@10
 MOST_MINUTES = 60 * 24 * 3660  # ten years: a longer delay is a wrong unit
 ELEMENT, REQUEST, UNEQUAL, LIST = "__element", "__request", "__unequal", "__list"
 FORBID = {"extra": "forbid"}
@@ -709,7 +711,7 @@ class Log(Files):
                 made.values["request_id"] = piece[REQUEST]
                 made.values["position"] = piece[ELEMENT].fill_null(0).cast(pl.Int32)
             made.ids("item_id")
-            made.time("timestamp_ms", self.of_time, number)
+            made.time("timestamp_ms", self.of_time, number, past=True)
             if self.query:
                 made.text("query")
             if self.request:
@@ -847,6 +849,15 @@ def check_names(names: Iterable[Any], key: str) -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
                 f"'{name}' in '{key}' is no name; use letters, digits and _, and begin with a letter"
+            )
+        if len(name) > LONGEST_NAME:
+            raise ValueError(
+                f"the name '{name[:20]}...' in '{key}' has {len(name)} characters, which metrics cannot hold; use at "
+                f"most {LONGEST_NAME}"
+            )
+        if CUTOFF.search(name):
+            raise ValueError(
+                f"'{name}' in '{key}' ends as the cutoff of a metric does, such as ndcg_at_10; use another name"
             )
 
 

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 
 from models.tables import Manifest
-from pipelines.data.durations import DAY_MS
 from pipelines.data.kinds import KINDS
 from pipelines.data.splits import NAMES
 
@@ -33,14 +31,6 @@ def notices(events: Manifest, items: Manifest, sequences: Manifest) -> list[str]
 
 def _log(events: Manifest, items: Manifest) -> Iterator[str]:
     info = events.info
-    made = (
-        datetime.fromisoformat(events.created).timestamp() * 1000
-        if events.created
-        else float("inf")
-    )
-    if info["clock"] and info.get("last_ms", 0) > made + DAY_MS:
-        last = datetime.fromtimestamp(info["last_ms"] / 1000, UTC)
-        yield f"the log runs to {last:%Y-%m-%d}, which is in the future; check time.unit and the clock of the log"
     # at the same millisecond it is one event, logged twice
     coarse = not info["clock"] or info.get("grain_ms", 1) > 1
     if coarse and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"]):

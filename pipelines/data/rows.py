@@ -16,16 +16,22 @@ import polars as pl
 import pyarrow as pa
 
 from models.item_ids import ODD, clean_id
-from models.tables import UserError
+from models.tables import LARGEST_NUMBER, UserError
 from models.words import number_of
 from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, FilePart, roots
 from pipelines.data.schemas import REJECTS
-from pipelines.data.times import Time, moments
+from pipelines.data.times import Time, moments, reject_future
 
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 LAST_INT32 = 2**31 - 1
 MOST_TRIES = 2000  # of a block, in search of values that an expression cannot read
 VALUE, READ = "__value", "__read"
+WORD = r"[^{}\[\]\":,\s\\]+"
+"""Text without blanks, escapes or the characters that structure JSON."""
+PLAIN_LIST = rf'^\{{"x":\[(?:"{WORD}"(?:,"{WORD}")*|[-+.\deE]+(?:,[-+.\deE]+)*)?\]\}}$'
+"""JSON of a list of words or of numbers."""
+TEXT_WITH_POINT = r'"[^"]*\d\.0'
+"""JSON with a text such as v1.0, whose end is not a whole number's."""
 Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
 """Values by name, and where a `cast` could not read one, with the reason."""
 
@@ -167,10 +173,19 @@ class Rows:
             )
 
     def text(self, target: str) -> None:
-        """Text, of lists the elements joined by blanks; empty text is null."""
+        """Store a column as text, of lists the elements joined by blanks; empty text is null.
+
+        A list that is a category becomes JSON where an element has a blank, so that other elements are another value.
+        """
         values = self.made[target]
         if isinstance(values.dtype, pl.List):
-            values = values.cast(pl.List(pl.String)).list.join(" ", ignore_nulls=True)
+            lists = values.cast(pl.List(pl.String))
+            values = lists.list.join(" ", ignore_nulls=True)
+            if target.startswith("cat_"):
+                blank = lists.list.eval(pl.element().str.contains(r"\s")).list.any()
+                values = pl.select(
+                    pl.when(blank).then(as_text(lists)).otherwise(values)
+                ).to_series()
         elif values.dtype.is_nested() or values.dtype == pl.Binary:
             raise self._refuse(target, "text")
         values = (_floats(values) if values.dtype.is_float() else values).cast(
@@ -179,8 +194,14 @@ class Rows:
         values = values.str.strip_chars() if target.startswith("text_") else values
         self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
 
-    def time(self, target: str, time: Time, number: int = 0) -> None:
-        """Milliseconds; without a column the place of the row in the piece of this number."""
+    def time(
+        self, target: str, time: Time, number: int = 0, *, past: bool = False
+    ) -> None:
+        """Store times as milliseconds.
+
+        Without a column the time is the place of the row in the piece `number`. `past`: times in the future are
+        rejected, as those of events.
+        """
         if time.column is None:
             self.values[target] = self.raw[ROW] + (number << 40)
             return
@@ -188,6 +209,8 @@ class Rows:
             self.values[target], reason = moments(self.made[target], time, time.column)
         except TypeError:
             raise self._refuse(target, f"times as {time.written}") from None
+        if past:
+            reason = reject_future(self.values[target], reason, time, time.column)
         if reason.null_count() < len(reason):
             self.reasons.append(reason)
 
@@ -203,6 +226,7 @@ class Rows:
             moment = stamp + round((delay_minutes or 0) * 60_000)
         else:
             moment, reason = moments(self.made[target], time, str(time.column))
+            reason = reject_future(moment, reason, time, str(time.column))
             said = pl.when(set_.fill_null(False)).then(
                 reason + f" (time of the label {name})"
             )
@@ -226,7 +250,10 @@ class Rows:
         self.values[target] = number.cast(pl.Int32, strict=False)
 
     def number(self, target: str, span: list[float] | None = None) -> None:
-        """A finite float32 within `span`, or null where the log has none."""
+        """Store a column as float32 within `span`, null where the log has none.
+
+        Rows with numbers that are not finite, or whose squares are not, are rejected.
+        """
         values, what = self.made[target], self.wanted[target]
         if not (
             values.dtype in (pl.String, pl.Boolean, pl.Null)
@@ -242,6 +269,11 @@ class Rows:
             values.is_not_null() & number.is_null(), f"{what}: not a number; {remedy}"
         )
         self.reject(~number.is_finite().fill_null(True), f"{what}: not finite")
+        self.reject(
+            (number.abs() > LARGEST_NUMBER).fill_null(False),
+            f"{what}: over {LARGEST_NUMBER:g}, which stands for none; write "
+            f"case when abs({what}) < {LARGEST_NUMBER:g} then {what} end",
+        )
         if span is not None:
             out = ((number < span[0]) | (number > span[1])).fill_null(False)
             self.reject(out, f"{what}: outside {span[0]:g} to {span[1]:g}")
@@ -375,17 +407,47 @@ def clean_ids(values: pl.Series) -> pl.Series:
 
 
 def as_text(values: pl.Series) -> pl.Series:
-    """Values as text that is the same whatever type their file has given them: 1 and 1.0, a field that is null or not
-    there."""
+    """Return texts that are equal only for equal values, whatever types a file gives the values.
+
+    1, 1.0 and, in a list, "1" have one text, as have a null field and an absent one. Nested values become JSON. A list
+    of words without blanks or characters of JSON becomes its words, separated by blanks.
+    """
     if values.dtype.is_temporal():
         return values.cast(pl.String).fill_null("")
     if not values.dtype.is_nested():
         return clean_ids(values).fill_null("")
-    text = values.to_frame("x").select(pl.struct("x").struct.json_encode()).to_series()
-    text = text.str.replace_all(r'"(?:[^"\\]|\\.)*":null', "").str.replace_all(
-        r"(\d)\.0+\b", "$1"
+    encoded = pl.DataFrame({"x": values}).select(pl.struct("x").struct.json_encode())
+    text = encoded.to_series()
+    plain = text.str.contains(PLAIN_LIST) & ~text.str.contains(TEXT_WITH_POINT)
+    words = text.str.replace_all(r"(\d)\.0+\b", "$1").str.replace_all(
+        r'[{}\[\]":,]+', " "
     )
-    return text.str.replace_all(r'[{}\[\]":,\s]+', " ")
+    others = {each: _canonical(each) for each in text.filter(~plain).unique()}
+    nested = text.replace_strict(others, default=None, return_dtype=pl.String)
+    return pl.select(pl.when(plain).then(words).otherwise(nested)).to_series()
+
+
+def _canonical(encoded: str) -> str:
+    """Return the text of the value of `encoded`, which is JSON of {"x": value}."""
+    value = _as_texts(json.loads(encoded).get("x"))
+    if value is None:
+        return " "
+    words = all(isinstance(word, str) and re.fullmatch(WORD, word) for word in value)
+    if isinstance(value, list) and words:
+        return " ".join([" x", *value, ""])
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _as_texts(value: Any) -> Any:
+    """Return a nested value with its leaves as text and without null fields."""
+    if isinstance(value, dict):
+        return {key: _as_texts(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_as_texts(each) for each in value]
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
 
 
 def list_of(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:

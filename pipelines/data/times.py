@@ -11,6 +11,7 @@ polars reads what it reads as Python does; what is left is read by Python, once 
 from __future__ import annotations
 
 import re
+import time as clocks
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ UNITS = {"s": (1000, 1), "ms": (1, 1), "us": (1, 1000), "ns": (1, 1_000_000)}
 """Units of numbers: factor and divisor to milliseconds."""
 FIRST_MS = 315_532_800_000  # 1980: an earlier clock time is a wrong unit
 LAST_MS = 4_102_444_799_999  # the end of year 2099: a later time is a wrong unit, or stands for none
+AHEAD_MS = (
+    86_400_000  # a day: local times that are read as UTC are up to 14 hours ahead
+)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SAME = set("YmdHMSIpbBaAjz")
 """Directives of `strptime` by which polars, where it reads a text, reads it as Python does."""
@@ -142,6 +146,25 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
         )
     frame = pl.DataFrame({"t": made.cast(pl.Int64), "missing": missing})
     return frame["t"], frame.select(reason.otherwise(None)).to_series()
+
+
+def reject_future(
+    moments_ms: pl.Series, reasons: pl.Series, time: Time, what: str
+) -> pl.Series:
+    """Return `reasons`, filled in where a clock time is more than a day later than the clock of this machine.
+
+    One such event would be the end of the log: the validation and test windows would hold it alone.
+    """
+    if not time.clock:
+        return reasons
+    latest = round(clocks.time() * 1000) + AHEAD_MS
+    check = "time.format" if time.format else "time.unit"
+    future = (
+        f"{what}: in the future, more than a day after the clock of this machine; "
+        f"check {check} and the clock of the log"
+    )
+    late = pl.when(moments_ms > latest).then(pl.lit(future))
+    return pl.select(pl.coalesce(reasons, late)).to_series()
 
 
 def _of_text(text: pl.Series, time: Time) -> pl.Series:

@@ -232,9 +232,7 @@ class Scorer(Kernel):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         if "query" in self.schema.names:
-            self.queries = read_table(join(self.inputs.tables, "queries"), "queries")[
-                "query"
-            ].combine_chunks()
+            self.queries = read_queries(self.inputs.tables)
 
     def read(self, share: Share) -> Sharded:
         family, split = self.loaded.entry.family, self.ask["split"]
@@ -279,6 +277,14 @@ class Scorer(Kernel):
             for of in chances.T
         ]
         return columns, len(user)
+
+
+def read_queries(tables: str) -> pa.Array:
+    """Return the texts of the table of queries, which is empty for a log without queries."""
+    uri = join(tables, "queries")
+    if not read_manifest(uri, "queries").rows:
+        return pa.array([], pa.string())
+    return read_table(uri, "queries", ["query"])["query"].combine_chunks()
 
 
 @contextmanager

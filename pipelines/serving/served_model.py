@@ -7,6 +7,7 @@ pickle. It needs PyTorch and MLflow alone. The model is on `model_config={"devic
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -122,7 +123,7 @@ class Ranker(PythonModel):
         """What `recommend` takes for a set of items, kept for the next requests with it; None for all items."""
         if ids == EVERY:
             return None
-        key = hashlib.sha256("\n".join(map(str, ids)).encode()).digest()
+        key = hashlib.sha256(json.dumps([*map(str, ids)]).encode()).digest()
         with self.lock:
             (found,) = self.sets.of(
                 [key],

@@ -8,8 +8,10 @@ import pyarrow as pa
 import pytest
 
 from jobs import tokenize as job
+from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
 from models.tables import UserError, commit, read_manifest, read_table, write_part
 from pipelines.data.schemas import items_schema
+from pipelines.data.sids.tokenize import TokenizerConfig
 
 
 @pytest.fixture
@@ -160,6 +162,22 @@ def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) 
     ):
         job.run(parse(*words, "--tokenizer", "rqkmeans"))
     assert not (tmp_path / "sids").exists()
+
+
+@pytest.mark.parametrize("size", ["2", "256"])
+def test_a_catalogue_of_one_item_is_refused_as_such(tmp_path: Path, size: str) -> None:
+    tables = write_items(tmp_path, ["green tea"])
+    words = ["--tables", str(tables), "--output", str(tmp_path / "sids")]
+    words += ["--encoder", "tfidf", "--tokenizer", "rqkmeans"]
+    with pytest.raises(UserError, match="has 1 item, and semantic IDs need 2 or more"):
+        job.run(parse(*words, "--rqkmeans.codebook_size", size))
+
+
+def test_the_advice_on_codebooks_is_smaller_than_what_is_set() -> None:
+    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=2))
+    assert config.crowded_by_codes(items=3, used=2) is None
+    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=4))
+    assert "codebook_size 2" in str(config.crowded_by_codes(items=9, used=4))
 
 
 def test_items_without_text_are_said_before_ray_starts(tmp_path: Path) -> None:

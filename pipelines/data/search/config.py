@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from models.config import check_least, check_shares
 from pipelines.data.durations import Windowed
-from pipelines.data.log import Log
+from pipelines.data.log import Log, check_names
 from pipelines.data.prepare_config import PrepareConfig, refuse
 
 
@@ -51,6 +51,7 @@ class SearchConfig(Windowed):
             raise ValueError(
                 f"search.ctr_strength is {self.ctr_strength}; it must be above 0"
             )
+        check_names(self.groups, "search.groups")
         named = [name for names in self.groups.values() for name in names]
         if twice := [name for place, name in enumerate(named) if name in named[:place]]:
             raise ValueError(

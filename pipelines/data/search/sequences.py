@@ -35,6 +35,7 @@ from pipelines.data.as_of import (
 from pipelines.data.counts import Columns, count_in_buckets
 from pipelines.data.durations import MINUTE_MS
 from pipelines.data.engine import Shared, fetch
+from pipelines.data.log import Log
 from pipelines.data.own_features import (
     TrainingValues,
     describe_features,
@@ -175,6 +176,8 @@ def build_search(
     # 2. Requests and their candidates.
     asked = requests_of(events, query, rules.search, rules.clock)
     position, first = events["position"].to_numpy(), asked.first
+    count["at_position_0"] = int((position == 0).sum())
+    count["at_position_1"] = int((position == 1).sum())
     order, begins = asked.order(query, position)
     request = np.cumsum(begins) - 1  # (E,) in the order of the requests
     at = time[asked.earliest]  # (E,) the request's time
@@ -443,6 +446,7 @@ def make_search(
                 f"no request shows an item of the catalogue: {count['requests_outside']:,} are outside it; "
                 f"use --core_window all"
             )
+        check_positions(source, count)
         per_split = {
             name: {split: count[f"{short}_{split}"] for split in NAMES}
             for name, short in (
@@ -491,6 +495,15 @@ def make_search(
         )
     say_search(run, sequences, rules, time.perf_counter() - begin)
     return sequences
+
+
+def check_positions(source: Log, count: Counter[str]) -> None:
+    """Raise UserError for positions that the log counts from 1: models and pages count from 0."""
+    if source.position and count["at_position_1"] and not count["at_position_0"]:
+        raise UserError(
+            f"position: '{source.position}' begins at 1, and positions count from 0 (a page is position // "
+            f"search.page_size); write position: cast({source.position} as bigint) - 1"
+        )
 
 
 def say_search(

@@ -115,7 +115,12 @@ def item_texts(
         what = f"{blank:,} of {len(found):,} items have no text in {columns}"
         if config.empty == "error" or blank == len(found):
             raise UserError(f"{what}; use a template with more columns")
-        say(f"note: {what}; they are encoded as an empty one")
+        say(f"note: {what}; their codes say nothing of them")
+    if len(found) > 1 and len(set(found)) == 1:
+        say(
+            f"note: all {len(found):,} items have the same text, so that codes tell nothing; use a template with more "
+            "columns"
+        )
     return found
 
 
@@ -257,7 +262,9 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
             f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it needs 2 of each or more"
         )
     svd = TruncatedSVD(width, random_state=0)
-    return vectorizer, svd, svd.fit_transform(counts)
+    with np.errstate(invalid="ignore"):  # equal texts have no variance to divide by
+        vectors = svd.fit_transform(counts)
+    return vectorizer, svd, vectors
 
 
 def tfidf_embeddings(

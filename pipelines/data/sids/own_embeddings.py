@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from models.item_ids import clean_id
-from models.tables import UserError, open_uri
+from models.tables import LARGEST_NUMBER, UserError, open_uri
 from models.words import number_of
 
 SUFFIXES = (".parquet", ".npy")
@@ -83,10 +83,12 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
         raise UserError(
             f"{uri} holds no embeddings, but {' x '.join(map(str, vectors.shape))} numbers"
         )
-    if not (finite := np.isfinite(vectors).all(1)).all():
-        row = int(np.argmin(finite))
+    usable = has_finite_length(vectors)
+    if not usable.all():
+        row = int(np.argmin(usable))
         raise UserError(
-            f"{uri} has numbers that are not finite, first in row {row} (of {ids[row]!r}); leave such rows out"
+            f"{uri} has numbers that are not finite or over {LARGEST_NUMBER:g}, first in row {row} "
+            f"(of {ids[row]!r}); leave such rows out, or scale all down"
         )
     rows: dict[str, int] = {}
     for row, text in enumerate(ids):
@@ -99,6 +101,13 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
                 f"{uri} has the item {item!r} twice, in rows {rows[item]} and {row}; give each item once"
             )
     return OwnEmbeddings(uri, rows, vectors, digest.hexdigest())
+
+
+def has_finite_length(vectors: np.ndarray) -> np.ndarray:
+    """Return a mask (rows,) of the `vectors` (rows, width) whose squared distances fit float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squared = np.square(vectors, dtype=np.float32).sum(1, dtype=np.float32)
+        return np.isfinite(4 * squared)
 
 
 def read_bytes(uri: str) -> bytes:

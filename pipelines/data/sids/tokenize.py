@@ -105,14 +105,21 @@ class TokenizerConfig:
         )
         if items >= size:
             return None
+        if items < 2:
+            return (
+                f"{items_uri} has {items} item, and semantic IDs need 2 or more; lower --core of jobs.prepare, or give "
+                "a longer log"
+            )
         return (
             f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} items, too few for that; "
             f"use a smaller one, such as {self._fitting(items)}"
         )
 
     def crowded_by_codes(self, items: int, used: int) -> str | None:
-        """What to say where the `used` codes of the first level are so many that few items share one."""
+        """Return advice where few items share one of the `used` first codes and a smaller codebook would help."""
         if self.quantizer == "published" or items >= SHARE_CODE * used:
+            return None
+        if self._fitting_size(items) >= getattr(self, self.quantizer).codebook_size:
             return None
         return (
             f"only {items / used:.1f} items share a first code; below {SHARE_CODE} a model learns little about an item "
@@ -120,8 +127,13 @@ class TokenizerConfig:
         )
 
     def _fitting(self, items: int) -> str:
-        """The option of the largest power of two of codes that SHARE_CODE items or more share each."""
-        return f"--{self.quantizer}.codebook_size {2 ** max(1, (items // SHARE_CODE).bit_length() - 1)}"
+        """Return the option that sets `_fitting_size`."""
+        return f"--{self.quantizer}.codebook_size {self._fitting_size(items)}"
+
+    @staticmethod
+    def _fitting_size(items: int) -> int:
+        """Return the largest power of two of codes each of which SHARE_CODE items or more share, at least 2."""
+        return int(2 ** max(1, (items // SHARE_CODE).bit_length() - 1))
 
     @property
     def on_train_items(self) -> bool:

@@ -21,7 +21,7 @@ from models.tables import UserError
 from pipelines.data import read as reading
 from pipelines.data.log import LOG_ROW, Log, load_source, log_of
 from pipelines.data.read import pieces
-from pipelines.data.rows import clean_ids
+from pipelines.data.rows import as_text, clean_ids
 from pipelines.data.schemas import REJECTS
 
 ORDER = {"column": "t", "unit": "order"}
@@ -638,6 +638,9 @@ WRONG: list[tuple[Row, str]] = [
     ({"user": "u ||"}, "no SQL expression"),
     ({"categories": {"my tab": "tab"}}, "'my tab' in 'categories' is no name"),
     ({"numbers": ["2d"]}, "is no name"),
+    ({"labels": {"a" * 260: "l"}}, "'labels' has 260 characters, which metrics"),
+    ({"labels": {"like_at_5": "l"}}, "'like_at_5' in 'labels' ends as the cutoff"),
+    ({"categories": {"a" * 81: "c"}}, "'categories' has 81 characters"),
     (
         {
             "users": {"files": "u", "user": "u", "attributes": ["x"]},
@@ -759,6 +762,53 @@ def test_a_request_has_one_id_whatever_types_its_file_gives(tmp_path: Path) -> N
     assert len(set(ids[:2])) == 1
     assert ids[:2] == ids[2:4]
     assert of(rejects, "reason") == [("t: not an integer",)]
+
+
+DIFFERENT_LISTS = [
+    [["a", "b c"], ["a b", "c"], ["a b c"], ["a", "b", "c"]],
+    [["a,b"], ["a", "b"], ['a","b']],
+    [["v1.0"], ["v1"]],
+    [["a", None], ["a", "null"], ["a"]],
+    [["a", ":null"], ["a"]],
+    [[["a"], ["b"]], [["a", "b"]]],
+    [[{"k": "a"}, {"v": "b"}], [{"k": "a", "v": "b"}], [{"k": "a v b"}]],
+]
+
+
+@pytest.mark.parametrize("lists", DIFFERENT_LISTS, ids=str)
+def test_nested_values_that_differ_have_different_texts(lists: list[Any]) -> None:
+    texts = as_text(pl.Series(lists))
+    assert texts.n_unique() == len(lists)
+
+
+def test_rows_whose_lists_differ_are_different_requests(tmp_path: Path) -> None:
+    lists = [["a", "b c"], ["a b", "c"]]
+    write(tmp_path / "log.jsonl", [{"u": "u", "l": each, "t": 5} for each in lists])
+    log = plain(explode={"x": "l"}, item="x", time=ORDER)
+
+    events, _ = read(log, tmp_path)
+
+    assert len({event["request_id"] for event in events}) == len(lists)
+
+
+@pytest.mark.parametrize(
+    "other", [["1", "2"], [1.0, 2.0], ["1.0", "2.0"]], ids=["text", "float", "both"]
+)
+def test_a_list_has_one_text_whatever_its_type(other: list[Any]) -> None:
+    [text] = as_text(pl.Series([other]))
+    assert text == as_text(pl.Series([[1, 2]]))[0]
+
+
+def test_lists_that_differ_are_different_categories(tmp_path: Path) -> None:
+    lists = [["a", "b c"], ["a b", "c"], ["a", "b"], ["a"], []]
+    rows = [{"u": "u", "i": "x", "l": each, "t": n} for n, each in enumerate(lists)]
+    write(tmp_path / "log.jsonl", rows)
+    log = plain(time={"column": "t", "unit": "order"}, categories=["l"])
+
+    events, _ = read(log, tmp_path)
+
+    found = [event["cat_l"] for event in events]
+    assert found == ['["a", "b c"]', '["a b", "c"]', "a b", "a", None]
 
 
 def test_rows_that_an_expression_cannot_read_are_rejects(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ def test_repeated_purchases_are_dropped_or_kept(shop: Shop) -> None:
     assert [r["history_end"] for r in twice["requests"]][:4] == [0, 1, 2, 3]
 
 
-def test_a_core_that_leaves_little_a_future_and_items_told_twice(shop: Shop) -> None:
-    rows = [{**row, "ms": row["ms"] + 30 * 365 * DAY} for row in healthy()]
+def test_a_core_that_leaves_little_and_items_told_twice(shop: Shop) -> None:
+    rows = healthy()
     rare = [
         {"user": f"v{n}", "item": f"{n}", "ms": rows[n % 600]["ms"] + n}
         for n in range(700)
@@ -211,18 +211,16 @@ def test_a_core_that_leaves_little_a_future_and_items_told_twice(shop: Shop) -> 
     )
     lines = shop.prepare(core=3)
     assert [
-        next(word for word in ("future", "otherwise", "3-core") if word in line)
-        for line in lines
+        next(word for word in ("otherwise", "3-core") if word in line) for line in lines
     ] == [
-        "future",
         "otherwise",
         "3-core",
     ]
     assert (
         "1 rows of the item files describe an item otherwise than its first row"
-        in lines[1]
+        in lines[0]
     )
-    assert "leaves 640 of 1,340 behaviours, of 80 of 780 users" in lines[2]
+    assert "leaves 640 of 1,340 behaviours, of 80 of 780 users" in lines[1]
 
 
 def test_a_search_log_without_what_was_not_clicked(shop: Shop) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelines.data.log import log_of
 from pipelines.data.times import EPOCH, FIRST_MS, LAST_MS, Time, moments
 
 MOMENTS = st.datetimes(datetime(1980, 1, 2), datetime(2099, 12, 30))
@@ -267,3 +270,48 @@ def test_what_is_no_time_has_its_reason(
 def test_times_that_cannot_be(keys: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         Time(**keys)
+
+
+@pytest.mark.parametrize(("hours", "rejected"), [(-1, 0), (20, 0), (30, 1), (9999, 1)])
+def test_events_a_day_after_the_clock_of_the_machine_are_rejected(
+    tmp_path: Path, hours: int, rejected: int
+) -> None:
+    now = time.time()
+    (tmp_path / "log.csv").write_text(
+        f"u,i,t\na,x,{now - 10:.3f}\na,y,{now + hours * 3600:.3f}\n"
+    )
+    log = log_of(
+        {
+            "files": "log.csv",
+            "user": "u",
+            "item": "i",
+            "time": {"column": "t", "unit": "s"},
+        }
+    )
+
+    (block,) = log.read_events(str(tmp_path), "log.csv")
+
+    reasons = block.rejects["reason"].to_pylist()
+    assert ["t: in the future" in reason for reason in reasons] == [True] * rejected
+    assert block.rows.num_rows == 2 - rejected
+
+
+def test_a_label_that_is_known_in_the_future_is_rejected(tmp_path: Path) -> None:
+    late = time.time() + 10 * 86400
+    (tmp_path / "log.csv").write_text(
+        f"u,i,t,c,k\na,x,1700000000,1,{late:.0f}\na,y,1700000001,0,{late:.0f}\n"
+    )
+    log = log_of(
+        {
+            "files": "log.csv",
+            "user": "u",
+            "item": "i",
+            "time": {"column": "t", "unit": "s"},
+            "labels": {"click": {"column": "c", "time": "k"}},
+        }
+    )
+
+    (block,) = log.read_events(str(tmp_path), "log.csv")
+
+    [reason] = block.rejects["reason"].to_pylist()
+    assert reason.startswith("k: in the future")

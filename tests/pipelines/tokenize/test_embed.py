@@ -28,6 +28,7 @@ from pipelines.data.sids.embed import (
     EmbedConfig,
     encode_texts,
     encoder_version,
+    fit_tfidf,
     item_texts,
     pca,
     tfidf_embeddings,
@@ -229,7 +230,7 @@ def test_items_with_no_text_are_the_empty_string_and_said_or_an_error() -> None:
     table, said = items(text_title=["Drill", " ", None], text_brand=["x", "", None]), []
     assert item_texts(table, EmbedConfig(), said.append) == ["Drill x", "", ""]
     assert said == [
-        "note: 2 of 3 items have no text in title, brand; they are encoded as an empty one"
+        "note: 2 of 3 items have no text in title, brand; their codes say nothing of them"
     ]
     with pytest.raises(
         UserError, match=r"2 of 3 items have no text in title, brand; use a template"
@@ -239,6 +240,22 @@ def test_items_with_no_text_are_the_empty_string_and_said_or_an_error() -> None:
         UserError, match=r"2 of 2 items have no text in title, brand; use a template"
     ):
         item_texts(table[1:], EmbedConfig())
+
+
+def test_texts_of_punctuation_alone_are_no_texts() -> None:
+    table, said = items(text_title=["Drill", "...", "!?", "_", "茶", "7"]), list[str]()
+    item_texts(table, EmbedConfig(), said.append)
+    assert [line[:40] for line in said] == ["note: 3 of 6 items have no text in title"]
+
+
+def test_equal_texts_are_named_and_give_no_warning_of_numpy(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    table, said = items(text_title=["the same text"] * 9), list[str]()
+    texts = item_texts(table, EmbedConfig(), said.append)
+    fit_tfidf(texts, 4)
+    assert ["all 9 items have the same text" in line for line in said] == [True]
+    assert not recwarn.list
 
 
 def test_templates_and_tables_that_do_not_fit_are_refused() -> None:

@@ -103,11 +103,19 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
     [
         (
             {"sku": IDS, "a": [1.0, 2.0, np.nan, 3.0, np.inf]},
-            "not finite, first in row 2 .of 'i0009'.",
+            "not finite or over .*, first in row 2 .of 'i0009'.",
+        ),
+        (
+            {"sku": IDS, "a": [1.0, 2.0, 3.4e38, 3.0, 4.0]},
+            "over 1.8e.19, first in row 2 .of 'i0009'.; leave such rows out, or scale",
+        ),
+        (
+            {"sku": IDS, "a": [1.0, 2.0, -1.5e19, 3.0, 4.0]},
+            "first in row 2",
         ),
         (
             {"sku": IDS, "a": pa.array([[1.0], [2.0], [None], [3.0], [4.0]], LISTS)},
-            "not finite, first in row 2",
+            "not finite or over .*, first in row 2",
         ),
         (
             {"sku": IDS, "a": pa.array([[1.0], None, [2.0], [3.0], [4.0]], LISTS)},

@@ -1,0 +1,86 @@
+"""A search log without queries, and one whose positions begin at 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from models import checkpoint
+from models.fit import FitConfig
+from models.inputs import Inputs
+from models.setup import set_up
+from models.tables import UserError, read_table
+from pipelines.data.log import log_of
+from pipelines.data.prepare import prepare
+from pipelines.data.settings import read_config
+from pipelines.evaluation.inference import infer_all
+from pipelines.evaluation.ranking import evaluate
+
+SOURCE: dict[str, Any] = {
+    "files": "log.csv",
+    "user": "u",
+    "request": "s",
+    "item": "i",
+    "position": "p",
+    "time": {"column": "t", "unit": "s"},
+    "labels": {"click": "c = '1'"},
+}
+SETTINGS: dict[str, Any] = {
+    "kind": "search",
+    "core": 0,
+    "behaviour": "click",
+    "split": {"kind": "temporal", "val_fraction": 0.2, "test_fraction": 0.2},
+}
+
+
+def write_pages(folder: Path, first_position: int = 0) -> None:
+    """Write 90 pages of three results, of 10 users."""
+    rows = [
+        {
+            "u": f"u{page % 10}",
+            "s": f"s{page}",
+            "i": f"p{(page * 7 + place * 3) % 16}",
+            "p": place + first_position,
+            "t": 1_700_000_000 + page * 3600,
+            "c": int(place == page % 3),
+        }
+        for page in range(90)
+        for place in range(3)
+    ]
+    pl.DataFrame(rows).write_csv(folder / "log.csv")
+
+
+def make(folder: Path, **keys: Any) -> str:
+    source, tables = log_of({**SOURCE, **keys}), str(folder / "tables")
+    prepare(source, str(folder), tables, read_config(SETTINGS), say=lambda line: None)
+    return tables
+
+
+def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None:
+    write_pages(tmp_path)
+    tables = Inputs(make(tmp_path))
+    model = {"name": "boosted"}
+    setup = set_up(model, FitConfig(batch_size=8, metric="gauc"), tables)
+    place = str(tmp_path / "model")
+    setup.model.fit_counts(setup.train(0, 0))
+    checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
+
+    manifest, _ = infer_all(place, tables, str(tmp_path / "scores"))
+
+    scores = read_table(str(tmp_path / "scores"), "scores")
+    assert scores["query"].to_pylist() == [None] * scores.num_rows
+    metrics = evaluate(place, tables)[0].metrics
+    assert manifest.info["candidates"] == metrics["candidates"] > 0
+
+
+def test_positions_that_begin_at_1_are_refused_with_the_expression(
+    tmp_path: Path,
+) -> None:
+    write_pages(tmp_path, first_position=1)
+    with pytest.raises(UserError, match=r"begins at 1.*: cast\(p as bigint\) - 1$"):
+        make(tmp_path)
+    tables = make(tmp_path, position="cast(p as bigint) - 1")
+    assert read_table(f"{tables}/events")["position"].unique().to_pylist() == [0, 1, 2]
