@@ -88,5 +88,11 @@ def _splits(info: dict) -> Iterator[str]:
             if info["split"]["kind"] == "leave_last_out":
                 remedy = "each user needs three for that: use --split.kind temporal where the log has clock times"
             yield f"there are no {name} {unit}{refused}; {remedy}"
-        elif requests[name] < FEW_REQUESTS:
+            continue
+        if tied := info.get("tied_targets", {}).get(name):
+            yield (
+                f"{tied:,} of {requests[name]:,} {name} {unit} have the time of another one of their user, such as a "
+                f"basket; a hash of user, time and item decides which is held out: --split.kind temporal holds out all"
+            )
+        if requests[name] < FEW_REQUESTS:
             yield f"there are only {requests[name]:,} {name} {unit}: their figures are noise; a longer log has more"

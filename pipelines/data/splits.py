@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from models.config import check_choices, check_least
 from models.tables import UserError
@@ -16,6 +20,9 @@ from pipelines.data.survey import HOUR, Survey, behaviour_column, read_coded
 
 NAMES = ("train", "val", "test")
 
+DRAW_SEED = 0
+"""Seed of the draw among requests of one time."""
+
 
 @dataclass
 class SplitConfig:
@@ -23,7 +30,8 @@ class SplitConfig:
 
     kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last request is for test, the one before
-    it for validation; users with fewer than three have all in training. `auto`: `temporal` if the log has clock times,
+    it for validation; users with fewer than three have all in training, and among requests of one time a hash decides.
+    `auto`: `temporal` if the log has clock times,
     else `leave_last_out`."""
     val_fraction: float = 0.1
     """Share of all behaviours, before the k-core, in the validation window of a temporal split."""
@@ -195,20 +203,87 @@ def cut_times(survey: Survey, config: SplitConfig, engine: Engine) -> dict[str, 
 
 
 def assign(
-    split: dict[str, Any], time: np.ndarray, user_start: np.ndarray
+    split: dict[str, Any],
+    time: np.ndarray,
+    user_start: np.ndarray,
+    ids: tuple[pa.Array, pa.Array] | None = None,
 ) -> np.ndarray:
-    """Index into NAMES for every request. time (E,) of the requests; user_start (U,) first row of each user."""
+    """Return the index into NAMES of every request.
+
+    Args:
+        split: as the manifest records it.
+        time: (R,) ms or ordinals, ascending within a user.
+        user_start: (U,) first request of each user.
+        ids: (R,) user id and (R,) item id of the requests, by which leave-last-out draws among requests of one time.
+            Without them the later request of one time is the later one.
+    """
     if split["kind"] == "temporal":
         return np.digitize(
             time, [split["val_start_ms"], split["test_start_ms"]]
         ).astype(np.int8)
     ends = np.append(user_start[1:], len(time))
-    lengths = ends - user_start
+    enough = ends - user_start >= 3
+    begins, ends = user_start[enough], ends[enough]
+    tests, vals = ends - 1, ends - 2
+    if ids is not None:
+        tied = (time[tests] == time[vals]) | (time[vals] == time[vals - 1])
+        tests[tied], vals[tied] = _draw_last_two(time, begins[tied], ends[tied], ids)
     code = np.zeros(len(time), dtype=np.int8)
-    enough = lengths >= 3
-    code[ends[enough] - 1] = NAMES.index("test")
-    code[ends[enough] - 2] = NAMES.index("val")
+    code[tests] = NAMES.index("test")
+    code[vals] = NAMES.index("val")
     return code
+
+
+def _draw_last_two(
+    time: np.ndarray,
+    begins: np.ndarray,
+    ends: np.ndarray,
+    ids: tuple[pa.Array, pa.Array],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last and the last but one request (u,) of users with the requests from `begins` to `ends` (u,).
+
+    Requests of one time are in the order of a hash of user, time and item. In the order of item ids, the largest id of
+    each basket would be the target.
+    """
+    spans = [
+        np.arange(begin + np.searchsorted(time[begin:end], time[end - 2]), end)
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+    rows = np.concatenate([np.zeros(0, np.int64), *spans])
+    users, items = (of.take(pa.array(rows)).to_pylist() for of in ids)
+    times = time[rows].tolist()
+    hashes = list(map(draw_hash, users, times, items))
+    owner = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
+    order = rows[np.lexsort((np.array(hashes, np.uint64), times, owner))]
+    after = np.cumsum([len(span) for span in spans], dtype=np.int64)
+    return order[after - 1], order[after - 2]
+
+
+def draw_hash(user: str, time: int, item: str) -> int:
+    """Return 64 bits by which requests of one time are ordered, the same on every machine."""
+    text = json.dumps([DRAW_SEED, user, time, item])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def count_tied(
+    code: np.ndarray, time: np.ndarray, user_start: np.ndarray
+) -> dict[str, int]:
+    """Return the requests of each split but training that have the time of another request of their user."""
+    same = np.zeros(len(time) + 1, dtype=bool)
+    same[1:-1] = time[1:] == time[:-1]
+    same[user_start] = False
+    tied = same[1:] | same[:-1]
+    return {
+        name: int((tied & (code == number)).sum())
+        for number, name in enumerate(NAMES)
+        if number
+    }
+
+
+def tied_targets(count: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return what the manifest of sequences says of targets that were drawn among behaviours of one time."""
+    tied = {name: count.get(f"tied_targets_{name}", 0) for name in NAMES[1:]}
+    return {"tied_targets": tied} if any(tied.values()) else {}
 
 
 def require_training(

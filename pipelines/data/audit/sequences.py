@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -168,8 +170,9 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
     split = tables.info.get("split") or {}
     starts = [split.get("val_start_ms"), split.get("test_start_ms")]
     if split.get("kind") == "leave_last_out":
+        requests = requests.with_columns(rank=rank_in_time(tables, requests))
         last = (
-            pl.len().over("row").cast(pl.Int64) - 1 - pl.col("place")
+            pl.len().over("row").cast(pl.Int64) - 1 - pl.col("rank")
         )  # 0 for the user's last request
         train, val = (pl.len().over("row") < 3) | (last > 1), last == 1
         if tables.manifests["events"].info["clock"]:
@@ -198,6 +201,32 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
         REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}",
     )
     return per_split(requests)
+
+
+def rank_in_time(tables: Tables, requests: pl.DataFrame) -> pl.Series:
+    """Return the rank of each request within its user, from 0: by time, and among those of one time by a hash."""
+    if tables.order_of_log:
+        return requests["place"].cast(pl.Int64)
+    keyed = requests.select(
+        "row",
+        "user_id",
+        "timestamp_ms",
+        item_index=pl.col("candidates").list.first(),
+        tied=pl.len().over("row", "timestamp_ms") > 1,
+    ).join(tables.catalogue, on="item_index", how="left", maintain_order="left")
+    hashes = [
+        sha256(json.dumps([0, user, time, item]).encode()).hexdigest() if tied else ""
+        for user, time, item, tied in keyed.select(
+            "user_id", "timestamp_ms", "item_id", "tied"
+        ).iter_rows()
+    ]
+    sorted_rows = (
+        keyed.with_row_index("at")
+        .with_columns(hash=pl.Series(hashes, dtype=pl.String).str.slice(0, 16))
+        .sort("row", "timestamp_ms", "hash", maintain_order=True)
+        .with_columns(rank=pl.int_range(pl.len()).over("row"))
+    )
+    return sorted_rows.sort("at")["rank"]
 
 
 def check_counts(

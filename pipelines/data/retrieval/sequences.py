@@ -20,7 +20,13 @@ from models.words import number_of
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import sequences_schema
-from pipelines.data.splits import NAMES, assign, require_training
+from pipelines.data.splits import (
+    NAMES,
+    assign,
+    count_tied,
+    require_training,
+    tied_targets,
+)
 from pipelines.data.survey import (
     Vocabulary,
     behaviour_column,
@@ -129,7 +135,13 @@ def build_sequences(
         history_end = counted_before(user_begin, known, user_begin, time[asks]).astype(
             np.int32
         )
-    split = assign(rules.split, time[asks], start)
+    drawn = rules.split["kind"] == "leave_last_out" and not rules.log_order
+    item_ids = coded(events, "item_id").take(pa.array(rows[asks]))
+    ids = (pa.DictionaryArray.from_arrays(codes[asks], user.dictionary), item_ids)
+    split = assign(rules.split, time[asks], start, ids if drawn else None)
+    if drawn:
+        for name, tied in count_tied(split, time[asks], start).items():
+            count[f"tied_targets_{name}"] = tied
 
     # 3. List columns: offsets over the flat columns.
     whole = len(rows) == events.num_rows and not late
@@ -258,6 +270,7 @@ def make_retrieval(
             )
         info = {
             **run.sequences_info(events, items, split, count),
+            **tied_targets(count),
             "requests": {name: count[f"requests_{name}"] for name in NAMES},
             "requests_without_history": {
                 name: count[f"without_history_{name}"] for name in NAMES

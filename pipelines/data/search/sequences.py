@@ -55,7 +55,13 @@ from pipelines.data.search.features import (
 )
 from pipelines.data.search.groups import feature_groups, unknown_features
 from pipelines.data.search.requests import requests_of
-from pipelines.data.splits import NAMES, assign, require_training
+from pipelines.data.splits import (
+    NAMES,
+    assign,
+    count_tied,
+    require_training,
+    tied_targets,
+)
 from pipelines.data.survey import (
     Union,
     Vocabulary,
@@ -202,7 +208,15 @@ def build_search(
     if not len(asks):
         return schema.empty_table(), count
     user_start = runs(codes[asks])  # (U,) first request of each user
-    split = assign(rules.split, at[asks], user_start)
+    drawn = rules.split["kind"] == "leave_last_out"
+    ids = (
+        pa.DictionaryArray.from_arrays(codes[asks], user.dictionary),
+        coded(events, "item_id").take(pa.array(candidate[start])),
+    )
+    split = assign(rules.split, at[asks], user_start, ids if drawn else None)
+    if drawn:
+        for name, tied in count_tied(split, at[asks], user_start).items():
+            count[f"tied_targets_{name}"] = tied
     length = np.diff(np.append(start, len(candidate)))
     history_end = counted_before(
         user_row[behaviour], known[behaviour], user_row[asks], at[asks]
@@ -461,6 +475,7 @@ def make_search(
         )
         info = {
             **run.sequences_info(events, items, split, count),
+            **tied_targets(count),
             "queries": queries.rows,
             "labels": rules.labels,
             "features": rules.features,

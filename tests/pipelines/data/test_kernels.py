@@ -18,7 +18,14 @@ from pipelines.data.catalogue import core_items
 from pipelines.data.engine import Engine
 from pipelines.data.events import order_events, restore_unset
 from pipelines.data.schemas import events_schema
-from pipelines.data.splits import SplitConfig, assign, cut_times, nth_times
+from pipelines.data.splits import (
+    NAMES,
+    SplitConfig,
+    assign,
+    count_tied,
+    cut_times,
+    nth_times,
+)
 from pipelines.data.survey import Union, Vocabulary, survey, user_keys
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
@@ -369,3 +376,32 @@ def test_the_core_of_the_training_window_counts_what_is_known_in_it(
         0,
         3,
     )  # the split is of the times of requests
+
+
+def test_leave_last_out_draws_among_requests_of_one_time() -> None:
+    baskets = 300
+    users = np.repeat([f"u{n}" for n in range(baskets)], 5)
+    items = np.tile(["a", "b", "c", "d", "e"], baskets)
+    time = np.tile([1, 2, 9, 9, 9], baskets)
+    start = np.arange(0, len(time), 5)
+    ids = (pa.array(users), pa.array(items))
+
+    codes = assign({"kind": "leave_last_out"}, time, start, ids)
+
+    assert np.bincount(codes).tolist() == [3 * baskets, baskets, baskets]
+    for name in ("val", "test"):
+        held_out = Counter(items[codes == NAMES.index(name)])
+        assert set(held_out) == {"c", "d", "e"}
+        assert all(abs(count - 100) < 30 for count in held_out.values())  # 3.7 sigma
+    again = assign({"kind": "leave_last_out"}, time, start, ids)
+    assert (codes == again).all()
+    tied = count_tied(codes, time, start)
+    assert tied == {"val": baskets, "test": baskets}
+
+
+def test_leave_last_out_without_ties_takes_the_last_two() -> None:
+    time, start = np.array([1, 2, 3, 1, 1, 2, 3, 4]), np.array([0, 3])
+    ids = (pa.array(["u"] * 3 + ["v"] * 5), pa.array(list("abcdefgh")))
+    codes = assign({"kind": "leave_last_out"}, time, start, ids)
+    assert codes.tolist() == [0, 1, 2, 0, 0, 0, 1, 2]
+    assert count_tied(codes, time, start) == {"val": 0, "test": 0}
