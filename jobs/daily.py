@@ -147,12 +147,16 @@ class Day:
         )
 
     def training(self, name: str, running: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the options of jobs.train. A model without gradients begins anew."""
         options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
-        return (
-            merged(options, {**self.config.go_on, "init": running["checkpoint"]})
-            if running
-            else options
-        )
+        if running is None or not registry.find(self.model_name()).gradient:
+            return options
+        return merged(options, {**self.config.go_on, "init": running["checkpoint"]})
+
+    def model_name(self) -> str:
+        """Return the name of the model, which files of options may hold."""
+        options = {**self.config.train, **self.read, "storage": self.runs, "name": "x"}
+        return str(parsed("train", options)[1].model["name"])
 
     def do(self, job: str, options: dict[str, Any]) -> Any:
         """Runs a job in this process, printed as the line to repeat it."""
@@ -216,7 +220,7 @@ class Day:
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""
-        name = parsed("train", self.training("first", None))[1].model["name"]
+        name = self.model_name()
         catalogue = load_catalogue(name, Inputs(**self.read))
         known = registry.find(name).measured.names(catalogue)
         for metric in self.config.fall:

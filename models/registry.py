@@ -20,13 +20,15 @@ from models.checkpoint import Checkpoint
 from models.config import hint, instead
 from models.cpu.matmul import use_exact_onednn
 from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
-from models.retrieval import atspeed, lc_rec, sid_mlp_pp, teacher_cache
+from models.retrieval import atspeed, ease, lc_rec, sid_mlp_pp, teacher_cache
 from models.retrieval import teacher as teachers
 from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.recurrent import GdnConfig, Mamba2Config, gdn, mamba2
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.decoders.t5 import OneLayerConfig, one_layer
+from models.retrieval.ease import EASE, EASEConfig
+from models.retrieval.item_knn import ItemKNN, ItemKNNConfig
 from models.retrieval.joint import EarnConfig, Nezha, NezhaConfig, earn, lr_multipliers
 from models.retrieval.lc_rec import LcRec, LcRecConfig
 from models.retrieval.lc_rec_students import (
@@ -35,6 +37,7 @@ from models.retrieval.lc_rec_students import (
     LcRecSidMlp,
     LcRecSidMlpConfig,
 )
+from models.retrieval.own_items import OwnItems, OwnItemsConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.recommend import BeamOptions, RecommendOptions
 from models.retrieval.retriever import Retriever
@@ -201,14 +204,26 @@ STAGE_2: dict[str, Any] = {
     ),
 }
 
+WITHOUT_GRADIENT: dict[str, Any] = {
+    "unit": "behaviour",
+    "gradient": False,
+    "recommends": RecommendOptions,
+}
+"""Retrieval models computed from the training behaviours in one pass."""
+
 MODELS: dict[str, Entry] = {
-    "popularity": Entry(
-        PopularityConfig,
-        Popularity,
+    "popularity": Entry(PopularityConfig, Popularity, RETRIEVAL, **WITHOUT_GRADIENT),
+    "own_items": Entry(OwnItemsConfig, OwnItems, RETRIEVAL, **WITHOUT_GRADIENT),
+    "item_knn": Entry(ItemKNNConfig, ItemKNN, RETRIEVAL, **WITHOUT_GRADIENT),
+    "ease": Entry(
+        EASEConfig,
+        EASE,
         RETRIEVAL,
-        unit="behaviour",
-        gradient=False,
-        recommends=RecommendOptions,
+        **WITHOUT_GRADIENT,
+        resolve=ease.resolve,
+        precompute=lambda module, config, catalogue, examples: ease.describe_items(
+            config, catalogue.num_items
+        ),
     ),
     "sasrec": Entry(
         SASRecConfig, SASRec, RETRIEVAL, unit="user", recommends=RecommendOptions

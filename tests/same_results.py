@@ -73,6 +73,9 @@ SEQUENCE = {"width": 16, "num_layers": 2, "num_heads": 2, "ffn": 32}
 ACTIONS = {**SEQUENCE, "expert_width": 16, "tower_width": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "popularity": ("retrieval", {}),
+    "own_items": ("retrieval", {}),
+    "item_knn": ("retrieval", {}),
+    "ease": ("retrieval", {}),
     "sasrec": ("retrieval", {}),
     "tiger": ("retrieval", {**TIGER, "beam": 20}),
     "lc_rec": ("retrieval", {**LC_REC, "beam": 20}),

@@ -163,7 +163,8 @@ class Examples(Sharded):
     """The requests of one split as flat arrays, in rows of one `unit`.
 
     `request`: a row is one request, its history the latest `max_history` behaviours before it.
-    `behaviour`: likewise, and requests without a history are rows too: every behaviour is the target of one.
+    `behaviour`: a row is the target of one request, with its user and without a history; requests without a history
+    are rows too.
     `user`: a row is a user's history with all of the split's requests in it, so that one causal pass
     serves them all. A user with more than `max_history` behaviours has overlapping windows, each request
     in exactly one of them and with at least half of `max_history` behaviours before it.
@@ -358,13 +359,17 @@ class Examples(Sharded):
         """The rows as tensors, right-padded with -1 to their own longest history.
 
         history (B, T) item_index; history_length (B,); user (B,) hash of the user id; user_row (B,) row
-        in the sequences table; request (B,) `request_number` of the (first) request. For units
-        `request` and `behaviour` target (B,) and, in val and test, repeats (B,), 1 where the target is among all of
+        in the sequences table; request (B,) `request_number` of the (first) request. Unit `behaviour`
+        has user_row and target (B,) alone. For unit `request` target (B,)
+        and, in val and test, repeats (B,), 1 where the target is among all of
         the user's behaviours before the request, be they in `history` or not; for unit `user` the targets of all its
         requests: target (M,), target_row (M,) in the batch, target_position (M,) of the last behaviour before it.
         """
         first = self._first[rows].astype(np.int64)
         user = self._owner[first]
+        if self.unit == "behaviour":
+            target, user_row = self._target[first], self._user_row[user]
+            return tensors({"target": target, "user_row": user_row})
         length = self.lengths[rows].astype(np.int64)
         begin = self._user_start[user] + self._row_end[rows] - length
         batch: dict[str, NDArray[Any]] = {
@@ -389,6 +394,8 @@ class Examples(Sharded):
 
     def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """With longer histories, up to `max_history`, and of unit `user` with targets that are none."""
+        if self.unit == "behaviour":
+            return batch
         length = batch["history"].shape[1]
         wide = min(rung(length), max(length, self.max_history)) - length
         batch = {

@@ -1,9 +1,10 @@
-"""Popularity: the floor that every model has to clear. Recommends the items most often trained on."""
+"""Popularity: recommend the items that are most frequent in training to every user."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,17 @@ class PopularityConfig:
 
 
 class Popularity(nn.Module):
-    """Counts of the train split's behaviours, each once; ties go to the lower item_index."""
+    """Counts of the training split's behaviours; ties go to the lower item_index."""
 
     counts: Tensor
 
-    def __init__(self, config: PopularityConfig, catalogue: Catalogue) -> None:
+    def __init__(self, config: Any, catalogue: Catalogue) -> None:
         super().__init__()
         self.config = config
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
     def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
-        """Counts the targets of the train batches, of unit `behaviour`; called once in place of training."""
+        """Count the targets of training batches of unit `behaviour`, once."""
         counts = torch.zeros(len(self.counts), dtype=torch.float64)
         for batch in batches:
             counts += torch.bincount(batch["target"].cpu(), minlength=len(counts))
@@ -39,13 +40,13 @@ class Popularity(nn.Module):
 
     @torch.no_grad()
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cross-entropy of the targets under the counts with one added to each."""
+        """Return the cross-entropy of the targets under the counts plus one."""
         shares = (self.counts + 1).log() - (self.counts + 1).sum().log()
         return {"loss": -shares[batch["target"]].mean()}
 
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): the same for all; with `unseen` without what each knows."""
+        """Return (items, scores), each (B, k), equal for all requests."""
         items, scores = best_allowed(self.counts[None].clone(), k, batch)
         rows = len(batch["history"])
         return items.expand(rows, k), scores.expand(rows, k)

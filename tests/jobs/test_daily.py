@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs import simulate
-from jobs.daily import lowest
+from jobs import cli, simulate
+from jobs.daily import Config, lowest, run
 from models import checkpoint
 from models.tables import read_manifest
 from pipelines import tracking
@@ -192,6 +192,25 @@ def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(
     done(good)
     *_, third = json.loads((tmp_path / "out/days.json").read_text())
     assert third["running"] == (second if second["accepted"] else first)["name"]
+
+
+def test_a_model_without_gradients_is_computed_anew_each_day(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    config = config_of(
+        tmp_path,
+        train={"config": str(ROOT / "jobs/configs/ease.yaml")},
+        tokenize={},
+        register=None,
+        fall={"recall@10": 1.0},
+    )
+    for number in (1, 2):
+        add(tmp_path, *range(number + 1))
+        run(cli.parse(Config, ["--config", str(config)]))
+    first, second = json.loads((tmp_path / "out/days.json").read_text())
+    assert (first["accepted"], second["accepted"]) == (True, True)
+    assert second["running"] == first["name"]
+    models = [checkpoint.read(day["checkpoint"]) for day in (first, second)]
+    assert models[0].hashes["sequences"] != models[1].hashes["sequences"]
 
 
 def test_a_metric_of_either_sign_falls_by_a_share() -> None:

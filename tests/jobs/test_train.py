@@ -228,7 +228,9 @@ def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["sasrec", "tiger", "popularity"])
+@pytest.mark.parametrize(
+    "name", ["sasrec", "tiger", "popularity", "own_items", "item_knn", "ease"]
+)
 def test_shipped_configs_are_valid(name: str) -> None:
     line = ["--tables", "t", "--storage", "s", "--name", "n"]
     parsed = parse(["--config", str(ROOT / f"jobs/configs/{name}.yaml"), *line])

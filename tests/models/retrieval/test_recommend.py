@@ -51,6 +51,9 @@ LC_REC = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "popularity": {},
+    "own_items": {"max_history": LONGEST},
+    "item_knn": {"max_history": LONGEST},
+    "ease": {"max_history": LONGEST},
     "sasrec": {
         "dim": 8,
         "num_layers": 1,

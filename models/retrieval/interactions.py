@@ -1,0 +1,77 @@
+"""Matrices of users and items, which models without gradient training are computed from.
+
+    matrix = interaction_matrix(batches, num_items)  # (U, N) behaviours per user and item
+
+Shapes: `U` users, `N` items, `B` requests, `T` behaviours of the longest history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from torch import Tensor
+
+
+def interaction_matrix(
+    batches: Iterable[dict[str, Tensor]], num_items: int
+) -> csr_array:
+    """Return the (U, N) number of training behaviours of each user with each item.
+
+    `batches` are training batches of unit `behaviour`. Users without a training
+    behaviour have no row.
+    """
+    users, items = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for batch in batches:
+        users.append(batch["user_row"].cpu().numpy())
+        items.append(batch["target"].cpu().numpy())
+    user_rows, rows = np.unique(np.concatenate(users), return_inverse=True)
+    columns = np.concatenate(items)
+    ones = np.ones(len(columns))
+    return csr_array((ones, (rows, columns)), shape=(len(user_rows), num_items))
+
+
+def item_counts(matrix: csr_array) -> Tensor:
+    """Return the (N,) number of training behaviours of each item, float32."""
+    return torch.from_numpy(matrix.sum(axis=0)).float()
+
+
+def history_counts(batch: dict[str, Tensor], num_items: int) -> Tensor:
+    """Return (B, N): how often each item occurs in each history, float32."""
+    return _scatter_history(batch, num_items, accumulate=True)
+
+
+def history_indicators(batch: dict[str, Tensor], num_items: int) -> Tensor:
+    """Return (B, N): 1 where the item occurs in the history, else 0, float32."""
+    return _scatter_history(batch, num_items, accumulate=False)
+
+
+def _scatter_history(
+    batch: dict[str, Tensor], num_items: int, accumulate: bool
+) -> Tensor:
+    items = real_items(batch, num_items)
+    ones = torch.ones(items.shape, device=items.device)
+    table = ones.new_zeros((len(items), num_items + 1))  # the last column is padding
+    if accumulate:
+        table.scatter_add_(1, items, ones)
+    else:
+        table.scatter_(1, items, ones)
+    return table[:, :num_items]
+
+
+def real_items(batch: dict[str, Tensor], num_items: int) -> Tensor:
+    """Return the histories (B, T) with `num_items` in place of padding."""
+    history = batch["history"]
+    position = torch.arange(history.shape[1], device=history.device)
+    real = position < batch["history_length"][:, None]
+    return history.masked_fill(~real, num_items)
+
+
+def popular_below_zero(counts: Tensor) -> Tensor:
+    """Return (N,) scores from -1 to below 0 that order items by their counts.
+
+    They rank items that a model gives no positive score: the most frequent first.
+    """
+    return counts / (counts.max() + 1) - 1
