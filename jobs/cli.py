@@ -36,6 +36,7 @@ from models.words import number_of
 from pipelines.cluster import check_places, check_room
 from pipelines.faults import explain, first_line, user_error_in
 from pipelines.ray_inside import WORKERS, first_answer, signals_as_they_are
+from pipelines.training.stop import STOP_REQUEST
 
 TRACEBACK = "TRIELINE_TRACEBACK"
 """Environment variable that shows tracebacks, and on a cluster all that workers print."""
@@ -216,8 +217,9 @@ _signals: list[int] = []
 
 
 def catch_signals() -> None:
-    """Lets SIGINT and SIGTERM stop the job: the first as KeyboardInterrupt, so that it lets go of what it holds, a
-    second one at once. So does the first after `GRACE`, as Python drops exceptions in some places."""
+    """Let SIGINT and SIGTERM stop the job. The first one lets a training save a checkpoint, and is elsewhere a
+    KeyboardInterrupt, so that the job lets go of what it holds; a second one ends it at once. So does the first one
+    after `GRACE`, as Python drops exceptions in some places."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGTERM, _interrupt)
@@ -230,7 +232,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     last = threading.Timer(GRACE, leave, [number])
     last.daemon = True
     last.start()
-    raise KeyboardInterrupt
+    if not STOP_REQUEST.request():
+        raise KeyboardInterrupt
 
 
 GRACE = 25.0

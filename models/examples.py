@@ -104,6 +104,10 @@ class Sharded:
     """Requests of the split, of this worker's evaluation, that are left out."""
     requests = 0
     """Requests of the split on this worker."""
+    learned = 0
+    """Requests, of a feed events, that this worker's rows are trained on."""
+    learned_unit: ClassVar[str] = "requests"
+    """Name of the unit of `learned`."""
     buffers = 1
     """P: buffers that its share is cut into."""
     rows_per_buffer: NDArray[np.int64]
@@ -309,6 +313,7 @@ class Sharded:
             np.arange(len(part))
         ).sum()
         self.requests += part.requests
+        self.learned += part.learned
         self._bytes[buffer] += part.nbytes
 
     @classmethod
@@ -375,6 +380,11 @@ class Sharded:
         for shard, rows in self._shard_rows():
             self.rows_per_buffer[shard.number] = len(rows)
             self.examples_per_buffer[shard.number] = self.sizes(rows).sum()
+
+    def learned_per_row(self) -> float:
+        """Return the mean of `learned` over the rows of this worker's shards; before `limit_to`."""
+        held = [shard.number for shard in self.share.held]
+        return self.learned / max(1, int(self.rows_per_buffer[held].sum()))
 
     def __len__(self) -> int:
         """Rows on this worker."""

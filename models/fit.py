@@ -20,9 +20,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,16 @@ from models.gpu.graphs import Graphs, compiled
 from models.optimizers import make_optimizer, set_rate, state_of
 from models.tables import UserError
 from models.whole_batch import IDLE, ROWS, of_workers
-from models.words import number_of
 
 Batch = dict[str, Tensor]
-SILENCE = 30.0
-"""Seconds after which a run says that it is alive."""
+FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
+"""Seconds without another event until the first line of progress, and between the lines after it."""
+
+PACE_STEPS = 3
+"""Timed steps from which the time left is estimated."""
+
+CONTINUE, SAVE, STOP = 0, 1, 2
+"""Answers of `wanted`: train on, save a state within the epoch and train on, save a state and end."""
 
 State = dict[str, Any]
 Sums = dict[str, Any]
@@ -158,6 +163,10 @@ Means = Callable[[Sums], dict[str, float]]
 """Metrics from the sums of all ranks."""
 
 
+class ValidationStopped(Exception):
+    """Raised by `Validate` between two batches where the run is to stop."""
+
+
 @dataclass(frozen=True)
 class Event:
     """Where the run stands, and what a validation found where there was one."""
@@ -186,6 +195,10 @@ class Event:
     """Why it ends here, where that is before the last epoch."""
     steps_in_epoch: int = 0
     """Steps of this epoch, for progress."""
+    seconds_left: float | None = None
+    """Time until the last planned step, validations included once one was timed; None before the pace is measured."""
+    interrupted: bool = False
+    """Whether the generator ends here because `wanted` answered STOP; `state` then continues the run."""
     state: State = field(default_factory=dict)
     """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
     generator goes on. Of a sharded model also `weights`, the whole ones, on rank 0, and on each rank its
@@ -206,7 +219,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class StillEvent(Event):
-    """Nothing but that the run is alive, on this rank, where nothing else was told for `SILENCE` seconds."""
+    """Progress of this rank, yielded where there was no other event to show for `PROGRESS_S` seconds."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +329,8 @@ class Cursor:
     """After which step that was."""
     waiting: int = 0
     """Validations since then."""
+    validated: int = 0
+    """Step of the last validation; a run that was stopped in a validation does it again."""
     stopped: bool = False
     """Whether the run has ended."""
     loss: float = 0.0
@@ -327,8 +342,30 @@ class Cursor:
     waited: float = 0.0
     """Likewise: seconds waited for data."""
 
+    @classmethod
+    def from_state(cls, fields: dict[str, Any]) -> Self:
+        """Load the cursor of a checkpoint; older checkpoints, without `validated`, owe no validation."""
+        return cls(**{"validated": fields["step"], **fields})
+
+    def owes_validation(self, config: FitConfig) -> bool:
+        """Return whether the run was stopped before a validation within the epoch."""
+        return (
+            self.step_in_epoch > 0
+            and due(config.eval_every_steps, self.step)
+            and self.validated < self.step
+        )
+
+    def means(self) -> dict[str, Any]:
+        """Return the fields of an event that average over the epoch in progress."""
+        return {
+            "loss": self.loss / self.step_in_epoch,
+            "examples_per_s": self.examples / self.seconds,
+            "data_wait": self.waited / self.seconds,
+        }
+
     def note(self, value: float) -> bool:
         """Takes what a validation found; whether it is better than all before."""
+        self.validated = self.step
         if self.best is not None and value <= self.best:
             self.waiting += 1
             return False
@@ -351,15 +388,69 @@ class Cursor:
 
     def next_epoch(self, stop: bool) -> dict[str, Any]:
         """Ends the epoch in progress, and where `stop` the run; what an event says of it."""
-        said = {
-            "loss": self.loss / self.step_in_epoch,
-            "seconds": self.seconds,
-            "examples_per_s": self.examples / self.seconds,
-            "data_wait": self.waited / self.seconds,
-        }
+        said = {**self.means(), "seconds": self.seconds}
         self.epoch, self.step_in_epoch, self.stopped = self.epoch + 1, 0, stop
         self.loss = self.seconds = self.examples = self.waited = 0.0
         return said
+
+
+class Pace:
+    """Seconds per step and per validation, from which the time left of the whole run is estimated."""
+
+    def __init__(self, config: FitConfig, total_steps: int) -> None:
+        self.config, self.total_steps = config, total_steps
+        self.eval_seconds = 0.0
+        self._epoch_steps, self._epoch_seconds = 0, 0.0
+
+    def note_epoch(self, cursor: Cursor) -> None:
+        """Keep the pace of the epoch that ends, for the first steps of the next one."""
+        self._epoch_steps, self._epoch_seconds = cursor.step_in_epoch, cursor.seconds
+
+    def seconds_left(self, cursor: Cursor, unread: float = 0.0) -> float | None:
+        """Estimate the seconds until the last planned step, or return None while fewer than `PACE_STEPS` were timed.
+
+        Args:
+            cursor: Position of the run and the time of the epoch's steps.
+            unread: Seconds of steps that the cursor does not contain yet.
+        """
+        steps = self._epoch_steps + cursor.step_in_epoch
+        if steps < PACE_STEPS:
+            return None
+        seconds = self._epoch_seconds + cursor.seconds + unread
+        config = self.config
+        validations = -(-config.max_epochs // config.eval_every_epochs)
+        validations -= cursor.epoch // config.eval_every_epochs
+        steps_left = self.total_steps - cursor.step
+        if config.eval_every_steps:
+            validations += steps_left // config.eval_every_steps
+        return steps_left * seconds / steps + validations * self.eval_seconds
+
+
+class Agreement:
+    """The largest answer of all ranks to a question of every step.
+
+    With several ranks the answers of one step are exchanged in the background and read after the next step, so no step
+    waits for them and nothing is copied from a GPU.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._group = dist.new_group(backend="gloo") if world > 1 else None
+        self._answer = torch.zeros(1, dtype=torch.int32)
+        self._exchange: Any = None
+
+    def largest(self, answer: int) -> int:
+        """Hand in this rank's answer and return the largest known one, the same on every rank."""
+        if self._group is None:
+            return answer
+        known = CONTINUE
+        if self._exchange:
+            self._exchange.wait()
+            known = int(self._answer)
+        self._answer = torch.tensor([answer], dtype=torch.int32)
+        self._exchange = dist.all_reduce(
+            self._answer, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        return known
 
 
 class Meter:
@@ -398,14 +489,22 @@ class Meter:
         for name in found.keys() - {"loss"}:
             self.parts[name] = self.parts.get(name, 0.0) + found[name].double()
 
-    def still(self, cursor: Cursor, steps: int) -> StillEvent:
-        """That the run is alive, by what this rank alone knows."""
-        seconds = max(1e-9, time.perf_counter() - self.began)
+    @property
+    def seconds(self) -> float:
+        """Seconds since the last reading."""
+        return max(1e-9, time.perf_counter() - self.began)
+
+    def still(
+        self, cursor: Cursor, steps: int, seconds_left: float | None
+    ) -> StillEvent:
+        """Return the progress of this rank alone."""
+        seconds = self.seconds
         return StillEvent(
             step=cursor.step,
             epoch=cursor.epoch + 1,
             loss=self.loss.item() / max(1, self.steps),
             steps_in_epoch=steps,
+            seconds_left=seconds_left,
             examples_per_s=self.examples / seconds * self.world,
             data_wait=self.waited / seconds,
         )
@@ -494,7 +593,7 @@ def fit(
     rank: int = 0,
     world: int = 1,
     clock: Callable[[], float] = time.monotonic,
-    wanted: Callable[[], bool] = lambda: False,
+    wanted: Callable[[], int] = lambda: CONTINUE,
 ) -> Iterator[StepEvent | StillEvent | EpochEvent]:
     """Trains `model`, which is on `device` already, and yields events; by `clock`, not all ranks the same StillEvents.
 
@@ -502,8 +601,9 @@ def fit(
     group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
     of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `blocks` are parts
     of a model that is to be cut over the ranks (`models/fsdp.py`). `state` is that of the event at which an earlier run
-    was saved; the caller has loaded the weights. `wanted` is asked every `log_every_steps` whether a state is wanted
-    then; all ranks must say the same. Raises UserError where the loss or the metric stops being a number.
+    was saved; the caller has loaded the weights. `wanted` is asked after every step for CONTINUE, SAVE or STOP; ranks
+    may answer differently, the largest answer counts. Raises UserError where the loss or the metric stops being a
+    number.
     """
     device = torch.device(device)
     sharded = bool(blocks) and world > 1
@@ -515,7 +615,7 @@ def fit(
     cursor = Cursor()
     if state is not None:
         fsdp.load_optimizer(optimizer, state["optimizer"])
-        cursor = Cursor(**state["cursor"])
+        cursor = Cursor.from_state(state["cursor"])
     if cursor.stopped:
         return
     module, step_on = make_step(model, optimizer, config, device, world, sharded)
@@ -545,14 +645,18 @@ def fit(
             )
         return steps
 
-    def validated(last: bool = False) -> dict[str, Any]:
-        """Validates and notes the result in the cursor: the fields of an event; nobody stops at the `last` one."""
+    def validated(last: bool = False) -> dict[str, Any] | None:
+        """Validate, note the result in the cursor and return the fields of an event; None where a rank stopped the
+        validation. A run never stops early at its `last` validation."""
         began = time.perf_counter()
         with fsdp.gathered(model):
-            metrics, count = validation(model, validate, means, config, device, world)
+            found = validation(model, validate, means, config, device, world)
+        if found is None:
+            return None
+        metrics, count = found
         is_best = cursor.note(metrics[config.metric])
         why = "" if last else cursor.impatient(config)
-        seconds = time.perf_counter() - began
+        seconds = pace.eval_seconds = time.perf_counter() - began
         return {
             "metrics": metrics,
             "examples": count,
@@ -561,9 +665,21 @@ def fit(
             "why": why,
         }
 
+    def stopped() -> StepEvent:
+        """The event of a run that ends before a validation, which the continued run begins with."""
+        return StepEvent(
+            step=cursor.step,
+            epoch=cursor.epoch + 1,
+            **cursor.means(),
+            interrupted=True,
+            state=snapshot(),
+        )
+
     total_steps = fewest(0) * config.max_epochs
-    told = clock()
+    pace = Pace(config, total_steps)
+    told, silence = clock(), FIRST_PROGRESS_S
     meter = Meter(device, world)
+    agreement = Agreement(world)
     for epoch in range(cursor.epoch, config.max_epochs):
         steps = fewest(epoch)
         module.train()
@@ -571,6 +687,24 @@ def fit(
         if device.type == "cuda":
             batches = prefetch(batches)
         meter.clear()
+        owed = cursor.step_in_epoch < steps and cursor.owes_validation(config)
+        if owed and (measured := validated()) is not None:
+            cursor.stopped = bool(measured["why"])
+            yield StepEvent(
+                step=cursor.step,
+                epoch=epoch + 1,
+                steps_in_epoch=steps,
+                **cursor.means(),
+                **measured,
+                stop=cursor.stopped,
+                state=snapshot(),
+            )
+            if cursor.stopped:
+                return
+            meter.clear()
+        elif owed:
+            yield stopped()
+            return
         for i in range(cursor.step_in_epoch, steps):
             batch, idle = meter.take(batches)
             torch.manual_seed(step_seed(config.seed, rank, cursor.step))
@@ -581,19 +715,18 @@ def fit(
             )
             meter.add(found)
             cursor.step, cursor.step_in_epoch = cursor.step + 1, i + 1
+            answer = agreement.largest(wanted())
+            stop = answer == STOP
             inside = i + 1 < steps
-            check = inside and due(config.eval_every_steps, cursor.step)
+            check = inside and not stop and due(config.eval_every_steps, cursor.step)
             logs = due(config.log_every_steps, cursor.step)
-            save = check or (
-                inside
-                and (
-                    due(config.checkpoint_every_steps, cursor.step)
-                    or (logs and wanted())
-                )
-            )
-            if inside and not save and clock() - told >= SILENCE:
-                yield meter.still(cursor, steps)
-                told = clock()
+            planned = inside and due(config.checkpoint_every_steps, cursor.step)
+            save = check or planned or stop or (inside and answer == SAVE)
+            if inside and not save and (waited := clock() - told) >= silence:
+                left = pace.seconds_left(cursor, meter.seconds)
+                if left is not None or waited >= PROGRESS_S:
+                    yield meter.still(cursor, steps, left)
+                    told, silence = clock(), PROGRESS_S
             if inside and not (save or logs):
                 continue
             said = meter.read(cursor)  # waits for the device
@@ -602,6 +735,9 @@ def fit(
                     f"the loss is {loss} at step {cursor.step}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
                 )
             measured = validated() if check else {}
+            if measured is None:
+                yield stopped()
+                return
             cursor.stopped = bool(measured.get("why"))
             told = clock() if check else told
             yield StepEvent(
@@ -613,23 +749,30 @@ def fit(
                 **said,
                 **measured,
                 stop=cursor.stopped,
+                interrupted=stop,
+                seconds_left=pace.seconds_left(cursor),
                 state=snapshot() if save else {},
             )
-            if cursor.stopped:
+            if cursor.stopped or stop:
                 return
             meter.clear()
 
         ended = epoch + 1 == config.max_epochs
         check = ended or (epoch + 1) % config.eval_every_epochs == 0
         measured = validated(last=ended) if check else {}
+        if measured is None:
+            yield stopped()
+            return
+        pace.note_epoch(cursor)
         said = cursor.next_epoch(stop=ended or bool(measured.get("why")))
-        told = clock()
+        told, silence = clock(), PROGRESS_S
         yield EpochEvent(
             step=cursor.step,
             epoch=cursor.epoch,
             **said,
             **measured,
             stop=cursor.stopped,
+            seconds_left=pace.seconds_left(cursor),
             state=snapshot(),
         )
         if cursor.stopped:
@@ -648,16 +791,20 @@ def validation(
     config: FitConfig,
     device: torch.device,
     world: int,
-) -> tuple[dict[str, float], int]:
-    """Validation metrics over the rows of all ranks, and the number of rows; equal on every rank."""
+) -> tuple[dict[str, float], int] | None:
+    """Validation metrics over the rows of all ranks, and the number of rows; equal on every rank. None on every rank
+    where one of them raised ValidationStopped."""
+    mine: tuple[Sums, int] | None = None
     model.eval()
-    with torch.no_grad():
-        parts: list[Any] = [validate(model)]
+    with torch.no_grad(), suppress(ValidationStopped):
+        mine = validate(model)
     model.train()
+    parts: list[Any] = [mine]
     if world > 1:
-        mine = parts[0]
         parts = [None] * world
         dist.all_gather_object(parts, mine)
+    if any(part is None for part in parts):
+        return None
     count = sum(rows for _, rows in parts)
     if count == 0:
         raise UserError(
@@ -693,23 +840,48 @@ def best_of(state: State) -> dict[str, Any]:
     }
 
 
-def describe(event: Event, config: FitConfig) -> str:
-    """One line of progress per epoch, per validation and per silence; and another where the run ends early."""
+@dataclass(frozen=True)
+class Counted:
+    """The unit in which progress is shown: a training example may be a window that serves many requests."""
+
+    per_example: float = 1.0
+    """Requests, of a feed events, per training example."""
+    unit: str = "requests"
+    """Name of the unit."""
+
+
+REQUESTS = Counted()
+
+
+def describe(event: Event, config: FitConfig, counted: Counted = REQUESTS) -> str:
+    """Describe an epoch, a validation or the progress within an epoch in one line; a run that ends early says why in
+    another line."""
     metrics = {
         name: event.metrics[name]
         for name in (config.metric, "recall@10")
         if name in event.metrics
     }
     line = f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  loss {event.loss:.4f}"
-    line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items()) + (
-        " *" if event.is_best else ""
-    )
-    line += f"  {event.examples_per_s:,.0f} examples/s  data wait {event.data_wait:.0%}"
-    if isinstance(event, StillEvent):
-        return f"{line}, {number_of(event.steps_in_epoch, 'step')} per epoch"
-    if not isinstance(event, EpochEvent):
-        return line + (f"\n{event.why}" if event.stop else "")
-    left = (config.max_epochs - event.epoch) * (event.seconds + event.eval_seconds)
-    line += f"  {event.seconds:.0f} s + {event.eval_seconds:.0f} s  "
-    end = f"done\n{event.why}" if event.why else "done"
-    return line + (end if event.stop else f"at most {left:.0f} s left")
+    line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items())
+    line += " *" if event.is_best else ""
+    rate = event.examples_per_s * counted.per_example
+    line += f"  {rate:,.0f} {counted.unit}/s  data wait {event.data_wait:.0%}"
+    if isinstance(event, EpochEvent):
+        line += f"  {event.seconds:.0f} s + {event.eval_seconds:.0f} s"
+    elif event.steps_in_epoch:
+        line += f"  {event.steps_in_epoch:,} steps per epoch"
+    if event.stop:
+        done = f"{line}  done" if isinstance(event, EpochEvent) else line
+        return f"{done}\n{event.why}" if event.why else done
+    if event.seconds_left is None:
+        return line
+    return f"{line}  at most {duration(event.seconds_left)} left"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as seconds, minutes or hours, whichever reads as a number of two digits or so."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"

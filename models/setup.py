@@ -29,7 +29,16 @@ from models.checkpoint import (
 )
 from models.config import hint
 from models.examples import Sharded, plan
-from models.fit import FitConfig, Sums, captures, reduce, to_device
+from models.fit import (
+    REQUESTS,
+    Counted,
+    FitConfig,
+    Sums,
+    ValidationStopped,
+    captures,
+    reduce,
+    to_device,
+)
 from models.inputs import Inputs
 from models.ranking_metrics import Histogram
 from models.shares import Share, shards_of
@@ -88,6 +97,10 @@ class Setup:
     """Time in ms up to which requests are trained on, where the split is by time."""
     notes: list[str] = field(default_factory=list)
     """What was worked out once before training, in a line each."""
+    counted: Counted = REQUESTS
+    """The unit in which progress is shown."""
+    stopping: Callable[[], bool] = lambda: False
+    """Return whether the run is to stop; asked before every batch of a validation."""
 
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
         """Sums of the metrics over this rank's validation rows, and their number."""
@@ -99,6 +112,7 @@ class Setup:
             device=self.device,
             limit=self.fit.eval_examples,
             options=self.fit.eval_options,
+            stopping=self.stopping,
         )
         return sums, count
 
@@ -299,6 +313,7 @@ def set_up(
         notes = [f"weights of {init}", *carry(module, init, first, catalogue.num_items)]
     entry.teach(module, config, catalogue)
     notes += entry.precompute(module, config, catalogue, examples)
+    counted = Counted(train.learned_per_row(), train.learned_unit)
     if (
         fit.train_examples
     ):  # after the teacher's outputs, which runs on other examples share
@@ -309,7 +324,18 @@ def set_up(
         read_manifest(sequences, "sequences").info.get("split", {}).get("val_start_ms")
     )
     return Setup(
-        entry, config, catalogue, module, batches, val, fit, device, world, until, notes
+        entry,
+        config,
+        catalogue,
+        module,
+        batches,
+        val,
+        fit,
+        device,
+        world,
+        until,
+        notes,
+        counted,
     )
 
 
@@ -379,17 +405,20 @@ def score(
     device: torch.device,
     limit: int = 0,
     options: dict[str, Any] | None = None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[Sums, int, float]:
     """Measures the model on the examples' rows, in float32: bfloat16 ties scores that are close, and swaps them.
 
     Returns the sums of the metrics, the number of rows, and the seconds spent in measuring. With `limit` it takes
     its part of that many rows of all workers, evenly spread over the lengths of their histories. `options` go to
-    `measure`.
+    `measure`. Raises ValidationStopped as soon as `stopping()` is true between two batches.
     """
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
     for rows in examples.bounded(examples.chosen(limit), batch_size):
+        if stopping():
+            raise ValidationStopped
         batch = to_device(examples.collate(rows), device)
         began = time.perf_counter()
         with torch.no_grad():

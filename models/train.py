@@ -117,7 +117,9 @@ def main(argv: list[str] | None = None) -> None:
         if about:
             check_same(about, setup.checkpoint(), output)
             state = setup.resume(output, about)
-            print(f"continuing after epoch {about.epoch}, step {about.step}")
+            inside = bool(state and state["cursor"]["step_in_epoch"])
+            where = "in" if inside else "after"
+            print(f"continuing {where} epoch {about.epoch}, step {about.step}")
         if not setup.entry.gradient:
             model: Any = setup.model
             model.fit_counts(setup.train(0, 0))
@@ -136,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
             device=device,
         ):
             if isinstance(event, StillEvent):
-                print(describe(event, setup.fit), flush=True)
+                print(describe(event, setup.fit, setup.counted), flush=True)
             if not event.state:
                 continue
             about = setup.checkpoint(
@@ -144,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
             )
             about.metrics = event.metrics
             if event.metrics or isinstance(event, EpochEvent):
-                print(describe(event, setup.fit), flush=True)
+                print(describe(event, setup.fit, setup.counted), flush=True)
             checkpoint.keep(output, setup.model, about, event.state)
         if about:
             print(f"best checkpoint: {checkpoint.publish(output, about)}")

@@ -83,6 +83,7 @@ class ActionsExamples(Sharded):
     kind = "actions"
     unit = "user"
     counted = "sequences of events"
+    learned_unit = "events"
     max_history = 1024
     window_overlap: ClassVar[float] = 0.5
     """Share of `max_history` by which rows of a user overlap in training, as a model's config says."""
@@ -165,6 +166,7 @@ class ActionsExamples(Sharded):
         )
         self._held += len(kept)
         self.requests += len(owner)
+        self.learned += int((context - shared).sum())
         return len(owner)
 
     def _close(self) -> None:

@@ -292,6 +292,7 @@ class Examples(Sharded):
         )
         self._users += len(users)
         self.requests += len(end)
+        self.learned += len(end)
         self._behaviours += int(count.sum())
         return len(first)
 

@@ -422,6 +422,7 @@ class SearchExamples(Examples):
         )
         self._users += len(users)
         self.requests += len(end)
+        self.learned += len(end)
         self._behaviours += len(behaviour)
         self._candidates += len(flat)
         return len(first)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -50,6 +50,7 @@ from pipelines.training.record import (
     write_record,
 )
 from pipelines.training.settings import FEWER, Checked, RayOptions, check
+from pipelines.training.stop import STOP_REQUEST
 from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
 
 # How often Ray Train's controller asks for reports. A worker that has one waits until it is asked: by default up to
@@ -267,10 +268,10 @@ def run_training(
         try:
             if here:
                 device = torch.device("cuda" if use_gpu else "cpu")
-                perform(
-                    task,
-                    WorkerContext(0, 1, device, 1, heard or (lambda about: None), say),
-                )
+                report = heard or (lambda about: None)
+                perform(task, WorkerContext(0, 1, device, 1, report, say))
+                if STOP_REQUEST.requested:
+                    raise KeyboardInterrupt
             else:
                 run_workers(
                     task, storage, name, workers, use_gpu, ray_options, say, callbacks
@@ -373,9 +374,13 @@ def run_workers(
             thread = ThreadPoolExecutor(
                 1
             )  # in the main one, Ray Train would take SIGINT for itself
+            training = thread.submit(trainer.fit)
             try:
-                thread.submit(trainer.fit).result()
+                training.result()
                 return
+            except KeyboardInterrupt:
+                save_before_stop(progress, training)
+                raise
             except TrainingFailedError as error:
                 if mistake := faults.user_error_in(error):
                     raise mistake from error
@@ -393,6 +398,15 @@ def run_workers(
                 )
             finally:
                 thread.shutdown(wait=False)
+
+
+def save_before_stop(progress: Any, training: Future[Any]) -> None:
+    """Let workers that train save a checkpoint, and wait for it; return at once where none of them trains yet."""
+    with suppress(RayError):
+        if not ray.get(progress.stop.remote()):
+            return
+        while not training.done() and not ray.get(progress.is_saved.remote()):
+            time.sleep(0.1)
 
 
 def waiting(workers: int, each: dict[str, float]) -> str | None:

@@ -6,23 +6,28 @@ its progress.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import torch
 from ray import train
+from ray.exceptions import RayError
 from ray.train.torch import get_device
 
 from models import checkpoint
 from models.checkpoint import Checkpoint
 from models.fit import (
+    CONTINUE,
+    SAVE,
+    STOP,
     EpochEvent,
     Event,
     FitConfig,
@@ -38,6 +43,7 @@ from models.inputs import Inputs
 from models.setup import Setup, set_up
 from models.words import number_of
 from pipelines import tracking
+from pipelines.training.stop import STOP_REQUEST
 
 
 @ray.remote(num_cpus=0)
@@ -47,6 +53,7 @@ class Progress:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.pulses: dict[int, tuple[str, Any, float, float]] = {}
+        self.stopping = self.trains = self.saved = False
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -54,9 +61,27 @@ class Progress:
     def since(self, seen: int) -> list[str]:
         return self.lines[seen:]
 
-    def pulse(self, rank: int, node: str, actor: Any, still: float) -> None:
-        """The worker of that rank lives, and has taken no step for `still` seconds."""
+    def pulse(
+        self, rank: int, node: str, actor: Any, still: float, trains: bool
+    ) -> bool:
+        """Note that the worker of that rank lives, has taken no step for `still` seconds, and whether it has begun to
+        train. Return whether the training is to save a checkpoint and stop."""
+        self.trains |= trains
         self.pulses[rank] = (node, actor, still, time.monotonic())
+        return self.stopping
+
+    def stop(self) -> bool:
+        """Let the workers save a checkpoint and stop. Return whether they train, so that they will."""
+        self.stopping = True
+        return self.trains
+
+    def note_saved(self) -> None:
+        """Note that a stopped training has saved its checkpoint."""
+        self.saved = True
+
+    def is_saved(self) -> bool:
+        """Return whether a stopped training has saved its checkpoint."""
+        return self.saved
 
     def hung(self, seconds: float) -> list[tuple[int, str, Any]]:
         """Rank, node and actor of workers that gave no pulse for so long; where all do, of those that took no step.
@@ -78,8 +103,8 @@ class Progress:
 
 
 class Pulse:
-    """A thread that tells the driver every few seconds how long ago this worker took a step. Validation counts as one,
-    however long it takes."""
+    """A thread that reports to the driver how long ago this worker took a step, and learns from it of a stop.
+    Validation counts as one step, however long it takes."""
 
     def __init__(self, progress: Any, rank: int) -> None:
         self.progress, self.rank, self.stepped, self.validates = (
@@ -88,13 +113,18 @@ class Pulse:
             time.monotonic(),
             False,
         )
+        self.trains = self.stopping = False
         self.actor = ray.get_runtime_context().current_actor
         threading.Thread(target=self._beat, daemon=True, name="pulse").start()
 
     def _beat(self) -> None:
         while True:
             still = 0.0 if self.validates else time.monotonic() - self.stepped
-            self.progress.pulse.remote(self.rank, platform.node(), self.actor, still)
+            beat = self.progress.pulse.remote(
+                self.rank, platform.node(), self.actor, still, self.trains
+            )
+            with suppress(RayError):  # lost with its lines; the training goes on
+                self.stopping = ray.get(beat)
             time.sleep(BEAT)
 
     def step(self) -> None:
@@ -115,8 +145,11 @@ class Pulse:
         return validated
 
 
-BEAT = 2.0
-"""Seconds between two pulses."""
+BEAT = 0.5
+"""Seconds between two pulses: a stopped job has 3 seconds by default until Ray kills it, its checkpoint included."""
+
+NOTICE_S = 2.0
+"""Seconds between two questions whether a node is to be taken away."""
 
 
 @dataclass
@@ -167,7 +200,7 @@ class WorkerContext:
     uploads: checkpoint.Uploads = field(default_factory=checkpoint.Uploads)
     """Takes checkpoints to a storage elsewhere."""
     warned: Callable[[], bool] = lambda: False
-    """Whether a node of the training is to be taken away since this was asked last; all ranks ask at once."""
+    """Return whether there is a new notice that a node of the training is to be taken away."""
 
 
 def worker(config: dict[str, Any]) -> None:
@@ -191,6 +224,7 @@ def worker(config: dict[str, Any]) -> None:
         leaving.extend(fresh)
         return bool(fresh)
 
+    pulse = Pulse(config["progress"], context.get_world_rank())
     place = WorkerContext(
         context.get_world_rank(),
         context.get_world_size(),
@@ -198,14 +232,17 @@ def worker(config: dict[str, Any]) -> None:
         context.get_local_world_size(),
         report,
         config["progress"].say.remote,
-        Pulse(config["progress"], context.get_world_rank()),
+        pulse,
         warned=warned if config["watch"] else lambda: False,
     )
     perform(task, place)
+    if pulse.stopping and place.rank == 0:
+        ray.get(config["progress"].note_saved.remote())
 
 
 def perform(task: Task, place: WorkerContext) -> None:
-    """Trains, from the last checkpoint in the run's folder where there is one."""
+    """Train, from the last checkpoint in the run's folder where there is one, to the end or until
+    a stop is requested."""
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
     about = checkpoint.last(task.folder)
     setup = set_up(
@@ -238,7 +275,9 @@ def perform(task: Task, place: WorkerContext) -> None:
                 + ", ".join(f"{name} {number:,}" for name, number in parts.items())
             )
         if about is not None:
-            place.say(f"continuing after epoch {about.epoch}, step {about.step}")
+            inside = bool(state and state["cursor"]["step_in_epoch"])
+            where = "in" if inside else "after"
+            place.say(f"continuing {where} epoch {about.epoch}, step {about.step}")
     with ExitStack() as stack:
         stack.callback(place.uploads.wait)  # also where a sweep stops the training
         log = None
@@ -267,7 +306,8 @@ def perform(task: Task, place: WorkerContext) -> None:
                 0,
             )
         if setup.entry.gradient:
-            by_gradient(setup, task, state, about, place, log)
+            with STOP_REQUEST.awaited():
+                by_gradient(setup, task, state, about, place, log)
         elif about is None:
             by_counts(setup, task, place, log)
         if log and (waited := log.flush()) >= 1:
@@ -289,12 +329,31 @@ def by_gradient(
     )
     pulse = place.pulse
     validate = pulse.around(setup.validate) if pulse else setup.validate
+    asked_at = -math.inf
+    if pulse:
+        pulse.trains = True
 
-    def warned() -> bool:
-        if (fresh := place.warned()) and place.rank == 0:
+    def stopping() -> bool:
+        return STOP_REQUEST.requested or bool(pulse and pulse.stopping)
+
+    def wanted() -> int:
+        """Return STOP for a stop, SAVE for a notice about a node, else CONTINUE."""
+        nonlocal asked_at
+        if pulse:
+            pulse.step()
+        if stopping():
+            return STOP
+        now = time.monotonic()
+        if now - asked_at < NOTICE_S:
+            return CONTINUE
+        asked_at = now
+        if not place.warned():
+            return CONTINUE
+        if place.rank == 0:
             place.say("a node is to be taken away: saving a checkpoint")
-        return fresh
+        return SAVE
 
+    setup.stopping = stopping
     for event in fit(
         setup.model,
         setup.train,
@@ -307,15 +366,13 @@ def by_gradient(
         device=setup.device,
         rank=place.rank,
         world=place.world,
-        wanted=warned,
+        wanted=wanted,
     ):
-        if pulse:
-            pulse.step()
         if isinstance(event, StillEvent):
             if place.rank == 0:
-                place.say(describe(event, setup.fit))
+                place.say(describe(event, setup.fit, setup.counted))
             continue
-        if log:
+        if log and not event.interrupted:
             log.log(
                 step_metrics(event)
                 if isinstance(event, StepEvent)
@@ -330,7 +387,9 @@ def by_gradient(
             spent["train_seconds"] += event.seconds
             spent["examples_per_s"] = event.examples_per_s
         if place.rank == 0 and (event.metrics or isinstance(event, EpochEvent)):
-            place.say(describe(event, setup.fit))
+            place.say(describe(event, setup.fit, setup.counted))
+        if place.rank == 0 and event.interrupted:
+            place.say(f"stopping: saving a checkpoint of step {event.step}")
         about = setup.checkpoint(
             epoch=event.epoch,
             step=event.step,

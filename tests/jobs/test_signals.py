@@ -185,7 +185,7 @@ def test_a_training(
     (one,) = [json.loads(path.read_text()) for path in tmp_path.glob("one/run.json")]
     assert one["status"] == "running"
     printed, code = send(
-        [*words, "--fit.max_epochs", "2000"], number, "continuing after epoch", alone
+        [*words, "--fit.max_epochs", "2000"], number, "continuing ", alone
     )
     assert code == CODES[number]
 

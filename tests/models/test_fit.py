@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -14,11 +16,20 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from models.fit import (
+    CONTINUE,
+    SAVE,
+    STOP,
+    Counted,
+    Cursor,
     EpochEvent,
+    Event,
     FitConfig,
+    Pace,
     StepEvent,
     StillEvent,
+    ValidationStopped,
     describe,
+    duration,
     fit,
     learning_rate,
     prefetch,
@@ -136,6 +147,70 @@ def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path, optimizer: str) 
         )
 
 
+def stopped_and_resumed(
+    config: FitConfig, stop_at: int, in_validation: bool
+) -> tuple[Classifier, list[StepEvent | EpochEvent], Event]:
+    """Stop a run at its `stop_at`-th step or validation, and finish it from the state of its last event."""
+    asked = iter(range(1, 1000))
+
+    def answer() -> int:
+        return STOP if not in_validation and next(asked) == stop_at else CONTINUE
+
+    def stopping(model: nn.Module) -> tuple[dict[str, float], int]:
+        if in_validation and next(asked) == stop_at:
+            raise ValidationStopped
+        return validate(model)
+
+    stopped = start()
+    events = list(fit(stopped, Batches(), stopping, config, wanted=answer))
+    saved = copy.deepcopy(events[-1].state)
+    resumed = start(seed=99)
+    resumed.load_state_dict(stopped.state_dict())
+    return resumed, finish(resumed, config, state=saved), events[-1]
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "in_validation"),
+    [*((step, False) for step in range(1, 21)), *((n, True) for n in range(1, 9))],
+)
+def test_stopped_at_any_step_or_validation_and_resumed_equals_undisturbed(
+    stop_at: int, in_validation: bool
+) -> None:
+    config = replace(CONFIG, checkpoint_every_steps=0)
+    undisturbed = start()
+    whole = finish(undisturbed, config)
+    resumed, rest, last = stopped_and_resumed(config, stop_at, in_validation)
+    assert last.interrupted
+    assert not last.stop
+    assert in_validation or last.step == stop_at
+    for ours, theirs in zip(weights(resumed), weights(undisturbed), strict=True):
+        assert torch.equal(ours, theirs)
+    ours, theirs = rest[-1].state["cursor"], whole[-1].state["cursor"]
+    for key in ("best", "best_epoch", "best_step", "waiting", "stopped"):
+        assert ours[key] == theirs[key]
+    assert rest[-1].loss == pytest.approx(whole[-1].loss)
+    validated = [event.step for event in whole if event.metrics]
+    assert [event.step for event in rest if event.metrics] == [
+        step for step in validated if step > last.step or step == last.step
+    ]
+
+
+def test_a_wanted_state_is_saved_within_the_epoch_and_training_goes_on() -> None:
+    answers = iter([CONTINUE, SAVE])
+    config = FitConfig(max_epochs=1)
+    events = list(
+        fit(
+            start(),
+            Batches(),
+            validate,
+            config,
+            wanted=lambda: next(answers, CONTINUE),
+        )
+    )
+    assert [event.step for event in events if event.state] == [2, 5]
+    assert not any(event.interrupted for event in events)
+
+
 def test_resuming_skips_batches_without_making_them() -> None:
     model = start()
     for event in fit(model, Batches(), validate, CONFIG):
@@ -175,28 +250,31 @@ def test_best_and_stop_follow_the_validation_metric_alone() -> None:
     assert describe(ends[-1], config).splitlines()[-1] == why
 
 
-def test_a_long_epoch_says_every_30_seconds_that_it_is_alive() -> None:
-    time = iter(range(0, 10_000, 12))  # asked once a step: 12 seconds each
-    config = FitConfig(max_epochs=2, log_every_steps=2)
+def test_a_long_epoch_shows_progress_after_its_first_steps_and_every_30_seconds() -> (
+    None
+):
+    time = iter(range(0, 10_000, 4))  # asked once a step: 4 seconds each
+    config = FitConfig(max_epochs=2, log_every_steps=4)
     events = list(
         fit(
-            start(), Batches(count=8), validate, config, clock=lambda: float(next(time))
+            start(),
+            Batches(count=20),
+            validate,
+            config,
+            clock=lambda: float(next(time)),
         )
     )
-    alive = [event for event in events if isinstance(event, StillEvent)]
-    assert [(event.epoch, event.step) for event in alive] == [
-        (1, 3),
-        (1, 6),
-        (2, 11),
-        (2, 14),
-    ]
-    assert all(
-        not event.state and not event.metrics and event.steps_in_epoch == 8
-        for event in alive
+    progress = [event for event in events if isinstance(event, StillEvent)]
+    first, second = progress[:2]
+    assert (first.epoch, first.step) == (1, 3)
+    assert second.step - first.step == 8  # of 4 seconds
+    assert all(not event.state and not event.metrics for event in progress)
+    assert first.seconds_left is not None
+    assert "step      3" in describe(first, config)
+    assert re.search(
+        r"20 steps per epoch  at most \d+ s left$", describe(first, config)
     )
-    assert "step      3" in describe(alive[0], config)
-    assert describe(alive[0], config).endswith("8 steps per epoch")
-    quick = fit(start(), Batches(count=8), validate, config, clock=lambda: 0.0)
+    quick = fit(start(), Batches(count=20), validate, config, clock=lambda: 0.0)
     told = [
         (event.step, event.loss)
         for event in events
@@ -205,6 +283,38 @@ def test_a_long_epoch_says_every_30_seconds_that_it_is_alive() -> None:
     assert told == [
         (event.step, event.loss) for event in quick
     ]  # and it changes nothing
+
+
+def test_progress_counts_requests_and_the_time_left_of_all_epochs() -> None:
+    event = StillEvent(
+        step=46,
+        epoch=1,
+        loss=8.0,
+        examples_per_s=70.0,
+        data_wait=0.0,
+        steps_in_epoch=592,
+        seconds_left=1000.0,
+    )
+    line = describe(event, FitConfig(), Counted(33.0, "requests"))
+    assert "2,310 requests/s" in line
+    assert line.endswith("592 steps per epoch  at most 17 min left")
+
+
+def test_the_time_left_counts_steps_and_validations_of_all_epochs() -> None:
+    config = FitConfig(max_epochs=10, eval_every_epochs=3)
+    pace = Pace(config, total_steps=100)
+    assert pace.seconds_left(Cursor(step=2, step_in_epoch=2, seconds=4.0)) is None
+    pace.eval_seconds = 5.0
+    cursor = Cursor(epoch=3, step=35, step_in_epoch=5, seconds=8.0)
+    # 65 steps of 2 seconds, validations after epochs 6, 9 and 10
+    assert pace.seconds_left(cursor, unread=2.0) == 65 * 2 + 3 * 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(7.4, "7 s"), (99.0, "99 s"), (300, "5 min"), (1e4, "3 h")]
+)
+def test_durations_are_in_the_unit_that_reads_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_validation_every_n_epochs_and_at_the_end() -> None:
@@ -322,13 +432,49 @@ def trained_by(rank: int, counts: tuple[int, int]) -> dict:
     return {"curve": curve, "ends": ends, "model": model.state_dict()}
 
 
+def stopped_by(rank: int) -> dict:
+    """Where one of two workers ends, of which only the second is asked to stop: in a step, and in a validation."""
+    ends = {}
+    for in_validation in (False, True):
+        model, batches = start(dropout=0.0), Batches(rank=rank, world=2)
+        asked = in_validation and rank == 1
+
+        def checked(
+            model: nn.Module, stops: bool = asked
+        ) -> tuple[dict[str, float], int]:
+            if stops:
+                raise ValidationStopped
+            return validate(model)
+
+        answers = iter(
+            [CONTINUE, SAVE, CONTINUE, STOP] if rank == 1 and not asked else []
+        )
+        events = list(
+            fit(
+                model,
+                batches,
+                checked,
+                FitConfig(max_epochs=3),
+                rank=rank,
+                world=2,
+                wanted=lambda answers=answers: next(answers, CONTINUE),  # type: ignore[misc]
+            )
+        )
+        saved = [event.step for event in events if event.state]
+        ends[in_validation] = (saved, events[-1].interrupted, len(events[-1].metrics))
+    return ends
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=2
     )
     torch.save(
-        {counts: trained_by(rank, counts) for counts in (EQUAL, UNEQUAL)},
+        {
+            **{counts: trained_by(rank, counts) for counts in (EQUAL, UNEQUAL)},
+            "stopped": stopped_by(rank),
+        },
         f"{folder}/{rank}.pt",
     )
     torch.distributed.barrier()  # neither rank takes the connection down while the other still uses it
@@ -369,6 +515,14 @@ def test_unequal_shares_take_equal_steps(two: list[dict]) -> None:
     assert ours[0]["ends"] == ours[1]["ends"]
     assert ours[0]["ends"][0][1] == {"ndcg@10": 0.75}
     assert ours[0]["ends"][0][3] == 4
+
+
+@pytest.mark.long
+def test_all_workers_save_and_stop_where_one_is_asked_to(two: list[dict]) -> None:
+    ours, theirs = (each["stopped"] for each in two)
+    assert ours == theirs
+    # a step's answers are known after the next step; a validation ends at once, without metrics
+    assert ours == {False: ([3, 5], True, 0), True: ([5], True, 0)}
 
 
 def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
