@@ -26,16 +26,11 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-import grpc
-import ray
-
 from jobs import leave
 from jobs.options import parse
 from models.tables import UserError
 from models.words import number_of
-from pipelines.cluster import check_places, check_room
 from pipelines.faults import explain, first_line, user_error_in
-from pipelines.ray_inside import WORKERS, first_answer, signals_as_they_are
 from pipelines.training.stop import STOP_REQUEST
 
 TRACEBACK = "TRIELINE_TRACEBACK"
@@ -50,6 +45,10 @@ def start_ray(num_cpus: int | None = None) -> None:
 
     Never joins a Ray that happens to run on this machine. A local one listens on loopback alone.
     """
+    import ray
+
+    from pipelines.ray_inside import signals_as_they_are
+
     if ray.is_initialized():
         return
     main = threading.current_thread() is threading.main_thread()
@@ -74,6 +73,10 @@ def _start_ray(num_cpus: int | None) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         join_cluster(address)
         return
+    import ray
+
+    from pipelines.ray_inside import WORKERS
+
     for attempt in range(1, STARTS + 1):
         try:
             ray.init(
@@ -102,6 +105,8 @@ def preflight(**places: str | None) -> None:
     options that name them, that its other nodes do not reach. Nothing without one: a job starts its own Ray later."""
     if not os.environ.get("RAY_ADDRESS"):
         return
+    from pipelines.cluster import check_places, check_room
+
     start_ray()
     check_places(places)
     check_room(1, {"CPU": 1}, "no task can run on it")
@@ -125,6 +130,8 @@ def join_cluster(address: str) -> None:
     """Connects to a cluster that is there; UserError at once where nobody answers or there is no token."""
     check_address(address)
     check_token(address)
+    import ray
+
     try:
         # what workers print stands in the dashboard: what is worth a line here, they tell the job
         ray.init(
@@ -188,6 +195,10 @@ def check_token(address: str) -> None:
 
     Where the environment does not say whether there is authentication, the cluster is asked.
     """
+    import grpc
+
+    from pipelines.ray_inside import first_answer
+
     given, mode = token(), os.environ.get("RAY_AUTH_MODE", "").lower()
     if mode == "token" and not given:
         raise UserError(
@@ -280,6 +291,13 @@ def line(module: str, **options: str) -> str:
             ),
         ]
     )
+
+
+def say_loading(*packages: str) -> None:
+    """Print which packages are imported next, where they are not yet: it takes seconds, on a busy machine a minute."""
+    missing = [package for package in packages if package not in sys.modules]
+    if missing:
+        print(f"loading {', '.join(missing)}", flush=True)
 
 
 def options_for(job: ModuleType, argv: Sequence[str]) -> Any:

@@ -11,16 +11,13 @@ self-contained page with the plots: learning curves, accuracy against requests p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jobs import cli
 from models.words import number_of
-from pipelines import tracking
-from pipelines.comparison import page
-from pipelines.comparison.plots import plots
-from pipelines.comparison.rows import Comparison, best_run, compare
-from pipelines.comparison.runs import select
-from pipelines.comparison.tables import best_table, tables
-from pipelines.serving.registered_model import register
+
+if TYPE_CHECKING:
+    from pipelines.comparison.rows import Comparison
 
 
 @dataclass
@@ -65,6 +62,14 @@ class Config:
 
 def run(config: Config) -> None:
     """Prints the tables, and writes what is asked for."""
+    cli.say_loading("mlflow")
+    from pipelines import tracking
+    from pipelines.comparison import page
+    from pipelines.comparison.plots import plots
+    from pipelines.comparison.rows import compare
+    from pipelines.comparison.runs import select
+    from pipelines.comparison.tables import best_table, tables
+
     uri = tracking.named_store(config.tracking_uri)
     if config.sweep or config.run:
         chosen = [select(uri, config.experiment, config.sweep, config.run)]
@@ -94,6 +99,10 @@ def run(config: Config) -> None:
 
 def register_best(comparison: Comparison, name: str) -> None:
     """The comparison's best run by validation as a version of the registered model `name`."""
+    from pipelines import tracking
+    from pipelines.comparison.rows import best_run
+    from pipelines.serving.registered_model import register
+
     best = best_run(comparison)
     ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
     version = register(ref, name, f"val/{comparison.metric}")

@@ -16,18 +16,17 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs import cli
-from models import checkpoint, registry
 from models.config import hint
 from models.inputs import Inputs
 from models.locks import locked
-from models.setup import load_catalogue
 from models.tables import UserError, has_manifest, join, read_manifest
 from models.uri import absolute, check_writable, read_json, write_file
-from pipelines import tracking
-from pipelines.serving.registered_model import register
+
+if TYPE_CHECKING:
+    from pipelines import tracking
 
 DAYS = "days.json"
 """In the output folder: what was found on each day."""
@@ -149,6 +148,8 @@ class Day:
     def training(self, name: str, running: dict[str, Any] | None) -> dict[str, Any]:
         """Return the options of jobs.train. A model without gradients begins anew."""
         options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
+        from models import registry
+
         if running is None or not registry.find(self.model_name()).gradient:
             return options
         return merged(options, {**self.config.go_on, "init": running["checkpoint"]})
@@ -220,6 +221,9 @@ class Day:
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""
+        from models import registry
+        from models.setup import load_catalogue
+
         name = self.model_name()
         catalogue = load_catalogue(name, Inputs(**self.read))
         known = registry.find(name).measured.names(catalogue)
@@ -238,6 +242,10 @@ class Day:
 
     def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
         """Compares with the running model, and registers the day's where it may take its place."""
+        from models import checkpoint, registry
+        from pipelines import tracking
+        from pipelines.serving.registered_model import register
+
         before, after = day.get("before", {}), day["after"]
         about = checkpoint.read(day["checkpoint"])
         fall = self.config.fall or {about.fit["metric"]: 0.05}

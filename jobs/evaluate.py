@@ -13,27 +13,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, make_dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jobs import cli
 from jobs.options import most_derived
-from models import checkpoint, registry
 from models.config import check_positive
 from models.inputs import Inputs
 from models.places import reach
-from models.retrieval.metrics import EXAMPLES, FIRST
-from models.setup import hashes_of
+from models.retrieval.options import RECOMMEND_OPTIONS
 from models.uri import check_writable, write_file
 from models.words import number_of
-from pipelines import tracking
-from pipelines.evaluation.importance import check_has_inputs, importance
-from pipelines.evaluation.inference import infer_all
-from pipelines.evaluation.ranking import Result, check, evaluate, record
-from pipelines.serving.export import export
 
-RECOMMENDS = most_derived(
-    entry.recommends for entry in registry.MODELS.values() if entry.recommends
-)
+if TYPE_CHECKING:
+    from pipelines.evaluation.ranking import Result
+
+RECOMMENDS = most_derived(RECOMMEND_OPTIONS)
 """What the models declare as options of their `recommend`; each is an option of this job."""
 
 OPTIONS = tuple(dict.fromkeys(f.name for kind in RECOMMENDS for f in fields(kind)))
@@ -113,6 +107,8 @@ Config.__doc__, Config.__module__ = Options.__doc__, __name__
 
 def repeats_of(result: Result) -> int:
     """The requests for known items of an evaluation without those."""
+    from models.retrieval.metrics import EXAMPLES, FIRST
+
     return (
         int(result.examples - result.metrics[FIRST + EXAMPLES])
         if result.options.get("unseen")
@@ -122,6 +118,8 @@ def repeats_of(result: Result) -> int:
 
 def first_lines(metrics: dict[str, float]) -> list[str]:
     """What is known of the requests whose target is new to the user, where they are measured apart."""
+    from models.retrieval.metrics import EXAMPLES, FIRST
+
     if (count := metrics.get(FIRST + EXAMPLES)) is None:
         return []
     found = "".join(
@@ -138,6 +136,8 @@ def importance_of(
     config: Options, result: Result
 ) -> tuple[list[str], dict[str, bytes]]:
     """Exchanges inputs and adds what was lost to the metrics; the lines to print, and the plot by its file's name."""
+    from pipelines.evaluation.importance import importance
+
     found = importance(
         result.checkpoint,
         Inputs(config.tables, text=config.text),
@@ -153,6 +153,8 @@ def importance_of(
 
 def asked(result: Result) -> str:
     """How many requests were ranked, and whose they are; where a user's candidates are one request, users alone."""
+    from models import registry
+
     users = number_of(result.users, "user")
     by_user = registry.find(result.model).family.eval_unit == "user"
     return users if by_user else f"{number_of(result.examples, 'request')} of {users}"
@@ -160,6 +162,10 @@ def asked(result: Result) -> str:
 
 def run(config: Options) -> Result | None:
     """Evaluates and prints, or writes recommendations or a program."""
+    cli.say_loading("torch", "ray", "mlflow")
+    from pipelines import tracking
+    from pipelines.evaluation.ranking import check
+
     reach(
         checkpoint=config.checkpoint,
         tables=config.tables,
@@ -189,6 +195,8 @@ def run(config: Options) -> Result | None:
 
 def write_program(config: Options, inputs: Inputs, file: str) -> None:
     """Exports the model to a file."""
+    from pipelines.serving.export import export
+
     requests = export(
         config.checkpoint,
         inputs,
@@ -210,6 +218,9 @@ def write_program(config: Options, inputs: Inputs, file: str) -> None:
 
 def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> None:
     """Writes the top K of all users, or the scores of all candidates of the split, as a table."""
+    from models import registry
+    from pipelines.evaluation.inference import infer_all
+
     check_writable(folder)
     manifest, already = infer_all(
         config.checkpoint,
@@ -257,6 +268,12 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
 
 def measure(config: Options, inputs: Inputs, name: str) -> Result:
     """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
+    from models import checkpoint, registry
+    from models.retrieval.metrics import FIRST
+    from models.setup import hashes_of
+    from pipelines.evaluation.importance import check_has_inputs
+    from pipelines.evaluation.ranking import evaluate, record
+
     entry = registry.find(name)
     if config.importance:
         check_has_inputs(name)

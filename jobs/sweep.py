@@ -16,20 +16,21 @@ import math
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs import cli
-from models import registry
 from models.config import naming
 from models.inputs import Inputs
 from models.places import reach
 from models.tables import UserError
 from models.uri import check_writable
 from models.words import number_of
-from pipelines import tracking
-from pipelines.training.settings import FEWER, RayOptions
-from tuning.grid import Grid, Trial, load
-from tuning.sweep import Options, Swept, best_trial, sweep
+from pipelines.training.ray_options import FEWER, RayOptions
+from tuning.options import Options
+
+if TYPE_CHECKING:
+    from tuning.grid import Grid, Trial
+    from tuning.sweep import Swept
 
 TRAINED = ("model.teacher", "model.encoder", "checkpoint")
 """Settings that name a trained model, and so can name a sweep."""
@@ -84,6 +85,9 @@ class Config:
 
 def read(config: Config) -> tuple[Grid, list[Trial]]:
     """The grid with what the command line says, and its trials."""
+    from tuning.grid import load
+    from tuning.sweep import best_trial
+
     axes = dict(config.axes)
     for key in TRAINED:
         if key in axes:
@@ -119,6 +123,8 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
 
 def takes_cache(model: dict[str, Any]) -> bool:
     """Whether the model can keep what its teacher says, for all trials, and is not told otherwise."""
+    from models import registry
+
     kind: Any = registry.model_config(str(model["name"])) if model else None
     if kind is None or "teacher_cache" not in naming(kind, "folder"):
         return False
@@ -129,6 +135,10 @@ def takes_cache(model: dict[str, Any]) -> bool:
 
 def run(config: Config) -> Swept | None:
     """Runs the sweep and prints its outcome, or the trials alone."""
+    cli.say_loading("torch", "ray", "mlflow")
+    from pipelines import tracking
+    from tuning.sweep import sweep
+
     grid, trials = read(config)
     if config.dry_run:
         show(grid, trials)

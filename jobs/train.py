@@ -14,22 +14,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from jobs.options import read
-from models import registry
-from models.checkpoint import Checkpoint
-from models.fit import FitConfig
+from models.fit_config import FitConfig
 from models.inputs import Inputs
 from models.places import reach
-from models.setup import set_up
 from models.tables import UserError, join, read_manifest
 from models.uri import check_writable
 from models.words import number_of
-from pipelines import tracking
-from pipelines.training.run import run_training
-from pipelines.training.settings import FEWER, RayOptions, check
+from pipelines.training.ray_options import FEWER, RayOptions
+
+if TYPE_CHECKING:
+    from models.checkpoint import Checkpoint
 
 CHANCE = 0.51
 """GAUC below which a model ranks as chance does."""
@@ -73,6 +71,8 @@ class Config:
 
 def options_of(name: str) -> type:
     """The model's config dataclass with its `name` as one more option."""
+    from models import registry
+
     config = registry.model_config(name)
     about = {"about": f"Which model: one of {', '.join(registry.MODELS)}."}
     named = make_dataclass(
@@ -88,10 +88,14 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     """The command line; the model's options are those of the model that it names, and --help shows them."""
     argv = sys.argv[1:] if argv is None else argv
     helping = bool({"--help", "-h"} & set(argv))
-    first = next(iter(registry.MODELS))
     given = read(
         Config, [word for word in argv if word not in ("--help", "-h")]
     ).values.get("model", {})
+    if not helping:
+        cli.say_loading("torch", "ray", "mlflow")
+    from models import registry
+
+    first = next(iter(registry.MODELS))
     if "name" not in given and not helping:
         raise UserError(
             f"no model is named; give a --config that has `model: {{name: ...}}`, or --model.name, with one of "
@@ -115,6 +119,8 @@ def still_rising(best: int, done: int, fit: FitConfig) -> str:
 def popularity_of(config: Config, about: Checkpoint) -> float:
     """What popularity has on the same validation, by the training's metric; NaN where that is not measured of it, and
     for tables too large to be read here."""
+    from models.setup import set_up
+
     sequences = read_manifest(join(config.tables, "sequences"), "sequences")
     if sum(part.bytes for part in sequences.files) > LARGE:
         return math.nan
@@ -151,6 +157,12 @@ def learned_nothing(
 
 def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
+    cli.say_loading("torch", "ray", "mlflow")
+    from models import registry
+    from pipelines import tracking
+    from pipelines.training.run import run_training
+    from pipelines.training.settings import check
+
     reach(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(config.storage)
     entry = registry.find(config.model["name"])

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import fsdp
-from models.config import check_choices, check_least, check_shares
+from models.fit_config import FitConfig
 from models.gpu.graphs import Graphs, compiled
 from models.optimizers import make_optimizer, set_rate, state_of
 from models.tables import UserError
@@ -49,101 +49,6 @@ CONTINUE, SAVE, STOP = 0, 1, 2
 State = dict[str, Any]
 Sums = dict[str, Any]
 """What metrics are made of: numbers, tensors or histograms, which add up over batches and workers."""
-
-
-@dataclass
-class FitConfig:
-    """How a model is trained."""
-
-    optimizer: Literal["adamw", "adagrad"] = "adamw"
-    """AdamW, or Adagrad as search models are published with (Sec. 4.1 of QGS: lr 0.01, batch 100)."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    weight_decay: float = 0.05
-    """Weight decay on all parameters: decoupled in AdamW, added to the gradient in Adagrad."""
-    warmup_steps: int = 10_000
-    """Steps in which the learning rate rises linearly to `lr` (10,000 in TIGER's published set-up)."""
-    warmup_share: float = 0.1
-    """The warm-up takes at most this share of all planned steps, so that small data gets a short one."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: fall to 0 along a half cosine by the last planned step, or stay."""
-    batch_size: int = 256
-    """Examples per step, over all workers together: requests or users, as the model trains on."""
-    shard_mb: float = 32.0
-    """MiB of the table, as it is on disk, in each of the shards that are dealt out to workers, at least. The order of
-    examples depends on it: a table below twice this is one shard, shuffled as a whole and read by every worker."""
-    memory_budget_gb: float = 8.0
-    """GiB of training examples that a worker holds; of a larger share it holds two buffers at a time and reads the
-    next while it trains on one, so that rows are shuffled within a buffer. 0: no limit. What validation needs and
-    texts come on top."""
-    eval_batch_size: int = 256
-    """Requests per validation batch and worker."""
-    max_epochs: int = 150
-    """Passes over the training data at most; also fixes the length of the schedule."""
-    patience: int = 20
-    """Stop after this many validations (not epochs) in a row without a better `metric`; 0 never stops early."""
-    eval_every_epochs: int = 1
-    """Epochs between validations; the last epoch is always validated."""
-    eval_every_steps: int = 0
-    """Steps between validations within an epoch, for long epochs; 0: at the ends of epochs alone."""
-    train_examples: int = 0
-    """Train on this many of the examples, drawn once and the same in every epoch; 0 takes all."""
-    replay: float = 1.0
-    """Share of what the model of --init was trained on that is trained on again, beside all that is newer; drawn once,
-    the same in every epoch."""
-    eval_examples: int = 0
-    """Validate on at most this many requests, the same ones each time; 0 takes all."""
-    eval_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the model's `recommend` in validation, such as `beam: 20` for TIGER."""
-    metric: str = "ndcg@10"
-    """Validation metric, larger is better, that picks the best checkpoint and stops the run."""
-    clip_norm: float = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
-    capture: Literal["auto", "off"] = "auto"
-    """On one GPU a step is captured as a CUDA graph once per shape of its batches and replayed: auto; or not: off. Auto
-    fills batches to few shapes, so that dropout draws other numbers."""
-    compile: bool = False
-    """Whether torch.compile fuses the model's kernels on a GPU, at half a minute per shape of its batches; results
-    differ by rounding."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Autocast of training to bfloat16, or not; auto: bf16 on a GPU that has it, fp32 elsewhere. Validation is fp32."""
-    seed: int = 0
-    """Seed of weights, order of batches and dropout."""
-    log_every_steps: int = 50
-    """Steps between step events."""
-    checkpoint_every_steps: int = 0
-    """Steps between checkpoints within an epoch, for long epochs; 0: at the ends of epochs alone."""
-
-    def __post_init__(self) -> None:
-        positive = (
-            "batch_size",
-            "eval_batch_size",
-            "max_epochs",
-            "eval_every_epochs",
-            "log_every_steps",
-        )
-        check_least(self, positive, 1, "fit.")
-        steps = (
-            "warmup_steps",
-            "checkpoint_every_steps",
-            "eval_every_steps",
-            "patience",
-        )
-        check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
-        check_least(self, ("weight_decay", "clip_norm", "memory_budget_gb"), 0, "fit.")
-        if isinstance(self.eval_options, str) or not all(
-            isinstance(key, str) for key in self.eval_options
-        ):
-            raise ValueError(
-                f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as {{beam: 20}}"
-            )
-        for name, usual in {"lr": 0.001, "shard_mb": 32}.items():
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"fit.{name} is {getattr(self, name)}, it must be above 0; try {usual}"
-                )
-        check_shares(self, ["warmup_share", "replay"], "fit.")
-        check_choices(self, "fit.")
 
 
 class TrainBatches(Protocol):

@@ -37,14 +37,21 @@ from models.retrieval.lc_rec_students import (
     LcRecSidMlp,
     LcRecSidMlpConfig,
 )
+from models.retrieval.options import (
+    AtSpeedOptions,
+    BeamOptions,
+    RecommendOptions,
+    SidMlpOptions,
+    StudentOptions,
+    TigerOptions,
+)
 from models.retrieval.own_items import OwnItems, OwnItemsConfig
 from models.retrieval.popularity import Popularity, PopularityConfig
-from models.retrieval.recommend import BeamOptions, RecommendOptions
 from models.retrieval.retriever import Retriever
 from models.retrieval.sasrec import SASRec, SASRecConfig
-from models.retrieval.sid_mlp import SidMlp, SidMlpOptions
-from models.retrieval.student import Student, StudentOptions, TaughtConfig
-from models.retrieval.tiger import Tiger, TigerConfig, TigerOptions
+from models.retrieval.sid_mlp import SidMlp
+from models.retrieval.student import Student, TaughtConfig
+from models.retrieval.tiger import Tiger, TigerConfig
 from models.search import hllm, qgs
 from models.search.boosted import Boosted, BoostedConfig
 from models.search.hllm import HLLM, HLLMConfig
@@ -192,7 +199,7 @@ TAUGHT: dict[str, Any] = {
 ATSPEED: dict[str, Any] = {
     **TAUGHT,
     "teaches": False,
-    "recommends": atspeed.AtSpeedOptions,
+    "recommends": AtSpeedOptions,
     "own_measured": atspeed,
 }
 STAGE_1: dict[str, Any] = {**TAUGHT, "teaches": False, "own_measured": sid_mlp_pp}

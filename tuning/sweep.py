@@ -40,7 +40,7 @@ from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
 from models.checkpoint import BEST
-from models.config import check_least, hint
+from models.config import hint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError, join, open_uri
@@ -60,6 +60,7 @@ from pipelines.training.settings import RayOptions, check_name
 from pipelines.training.settings import check as check_training
 from tuning.grid import Grid, Trial
 from tuning.halving import Halving, make_scheduler, name_of, past_reports, replay
+from tuning.options import Options
 from tuning.trial import (
     EPOCH,
     ERROR,
@@ -75,19 +76,6 @@ from tuning.trial import (
 logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(
     logging.ERROR
 )  # misses the files left out above
-
-
-@dataclass
-class Options:
-    """How a sweep is run."""
-
-    concurrency: int = 0
-    """Trials at once at most; 0: as many as the cluster has room for."""
-    test: bool = True
-    """Measure each finished trial on the test split too; the best is chosen on val all the same."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["concurrency"], 0, "options.")
 
 
 @dataclass

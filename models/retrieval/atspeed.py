@@ -28,8 +28,9 @@ from models.retrieval import metrics
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
+from models.retrieval.options import Scores
 from models.retrieval.parts import History, Scorer, real_positions
-from models.retrieval.recommend import RecommendOptions, latest, leave_out, recommender
+from models.retrieval.recommend import latest, leave_out, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import (
     Found,
@@ -38,7 +39,7 @@ from models.retrieval.search.speculative import (
     mixed,
     speculative_search,
 )
-from models.retrieval.student import Scores, Student, StudentConfig
+from models.retrieval.student import Student, StudentConfig
 from models.scores import check_finite
 from models.tables import UserError
 from models.whole_batch import whole_mean
@@ -125,26 +126,6 @@ def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
         0.5
         * (draft.float().softmax(-1) - teacher.float().softmax(-1)).abs().sum(-1).mean()
     )
-
-
-@dataclass
-class AtSpeedOptions(RecommendOptions):
-    """Options of `AtSpeed.recommend`; left out they are those of the model's config."""
-
-    beam: int | None = None
-    """Beams, of models that decode semantic IDs."""
-    draft_beam: int | None = None
-    """AtSpeed: beams that a step drafts."""
-    draft_steps: int | None = None
-    """AtSpeed: steps drafted for one verification, at most."""
-    scores: Scores | None = None
-    """Students: probabilities of a code among the valid children of its prefix, or in its codebook."""
-    seed: int | None = None
-    """AtSpeed-R: seed of what is drawn."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["beam", "draft_beam"], 1, "--")
-        check_least(self, ["draft_steps"], 0, "--")
 
 
 class AtSpeed(Student):

@@ -17,14 +17,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_least
 from models.cpu.derived import derived
 from models.cpu.matmul import products
 from models.gpu.graphs import Graphs, compiled, rung
@@ -38,31 +36,6 @@ Ranked = tuple[Tensor, Tensor]
 
 WHOLE = 2**31 - 1
 """Behaviours of a history of any length."""
-
-
-@dataclass
-class RecommendOptions:
-    """Options of every `recommend`."""
-
-    unseen: bool | None = None
-    """true: leave out the items of the user's history; in validations of a training, of its max_history latest."""
-    precision: Literal["highest", "high"] | None = None
-    """Products on a GPU: highest, float32 in full; high, TF32, faster, which swaps items of nearly equal scores."""
-    compile: bool | None = None
-    """true: torch.compile fuses the kernels of a search on a GPU, at half a minute per shape of its batches."""
-
-
-@dataclass
-class BeamOptions(RecommendOptions):
-    """Options of a `recommend` by beam search; left out they are those of the model's config."""
-
-    beam: int | None = None
-    """Beams, of models that decode semantic IDs."""
-    constrained: bool | None = None
-    """Whether decoding semantic IDs keeps to the catalogue's trie."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["beam"], 1, "--")
 
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:

@@ -10,31 +10,15 @@ Shapes: `B` requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from models.cpu.fast import fast_search
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.sid_mlp import Path, SidMlpConfig, SidMlpDecoder
+from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
+from models.retrieval.options import Path, Scores
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
-from models.retrieval.student import Scores, Student, StudentOptions
-
-
-@dataclass
-class SidMlpOptions(StudentOptions):
-    """Options of `SidMlp.recommend`."""
-
-    path: Path | None = None
-    """SID-MLP: the search that shares work, or the definition."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.constrained is False and self.path:
-            raise ValueError(
-                "--path is of the search in the trie, and --constrained is false; leave one of them out"
-            )
+from models.retrieval.student import Student
 
 
 class SidMlp(Student):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,14 +19,13 @@ from torch.nn import functional
 
 from models.config import check_choices, check_least, check_positive, check_shares
 from models.retrieval.data import Catalogue
+from models.retrieval.options import Scores
 from models.retrieval.parts import Decoder, History, Scorer
-from models.retrieval.recommend import BeamOptions, recommender
+from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.teacher_cache import Query, States
 from models.tables import UserError
 from models.whole_batch import whole_mean
-
-Scores = Literal["children", "codebook"]
 
 
 @dataclass
@@ -82,21 +81,6 @@ class StudentConfig(TaughtConfig):
         if not self.tau > 0:
             raise ValueError(
                 f"tau {self.tau} is not above 0; give a temperature such as 1"
-            )
-
-
-@dataclass
-class StudentOptions(BeamOptions):
-    """Options of `Student.recommend`."""
-
-    scores: Scores | None = None
-    """Students: probabilities of a code among the valid children of its prefix, or in its codebook."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.constrained is False and self.scores:
-            raise ValueError(
-                "--scores is of the search in the trie, and --constrained is false; leave one of them out"
             )
 
 

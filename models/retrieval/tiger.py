@@ -9,7 +9,7 @@ Shapes: `B` requests, `S` tokens of a history.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
+from models.retrieval.options import DecodeBy
 from models.retrieval.parts import SidTokens, real_positions
-from models.retrieval.recommend import BeamOptions, recommender
+from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.generate import as_transformers, generate
-
-DecodeBy = Literal["shared_kv", "hf", "hf_nocache"]
 
 
 @dataclass
@@ -85,14 +84,6 @@ class TigerConfig:
             self.num_decoder_layers,
             self.dropout,
         )
-
-
-@dataclass
-class TigerOptions(BeamOptions):
-    """Options of `Tiger.recommend`."""
-
-    decoder: DecodeBy | None = None
-    """TIGER: shared_kv, hf or hf_nocache."""
 
 
 class Tiger(Retriever):

@@ -42,6 +42,7 @@ from models.locks import locked
 from models.tables import UserError, has_manifest, join, open_uri, read_manifest
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
+from pipelines.training.ray_options import FEWER, RayOptions
 from pipelines.training.record import (
     RUN,
     check_same,
@@ -49,7 +50,7 @@ from pipelines.training.record import (
     read_record,
     write_record,
 )
-from pipelines.training.settings import FEWER, Checked, RayOptions, check
+from pipelines.training.settings import Checked, check
 from pipelines.training.stop import STOP_REQUEST
 from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
 
