@@ -294,10 +294,10 @@ def line(module: str, **options: str) -> str:
 
 
 def say_loading(*packages: str) -> None:
-    """Print which packages are imported next, where they are not yet: it takes seconds, on a busy machine a minute."""
-    missing = [package for package in packages if package not in sys.modules]
-    if missing:
-        print(f"loading {', '.join(missing)}", flush=True)
+    """Print which packages are imported next, unless the first one is imported already. Importing them takes seconds,
+    on a busy machine a minute."""
+    if packages[0] not in sys.modules:
+        print(f"loading {', '.join(packages)}", flush=True)
 
 
 def options_for(job: ModuleType, argv: Sequence[str]) -> Any:

@@ -173,7 +173,7 @@ def test_killed_and_run_again_equals_undisturbed(
         command, cwd=ROOT, env=joined, capture_output=True, text=True
     )
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "continuing after epoch" in second.stdout
+    assert "continuing " in second.stdout
     assert "next        python -m jobs.evaluate" in second.stdout
     assert ("note: the best epoch is the last" in second.stdout) == (
         checkpoint.read(run / "best").epoch == 10
