@@ -192,7 +192,7 @@ class Day:
         self.do("prepare", self.preparing())
         day = self.begin()
         if "accepted" in day:
-            print(f"\n{day['name']} is done; nothing to do until there are new files")
+            self.explain_idle(day["name"])
             return
         if "audited" not in day:
             self.do("audit", {"tables": self.tables})
@@ -218,6 +218,19 @@ class Day:
                 after=self.measured(trained.checkpoint),
             )
         self.judge(day, trained.run)
+
+    def explain_idle(self, name: str) -> None:
+        """Print which files a new day needs, and which files of the folder it ignored."""
+        from pipelines.data.log import load_source
+        from pipelines.data.unread import describe_unread
+
+        source, _ = load_source(self.config.prepare["source"])
+        print(
+            f"\n{name} is done; nothing to do until there are new files like "
+            f"'{source.files}'"
+        )
+        for line in describe_unread(source, self.config.prepare["input"]):
+            print(line)
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""

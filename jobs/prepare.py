@@ -35,6 +35,7 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.preview import check_rejects, lines, preview, warnings
 from pipelines.data.settings import check, read_config
 from pipelines.data.suggest import suggest
+from pipelines.data.unread import describe_unread
 
 
 @dataclass
@@ -88,6 +89,8 @@ def run(given: Given) -> dict[str, object]:
     for line in lines(found) if config.dry_run else warnings(found):
         print(line)
     if config.dry_run:
+        for line in describe_unread(source, config.input):
+            print(line)
         check_rejects(found, settings.max_rejects)
         print("next: the same command without --dry-run makes the tables")
         return {}
@@ -137,7 +140,7 @@ class Suggestion:
 def run_suggestion(config: Suggestion) -> None:
     """Prints or writes a first source file, without Ray."""
     reach(suggest=config.suggest)
-    text = suggest(config.suggest, config.kind)
+    text = suggest(config.suggest, config.kind).text
     if config.output is None:
         print(text, end="")
         return

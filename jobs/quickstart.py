@@ -8,8 +8,9 @@
 
 Without `--data` it simulates a small log (`results are labelled simulated`). The mapping of a real one is the file that
 `--source` names, else `jobs/configs/sources/FOLDER_FAMILY.yaml` or `FOLDER.yaml` there, else a first one that is
-guessed from the log (`jobs.prepare --suggest`) and written to `OUTPUT/FOLDER/source.yaml`, to be corrected. Every step
-is one of the other commands and is printed as such before it runs, so each can be repeated on its own.
+guessed from the log (`jobs.prepare --suggest`) and written to `OUTPUT/FOLDER/source.yaml`, to be corrected. It stops
+where the guess is in doubt, such as about which of two columns is the user. Every step is one of the other commands
+and is printed as such before it runs, so each can be repeated on its own.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
 import importlib
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jobs import cli, simulate
 from models import registry
@@ -35,6 +36,7 @@ from models.config import check_positive
 from models.places import reach
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import check_encoder
+from models.words import number_of
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
 from pipelines.data.suggest import suggest
@@ -328,9 +330,11 @@ def mapping_of(config: Config, name: str, home: Path) -> str:
         return str(found)
     guess = home / "source.yaml"
     if not guess.is_file():
-        text = suggest(str(config.data), config.family)
+        suggestion = suggest(str(config.data), config.family)
+        if suggestion.doubts:
+            refuse_doubts(config, name, suggestion.doubts)
         home.mkdir(parents=True, exist_ok=True)
-        guess.write_text(text)
+        guess.write_text(suggestion.text)
     print(
         f"{guess} describes {config.data} as far as can be guessed; read it, and mend what is wrong:"
     )
@@ -340,6 +344,33 @@ def mapping_of(config: Config, name: str, home: Path) -> str:
         flush=True,
     )
     return str(guess)
+
+
+def refuse_doubts(config: Config, name: str, doubts: list[str]) -> NoReturn:
+    """Print the doubtful lines of a suggested mapping, and raise UserError.
+
+    Args:
+        config: Options of the quickstart.
+        name: Name of the dataset.
+        doubts: Lines that decide what is trained, and could be others.
+    """
+    print(f"What {config.data} holds cannot be told for sure:")
+    for each in doubts:
+        print(f"    {each}", flush=True)
+    file = f"{name}.yaml"
+    kind = {"kind": config.family} if config.family else {}
+    write = cli.line("jobs.prepare", suggest=str(config.data), **kind, output=file)
+    given = {
+        option.name: getattr(config, option.name)
+        for option in fields(config)
+        if getattr(config, option.name) != option.default
+    }
+    again = cli.line("jobs.quickstart", **{**given, "source": file})
+    raise UserError(
+        f"{number_of(len(doubts), 'line')} of the mapping of {config.data} could be "
+        f"others, and decide what is trained; write it with `{write}`, correct these "
+        f"lines, and run `{again}`"
+    )
 
 
 def published_sids(folder: Path) -> Path | None:

@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import unquote
 
@@ -542,13 +543,12 @@ class Log(Files):
     def event_files(self, input_uri: str) -> list[str]:
         """Raw event files relative to the input folder, sorted. UserError if there is none, or if they are of several
         formats, which are often the same events twice."""
-        beside = [
-            of.files
-            for of in (self.items, self.users, *self.as_of.values())
-            if of and of.files != self.files
-        ]
         files = list_files(
-            input_uri, self.files, required=True, what="event file", beside=beside
+            input_uri,
+            self.files,
+            required=True,
+            what="event file",
+            beside=self._patterns_beside,
         )
         kinds = {self.format_of(file): file for file in files}
         if len(kinds) > 1:
@@ -557,6 +557,17 @@ class Log(Files):
                 f"{input_uri} holds events as {both}, which may be the same; set 'files' to one of them"
             )
         return files
+
+    @property
+    def _patterns_beside(self) -> list[str]:
+        """Patterns of the files that are not of events."""
+        sections = (self.items, self.users, *self.as_of.values())
+        return [of.files for of in sections if of and of.files != self.files]
+
+    def is_event_file(self, file: str) -> bool:
+        """Return whether a file with this name, relative to the input folder, has events."""
+        beside = any(fnmatchcase(file, other) for other in self._patterns_beside)
+        return fnmatchcase(file, self.files) and not beside
 
     def item_files(self, input_uri: str) -> list[str]:
         """Raw item files relative to the input folder, sorted; empty if the log has none."""

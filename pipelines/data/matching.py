@@ -67,9 +67,41 @@ def check_matched(
         f"{match.ids_matched:,} of {match.ids:,} {what}s ({match.ids_matched / match.ids:.1%}), with "
         f"{match.events_matched / max(match.events, 1):.1%} of the events, have a row in the {what} files: events have "
         f"{', '.join(map(repr, match.unmatched)) or 'none'}, the {what} files "
-        f"{', '.join(map(repr, match.others)) or 'none'}; write both alike, such as with lpad, lower or "
-        f"regexp_replace, or check that {what}s.{what} names the column with the ids of the events"
+        f"{', '.join(map(repr, match.others)) or 'none'}; {advise(match, what)}"
     )
     if match.share < least:
-        raise UserError(f"{line}; --min_matched 0 accepts it (now {least:g})")
+        raise UserError(
+            f"{line}; `prepare: {{min_matched: 0}}` in the source file, or --min_matched 0 of jobs.prepare, accepts it "
+            f"(now {least:g})"
+        )
     say(f"warning: {line}")
+
+
+def advise(match: Match, what: str) -> str:
+    """Return what to do about ids without a row, by how both sides are written."""
+    column = f"check that {what}s.{what} names the column with the ids of the events"
+    if match.ids_matched and not differ_in_writing(match.unmatched, match.others):
+        return f"both write ids alike, so the {what} files lack the others"
+    return f"write both alike, such as with lpad, lower or regexp_replace, or {column}"
+
+
+def differ_in_writing(ids: list[str], others: list[str]) -> bool:
+    """Return whether ids of two sides are written differently.
+
+    They are where one side has capitals, letters, leading zeros or other characters
+    that the other does not have.
+    """
+    first, second = (
+        {kind for each in side for kind in kinds(each)} for side in (ids, others)
+    )
+    return bool(first) and bool(second) and first != second
+
+
+def kinds(text: str) -> set[str]:
+    """Return the kinds of characters of an id; zeros that lead a number are one kind."""
+    found = {
+        "0" if c.isdigit() else "a" if c.islower() else "A" if c.isupper() else c
+        for c in text
+    }
+    zeros = text.startswith("0") and len(text) > 1 and text.isdigit()
+    return found | ({"leading zeros"} if zeros else set())

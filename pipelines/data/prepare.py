@@ -55,6 +55,7 @@ from pipelines.data.settings import STATISTICS, TABLES, check
 from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
 from pipelines.data.survey import Surveyor
+from pipelines.data.unread import describe_unread
 
 SMALL = 64
 """Partitions of a small log, at most: 2 GiB of text."""
@@ -114,6 +115,8 @@ def prepare(
         engine,
         append,
     )
+    for line in describe_unread(source, run.input):
+        say(line)
     with writing(run.output), run.writing(*TABLES) if append else nullcontext():
         before = run.before("events")
         events = _append_events(run, before) if before else _make_events(run, count)
@@ -182,8 +185,14 @@ def _append_events(run: Run, before: Manifest) -> Manifest:
     stamps = run.stamps([*source.event_files(run.input), *user_files])
     new = sorted(stamps.keys() - said["stamps"].keys() - {*user_files})
     other = [
-        name for name, value in settings.items() if before.config.get(name) != value
+        name
+        for name, value in settings.items()
+        if name != "source" and before.config.get(name) != value
     ]
+    if differs_beyond_files(settings["source"], before.config["source"]):
+        other.insert(0, "source")
+    old_files = said["stamps"].keys() - {*said["user_files"]}
+    lost = sorted(file for file in old_files if not source.is_event_file(file))
     touched = [
         file
         for file, stamp in stamps.items()
@@ -195,13 +204,19 @@ def _append_events(run: Run, before: Manifest) -> Manifest:
         if file in user_files or hash_file(run, file) != before.inputs[file]
     ]
     changed += sorted({*user_files} ^ {*said["user_files"]})
-    last = max(said["stamps"].keys() - {*said["user_files"]})
+    last = max(old_files)
     order, late = config.ties == "log_order", [file for file in new if file < last]
     here = f"--append to {run.table('events')}"
     refuse(
         (
             other,
             f"{here}: they were made with another {', '.join(other)}; use the same, or --overwrite",
+        ),
+        (
+            lost,
+            f"{here}: files is '{source.files}', which {', '.join(lost[:1])} does not "
+            "match, though they have its events; give a pattern of the old files too, "
+            "or use --overwrite",
         ),
         (
             changed,
@@ -230,6 +245,11 @@ def _append_events(run: Run, before: Manifest) -> Manifest:
         )
         return before
     return _ingest_events(run, new, settings, {**said["stamps"], **stamps}, before)
+
+
+def differs_beyond_files(source: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether two mappings read events differently, whichever files they match."""
+    return {**source, "files": ""} != {**before, "files": ""}
 
 
 def _ingest_events(

@@ -51,6 +51,8 @@ class Preview:
     """Of all that was read."""
     missing: dict[str, str]
     """Columns that were in no row, each with a hint at the nearest."""
+    is_whole: bool
+    """Whether the files were read to their ends."""
 
 
 def preview(
@@ -105,6 +107,7 @@ def _begin(
     blocks, rejected = list[Block](), Rejected()
     begun = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))
     whole = len(begun) == len(files)
+    is_whole = True
     for file in begun:
         with closing(block for block in read(file)) as stream:
             for block in islice(stream, BLOCKS):
@@ -114,6 +117,7 @@ def _begin(
                     break
             else:
                 whole = whole and next(stream, None) is None
+            is_whole = is_whole and next(stream, None) is None
     missing = common(each.missing for each in blocks)
     if kind == "events" and whole and not rejected.rows_read:
         raise UserError(
@@ -122,7 +126,9 @@ def _begin(
     if whole and missing:
         check_missing(missing, kind.removesuffix("s"), input_uri)
     rows = next((block.rows for block in blocks if block.rows.num_rows), pa.table({}))
-    return Preview(kind, files, begun, rows, origins, clock, rejected, missing)
+    return Preview(
+        kind, files, begun, rows, origins, clock, rejected, missing, is_whole
+    )
 
 
 def check_rejects(found: list[Preview], max_rejects: float, least: float = 0.0) -> None:
@@ -152,9 +158,11 @@ def lines(found: list[Preview]) -> list[str]:
             if len(seen.files) > 1
             else "the only file"
         )
-        read = number_of(seen.rejected.rows_read, "row")
+        read = f"{number_of(seen.rejected.rows_read, 'row')} read"
+        if not seen.is_whole:
+            read = f"the first {read}, and not yet the rest"
         said.append(
-            f"{seen.kind}: {', '.join(seen.begun)}, {of}: {read} read, {seen.rejected.rejects:,} rejected"
+            f"{seen.kind}: {', '.join(seen.begun)}, {of}: {read}, {seen.rejected.rejects:,} rejected"
         )
         said += [f"  rejected: {line}" for line in seen.rejected.lines()]
         table = [

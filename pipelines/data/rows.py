@@ -20,7 +20,7 @@ from models.tables import LARGEST_NUMBER, UserError
 from models.words import number_of
 from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, FilePart, roots
 from pipelines.data.schemas import REJECTS
-from pipelines.data.times import Time, moments, reject_future
+from pipelines.data.times import Time, moments, reject_future, suggest_unit
 
 EXPLODED_ROWS = 1 << 18  # rows per block after lists are exploded
 LAST_INT32 = 2**31 - 1
@@ -208,7 +208,9 @@ class Rows:
         try:
             self.values[target], reason = moments(self.made[target], time, time.column)
         except TypeError:
-            raise self._refuse(target, f"times as {time.written}") from None
+            unread = pl.repeat(None, len(self.raw), dtype=pl.Int64, eager=True)
+            hint = suggest_unit(self.made[target], time, unread)
+            raise self._refuse(target, f"times as {time.written}{hint}") from None
         if past:
             reason = reject_future(self.values[target], reason, time, time.column)
         if reason.null_count() < len(reason):

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import polars as pl
@@ -16,72 +20,24 @@ import pyarrow.parquet as pq
 import yaml
 
 from models.tables import UserError, file_info, join, open_uri
+from pipelines.data.column_roles import (
+    Column,
+    Shares,
+    choose_roles,
+    list_names,
+    pick,
+    tell,
+)
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import log_of
 from pipelines.data.preview import preview
 from pipelines.data.read import PACKED, SUFFIXES, Files, list_files, read_frames
-from pipelines.data.rows import clean_ids
+from pipelines.data.rows import clean_ids, evaluate
 from pipelines.data.settings import read_config
-from pipelines.data.times import Time, moments
+from pipelines.data.unread import list_unread, name_files
 
 ROWS = 5000  # of a file that are looked at
-WORDS = {  # how the words of names begin, and with $ end
-    "user": "user|uid$|u$|customer|member|visitor|account|review|client|buyer|viewer|kund|käufer|mitglied|usuario|yong",
-    "item": "items?$|itemid|iid$|i$|article|artikel|product|produkt|movie|video|news$|asin|sku|track|song|book|meta$",
-    "request": "request|impression|search|session|page|qid$",
-    "query": "query|keyword|search(term|string|phrase|text)|suchbegriff",
-    "position": "position|rank$|pos$",
-    "time": "time|ts$|t$|dat(e|um|etime)?$|zeit|when|created|at$|day$|fecha|hour|clock|uhr|order$|index|step|seq",
-    "late": "birth|deliver|ship|expir|valid|updat|modif|regist|return|releas|upload|geb|liefer|ablauf|nacim|naiss",
-    "outcome": "rating|stars?$|score|overall|click|like|purchas|bought|buy|cart|quantit|qty|menge|anzahl|cantid|dwell|"
-    "watch|play|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|transaction|revenue|sales|spen[dt]|paid|"
-    "gmv|profit|conver|refund|skip|complet|finish|reward|umsatz",
-    "amount": "price|cost|preis|precio|prix|duration|seconds|minutes|length|weight|gewicht|dauer|width|height",
-    "beside": "index|sids?$|codes$|readme|licen|hist|past|previous",
-}
-DAYS = (
-    "%d.%m.%Y",
-    "%m/%d/%Y",
-    "%d/%m/%Y",
-    "%m-%d-%Y",
-    "%d-%m-%Y",
-    "%Y/%m/%d",
-    "%Y-%m-%d",
-    "%d.%m.%y",
-    "%m/%d/%y",
-    "%d/%m/%y",
-    "%d-%b-%Y",
-    "%d %b %Y",
-    "%d %B %Y",
-    "%b %d, %Y",
-    "%B %d, %Y",
-)
-CLOCKS = ("", " %H:%M", " %H:%M:%S", " %H:%M:%S.%f", " %I:%M %p", " %I:%M:%S %p")
-FORMATS = [day + clock for day in DAYS for clock in CLOCKS]
 ZIPPED = re.compile(rf"\.({'|'.join(PACKED)})$", re.IGNORECASE)
-
-
-def tell(name: str, role: str) -> int:
-    """How much a name says that it is of a role; 0 for nothing."""
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower()
-    words = re.findall(
-        r"[^\W\d_]+", re.sub(r"query[\W_]?id", "qid id", name)
-    )  # of a request, not its text
-    ids = sum(
-        word in ("id", "ids", "no", "nr", "key", "number", "nummer", "token")
-        for word in words
-    )
-    hits = sum(bool(re.match(WORDS[role], word)) for word in words)
-    return max(1, 9 + 2 * ids + hits - len(words)) if hits else 0
-
-
-def pick(columns: list[Column], role: str) -> Any:
-    """The column whose name tells most of a role, of those without gaps if there are any."""
-    return max(
-        (c for c in columns if tell(c.name, role)),
-        key=lambda c: (c.full, tell(c.name, role)),
-        default=None,
-    )
 
 
 def line(key: str, value: Any, why: str = "") -> str:
@@ -105,199 +61,129 @@ def line(key: str, value: Any, why: str = "") -> str:
     )
 
 
-class Column:
-    """The first values of a column without nulls, and what they are like. `sql` stands for it within expressions."""
-
-    def __init__(self, name: str, values: pl.Series) -> None:
-        self.sql = '"' + name.replace('"', '""') + '"'
-        with suppress(pl.exceptions.PolarsError):
-            self.sql = (
-                name if pl.sql_expr(name).meta.root_names() == [name] else self.sql
-            )
-        self.name = name if re.fullmatch(r"[^()'\"|]+", name) else self.sql
-        plain = re.sub(r"\W+", "_", re.sub(r":\w+$", "", name), flags=re.ASCII).strip(
-            "_"
-        )
-        self.feature = (
-            plain
-            if re.match("[A-Za-z]", plain)
-            else f"x_{plain or name.encode().hex()}"
-        )
-        rows, values = len(values), values.drop_nulls()
-        self.values = values
-        flat = not values.dtype.is_nested() and not values.dtype.is_temporal()
-        self.ids = ids = (
-            clean_ids(values).drop_nulls() if flat else pl.Series([], dtype=pl.String)
-        )
-        self.full = (
-            len(ids) >= 0.99 * rows
-        )  # a row without a user or an item is rejected
-        self.distinct, self.share = ids.n_unique(), ids.n_unique() / max(len(ids), 1)
-        self.comma = (
-            self.most(r"^-?\d+(,\d+)?$")
-            and int(ids.str.contains(",").sum()) > len(ids) / 2
-        )
-        self.number = self.comma or self.most(r"^[+-]?\d+(\.\d+)?([eE][+-]?\d+)?$")
-        self.whole = self.most(r"^-?\d+$")
-        self.flag = 0 < self.distinct <= 2 and self.most("^(0|1|(?i:true|false))$")
-        self.few = self.distinct > 1 and (
-            self.share < 0.2 or (self.distinct <= 50 and self.share <= 0.5)
-        )
-        self.value = (
-            f"cast(replace({self.sql}, ',', '.') as double)"
-            if self.comma
-            else self.name
-        )
-        some = values.head(200).unique(maintain_order=True) if flat else values
-        self.shown = " | ".join(
-            " ".join(str(value).split())[:40] for value in some.head(3).to_list()
-        )
-        self.time, self.doubt = self.find_time() if len(values) else ({}, "")
-        self.day = self.time.get(
-            "format", "%Y-%m-%d" if self.most(r"^\d{4}-\d\d-\d\d$") else "%H"
-        )
-        self.list: str
-        self.lists: Any
-        self.list, self.lists = (
-            self.find_list()
-            if len(values) and not self.time and not self.comma
-            else ("", None)
-        )
-
-    def most(self, pattern: str) -> bool:
-        """Whether nearly all ids match a pattern."""
-        return len(self.ids) > 0 and int(
-            self.ids.str.contains(pattern).sum()
-        ) >= 0.99 * len(self.ids)
-
-    def find_time(self) -> tuple[dict[str, str], str]:
-        """The `unit` or `format` of times, {} for what are none, and what is in doubt."""
-        kind, values, fits = (
-            self.values.dtype,
-            self.values.head(500),
-            dict[str, pl.Series](),
-        )
-        tries = ["iso"] if kind in (pl.Date, pl.Datetime) else []
-        tries += (
-            ["s", "ms", "us", "ns", "%Y%m%d"] if self.number and not self.comma else []
-        )
-        tries += (
-            ["iso", *FORMATS]
-            if kind == pl.String and self.most(r"^[\w ,:]{0,12}\d[\w.+:, /-]{5,30}$")
-            else []
-        )
-        for how in tries:
-            with suppress(TypeError):
-                found, _ = moments(
-                    values,
-                    Time("t", format=how) if "%" in how else Time("t", unit=how),
-                    "t",
-                )
-                usual = found.drop_nulls().is_between(
-                    788_918_400_000, 2_208_988_800_000
-                )  # 1995 to 2040
-                if found.null_count() <= 0.02 * len(found) and (
-                    usual.all() or not self.number
-                ):
-                    fits[how] = found
-        if not fits:
-            return {}, ""
-        how, first = next(iter(fits.items()))
-        doubt = (
-            ""
-            if all(found.equals(first) for found in fits.values())
-            else "day or month first? "
-        )
-        return {"format" if "%" in how else "unit": how}, doubt
-
-    def find_list(self) -> tuple[str, Any]:
-        """The column or SQL of a list of ids, and the lists; None for what are none."""
-        inner = (
-            self.values.dtype.inner if isinstance(self.values.dtype, pl.List) else None
-        )
-        if inner and (inner.is_integer() or inner == pl.String):
-            return self.name, self.values.cast(pl.List(pl.String))
-        for by in " ,|;" if self.values.dtype == pl.String else "":
-            lists = self.values.str.split(by)
-            ids = lists.explode().str.contains(r"^[\w:-]*\d[\w:-]*$")
-            if (lists.list.len() > 1).sum() >= len(
-                lists
-            ) / 2 and ids.sum() >= 0.95 * len(ids):
-                return f"string_to_array({self.sql}, '{by}')", lists
-        return "", None
+TOKEN = r"(?:[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\d+)"
+"""What differs between the names of the files of a log: numbers and UUIDs."""
+MAX_ID_BLOCKS = 16
+"""Blocks of at most 8 MiB that are read of the ids of a file beside the log."""
 
 
 class Look:
     """Files of one layout by the beginning of the largest: `keys` say how to read them."""
 
     def __init__(self, folder: str, files: list[str]) -> None:
-        self.files, self.name = files, files[0].rpartition("/")[2]
-        self.keys, frame = beginning(
-            max(
-                (join(folder, file) for file in files),
-                key=lambda uri: file_info(uri).size,
-            )
+        self.folder, self.files = folder, files
+        self.name = files[0].rpartition("/")[2]
+        largest = max(
+            (join(folder, file) for file in files), key=lambda uri: file_info(uri).size
         )
-        self.rows, self.columns = (
-            len(frame) * len(files),
-            [Column(name, frame[name]) for name in frame.columns],
-        )
-        self.times = [c for c in self.columns if c.time]
-        self.times.sort(
-            key=lambda c: (
-                bool(tell(c.name, "late")),
-                "%H" not in c.day,
-                not tell(c.name, "time"),
-            )
-        )
-        ids = [
-            c
-            for c in self.columns
-            if c.distinct > 1 and not (c.time or c.comma or c.list)
-        ]
-        ids = [
-            c
-            for c in ids
-            if not (
-                tell(c.name, "outcome")
-                or tell(c.name, "amount")
-                or c.most(r"^\d+[.:][\d:]+$")
-            )
-        ]
-        self.item, lists = (
-            pick(ids, "item"),
-            [c for c in self.columns if c.list and not tell(c.name, "outcome")],
-        )
-        lists.sort(key=lambda c: bool(tell(c.name, "beside")))
-        self.list = lists[0] if lists and not (self.item and self.item.full) else None
-        self.item = None if self.list else self.item
-        ids = [c for c in ids if c is not self.item]
-        self.user = pick(ids, "user") or pick(ids, "request")
-        self.sure = bool(self.user) + bool(self.item or self.list)
-        ids = [
-            c
-            for c in ids
-            if not (
-                c is self.user
-                or c.flag
-                or tell(c.name, "query")
-                or tell(c.name, "position")
-            )
-        ]
-        ids = [c for c in ids if c.share < 0.99 or self.list]
-        self.user = self.user or (ids.pop(0) if ids else None)
-        self.item = self.item or (ids.pop(0) if ids and not self.list else None)
-        self.others = [c.name for c in ids if self.sure < 2 or tell(c.name, "user")][:3]
+        self.keys, frame = beginning(largest)
+        self.rows = len(frame) * len(files)
+        self.size = sum(file_info(join(folder, file)).size for file in files)
+        self.columns = [Column(name, frame[name]) for name in frame.columns]
+        self.ids_by_key: dict[str, FileIds] | None = None
+        self.assign({"user": {}, "item": {}})
+
+    def assign(self, shares: Shares) -> None:
+        """Choose the user, the item and the time. `shares`: see `choose_roles`."""
+        self.roles = choose_roles(self.columns, self.rows, shares)
 
     @property
-    def pattern(self) -> str:
-        """A pattern of the files' names."""
-        ends, folder = (
-            "*" * any(map(ZIPPED.search, self.files)),
-            "*/" if "/" in self.files[0] else "",
+    def is_log(self) -> bool:
+        """Whether the files have users and items."""
+        roles = self.roles
+        return bool(roles.user and (roles.item or roles.listed))
+
+    @property
+    def possible_keys(self) -> list[Column]:
+        """Columns that may be the id of what the rows describe."""
+        return [
+            c
+            for c in self.columns
+            if c.share > 0.9 and c.distinct > 1 and not c.time and not c.measure
+        ]
+
+    @property
+    def names_only(self) -> bool:
+        """Whether the file has no header, so that names of columns are made up."""
+        return "header" in self.keys
+
+    def read_ids(self) -> dict[str, FileIds]:
+        """Return the ids of all possible keys, by column, from the whole files if small."""
+        if self.ids_by_key is None:
+            self.ids_by_key = read_ids(self, [c.name for c in self.possible_keys])
+        return self.ids_by_key
+
+    def pattern(self, every: list[str], grows: bool) -> str:
+        """Return a pattern of the files' names.
+
+        Args:
+            every: All files of the folder; the pattern matches no other of them, if
+                one can be found.
+            grows: Whether a single file also gets a pattern, for files to come.
+        """
+        if len(self.files) == 1 and not (grows and re.search(TOKEN, self.files[0])):
+            return self.files[0]
+        zipped = "*" * any(map(ZIPPED.search, self.files))
+        nested = ["/" in file for file in self.files]
+        folder = "*/" if all(nested) else "*" if any(nested) else ""
+        stem = ZIPPED.sub("", self.name)
+        for stands in ("*", "[0-9a-f]*"):
+            stem_pattern = re.sub(rf"{TOKEN}(?:[-_.:T]?{TOKEN})*", stands, stem)
+            pattern = folder + stem_pattern + (zipped if len(self.files) > 1 else "")
+            if len(self.files) == 1:
+                pattern += self.name[len(stem) :]
+            matched = {file for file in every if fnmatchcase(file, pattern)}
+            if matched == {*self.files}:
+                break
+        return pattern
+
+
+@dataclass
+class FileIds:
+    """The ids of a column of files."""
+
+    ids: pl.Series
+    """Each once."""
+    is_whole: bool
+    """Whether the files were read to their ends."""
+    repeats: bool
+    """Whether several files have mostly the same ids."""
+
+
+def read_ids(look: Look, expressions: list[str]) -> dict[str, FileIds]:
+    """Return the ids that the expressions give in the files, up to MAX_ID_BLOCKS."""
+    found = {name: list[pl.Series]() for name in expressions}
+    blocks = 0
+    for file in look.files:
+        of_file = {name: list[pl.Series]() for name in expressions}
+        uri = join(look.folder, file)
+        read = read_frames(uri, Files(**look.keys), expressions)
+        with closing(frame for frame in read) as frames:
+            for frame in frames if blocks < MAX_ID_BLOCKS else ():
+                blocks += 1
+                made, _ = evaluate(
+                    frame.whole, {name: name for name in expressions}, uri
+                )
+                for name in expressions:
+                    of_file[name].append(clean_ids(made[name]).drop_nulls().unique())
+                if blocks == MAX_ID_BLOCKS:
+                    break
+        for name, series in of_file.items():
+            found[name] += [pl.concat(series).unique()] if series else []
+    return {
+        name: FileIds(
+            pl.concat([pl.Series([], dtype=pl.String), *of_files]).unique(),
+            blocks < MAX_ID_BLOCKS,
+            mostly_shared(of_files),
         )
-        name = folder + re.sub(r"\d+", "*", ZIPPED.sub("", self.name)) + ends
-        return name if len(self.files) > 1 else self.files[0]
+        for name, of_files in found.items()
+    }
+
+
+def mostly_shared(of_files: list[pl.Series]) -> bool:
+    """Return whether the files have mostly the same ids."""
+    total = sum(len(ids) for ids in of_files)
+    return len(of_files) > 1 and pl.concat(of_files).n_unique() < 0.7 * total
 
 
 def beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
@@ -406,78 +292,154 @@ def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str
     return keys, keys.get("header", rows[0])
 
 
-def suggest(folder: str, kind: str | None = None) -> str:
-    """The text of a mapping for the files of a folder, by default of searches where there are queries with results
-    shown, else of behaviours; UserError where none of them can be a log."""
-    log, looks = find_log(folder)
+@dataclass
+class Suggestion:
+    """A first mapping file."""
+
+    text: str
+    """The file."""
+    doubts: list[str]
+    """Lines of it that decide what is trained, and could be others."""
+
+
+class Draft:
+    """The lines of a mapping, and those of them that are in doubt."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.doubts: list[str] = []
+
+    def add(
+        self, key: str, value: Any, why: str = "", doubts: Sequence[str] = ()
+    ) -> None:
+        """Add a line; `doubts` join its comment, and put it among the doubtful ones."""
+        made = line(key, value, "; ".join(filter(None, [why, *doubts])))
+        self.lines.append(made)
+        if doubts:
+            self.doubts.append(made)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the lines."""
+        return [each.split(":")[0] for each in self.lines]
+
+
+def suggest(folder: str, kind: str | None = None) -> Suggestion:
+    """Return a first mapping of the files of a folder.
+
+    Args:
+        folder: Folder of a raw log.
+        kind: What a request is. By default a search where there are queries with
+            results shown, else a behaviour.
+
+    Raises:
+        UserError: If none of the files can be a log.
+    """
+    log, looks, every = find_log(folder)
+    user, item, shown = log.roles.user, log.roles.item, log.roles.listed
+    listed = next((c for c in log.columns if c.list), None)
+    assert user is not None
+    users = find_description("user", user, looks)
+    items = find_description("item", item or shown or listed, looks)
+    draft = Draft()
+    add_files(draft, log, looks, every)
+    doubts = log.roles.user_doubts + users.doubts
+    draft.add("user", users.wrap(user.name), user.shown, doubts)
+    labels = add_events(draft, log, items, kind)
+    add_description(draft, "user", users, every)
+    add_description(draft, "item", items, every)
+    made = ["prepare:", *settings(kind, draft.keys, labels, log)]
+    made += measured_matches(users, items)
+    lines = [*draft.lines, *tried(folder, draft.lines, made), *made]
+    return Suggestion("\n".join(lines) + "\n", draft.doubts)
+
+
+def add_files(draft: Draft, log: Look, looks: list[Look], every: list[str]) -> None:
+    """Add the lines of the files of events, and how they are written."""
     asked = {
         "header": "the file has none: rename these, here and below",
         "encoding": "is it this one?",
     }
     names = {c.name for c in log.columns}
-    alike = [look.pattern for look in looks if {c.name for c in look.columns} == names]
-    why = [f"{len(log.files):,} files"] * (len(log.files) > 1) + [
-        f"and {each} too?" for each in alike
-    ]
-    lines = [line("files", log.pattern, "; ".join(why))]
-    lines += [line(key, value, asked.get(key, "")) for key, value in log.keys.items()]
-    user, item, shown = log.user, log.item, log.list
-    doubts = [f"or user: {', '.join(log.others)}?"] * bool(log.others)
-    doubts += [f"users of only {user.distinct} values?"] * (
-        user.distinct < 5 and log.rows > 100
-    )
-    doubts += ["rows without a user are rejected; another column?"] * (not user.full)
-    lines.append(line("user", user.name, "; ".join([user.shown, *doubts])))
-    left = [c for c in log.columns if c not in (user, item, shown, *log.times)]
+    doubts = []
+    for look in looks:
+        pattern = look.pattern(every, False)
+        if {
+            c.name for c in look.columns
+        } == names and look.names_only == log.names_only:
+            doubts.append(f"and {pattern} too?")
+        elif log_rank(look) == log_rank(log) and look.size > log.size / 10:
+            doubts.append(f"or {pattern}?")
+    count = f"{len(log.files):,} files" if len(log.files) > 1 else ""
+    draft.add("files", log.pattern(every, True), count, doubts)
+    for key, value in log.keys.items():
+        draft.add(key, value, asked.get(key, ""))
+
+
+def add_events(
+    draft: Draft, log: Look, items: Description, kind: str | None
+) -> dict[str, Any]:
+    """Add the lines of what an event is, and return its labels."""
+    user, item, shown = log.roles.user, log.roles.item, log.roles.listed
+    times = log.roles.times
+    left = [c for c in log.columns if c not in (user, item, shown, *times)]
     clock = next((c for c in left if c.most(r"^\d\d?:\d\d(:\d\d)?$")), None)
-    listed: Any = next((c for c in log.columns if c.list), None)
+    listed = next((c for c in log.columns if c.list), None)
     labels: dict[str, Any] = {}
     asks: dict[str, Any] = {}
     features: dict[str, dict[str, str]] = {"numbers": {}, "categories": {}}
     shows = shown and (kind == "search" or (kind is None and pick(left, "query")))
-    if listed and user.share > 0.9 and not log.times and not shows:
-        lines.append(line("sequence", listed.list, listed.shown))
-        lines += (
-            [line("item", item.name, f"after the list: {item.shown}")] if item else []
-        )
+    doubts = log.roles.item_doubts + items.doubts
+    if listed and user and user.share > 0.9 and not times and not shows:
+        draft.add("sequence", listed.list, listed.shown, doubts)
+        if item:
+            draft.add("item", item.name, f"after the list: {item.shown}")
     else:
-        lines += (
-            [line("explode", {"shown": shown.list}, f"each is an event: {shown.shown}")]
-            if shown
-            else []
-        )
-        lines.append(
-            line("item", "shown") if shown else line("item", item.name, item.shown)
-        )
-        lines.append(time_line(log, clock))
+        if shown:
+            why = f"each is an event: {shown.shown}"
+            draft.add("explode", {"shown": shown.list}, why, doubts)
+            draft.add("item", items.wrap("shown"))
+        elif item:
+            draft.add("item", items.wrap(item.name), item.shown, doubts)
+        add_time(draft, log, clock)
         left = [
             c
             for c in left
             if c is not clock and (not tell(c.name, "time") or tell(c.name, "outcome"))
         ]
         for role in ("request", "query", "position"):
-            if (c := pick([c for c in left if not c.list], role)) and c.distinct > 1:
-                lines.append(line(role, c.name, c.shown))
-                left.remove(c)
+            add_request(draft, role, left)
         for c in left:
-            sort_in(c, bool(shown), "header" in log.keys, labels, asks, features)
+            sort_in(c, bool(shown), log.names_only, labels, asks, features)
     head = "labels:  # what a user did, never an input of its own event"
-    lines += [head if labels else f"# {head}"] if labels or asks else []
-    lines += [line(f"  {name}", value) for name, value in labels.items()]
-    lines += [
-        line(f"  # {name}", value, "did the user do this? then take away the '#'")
-        for name, value in asks.items()
-    ]
+    if labels or asks:
+        draft.lines.append(head if labels else f"# {head}")
+    for name, value in labels.items():
+        draft.add(f"  {name}", value)
+    for name, value in asks.items():
+        ask = "did the user do this? then take away the '#'"
+        draft.add(f"  # {name}", value, ask)
     ask = "known before the event? then take away the '#'; what came of it is a label"
-    lines += [line(f"# {key}", made, ask) for key, made in features.items() if made]
-    lines += describe("user", user, looks)
-    listed = item or shown or listed
-    lines += describe("item", listed, looks)
-    made = [
-        "prepare:",
-        *settings(kind, [line.split(":")[0] for line in lines], labels, log),
+    for key, made in features.items():
+        if made:
+            draft.add(f"# {key}", made, ask)
+    return labels
+
+
+def add_request(draft: Draft, role: str, left: list[Column]) -> None:
+    """Add the line of a request, a query or a position, whose column leaves `left`."""
+    candidates = [c for c in left if not c.list]
+    column = pick(candidates, role)
+    if not column or column.distinct < 2:
+        return
+    strength = tell(column.name, role)
+    rivals = [
+        c for c in candidates if c is not column and tell(c.name, role) >= strength
     ]
-    return "\n".join([*lines, *tried(folder, lines, made), *made]) + "\n"
+    rivals = [c for c in rivals if c.distinct > 1]
+    other = f"; or {list_names(rivals)}?" if rivals else ""
+    draft.add(role, column.name, column.shown + other)
+    left.remove(column)
 
 
 def settings(
@@ -498,7 +460,7 @@ def settings(
         kind = "search"
     feed = (
         "each event shown, with what was done? then --suggest --kind actions"
-        if len(acts) > 1 and log.times
+        if len(acts) > 1 and log.roles.times
         else ""
     )
     lines = (
@@ -508,10 +470,12 @@ def settings(
     )
     lines += ["  core: 0"] if kind in ("search", "actions") else ["  core: 5"]
     behaviour = behaviour or (acts[0] if acts and kind == "search" else None)
-    lines += [line("  behaviour", behaviour)] if behaviour and kind != "actions" else []
-    lines.append(
-        line("  split", {"kind": "temporal" if log.times else "leave_last_out"})
-    )
+    if behaviour and kind != "actions":
+        others = [name for name in acts if name != behaviour]
+        rivals = f"or {', '.join(others[:3])}?" if others else ""
+        lines.append(line("  behaviour", behaviour, rivals))
+    split = "temporal" if log.roles.times else "leave_last_out"
+    lines.append(line("  split", {"kind": split}))
     return [*lines, *graded(labels, log)] if kind == "actions" else lines
 
 
@@ -543,64 +507,132 @@ def graded(labels: dict[str, Any], log: Look) -> list[str]:
     return ["  actions:", *lines] if lines else []
 
 
-def find_log(folder: str) -> tuple[Look, list[Look]]:
-    """The files that are most like a log, and the others; UserError where none are."""
+def find_log(folder: str) -> tuple[Look, list[Look], list[str]]:
+    """Return the files that are most like a log, the other ones, and all names of files.
+
+    Raises:
+        UserError: If no file can be a log.
+    """
+    every = list_files(folder, "*", required=False, what="file")
     groups: dict[str, list[str]] = {}
-    for file in list_files(folder, "*", required=False, what="file"):
-        groups.setdefault(
-            re.sub(r"\d+", "0", ZIPPED.sub("", file.rpartition("/")[2])), []
-        ).append(file)
+    for file in every:
+        name = ZIPPED.sub("", file.rpartition("/")[2])
+        groups.setdefault(re.sub(TOKEN, "0", name), []).append(file)
     looks, refused = list[Look](), list[str]()
     for files in groups.values():
         try:
             looks.append(Look(folder, files))
         except (UserError, StopIteration, OSError, ValueError, csv.Error) as error:
-            refused.append(
-                f"{files[0]}: {' '.join(str(error).split())[:200] or 'it has no rows'}"
-            )
-    logs = [look for look in looks if look.user and (look.item or look.list)]
+            reason = " ".join(str(error).split())[:200] or "it has no rows"
+            refused.append(f"{files[0]}: {reason}")
+    logs = [look for look in looks if look.is_log]
     refused += [
-        f"{each.name} has no users and items, but {', '.join(c.name for c in each.columns)}"
+        f"{each.name} has no users and items, but {describe_columns(each)}"
         for each in looks
     ]
     if not logs:
         why = "; ".join(refused)[:600] or "it is empty"
         raise UserError(f"{folder} holds no file that can be read as a log: {why}")
-    log = max(
-        logs,
-        key=lambda a: (
-            not tell(a.name, "beside"),
-            a.sure,
-            bool(a.times or a.list),
-            a.rows,
-        ),
-    )
-    return log, [look for look in looks if look is not log]
+    log = max(logs, key=lambda look: (*log_rank(look), look.size))
+    others = [look for look in looks if look is not log]
+    log.assign(measure_shares(log, others))
+    return log, others, every
 
 
-def time_line(log: Look, clock: Any) -> str:
-    """When events happened: a column of times, a day beside a time of day, or the order of the rows."""
-    time = next(iter(log.times), None)
-    if time and clock and "%H" not in time.day and "%I" not in time.day:
+def log_rank(look: Look) -> tuple[bool, bool, int, bool]:
+    """Return what tells a log from the files beside it; larger is likelier."""
+    roles = look.roles
+    ordered = bool(roles.times or roles.listed)
+    return look.is_log, not tell(look.name, "beside"), roles.sure, ordered
+
+
+def describe_columns(look: Look) -> str:
+    """Return the names of a file's columns, and how nested events are read."""
+    names = ", ".join(c.name for c in look.columns)
+    hints = [explain_nested(c) for c in look.columns]
+    return "; ".join([names, *filter(None, hints)])
+
+
+def explain_nested(column: Column) -> str:
+    """Return the lines of a mapping that read a list of objects as events."""
+    kind = column.values.dtype
+    if not isinstance(kind, pl.List) or not isinstance(kind.inner, pl.Struct):
+        return ""
+    objects = column.values.explode().drop_nulls().struct.unnest()
+    fields = [Column(name, objects[name]) for name in objects.columns]
+    time = next((c for c in fields if c.time), None)
+    ids = [c for c in fields if c.may_be_id and c is not time]
+    item = pick(ids, "item") or next(iter(ids), None)
+    lines = [line("explode", {"event": column.name})]
+    lines += [line("item", f"event.{item.name}")] if item else []
+    times = {"column": f"event.{time.name}", **time.time} if time else {}
+    lines += [line("time", times)] if time else []
+    read = ", ".join(f"`{each}`" for each in lines)
+    return f"{column.name} is a list of objects, which {read} read"
+
+
+def measure_shares(log: Look, looks: list[Look]) -> Shares:
+    """Return which share of each column's ids the files of users and of items have.
+
+    A file whose ids count up from 1 says nothing, as other ids do so too.
+    """
+    shares: Shares = {"user": {}, "item": {}}
+    columns = [c for c in log.columns if c.may_be_id]
+    for look in looks:
+        for role, key in find_keys(look):
+            ids = look.read_ids()[key.name].ids
+            if count_up(ids):
+                continue
+            for c in columns:
+                unique = c.ids.unique()
+                share = int(unique.is_in(ids.implode()).sum()) / len(unique)
+                shares[role][c.name] = max(share, shares[role].get(c.name, 0))
+    return shares
+
+
+def count_up(ids: pl.Series) -> bool:
+    """Return whether ids are mostly the integers of a range."""
+    if ids.str.contains(r"\D|^0\d").any():
+        return False
+    numbers = ids.cast(pl.Int64, strict=False).drop_nulls()
+    low, high = numbers.min(), numbers.max()
+    if not isinstance(low, int) or not isinstance(high, int):
+        return True  # no ids, or too large to be counted
+    return len(numbers) >= (high - low + 1) / 10
+
+
+def find_keys(look: Look) -> list[tuple[str, Column]]:
+    """Return the roles that names say of possible keys of a file beside the log."""
+    if tell(look.name, "beside"):
+        return []
+    keys = []
+    for role, other in (("user", "item"), ("item", "user")):
+        if tell(look.name, other) and not tell(look.name, role):
+            continue
+        keys += [
+            (role, key)
+            for key in look.possible_keys
+            if tell(look.name, role) or tell(key.name, role)
+        ]
+    return keys
+
+
+def add_time(draft: Draft, log: Look, clock: Column | None) -> None:
+    """Add when events happened.
+
+    It is a column of times, a day beside a time of day, or the order of the rows.
+    """
+    time = next(iter(log.roles.times), None)
+    if time is None:
+        doubt = "no column looks like times: the order of the rows, or of which column?"
+        draft.add("time", {"unit": "order"}, "", [doubt])
+        return
+    made, why = {"column": time.name, **time.time}, time.shown
+    if clock and "%H" not in time.day and "%I" not in time.day:
         seconds = " %H:%M:%S" if clock.most(r"^\d+:\d+:") else " %H:%M"
-        return line(
-            "time",
-            {
-                "column": f"{time.sql} || ' ' || {clock.sql}",
-                "format": time.day + seconds,
-            },
-            time.doubt,
-        )
-    if time:
-        others = "".join(f"or {c.name}? " for c in log.times if c is not time)
-        return line(
-            "time", {"column": time.name, **time.time}, time.doubt + others + time.shown
-        )
-    return line(
-        "time",
-        {"unit": "order"},
-        "no column looks like times: the order of the rows, or of which column?",
-    )
+        column = f"{time.sql} || ' ' || {clock.sql}"
+        made, why = {"column": column, "format": time.day + seconds}, ""
+    draft.add("time", made, why, log.roles.time_doubts)
 
 
 def sort_in(
@@ -613,7 +645,7 @@ def sort_in(
 ) -> None:
     """Puts a column among the labels, what may be a label or what may be a feature, or leaves it out. bare: names say
     nothing."""
-    code = c.few and not tell(c.name, "amount")
+    code = c.few and not c.measure and not tell(c.name, "amount")
     actions = (
         c.ids.unique(maintain_order=True).to_list()
         if not c.number and c.distinct < 12
@@ -644,40 +676,164 @@ def sort_in(
         features["categories"][c.feature] = c.name
 
 
-def describe(role: str, ids: Column, looks: list[Look]) -> list[str]:
-    """The section of the file that describes these items or users best; nothing where none does."""
-    found: list[tuple[float, int, Look, Column]] = []
-    mine = (ids.ids if ids.lists is None else ids.lists.explode()).unique().implode()
+@dataclass
+class Description:
+    """The files that describe the users or the items of the log."""
+
+    look: Look | None = None
+    """The files; None where none do."""
+    key: Column | None = None
+    """Their column of ids."""
+    log_sql: str = "{}"
+    """SQL that makes the ids of the log like those of the files."""
+    file_sql: str = "{}"
+    """SQL that makes the ids of the files like those of the log."""
+    matched: tuple[int, int] = (0, 0)
+    """Ids of the log's beginning that the files have, of how many."""
+    share: float = 1.0
+    """The smaller of the shares of ids and of events that the files have."""
+    is_measured: bool = False
+    """Whether the files were read to their ends."""
+    file_doubts: list[str] = field(default_factory=list)
+    """What speaks against the files."""
+    doubts: list[str] = field(default_factory=list)
+    """What the files say against the column of ids of the log."""
+
+    def wrap(self, name: str) -> str:
+        """Return the SQL of the log's ids."""
+        return self.log_sql.format(name)
+
+
+def find_description(role: str, ids: Column | None, looks: list[Look]) -> Description:
+    """Return the files that describe these items or users best."""
+    if ids is None:
+        return Description()
+    values = ids.ids if ids.lists is None else ids.lists.explode().drop_nulls()
+    found: list[tuple[int, Description]] = []
     for look in looks:
-        foreign = tell(look.name, "user" if role == "item" else "item") and not tell(
-            look.name, role
-        )
-        for c in [] if foreign or tell(look.name, "beside") else look.columns:
-            same = c.name == ids.name and "header" not in look.keys
-            says = same + bool(tell(c.name, role)) + bool(tell(look.name, role))
-            shared = int(c.ids.is_in(mine).sum()) / max(
-                1, min(len(mine[0]), c.distinct)
-            )
-            if (
-                c.share > 0.9
-                and c.distinct > 1
-                and not c.time
-                and (says > 1 or shared > 0.1)
-            ):
-                found.append((says + shared, len(found), look, c))
+        for key in look.possible_keys:
+            says = says_described(role, ids, look, key)
+            if says is None or not any(described_by(role, look, key).values()):
+                continue
+            file_ids = look.read_ids()[key.name]
+            made = match_ids(look, key, ids, values, file_ids)
+            if says > 1 or made.share > 0.1:
+                found.append((says, made))
     if not found:
-        return []
-    look, key = max(found)[2:]
+        return Description()
+    says, best = max(found, key=lambda pair: pair[0] + pair[1].share)
+    rivals = [
+        other
+        for other_says, other in found
+        if other.look is not best.look
+        and other_says == says
+        and abs(other.share - best.share) <= 0.05
+        and has_texts(role, other) == has_texts(role, best)
+    ]
+    names = dict.fromkeys(rival.look.files[0] for rival in rivals if rival.look)
+    best.file_doubts += [f"or {name}?" for name in names]
+    if says == 0:
+        best.file_doubts.append(f"does it describe {role}s?")
+    return check_description(role, best)
+
+
+def check_description(role: str, best: Description) -> Description:
+    """Return the description with what speaks against it; an empty one without matches."""
+    assert best.look is not None
+    assert best.key is not None
+    if best.look.read_ids()[best.key.name].repeats:
+        best.file_doubts.append(f"{len(best.look.files)} files have the same {role}s?")
+    if best.is_measured and best.matched[0] == 0:
+        none = f"{best.look.name} has none of these ids, but {best.key.shown}; another?"
+        return Description(doubts=[none])
+    limit = 0.5 if role == "item" else 0.05
+    if best.is_measured and best.share < limit:
+        matched, of = best.matched
+        best.file_doubts.append(f"it has only {matched:,} of {of:,} {role}s; is it?")
+    return best
+
+
+def says_described(role: str, ids: Column, look: Look, key: Column) -> int | None:
+    """Return how many names say that the file describes these ids.
+
+    None stands for a file of something else.
+    """
+    other = "user" if role == "item" else "item"
+    foreign = tell(look.name, other) and not tell(look.name, role)
+    if foreign or tell(look.name, "beside"):
+        return None
+    same = key.name == ids.name and not look.names_only
+    return same + bool(tell(key.name, role)) + bool(tell(look.name, role))
+
+
+def match_ids(
+    look: Look, key: Column, ids: Column, values: pl.Series, file_ids: FileIds
+) -> Description:
+    """Return how many ids of the log's beginning a file has.
+
+    Where more match in lower case, or padded with zeros to the width of the other
+    side, the SQL for it is part of the description.
+    """
+    made = Description(look, key, is_measured=file_ids.is_whole)
+    made.matched, made.share = count_matches(values, file_ids.ids)
+    for log_sql, file_sql in (
+        ("lower({})", "lower({})"),
+        (pad_sql(values, file_ids.ids, ids), "{}"),
+        ("{}", pad_sql(file_ids.ids, values, key)),
+    ):
+        if made.share >= 0.9 or not log_sql or not file_sql:
+            continue
+        written = apply_sql(values, log_sql)
+        if written.n_unique() < values.n_unique():
+            continue  # it would join different ids
+        matched, share = count_matches(written, apply_sql(file_ids.ids, file_sql))
+        if share >= max(0.5, made.share + 0.1):
+            made.matched, made.share = matched, share
+            made.log_sql, made.file_sql = log_sql, file_sql
+    return made
+
+
+def count_matches(values: pl.Series, ids: pl.Series) -> tuple[tuple[int, int], float]:
+    """Return (matched ids, ids), and the smaller of the shares of ids and of rows."""
+    unique, described = values.unique(), ids.implode()
+    matched = int(unique.is_in(described).sum())
+    rows = int(values.is_in(described).sum()) / max(1, len(values))
+    return (matched, len(unique)), min(matched / max(1, len(unique)), rows)
+
+
+def pad_sql(values: pl.Series, others: pl.Series, column: Column) -> str:
+    """Return SQL that pads values with zeros to the width of the others, if they are so."""
+    widths = others.str.len_chars()
+    padded = others.str.starts_with("0").any()
+    if not padded or widths.n_unique() != 1:
+        return ""
+    width = int(widths[0])
+    if int(values.str.len_chars().max() or 0) > width:  # type: ignore[arg-type]
+        return ""
+    is_text = column.values.dtype == pl.String
+    text = "{}" if is_text else "cast({} as varchar)"
+    return f"lpad({text}, {width}, '0')"
+
+
+def apply_sql(values: pl.Series, sql: str) -> pl.Series:
+    """Return ids as the SQL makes them."""
+    wanted = {"id": sql.format("id")}
+    return evaluate(pl.DataFrame({"id": values}), wanted, "ids")[0]["id"]
+
+
+def described_by(role: str, look: Look, key: Column) -> dict[str, list[Column]]:
+    """Return the columns of a file that describe items or users, by kind."""
     told = [
         c
         for c in look.columns
-        if c is not key and not c.time and not c.shown.startswith("http")
+        if c is not key
+        and not c.time
+        and not c.shown.startswith("http")
+        and not tell(c.name, "outcome")
     ]
-    came, told = (
-        [c for c in told if tell(c.name, "outcome")],
-        [c for c in told if not tell(c.name, "outcome")],
-    )
     few = [c for c in told if c.few and not (tell(c.name, "amount") and role == "item")]
+    if role == "user":
+        return {"attributes": few}
     texts = [
         c for c in told if not c.number and not c.flag and (c.distinct > 1 or c.list)
     ]
@@ -689,31 +845,58 @@ def describe(role: str, ids: Column, looks: list[Look]) -> list[str]:
         and c.distinct > 1
         and not re.search("(?i)id$", c.name)
     ]
-    kinds = (
-        {"texts": texts, "attributes": few, "numbers": numbers}
-        if role == "item"
-        else {"attributes": few}
-    )
-    lines = [
-        line(f"  {name}", value)
-        for name, value in {"files": look.pattern, **look.keys}.items()
-    ]
-    lines = [f"{role}s:", *lines, line(f"  {role}", key.name, key.shown)]
-    for kind, columns in kinds.items():
+    return {"texts": texts, "attributes": few, "numbers": numbers}
+
+
+def has_texts(role: str, description: Description) -> bool:
+    """Return whether the files have texts."""
+    look, key = description.look, description.key
+    assert look is not None
+    assert key is not None
+    return bool(described_by(role, look, key).get("texts"))
+
+
+def add_description(
+    draft: Draft, role: str, description: Description, every: list[str]
+) -> None:
+    """Add the section of the files that describe users or items, if any do."""
+    look, key = description.look, description.key
+    if look is None or key is None:
+        return
+    draft.lines.append(f"{role}s:")
+    pattern = look.pattern(every, False)
+    draft.add("  files", pattern, "", description.file_doubts)
+    for name, value in look.keys.items():
+        draft.add(f"  {name}", value)
+    draft.add(f"  {role}", description.file_sql.format(key.name), key.shown)
+    for kind, columns in described_by(role, look, key).items():
         made = {c.feature: c.value for c in columns}
-        lines += [line(f"  {kind}", made)] if made else []
-    lines += (
-        [
-            line(
-                "  # left out",
-                [c.name for c in came],
-                "known before every event of the log?",
-            )
-        ]
-        if came
-        else []
+        if made:
+            draft.add(f"  {kind}", made)
+    came = [c.name for c in look.columns if c is not key and tell(c.name, "outcome")]
+    if came:
+        draft.add("  # left out", came, "known before every event of the log?")
+
+
+def measured_matches(users: Description, items: Description) -> list[str]:
+    """Return the line of `min_matched` where the files lack users or items.
+
+    It is half of what was measured, as the beginning of the log is not all of it.
+    """
+    measured = [
+        (description.share, role, description)
+        for role, description in (("users", users), ("items", items))
+        if description.look and description.is_measured and description.share < 0.9
+    ]
+    if not measured:
+        return []
+    share, role, description = min(measured, key=lambda each: each[0])
+    assert description.look is not None
+    matched, of = description.matched
+    why = (
+        f"{matched:,} of the first {of:,} {role} have a row in {description.look.name}"
     )
-    return lines if any(kinds.values()) else []
+    return [line("  min_matched", math.floor(share * 50) / 100, why)]
 
 
 def tried(folder: str, lines: list[str], settings: list[str]) -> list[str]:
@@ -727,8 +910,10 @@ def tried(folder: str, lines: list[str], settings: list[str]) -> list[str]:
         found = preview(log, folder, 0.01)
     except (UserError, ValueError) as error:
         return [f"# Not right yet: {' '.join(str(error).split())}"]
-    seen = [(each.kind, each.rejected) for each in found]
-    return [
-        f"# The first rows of {kind}: {of.rows_read:,}, {of.rejects:,} of them rejected."
-        for kind, of in seen
+    lines = [
+        f"# The first rows of {each.kind}: {each.rejected.rows_read:,}, "
+        f"{each.rejected.rejects:,} of them rejected."
+        for each in found
     ]
+    unread = list_unread(log, folder)
+    return [*lines, *([f"# No key reads {name_files(unread)}."] if unread else [])]

@@ -27,6 +27,8 @@ LAST_MS = 4_102_444_799_999  # the end of year 2099: a later time is a wrong uni
 AHEAD_MS = (
     86_400_000  # a day: local times that are read as UTC are up to 14 hours ahead
 )
+LIKELY_MS = (788_918_400_000, 2_208_988_800_000)
+"""Times of most logs: 1995 to 2040."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SAME = set("YmdHMSIpbBaAjz")
 """Directives of `strptime` by which polars, where it reads a text, reads it as Python does."""
@@ -132,17 +134,19 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
         values.is_null() | (values == "") if kind == pl.String else values.is_null()
     )
     t = pl.col("t")
+    hint = suggest_unit(values, time, made)
     reason = (
         pl.when(pl.col("missing"))
         .then(pl.lit(f"{what}: missing"))
         .when(t.is_null())
-        .then(pl.lit(f"{what}: not {need}"))
+        .then(pl.lit(f"{what}: not {need}{hint}"))
     )
     if time.clock:
-        early = f"{what}: before 1980, check {check}; 'unit: order' takes any number"
+        remedy = hint or "; 'unit: order' takes any number"
+        early = f"{what}: before 1980, check {check}{remedy}"
         reason = reason.when(t < FIRST_MS).then(pl.lit(early))
         reason = reason.when(t > LAST_MS).then(
-            pl.lit(f"{what}: after the year 2099, check {check}")
+            pl.lit(f"{what}: after the year 2099, check {check}{hint}")
         )
     frame = pl.DataFrame({"t": made.cast(pl.Int64), "missing": missing})
     return frame["t"], frame.select(reason.otherwise(None)).to_series()
@@ -165,6 +169,28 @@ def reject_future(
     )
     late = pl.when(moments_ms > latest).then(pl.lit(future))
     return pl.select(pl.coalesce(reasons, late)).to_series()
+
+
+def suggest_unit(values: pl.Series, time: Time, made: pl.Series) -> str:
+    """Return a hint at the unit by which values that are no times would be times.
+
+    Args:
+        values: The raw values.
+        time: How they are read.
+        made: The milliseconds that they are read as.
+    """
+    is_bad = made.is_null() | (made < FIRST_MS) | (made > LAST_MS)
+    bad = values.filter(is_bad & values.is_not_null()).head(1)
+    if not time.clock or not len(bad):
+        return ""
+    numbers = bad.cast(pl.String).str.strip_chars().cast(pl.Float64, strict=False)
+    number = numbers[0]
+    if number is None:
+        return ""
+    for unit, (factor, divisor) in UNITS.items():
+        if LIKELY_MS[0] <= number * factor / divisor <= LIKELY_MS[1]:
+            return f"; 'unit: {unit}' would fit"
+    return ""
 
 
 def _of_text(text: pl.Series, time: Time) -> pl.Series:

@@ -125,6 +125,34 @@ def test_a_log_without_folder_or_mapping_is_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_a_doubtful_guess_stops_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "visits").mkdir()
+    rows = "".join(
+        f"{n % 9},{n % 14 + 50},2024-01-{n % 28 + 1:02} 10:00\n" for n in range(200)
+    )
+    (tmp_path / "visits/visits.csv").write_text(rows)
+    config = quickstart.Config(
+        data=str(tmp_path / "visits"), output=str(tmp_path / "out"), epochs=3
+    )
+    with pytest.raises(UserError, match=r"^2 lines of the mapping of ") as e:
+        quickstart.locate(config)
+    suggested = f"python -m jobs.prepare --suggest {config.data} --output visits.yaml"
+    again = (
+        f"--data {config.data} --output {config.output} --epochs 3 --source visits.yaml"
+    )
+    assert suggested in str(e.value)
+    assert again in str(e.value)
+    assert "\n" not in str(e.value)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed[1:]] == [
+        ["user:", "c1"],
+        ["item:", "c2"],
+    ]
+    assert not (tmp_path / "out").exists()
+
+
 def searches(folder: Path, at: str, split: str) -> quickstart.Config:
     """The quickstart of a log of searches without texts of items, at the times `at`."""
     (folder / "visits").mkdir()

@@ -20,6 +20,7 @@ from jobs.daily import Config, lowest, run
 from models import checkpoint
 from models.tables import read_manifest
 from pipelines import tracking
+from pipelines.data.suggest import suggest
 from pipelines.serving.registered_model import versions
 
 pytestmark = pytest.mark.long
@@ -192,6 +193,45 @@ def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(
     done(good)
     *_, third = json.loads((tmp_path / "out/days.json").read_text())
     assert third["running"] == (second if second["accepted"] else first)["name"]
+
+
+def write_sales(folder: Path, day: int) -> None:
+    """Write a day of sales as a file of its own."""
+    rows = [
+        f"u{n % 41},a{n * n % 23},{1_700_000_000 + 60 * (1000 * day + n)}\n"
+        for n in range(1000)
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / f"sales-{day}.csv").write_text("customer,article,at\n" + "".join(rows))
+
+
+def test_days_follow_a_mapping_that_was_guessed_from_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, source = tmp_path / "raw", tmp_path / "shop.yaml"
+    write_sales(raw, 1)
+    guess = suggest(str(raw)).text
+    assert "files: sales-*.csv" in guess
+    source.write_text(guess.replace("sales-*", "sales-1"))  # as a user may write it
+    split = {"val_days": 0.2, "test_days": 0.2}
+    popularity = str(ROOT / "jobs/configs/popularity.yaml")
+    config = Config(
+        output=str(tmp_path / "out"),
+        prepare={"source": str(source), "input": str(raw), "split": split},
+        train={"config": popularity},
+    )
+    run(config)
+    write_sales(raw, 2)
+    capsys.readouterr()
+    run(config)
+    *_, done, ignored = capsys.readouterr().out.splitlines()
+    assert done.endswith("nothing to do until there are new files like 'sales-1.csv'")
+    assert ignored.startswith("warning: sales-2.csv of ")
+    assert "'files: sales-*.csv'" in ignored
+    source.write_text(guess)
+    run(config)
+    assert len(json.loads((tmp_path / "out/days.json").read_text())) == 2
+    assert read_manifest(str(tmp_path / "out/tables/events")).info["rows_read"] == 2000
 
 
 def test_a_model_without_gradients_is_computed_anew_each_day(tmp_path: Path) -> None:

@@ -322,6 +322,41 @@ def test_a_file_that_was_appended_is_not_appended_again(tmp_path: Path) -> None:
     } == before
 
 
+def with_files(pattern: str, **changes: Any) -> Any:
+    return log_of({**source_of(False, False).config, "files": pattern, **changes})
+
+
+def test_a_pattern_may_be_widened_to_new_files(tmp_path: Path) -> None:
+    first, second = days(2)
+    write(tmp_path, 0, first)
+    make(with_files("log_0.jsonl"), tmp_path, "grown", SMALL, append=True)
+    write(tmp_path, 1, second)
+    lines = make(with_files("log_0.jsonl"), tmp_path, "grown", SMALL, append=True)
+    assert any("warning: log_1.jsonl of " in line for line in lines)
+    make(with_files("log_*.jsonl"), tmp_path, "grown", SMALL, append=True)
+    make(with_files("log_*.jsonl"), tmp_path, "whole", SMALL, append=False)
+    assert content(tmp_path / "grown") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (with_files("log_1.jsonl"), "which log_0.jsonl does not match"),
+        (with_files("log_*", user="item"), "they were made with another source"),
+    ],
+)
+def test_a_pattern_without_the_old_files_or_other_keys_are_another_source(
+    tmp_path: Path, source: Any, said: str
+) -> None:
+    for number, rows in enumerate(days(2)):
+        write(tmp_path, number, rows)
+    make(with_files("log_0.jsonl"), tmp_path, "grown", SMALL, append=True)
+    before = content(tmp_path / "grown")
+    with pytest.raises(UserError, match=said):
+        make(source, tmp_path, "grown", SMALL, append=True)
+    assert content(tmp_path / "grown") == before
+
+
 def test_a_fresh_log_takes_items_that_were_appended(tmp_path: Path) -> None:
     source = source_of(False, False)
     for number, rows in enumerate(days(2)):

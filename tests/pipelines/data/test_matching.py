@@ -8,14 +8,31 @@ from models.tables import UserError
 from pipelines.data.matching import Match, check_matched
 
 
-def test_ids_that_have_nothing_in_common_are_shown() -> None:
-    match, lines = Match(4, 3, 100, 80, ["x"], ["p", "q"]), []
-    check_matched(match, "user", 0.5, lines.append)
-    assert lines == [
-        "warning: 3 of 4 users (75.0%), with 80.0% of the events, have a row in the user files: events have 'x', the "
-        "user files 'p', 'q'; write both alike, such as with lpad, lower or regexp_replace, or check that users.user "
-        "names the column with the ids of the events"
-    ]
+@pytest.mark.parametrize(
+    ("ids_matched", "unmatched", "others", "advice"),
+    [
+        (3, ["108", "9"], ["10", "11"], "so the user files lack the others"),
+        (3, ["u9"], ["u10"], "so the user files lack the others"),
+        (
+            3,
+            ["108775015"],
+            ["0108775044"],
+            "such as with lpad, lower or regexp_replace",
+        ),
+        (3, ["SKU1"], ["sku2"], "such as with lpad, lower or regexp_replace"),
+        (3, ["a-1"], ["a1"], "such as with lpad, lower or regexp_replace"),
+        (0, ["x"], ["y"], "or check that users.user names the column with the ids"),
+    ],
+)
+def test_the_advice_fits_how_ids_are_written(
+    ids_matched: int, unmatched: list[str], others: list[str], advice: str
+) -> None:
+    match, lines = Match(4, ids_matched, 100, 80, unmatched, others), []
+    check_matched(match, "user", 0, lines.append)
+    (line,) = lines
+    assert line.startswith(f"warning: {ids_matched} of 4 users")
+    assert f"events have {', '.join(map(repr, unmatched))}, the user files" in line
+    assert advice in line
 
 
 @pytest.mark.parametrize(
@@ -36,7 +53,8 @@ def test_shares_by_ids_and_by_events(
 ) -> None:
     match, lines = Match(10, matched, 100, events), []
     if outcome == "error":
-        with pytest.raises(UserError, match="--min_matched 0"):
+        remedy = r"`prepare: \{min_matched: 0\}` in the source file, or --min_matched 0"
+        with pytest.raises(UserError, match=remedy):
             check_matched(match, "item", least, lines.append)
     else:
         check_matched(match, "item", least, lines.append)

@@ -11,6 +11,7 @@ import pytest
 from models.tables import UserError
 from pipelines.data.log import Log, log_of
 from pipelines.data.preview import lines, preview, warnings
+from pipelines.data.unread import describe_unread
 
 LOG = "u,i,t\na,x,1700000000.5\nb,y,1700000001\n"
 
@@ -142,3 +143,24 @@ def test_the_first_the_last_and_the_middle_file_are_looked_into(tmp_path: Path) 
     )
     (tmp_path / "empty.csv").write_text("u,i,t\n")
     assert "holds no rows" in fails(plain(files="empty.csv"), tmp_path)
+
+
+def test_a_file_that_is_not_read_to_its_end_is_said_to_be_begun(tmp_path: Path) -> None:
+    row = "a,x,1700000000," + "y" * 4000 + "\n"
+    (tmp_path / "log.csv").write_text("u,i,t,note\n" + row * 5000)
+    (line, *_) = said(plain(), tmp_path)
+    assert line.startswith("events: log.csv, the only file: the first ")
+    assert line.endswith(" rows read, and not yet the rest, 0 rejected")
+
+
+def test_files_that_no_key_reads_are_named(tmp_path: Path) -> None:
+    for name in ("log-1.csv", "log-2.csv", "notes-1.txt", "notes-2.txt", "items.csv"):
+        (tmp_path / name).write_text(LOG)
+    items = {"files": "items.csv", "item": "i", "texts": {"t": "t"}}
+    warning, note = describe_unread(
+        plain(files="log-1.csv", items=items), str(tmp_path)
+    )
+    assert warning.startswith("warning: log-2.csv of ")
+    assert "'files: log-*.csv'" in warning
+    assert note == "note: no key of the mapping reads notes-*.txt (2 files)"
+    assert describe_unread(plain(files="*"), str(tmp_path)) == []

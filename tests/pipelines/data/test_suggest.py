@@ -55,7 +55,7 @@ def checked(
         (folder / name).write_bytes(
             content if isinstance(content, bytes) else content.encode()
         )
-    text = suggest(str(folder), kind)
+    text = suggest(str(folder), kind).text
     assert "Not right yet" not in text
     (folder / "made.yaml").write_text(text)
     log, _ = load_source(str(folder / "made.yaml"))
@@ -82,7 +82,7 @@ def checked(
         (
             lambda n: f"{n * 5 % 12 + 1}/{n * 7 % 12 + 1}/2023",
             {"format": "%m/%d/%Y"},
-            "# day or month first?",
+            "day or month first?",
         ),
         (lambda n: "x", None, "time: {unit: order}"),
     ],
@@ -381,11 +381,11 @@ def test_a_kind_that_the_log_cannot_have_is_said(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(table("user_id,item_id,bought", lambda n: n % 2))
     assert (
         "# Not right yet: the log has only an order of events, but a log of actions"
-        in suggest(str(tmp_path), "actions")
+        in suggest(str(tmp_path), "actions").text
     )
     (tmp_path / "log.csv").write_text(table("user_id,item_id,time", ms))
-    assert "# Not right yet: kind is search, which needs the bool label" in suggest(
-        str(tmp_path), "search"
+    assert "# Not right yet: kind is search, which needs the bool label" in (
+        suggest(str(tmp_path), "search").text
     )
 
 
@@ -402,7 +402,10 @@ def test_a_user_with_gaps_is_asked_about(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(
         table("row,item_id,t,member", ms, lambda n: f"m{n}" if n % 3 else "")
     )
-    assert "rows without a user are rejected; another column?" in suggest(str(tmp_path))
+    assert (
+        "rows without a user are rejected; another column?"
+        in suggest(str(tmp_path)).text
+    )
 
 
 def test_no_time_is_a_feature(tmp_path: Path) -> None:

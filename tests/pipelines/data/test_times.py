@@ -315,3 +315,24 @@ def test_a_label_that_is_known_in_the_future_is_rejected(tmp_path: Path) -> None
 
     [reason] = block.rejects["reason"].to_pylist()
     assert reason.startswith("k: in the future")
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "hint"),
+    [
+        ([1365029107], "ms", "before 1980, check time.unit; 'unit: s' would fit"),
+        (["1365029107"], "iso", "not an ISO 8601 time; 'unit: s' would fit"),
+        (
+            [1365029107000],
+            "s",
+            "after the year 2099, check time.unit; 'unit: ms' would fit",
+        ),
+        ([1365029107000000], "ms", "check time.unit; 'unit: us' would fit"),
+        ([17], "s", "before 1980, check time.unit; 'unit: order' takes any number"),
+    ],
+)
+def test_a_wrong_unit_names_the_one_that_fits(
+    values: list[Any], unit: str, hint: str
+) -> None:
+    _, reasons = moments(pl.Series(values), Time("t", unit=unit), "t")
+    assert hint in reasons[0]
