@@ -132,6 +132,10 @@ def join_cluster(address: str) -> None:
     check_token(address)
     import ray
 
+    from pipelines.ray_inside import shorten_raylet_errors
+
+    if not os.environ.get(TRACEBACK):
+        shorten_raylet_errors()
     try:
         # what workers print stands in the dashboard: what is worth a line here, they tell the job
         ray.init(

@@ -15,10 +15,13 @@ import ray
 
 from models.tables import UserError
 from models.words import number_of
-from pipelines.ray_inside import node_types
+from pipelines.ray_inside import has_autoscaler
 
 SHARED = "TRIELINE_SHARED"
 """Environment variable with the folders, separated by `:`, that are one file system on all nodes, such as /mnt/efs."""
+
+ACCELERATOR = "accelerator_type:"
+"""Prefix of the resource by which Ray tells nodes with a type of accelerator."""
 
 UPLOADED = ("runtime_resources", "working_dir_files")
 """Folders below which Ray unpacks what was submitted with a job, to remove it when it needs the room."""
@@ -36,14 +39,6 @@ def machines(nodes: list[dict[str, Any]]) -> int:
     )
 
 
-def autoscales(nodes: list[dict[str, Any]]) -> bool:
-    """Whether somebody starts nodes of this cluster: Ray's launcher and KubeRay name the type of those that they
-    start, and an autoscaler tells of types that are not single nodes."""
-    if any(node["Labels"].get("ray.io/node-group") for node in nodes):
-        return True
-    return any(not kind.startswith("node_") for kind in node_types())
-
-
 def room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:
     """How many workers that need `each` the nodes hold at once, when nothing else runs."""
     needs = {kind: need for kind, need in each.items() if need}
@@ -56,26 +51,42 @@ def room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:
 
 
 def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
-    """UserError where the cluster can never hold the workers; a line where its autoscaler must first start nodes."""
+    """Check that the cluster has room for the workers; print a note if its autoscaler must start nodes first.
+
+    Raises:
+        UserError: if the workers do not fit and no autoscaler can start nodes.
+    """
     nodes = alive()
-    if (fits := room(nodes, each)) >= workers:
+    fits = room(nodes, each)
+    if fits >= workers:
         return
+    needs = {kind: need for kind, need in each.items() if need}
+    total = {
+        kind: sum(node["Resources"].get(kind, 0) for node in nodes) for kind in needs
+    }
     asked = ", ".join(
-        f"{need * workers:g} {kind}s" for kind, need in each.items() if need
+        describe_resource(kind, need * workers, "s") for kind, need in needs.items()
     )
-    one = " and ".join(f"{need:g} {kind}" for kind, need in each.items() if need)
+    one = " and ".join(describe_resource(kind, need) for kind, need in needs.items())
     there = ", ".join(
-        f"{sum(n['Resources'].get(kind, 0) for n in nodes):g} {kind}s"
-        for kind in each
-        if each[kind]
+        describe_resource(kind, amount, "s") for kind, amount in total.items()
     )
     has = f"the cluster has {there} on {number_of(len(nodes), 'node')}, room for {fits}"
     who = f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
-    if not autoscales(nodes):
+    if not has_autoscaler():
         raise UserError(
             f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes"
         )
     print(f"note: {who}; {has} now, so this waits for its autoscaler to start more")
+
+
+def describe_resource(kind: str, amount: float, plural: str = "") -> str:
+    """Return an amount of a Ray resource for a message, such as `2 CPUs` or `1.5 GiB memory`."""
+    if kind == "memory":
+        return f"{amount / 2**30:.3g} GiB memory"
+    if kind.startswith(ACCELERATOR):
+        return kind.removeprefix(ACCELERATOR)
+    return f"{amount:g} {kind}{plural}"
 
 
 def shared() -> list[Path]:

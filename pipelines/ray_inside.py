@@ -7,6 +7,8 @@ between two of them, as windowed counts have; all other tests of data and traini
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -39,16 +41,57 @@ def signals_as_they_are() -> Iterator[None]:
             utils.set_sigterm_handler = theirs
 
 
-def node_types() -> set[str]:
-    """The types of nodes that the cluster's autoscaler starts; empty where there is none, or it does not say."""
+def has_autoscaler() -> bool:
+    """Return whether an autoscaler starts nodes of this cluster.
+
+    Version 1 reports node types to GCS, and on a cluster without an autoscaler one type per node, `node_ID`. Version 2
+    numbers its reports. (The label `ray.io/node-group` says nothing: KubeRay sets it on all pods.)
+    """
     with suppress(ImportError, AttributeError, ValueError):
         from ray.experimental.internal_kv import _internal_kv_get
 
-        status = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get(
-            "autoscaler_report", {}
-        )
-        return {*status.get("active_nodes", {}), *status.get("pending_launches", {})}
-    return set()
+        status = json.loads(_internal_kv_get("__autoscaling_status") or "{}")
+        report = status.get("autoscaler_report", {})
+        types = {*report.get("active_nodes", {}), *report.get("pending_launches", {})}
+        if any(not kind.startswith("node_") for kind in types):
+            return True
+    with suppress(ImportError, AttributeError, ray.exceptions.RayError):
+        from ray.autoscaler.v2.sdk import get_cluster_status
+
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        return int(status.stats.autoscaler_version or 0) > 0
+    return False
+
+
+IDLE = "maximum expected startup concurrency"
+"""In Ray's warning of several processes on a node that need no CPU, such as trials that wait for their workers."""
+
+
+def shorten_raylet_errors() -> None:
+    """Print the first line of each error that Ray pushes to the driver, in place of a node's last 20 log lines.
+
+    Both agents of a lost node push those lines. Ray has no option for them; the logs are in the dashboard.
+    """
+    worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
+    print_lines = getattr(worker, "print_to_stdstream", None)
+    if print_lines is None or hasattr(print_lines, "shortens"):
+        return
+
+    def print_first_line(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        if data.get("pid") == "raylet":
+            lines = [first_sentences(text) for text in data["lines"]]
+            data = {**data, "lines": [line for line in lines if IDLE not in line]}
+        if data["lines"]:
+            print_lines(data, *arguments, **options)
+
+    print_first_line.shortens = True  # type: ignore[attr-defined]
+    worker.print_to_stdstream = print_first_line
+
+
+def first_sentences(text: str) -> str:
+    """Return the first line of an error, without the announcement of the log lines that follow it."""
+    first = text.strip().partition("\n")[0]
+    return first.partition(" Last 20 lines")[0]
 
 
 def first_answer(address: str, token: str) -> grpc.StatusCode:
@@ -69,3 +112,22 @@ def first_answer(address: str, token: str) -> grpc.StatusCode:
             code: grpc.StatusCode = error.code()
             return code
     return grpc.StatusCode.OK
+
+
+@contextmanager
+def cpp_silenced() -> Iterator[None]:
+    """Keep the lines of Ray's C++ off the terminal, such as a warning for each actor of Ray Data about its restart.
+
+    Ray's logs have them too, and failures are raised in Python. What Python writes to stderr is shown.
+    """
+    sys.stderr.flush()
+    before, terminal = sys.stderr, os.dup(2)
+    with open(os.devnull, "w") as nothing, os.fdopen(os.dup(2), "w") as ours:
+        os.dup2(nothing.fileno(), 2)
+        sys.stderr = ours
+        try:
+            yield
+        finally:
+            sys.stderr = before
+            os.dup2(terminal, 2)
+            os.close(terminal)

@@ -46,8 +46,9 @@ from models.inputs import Inputs
 from models.tables import UserError, join, open_uri
 from models.uri import absolute, write_file
 from models.words import number_of
-from pipelines import tracking
+from pipelines import cluster, tracking
 from pipelines.evaluation.ranking import check as check_evaluation
+from pipelines.ray_inside import has_autoscaler
 from pipelines.training.record import read_record
 from pipelines.training.run import (
     check_cluster,
@@ -418,19 +419,15 @@ def run_pending(
     if not pending:
         return None
     each = resources(plan.ray, wants_gpu(plan.ray))
-    needs: dict[str, float] = {kind.lower(): need for kind, need in each.items()}
+    needs = tune.PlacementGroupFactory([each])
+    if plan.ray.label_selector:
+        selectors = [plan.ray.label_selector]
+        needs = tune.PlacementGroupFactory([each], bundle_label_selector=selectors)
     if plan.grid.kind == "evaluate":
         concurrency = 1  # it measures how fast they are
-    if (
-        workers > 1
-    ):  # a trial only waits for its workers: all CPUs are theirs, and Tune wants trials to need something
-        needs = {"memory": 1}
-        room = min(
-            int(ray.cluster_resources().get(kind, 0) / (need * workers))
-            for kind, need in each.items()
-            if need
-        )
-        concurrency = max(1, min(concurrency or room, room))
+    if workers > 1:  # the trial's own process waits for its workers
+        needs = tune.PlacementGroupFactory([{"memory": WAITING_TRIAL_BYTES}])
+        concurrency = concurrency or waiting_trials(each, workers)
     points = [
         {TRIAL: t.name} | {key: t.point.get(key) for key in plan.grid.keys}
         for t in pending
@@ -461,6 +458,23 @@ def run_pending(
     if filesystem.get_file_info(path).type == fs.FileType.Directory:
         filesystem.delete_dir(path)
     return results
+
+
+WAITING_TRIAL_BYTES = 1 << 30
+"""Memory of a trial's own process while its workers train: PyTorch, Ray and MLflow."""
+
+WAITING_TRIALS = 16
+"""Trials of several workers that run or wait at once on a cluster with an autoscaler, by default."""
+
+
+def waiting_trials(each: dict[str, float], workers: int) -> int:
+    """Return how many trials of several workers to start at once.
+
+    Ray reserves the workers of a trial together, so trials beyond the room of the cluster wait, and an autoscaler
+    starts nodes for them.
+    """
+    room = cluster.room(cluster.alive(), each) // workers
+    return max(room, WAITING_TRIALS if has_autoscaler() else 1)
 
 
 def outcome(trial: Trial, plan: Plan, errors: dict[str, str]) -> Outcome:

@@ -98,7 +98,10 @@ def run_trial(config: dict[str, Any], plan: Plan) -> None:
 
 
 def fit(trial: Trial, plan: Plan) -> None:
-    """Trains, telling Tune of every validation; then measures on test where the plan says so."""
+    """Train and report every validation to Tune; then measure on test if the plan says so.
+
+    A trial of several workers is measured by a Ray task, as its own process holds neither a GPU nor a CPU.
+    """
 
     def heard(about: checkpoint.Checkpoint) -> None:
         if plan.metric in about.metrics:
@@ -129,6 +132,7 @@ def fit(trial: Trial, plan: Plan) -> None:
             trial.inputs(plan.inputs),
             device=plan.device,
             batch_size=FitConfig(**trial.fit).eval_batch_size,
+            remote=plan.ray.num_workers > 1,
         )
         record(result, about)
 

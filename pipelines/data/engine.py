@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -27,12 +27,25 @@ import numpy as np
 import pyarrow as pa
 import ray
 import ray.data
-from ray.data import DataContext
+from ray.data import DataContext, ExecutionResources
 
 from models.config import check_choices, check_least
 from models.tables import UserError
 from pipelines.faults import user_error_in
 from pipelines.ray_inside import WORKERS
+
+
+@dataclass
+class ResourceLimits:
+    """Part of a shared cluster that one job may use at once."""
+
+    cpu: float = 0
+    """CPUs of all its tasks together; 0: those of the cluster."""
+    memory_gb: float = 0
+    """GiB of memory that all its tasks together reserve (`memory_gb` each); 0: that of the cluster."""
+
+    def __post_init__(self) -> None:
+        check_least(self, ["cpu", "memory_gb"], 0, "ray_data.resource_limits.")
 
 
 @dataclass
@@ -45,9 +58,21 @@ class RayDataConfig:
     """Of rows between tasks; auto: none on one node, lz4 between nodes."""
     read_mb: int = 128
     """MiB of a plain file that one task reads; a compressed file is read by one task."""
+    memory_gb: float = 0
+    """GiB of memory that Ray reserves for each task, so that it starts only as many on a node as fit; 0: Ray
+    counts CPUs alone."""
+    resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
+    """Part of a shared cluster that prepare may use at once."""
 
     def __post_init__(self) -> None:
         check_least(self, ["shuffle_batch_mb", "read_mb"], 1, "ray_data.")
+        check_least(self, ["memory_gb"], 0, "ray_data.")
+        limits = self.resource_limits
+        if 0 < limits.memory_gb < self.memory_gb:
+            raise ValueError(
+                f"ray_data.resource_limits.memory_gb is {limits.memory_gb:g}, which has no room for a task of "
+                f"ray_data.memory_gb {self.memory_gb:g}; raise it, or lower ray_data.memory_gb"
+            )
         check_choices(self, "ray_data.")
 
 
@@ -94,6 +119,8 @@ class Engine:
         """
         self.settings, self.here, self.start = settings or RayDataConfig(), here, start
         self.processes: dict[str, Any] = {"runtime_env": WORKERS} if small else {}
+        if self.settings.memory_gb:
+            self.processes["memory"] = self.settings.memory_gb * 2**30
         self.stats: list[str] = []
         """`Dataset.stats()` of all that ran since `take_stats`."""
 
@@ -128,7 +155,21 @@ class Engine:
         batch = max(self.settings.shuffle_batch_mb << 20, partitions * SHARD_BYTES)
         context.shuffle_input_batch_bytes = batch
         context.target_max_block_size = batch
+        limits = self.settings.resource_limits
+        context.execution_options.resource_limits = ExecutionResources.for_limits(
+            cpu=limits.cpu or None, memory=limits.memory_gb * 2**30 or None
+        )
         return context
+
+    @property
+    def tasks_at_once(self) -> int:
+        """Tasks that `each` submits before it waits for one of them, within the resource limits."""
+        limits, most = self.settings.resource_limits, AT_ONCE
+        if limits.cpu:
+            most = min(most, int(limits.cpu))
+        if limits.memory_gb and self.settings.memory_gb:
+            most = min(most, int(limits.memory_gb / self.settings.memory_gb))
+        return max(1, most)
 
     def refs(
         self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
@@ -156,7 +197,8 @@ class Engine:
             return
         waiting: dict[Any, int] = {}
         while waiting := waiting | {
-            ref: number for number, ref in islice(every, AT_ONCE - len(waiting))
+            ref: number
+            for number, ref in islice(every, self.tasks_at_once - len(waiting))
         }:
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
             with _one_line():

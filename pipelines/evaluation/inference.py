@@ -8,10 +8,7 @@ or by Ray Data actors that each hold the model; beside that and the catalogue on
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -51,7 +48,7 @@ from models.uri import absolute
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.ranking import check, device_of, takes_gpu
-from pipelines.training.worker import threads_per_worker
+from pipelines.ray_inside import cpp_silenced
 
 
 def listed(value: pa.DataType) -> pa.DataType:
@@ -287,23 +284,6 @@ def read_queries(tables: str) -> pa.Array:
     return read_table(uri, "queries", ["query"])["query"].combine_chunks()
 
 
-@contextmanager
-def python_alone_on_stderr() -> Iterator[None]:
-    """Keeps what Ray's C++ writes off the terminal, such as an error for each actor of Ray Data that its restart might
-    fail; it stands in Ray's logs too, and failures are raised in Python."""
-    sys.stderr.flush()
-    before, terminal = sys.stderr, os.dup(2)
-    with open(os.devnull, "w") as nothing, os.fdopen(os.dup(2), "w") as ours:
-        os.dup2(nothing.fileno(), 2)
-        sys.stderr = ours
-        try:
-            yield
-        finally:
-            sys.stderr = before
-            os.dup2(terminal, 2)
-            os.close(terminal)
-
-
 def infer_all(
     uri: str,
     inputs: Inputs,
@@ -367,7 +347,7 @@ def infer_all(
     remote = remote or actors > 1
     if remote:
         start()
-    threads = threads_per_worker(0, actors) if remote else 0
+    threads = 1 if remote else 0  # an actor has one CPU
     arguments = (uri, inputs, output, schema, ask, batch_size, chosen, device, threads)
     with writing(output):
         if remote:
@@ -394,7 +374,7 @@ def by_ray(
     """The part and the count of each unit, made by actors of Ray Data."""
     gpu = takes_gpu(device, actors)
     quiet_ray_data()
-    with python_alone_on_stderr():
+    with cpp_silenced():
         made = (
             ray.data.from_items(units, override_num_blocks=len(units))
             .map_batches(
@@ -404,9 +384,7 @@ def by_ray(
                 compute=ray.data.ActorPoolStrategy(
                     min_size=1, max_size=actors, initial_size=actors
                 ),
-                num_cpus=min(
-                    1.0, max(0.5, ray.cluster_resources().get("CPU", 1) - 1) / actors
-                ),  # one is left to read
+                num_cpus=1,
                 num_gpus=1 if gpu else 0,
             )
             .take_all()

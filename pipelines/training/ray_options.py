@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from models.config import check_least
+from models.config import check_choices, check_least
 
 FEWER = "lower --ray.num_workers or --ray.cpus_per_worker"
 """What to do where there is no room for the workers."""
@@ -24,7 +24,18 @@ class RayOptions:
     use_gpu: bool | Literal["auto"] = "auto"
     """Whether each worker takes a GPU; auto: if the cluster has any, then one for each."""
     cpus_per_worker: float = 1
-    """CPUs that Ray sets aside per worker; what is left serves data tasks."""
+    """CPUs that Ray reserves for each worker."""
+    memory_gb: float = 0
+    """GiB of memory that Ray reserves for each worker, so that it starts only as many on a node as fit; 0: Ray counts
+    CPUs and GPUs alone."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
+        "PACK"
+    )
+    """Whether the workers share nodes (PACK) or have different ones (SPREAD); STRICT_: they wait until that is so."""
+    accelerator_type: str = ""
+    """Type of GPU by Ray's name, such as A100; empty: any."""
+    label_selector: dict[str, str] = field(default_factory=dict)
+    """Labels of the nodes that workers run on, such as {ray.io/node-group: trainer}."""
     threads: int = 0
     """PyTorch threads per worker; 0 shares out the machine's cores among its workers."""
     max_failures: int = 2
@@ -39,9 +50,9 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         check_least(self, ["num_workers"], 1, "ray.")
-        check_least(
-            self, ["min_workers", "threads", "max_failures", "hang_minutes"], 0, "ray."
-        )
+        least_0 = ["min_workers", "threads", "max_failures", "hang_minutes"]
+        check_least(self, [*least_0, "memory_gb"], 0, "ray.")
+        check_choices(self, "ray.")
         if self.min_workers > self.num_workers:
             raise ValueError(
                 f"ray.min_workers is {self.min_workers}, it must be at most {self.num_workers}, as ray.num_workers is"

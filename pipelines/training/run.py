@@ -360,10 +360,13 @@ def run_workers(
                     "watch": os.environ[WATCH] != "0",
                 },
                 torch_config=TorchConfig("nccl" if use_gpu else "gloo"),
-                scaling_config=ScalingConfig(
+                scaling_config=ScalingConfig(  # type: ignore[call-arg]  # label_selector is of version 2
                     num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
                     use_gpu=use_gpu,
                     resources_per_worker=each,
+                    placement_strategy=options.placement_strategy,
+                    accelerator_type=options.accelerator_type or None,
+                    label_selector=options.label_selector or None,
                 ),
                 run_config=RunConfig(
                     name=name,
@@ -449,8 +452,15 @@ def wants_gpu(options: RayOptions) -> bool:
 
 
 def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
-    """What Ray sets aside for each worker."""
-    return {"CPU": options.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+    """Return the resources that Ray reserves for each worker."""
+    needs: dict[str, float] = {"CPU": options.cpus_per_worker}
+    if use_gpu:
+        needs["GPU"] = 1
+    if options.memory_gb:
+        needs["memory"] = options.memory_gb * 2**30
+    if options.accelerator_type:  # ScalingConfig's `accelerator_type` adds the same
+        needs[f"{cluster.ACCELERATOR}{options.accelerator_type}"] = 0.001
+    return needs
 
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -44,9 +45,11 @@ from models.text_encoder import (
     texts_of,
 )
 from models.words import number_of
+from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
+from pipelines.ray_inside import cpp_silenced, has_autoscaler
 
 Say = Callable[[str], None]
 
@@ -79,7 +82,13 @@ class EmbedConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """`fp32`, or `bf16` for the encoder's products: faster where the processor has it, on GPUs and newer CPUs."""
     workers: int = 0
-    """Encoder actors; 0: one per GPU, or one per CPU where there is no GPU."""
+    """Encoder actors at most; 0: one per GPU or, without GPUs, one per CPU, and on a cluster with an autoscaler as many
+    as the texts keep busy, up to 32, so that it starts nodes for them."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """Whether each encoder takes a GPU; auto: if the cluster has any at the start. true makes an autoscaler start GPU
+    nodes."""
+    memory_gb: float = 0
+    """GiB of memory that Ray reserves for each encoder; 0: Ray counts CPUs and GPUs alone."""
     svd: int = 256
     """Width of the TF-IDF encoder's truncated SVD."""
     whiten: bool = True
@@ -88,7 +97,11 @@ class EmbedConfig:
     def __post_init__(self) -> None:
         check_choices(self, "embed.")
         check_least(self, ["max_tokens", "batch_size", "svd"], 1, "embed.")
-        check_least(self, ["workers"], 0, "embed.")
+        check_least(self, ["workers", "memory_gb"], 0, "embed.")
+        if self.use_gpu not in (True, False, "auto"):
+            raise ValueError(
+                f"embed.use_gpu is {self.use_gpu!r}, it must be true, false or auto"
+            )
 
     def encoder_options(self) -> tuple[str, int, int, bool, str]:
         """What TextEncoder takes beside the encoder's name."""
@@ -177,27 +190,67 @@ def in_actors(
     say: Say,
     gpus: bool = True,
 ) -> Iterator[pa.Table]:
-    """What actors make of the blocks, in the order in which they finish them; `given` makes an actor. gpus: whether
-    each takes a GPU, where there are any."""
+    """Yield the results of actors for the blocks, in the order in which actors finish them.
+
+    Args:
+        blocks: Tables, each a call of an actor.
+        actor: Class of the actors.
+        given: Arguments of its constructor.
+        config: Number of actors and their resources.
+        say: Prints a line.
+        gpus: Whether the actors can use GPUs.
+    """
     quiet_ray_data()
-    resources = ray.cluster_resources()
-    found = int(resources.get("GPU", 0)) if gpus else 0
-    workers = min(len(blocks), config.workers or found or int(resources.get("CPU", 1)))
-    say(f"{number_of(workers, 'encoder actor')} on {'GPU' if found else 'CPU'}")
-    dataset = ray.data.from_arrow(
-        blocks
-    ).map_batches(
-        actor,
-        fn_constructor_args=given,
-        batch_size=None,  # a block is a batch
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(size=workers),
-        num_cpus=1,
-        num_gpus=1 if found else 0,
-        max_restarts=TRIES,  # Ray Data's own default is for ever, also where a text is what ends the actor
-        max_task_retries=TRIES,
+    use_gpu = gpus and (
+        bool(ray.cluster_resources().get("GPU", 0))
+        if config.use_gpu == "auto"
+        else config.use_gpu
     )
-    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+    each: dict[str, float] = {"CPU": 1}
+    if use_gpu:
+        each["GPU"] = 1
+    if config.memory_gb:
+        each["memory"] = config.memory_gb * 2**30
+    remedy = "lower --embed.memory_gb or give --embed.use_gpu false"
+    cluster.check_room(1, each, remedy)
+    workers = min(len(blocks), config.workers or default_workers(each, len(blocks)))
+    say(f"{number_of(workers, 'encoder actor')} on {'GPU' if use_gpu else 'CPU'}")
+    with warnings.catch_warnings(), cpp_silenced():
+        # Ray deprecates keywords without a parameter of `map_batches`, and has none for restarts
+        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
+        dataset = ray.data.from_arrow(
+            blocks
+        ).map_batches(
+            actor,
+            fn_constructor_args=given,
+            batch_size=None,  # a block is a batch
+            batch_format="pyarrow",
+            # all are asked for at once, and work begins with the first
+            compute=ray.data.ActorPoolStrategy(
+                min_size=1, max_size=workers, initial_size=workers
+            ),
+            num_cpus=1,
+            num_gpus=1 if use_gpu else 0,
+            memory=each.get("memory"),
+            max_restarts=TRIES,  # Ray Data's default is for ever, also where a text is what ends the actor
+            max_task_retries=TRIES,
+        )
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
+
+
+BLOCKS_PER_WORKER = 4
+"""Blocks for which another encoder is asked of an autoscaler."""
+
+MAX_DEFAULT_WORKERS = 32
+"""Encoders that are asked of an autoscaler by default."""
+
+
+def default_workers(each: dict[str, float], blocks: int) -> int:
+    """Return the number of encoders to ask for: the room of the cluster, or more if an autoscaler can start nodes."""
+    room = cluster.room(cluster.alive(), each)
+    if not has_autoscaler():
+        return room
+    return max(room, min(-(-blocks // BLOCKS_PER_WORKER), MAX_DEFAULT_WORKERS))
 
 
 def _encode_distributed(
@@ -368,6 +421,10 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
     return Projection(mean, np.ascontiguousarray(components * signs), scale)
 
 
+RUNS_ONLY = ("batch_size", "workers", "use_gpu", "memory_gb")
+"""Settings that say how texts are encoded and do not change the embeddings."""
+
+
 def embed_origin(
     items_uri: str,
     encoder: str,
@@ -380,7 +437,7 @@ def embed_origin(
         inputs = {"items": read_manifest(items_uri, "items").hash, "own": own.sha256}
         return {"pca": pca_width, "whiten": config.whiten}, inputs
     used = asdict(config)
-    for name in ("batch_size", "workers"):  # how, not what
+    for name in RUNS_ONLY:
         del used[name]
     if encoder == "tfidf":
         used = {name: used[name] for name in ("template", "empty", "svd", "whiten")}

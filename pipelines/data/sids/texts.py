@@ -50,6 +50,7 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
+    RUNS_ONLY,
     EmbedConfig,
     as_lists,
     encode_texts,
@@ -195,11 +196,7 @@ class _Encoding:
     def origin(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
         """Settings and inputs that a table depends on."""
         used = asdict(self.config)
-        for name in (
-            "batch_size",
-            "workers",
-            "whiten",
-        ):  # how, not what; and no PCA here
+        for name in (*RUNS_ONLY, "whiten"):  # there is no PCA
             del used[name]
         if self.encoder == "tfidf":
             used = {name: used[name] for name in ("template", "empty", "svd")}

@@ -227,12 +227,10 @@ def train_codes(
     """What `_train_task` gives, on a GPU where there is one: in this process, or as a task of the cluster."""
     if os.environ.get("RAY_ADDRESS"):
         gpu = ray.cluster_resources().get("GPU", 0) >= 1
-        cpus = min(
-            4,
-            max(
-                node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
-            ),
-        )
+        cpus_of_nodes = [
+            node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
+        ]
+        cpus = min(4, max(1, *cpus_of_nodes))  # 1 where an autoscaler has no node yet
         task: Any = ray.remote(
             num_cpus=cpus,
             num_gpus=1 if gpu else 0,

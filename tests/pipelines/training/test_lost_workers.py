@@ -22,6 +22,7 @@ from models.fit import FitConfig
 from models.inputs import Inputs
 from pipelines import cluster
 from pipelines.faults import explain
+from pipelines.ray_inside import has_autoscaler
 from pipelines.training import run as runs
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
@@ -124,26 +125,22 @@ def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:
     runs.check_cluster(RayOptions(num_workers=4, min_workers=2), 4, False)
 
 
-def test_an_autoscaler_may_still_give_it(ray_local: None) -> None:
-    """As a node is listed that Ray's launcher or KubeRay has started."""
+def test_a_node_group_of_kuberay_is_no_autoscaler(ray_local: None) -> None:
+    """As KubeRay labels all its pods, a job that never fits would wait for ever."""
     here = {
         "NodeManagerHostname": "a",
         "NodeManagerAddress": "10.0.0.1",
-        "Labels": {},
+        "Labels": {"ray.io/node-group": "trainer"},
         "Resources": {"CPU": 3.0},
     }
-    started = {
-        **here,
-        "NodeManagerHostname": "b",
-        "Labels": {"ray.io/node-group": "trainer"},
-    }
-    assert not cluster.autoscales([here])
-    assert cluster.autoscales([here, started])
-    assert (cluster.machines([here, here]), cluster.machines([here, started])) == (1, 2)
+    there = {**here, "NodeManagerHostname": "b"}
+
+    assert not has_autoscaler()
+    assert (cluster.machines([here, here]), cluster.machines([here, there])) == (1, 2)
     assert (
-        cluster.room([here, started], {"CPU": 2, "GPU": 0}) == 2
+        cluster.room([here, there], {"CPU": 2, "GPU": 0}) == 2
     )  # a worker is on one node
-    assert cluster.room([here, started], {"CPU": 1, "GPU": 1}) == 0
+    assert cluster.room([here, there], {"CPU": 1, "GPU": 1}) == 0
 
 
 @pytest.mark.long
