@@ -119,6 +119,15 @@ class Day:
         ):
             if options:
                 parsed(job, options)
+        from models import registry
+
+        name = self.model_name()
+        not_served = registry.find(name).not_served
+        if self.config.register and not_served:
+            raise UserError(
+                f"register is {self.config.register}, and the model '{name}' is not "
+                f"served: {not_served}; leave out register, or train another model"
+            )
 
     def read_days(self) -> None:
         """Reads what was found before."""

@@ -30,6 +30,9 @@ from models.words import number_of
 
 Names = Sequence[Sequence[str] | None]
 
+EXTRA_STATE = "_extra_state"
+"""Key under which PyTorch stores what a module's `get_extra_state` returns."""
+
 
 class Tables(nn.Module):
     """A module with `tables` of vectors."""
@@ -63,6 +66,10 @@ def carry(
     parameters = {name for name, _ in model.named_parameters()}
     filled = set()
     for name, weights in old.items():
+        module, _, key = name.rpartition(".")
+        if key == EXTRA_STATE:
+            model.get_submodule(module).set_extra_state(weights)
+            continue
         if (target := there.get(name)) is not None and name in kept:
             filled.add(target.data_ptr())
             continue

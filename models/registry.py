@@ -52,8 +52,14 @@ from models.retrieval.sasrec import SASRec, SASRecConfig
 from models.retrieval.sid_mlp import SidMlp
 from models.retrieval.student import Student, TaughtConfig
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.search import hllm, qgs
+from models.search import hllm, log_order_metrics, qgs
 from models.search.boosted import Boosted, BoostedConfig
+from models.search.floors import (
+    ClickRate,
+    ClickRateConfig,
+    LogOrder,
+    LogOrderConfig,
+)
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
 from models.search.ranker import Ranker, RankerConfig
@@ -74,6 +80,8 @@ class Entry:
     """What a row of a training batch is, such as a user, a request, or a user's sequence that is cut in two."""
     gradient: bool = True
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
+    early_stopping: bool = False
+    """Whether its `fit_counts(train, val)` stops on batches of the val split."""
     sids: bool = False
     """Whether it needs semantic IDs."""
     tables_alone: bool = False
@@ -97,8 +105,11 @@ class Entry:
     recommends: type | None = None
     """Dataclass of the options of the module's `recommend(batch, k, **options)`, each None where left out; None: it
     ranks no catalogue."""
-    carries: bool = True
-    """Whether its weights fit tables that extend those of its training."""
+    requirements: tuple[str, ...] = ()
+    """Python packages that it is served with, beside those of all models."""
+    diagnostic: bool = False
+    """Whether it ranks by what is known only after results were shown, such as their
+    position: it is measured to describe a log, and never served or registered."""
     own_measured: Measured | None = None
     """What is measured of it, where that is not what the family measures."""
 
@@ -135,7 +146,16 @@ class Entry:
     @property
     def ranks(self) -> bool:
         """Whether it ranks anything, so that it can be served."""
-        return self.recommends is not None or self.family.ranks == "candidates"
+        return not self.not_served
+
+    @property
+    def not_served(self) -> str:
+        """Why it cannot be served, or nothing."""
+        if self.diagnostic:
+            return "it ranks by what is known only after results were shown"
+        if self.recommends is None and self.family.ranks == "catalogue":
+            return "it ranks nothing"
+        return ""
 
 
 GENERATIVE: dict[str, Any] = {
@@ -144,6 +164,14 @@ GENERATIVE: dict[str, Any] = {
     "teach": qgs.teach,
     "keeps_state": qgs.keeps_state,
 }
+
+SEARCH_FLOOR: dict[str, Any] = {
+    "unit": "request",
+    "gradient": False,
+    "tables_alone": True,
+    "first_label": True,
+}
+"""Search models that are counted and not trained, by the click alone."""
 
 
 def teacher_of(config: TaughtConfig, catalogue: Catalogue) -> Retriever:
@@ -313,14 +341,24 @@ MODELS: dict[str, Entry] = {
         **STAGE_2,
         recommends=SidMlpOptions,
     ),
+    "click_rate": Entry(ClickRateConfig, ClickRate, SEARCH, **SEARCH_FLOOR),
+    "log_order": Entry(
+        LogOrderConfig,
+        LogOrder,
+        SEARCH,
+        **SEARCH_FLOOR,
+        diagnostic=True,
+        own_measured=log_order_metrics,
+    ),
     "boosted": Entry(
         BoostedConfig,
         Boosted,
         SEARCH,
         unit="request",
         gradient=False,
+        early_stopping=True,
+        requirements=("lightgbm",),
         tables_alone=True,
-        carries=False,
         first_label=True,
     ),
     "base": Entry(RankerConfig, Ranker, SEARCH, unit="user"),
@@ -414,14 +452,6 @@ def config_from_dict(content: dict[str, Any]) -> Any:
         raise UserError(f"model '{name}': {error}") from error
 
 
-def check_carries(name: str, uri: str | Path) -> None:
-    """UserError for a model whose weights fit the tables of its training alone."""
-    if not find(name).carries:
-        raise UserError(
-            f"{uri} is of the model '{name}', which takes no tables that extend its own; train it anew"
-        )
-
-
 def load(
     uri: str | Path, catalogue: Any, name: str | None = None
 ) -> tuple[nn.Module, Checkpoint]:
@@ -437,7 +467,6 @@ def load(
         value and value != catalogue.hashes[table]
         for table, value in about.hashes.items()
     ):
-        check_carries(about.name, uri)
         carry(model, uri, about, catalogue.num_items)
     else:
         checkpoint.load_weights(model, uri)

@@ -116,6 +116,22 @@ class Setup:
         )
         return sums, count
 
+    def fit_counts(self) -> None:
+        """Fit a model without gradients in one pass over its training batches.
+
+        A model with early stopping reads the validation batches too.
+        """
+        model: Any = self.model
+        if self.entry.early_stopping:
+            model.fit_counts(self.train(0, 0), self._validation_batches())
+        else:
+            model.fit_counts(self.train(0, 0))
+
+    def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
+        rows = self.val.chosen(self.fit.eval_examples)
+        for batch_rows in self.val.bounded(rows, self.fit.eval_batch_size):
+            yield to_device(self.val.collate(batch_rows), self.device)
+
     def means(self, sums: Sums) -> dict[str, float]:
         """Metrics from the sums of all ranks."""
         return self.entry.measured.means(sums)

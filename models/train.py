@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
@@ -121,8 +120,7 @@ def main(argv: list[str] | None = None) -> None:
             where = "in" if inside else "after"
             print(f"continuing {where} epoch {about.epoch}, step {about.step}")
         if not setup.entry.gradient:
-            model: Any = setup.model
-            model.fit_counts(setup.train(0, 0))
+            setup.fit_counts()
             place = join(output, BEST)
             checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
             print(f"counted; checkpoint {place}")

@@ -1,59 +1,64 @@
-"""Gradient-boosted trees over the features of each candidate: what most teams rank searches with today.
+"""Gradient-boosted trees (LightGBM) over the features of each candidate.
 
     python -m jobs.train --config jobs/configs/search/boosted.yaml --tables TABLES --storage runs --name boosted
 
-scikit-learn grows the trees in one pass (`fit_counts`), on clicks of the train split. They are kept as tensors, in
-safetensors as any weights, and read by torch, so that a checkpoint is no pickle and serving needs no scikit-learn.
-It reads no text: of a candidate its features, and how often the user clicked before in ways that are like it.
+The trees learn the click from the train split. Boosting stops when the log loss on the
+val split has not fallen for `early_stopping_rounds` trees, and keeps the best number of
+trees. The checkpoint holds LightGBM's model text as bytes in safetensors, so it is no
+pickle. The model reads no text: it reads a candidate's features, and how many of the
+user's earlier clicks resemble the candidate.
 
-Shapes: `N` candidates, `B` rows, `T` behaviours, `C` categories, `X` columns, `M` trees of up to `n` nodes each.
+Shapes: `N` candidates, `B` rows, `T` behaviours, `C` split categories, `X` columns.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from models.config import check_least, check_positive
-from models.own_features import Standardised
+from models.own_features import Category, Standardised
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.tables import UserError
 
+if TYPE_CHECKING:
+    from lightgbm import Booster
+
 Batch = dict[str, Tensor]
 
-CODES = 256
-"""Numbers of a category's values that scikit-learn takes, 0 for an unknown one among them; a category of more is not
-split by its values, but clicks of the same value are counted."""
-CHECKED = 2_000
-"""Training rows on which torch's scores are held against scikit-learn's."""
+MAX_SPLIT_VALUES = 255
+"""Largest number of values of a category that trees split by."""
 
 
 @dataclass
 class BoostedConfig:
-    """Gradient-boosted trees. Names and defaults are those of scikit-learn's HistGradientBoostingClassifier, but for
-    the depth."""
+    """Gradient-boosted trees. Names are those of LightGBM."""
 
     max_history: int = 100
     """Latest behaviours among which clicks are counted."""
-    max_iter: int = 100
-    """Trees."""
+    num_iterations: int = 1000
+    """Trees at most; validation chooses how many are used."""
+    early_stopping_rounds: int = 30
+    """Trees without a lower log loss on val after which boosting stops."""
     learning_rate: float = 0.1
-    """Factor on what each tree adds."""
-    max_leaf_nodes: int = 31
+    """Factor on the values of each tree."""
+    num_leaves: int = 31
     """Leaves of a tree at most."""
-    max_depth: int = 8
+    max_depth: int = 6
     """Splits on the way to a leaf at most."""
-    min_samples_leaf: int = 20
+    min_data_in_leaf: int = 100
     """Training candidates in a leaf at least."""
-    l2_regularization: float = 0.0
+    lambda_l2: float = 0.0
     """Weight of the leaves' squared values."""
-    max_features: float = 1.0
-    """Share of the columns that each split chooses from; below 1 they are drawn by `fit.seed`."""
+    feature_fraction: float = 0.5
+    """Share of the columns that each tree chooses from, drawn by `fit.seed`."""
 
     # What examples and requests ask of every search model
     window_overlap: ClassVar[float] = 1.0
@@ -62,253 +67,212 @@ class BoostedConfig:
     reads_times: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, ("max_history", "max_iter", "max_depth", "min_samples_leaf")
+        positive = (
+            "max_history",
+            "num_iterations",
+            "early_stopping_rounds",
+            "max_depth",
+            "min_data_in_leaf",
         )
-        check_least(self, ("max_leaf_nodes",), 2)
-        check_least(self, ("learning_rate", "l2_regularization"), 0)
-        if not 0 < self.max_features <= 1:
+        check_positive(self, positive)
+        check_least(self, ("num_leaves",), 2)
+        check_least(self, ("learning_rate", "lambda_l2"), 0)
+        if not 0 < self.feature_fraction <= 1:
             raise ValueError(
-                f"max_features {self.max_features} is not in (0, 1]; give a share, 1 for all"
+                f"feature_fraction {self.feature_fraction} is not in (0, 1]; "
+                "give a share, 1 for all"
             )
 
 
 class Boosted(nn.Module):
-    """See the module. Scores are of the first label, the click."""
-
-    feature: Tensor
-    threshold: Tensor
-    below: Tensor
-    missing_left: Tensor
-    code_left: Tensor
-    value: Tensor
-    start: Tensor
-    split_by: Tensor
+    """A LightGBM booster that scores candidates by the log-odds of the first label."""
 
     def __init__(self, config: BoostedConfig, catalogue: SearchCatalogue) -> None:
         super().__init__()
         self.config, self.labels = config, catalogue.labels[:1]
-        self.scale = Standardised(
-            catalogue.feature_mean, catalogue.feature_std
-        )  # of features that are not given
-        place = {name: number for number, name in enumerate(catalogue.features)}
+        # what a served request's missing features are filled with
+        self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
+        index = {name: i for i, name in enumerate(catalogue.features)}
         known = [
             name
             for name in catalogue.features
             if name not in catalogue.unknown_when_ranking
         ]
-        rows = {category.name: category.rows for category in catalogue.own.categories}
-        split_by = [name for name in known if name in rows and rows[name] <= CODES]
-        self.same = [place[name] for name in known if name in rows]
-        """Features whose equal values count as like: the categories."""
-        self.categories = len(split_by)
-        order = [
-            place[name]
-            for name in (*split_by, *(name for name in known if name not in rows))
+        categories = {c.name: c for c in catalogue.own.categories}
+        split = [
+            name
+            for name in known
+            if name in categories and categories[name].rows <= MAX_SPLIT_VALUES + 1
         ]
-        self.register_buffer(
-            "split_by", torch.tensor(order, dtype=torch.long), persistent=False
-        )
-        trees, nodes = config.max_iter, 2 * config.max_leaf_nodes - 1
-        self.register_buffer(
-            "feature", torch.zeros(trees, nodes, dtype=torch.long)
-        )  # (M, n) column of each split
-        self.register_buffer(
-            "threshold", torch.zeros(trees, nodes, dtype=torch.float64)
-        )  # (M, n) up to it to the left
-        self.register_buffer(
-            "below", torch.zeros(2, trees, nodes, dtype=torch.long)
-        )  # right, left; a leaf: itself
-        self.register_buffer(
-            "missing_left", torch.zeros(trees, nodes, dtype=torch.bool)
-        )  # where NaN goes
-        of_codes = (trees, nodes, CODES) if split_by else (0,)
-        self.register_buffer(
-            "code_left", torch.zeros(of_codes, dtype=torch.bool)
-        )  # where a category's values go
-        self.register_buffer(
-            "value", torch.zeros(trees, nodes, dtype=torch.float64)
-        )  # (M, n) what a leaf adds
-        self.register_buffer(
-            "start", torch.zeros(1, dtype=torch.float64)
-        )  # the log-odds of a click
+        numbers = [name for name in known if name not in categories]
+        self.split_categories = [categories[name] for name in split]
+        self.split_index = [index[name] for name in split]
+        self.number_index = [index[name] for name in numbers]
+        self.counted_index = [index[name] for name in known if name in categories]
+        """Features whose equal values are counted in the history: all categories."""
+        self.booster: Booster | None = None
+        # (C,) tensors: the training's code of each of the catalogue's codes
+        self.training_codes = [torch.arange(c.rows) for c in self.split_categories]
 
     def columns(self, batch: Batch) -> Tensor:
-        """(N, X) float64: categories first, unknown values and missing numbers as NaN, then counts of earlier clicks
-        of the user: all, of the same item, after the same query, and of each category's same value."""
+        """Return (N, X) float32 columns of the trees.
+
+        Split categories come first, NaN where unknown, then numbers, NaN where missing,
+        then counts of the user's earlier clicks: all, on the same item, after the same
+        query, and with the same value of each category.
+        """
         features, request = batch["features"], batch["candidate_request"]
-        row, before = (
-            batch["request_row"][request],
-            batch["request_end"][request, None],
-        )  # (N,), (N, 1)
-        earlier = (
-            torch.arange(batch["history"].shape[1], device=row.device) < before
-        )  # (N, T)
+        row = batch["request_row"][request]  # (N,)
+        end = batch["request_end"][request, None]  # (N, 1)
+        position = torch.arange(batch["history"].shape[1], device=row.device)
+        earlier = position < end  # (N, T)
         query = batch["request_query"][request, None]
-
-        def clicks(alike: Tensor) -> Tensor:
-            return (earlier & alike).sum(1)
-
+        same_item = batch["history"][row] == batch["candidate"][:, None]
+        same_query = (batch["history_query"][row] == query) & (query != NO_QUERY)
         counts = [
-            before[:, 0],
-            clicks(batch["history"][row] == batch["candidate"][:, None]),
+            end[:, 0],
+            (earlier & same_item).sum(1),
+            (earlier & same_query).sum(1),
         ]
-        counts.append(
-            clicks((batch["history_query"][row] == query) & (query != NO_QUERY))
-        )
-        for place in self.same:
-            own = features[:, place, None]
-            counts.append(
-                clicks((batch["history_features"][row, :, place] == own) & (own > 0))
-            )
-        read = features[:, self.split_by.to(features.device)].double()
-        codes = read[:, : self.categories]
-        known = torch.where(codes > 0, codes, torch.nan)
-        return torch.cat(
-            [known, read[:, self.categories :], torch.stack(counts, 1).double()], 1
-        )
-
-    def logits(self, columns: Tensor) -> Tensor:
-        """(N,) float64: the log-odds of a click, each of `columns` (N, X) taken through all trees at once."""
-        trees, nodes = self.value.shape
-        first = (
-            torch.arange(trees, device=columns.device) * nodes
-        )  # (M,) the trees' roots
-        feature, threshold, value = (
-            self.feature.view(-1),
-            self.threshold.view(-1),
-            self.value.view(-1),
-        )
-        missing_left, below = self.missing_left.view(-1), self.below.view(2, -1)
-        at = first.expand(
-            len(columns), trees
-        )  # (N, M) where each candidate is in each tree
-        for _ in range(self.config.max_depth):
-            column = feature[at]
-            found = columns.gather(1, column)
-            left = torch.where(found.isnan(), missing_left[at], found <= threshold[at])
-            if self.categories:
-                code = torch.where(
-                    column < self.categories, found.nan_to_num(), 0
-                ).long()
-                left = torch.where(
-                    column < self.categories,
-                    self.code_left.view(-1)[at * CODES + code],
-                    left,
-                )
-            at = first + below[left.long(), at]
-        return self.start + value[at].sum(1)
+        for i in self.counted_index:
+            value = features[:, i, None]
+            same_value = (batch["history_features"][row, :, i] == value) & (value > 0)
+            counts.append((earlier & same_value).sum(1))
+        codes = select_columns(features, self.split_index)
+        if self.split_categories:
+            columns = [
+                table.to(codes.device)[code.long()]
+                for table, code in zip(self.training_codes, codes.T, strict=True)
+            ]
+            codes = torch.stack(columns, 1).float()
+        codes = torch.where(codes > 0, codes, torch.nan)
+        numbers = select_columns(features, self.number_index)
+        return torch.cat([codes, numbers, torch.stack(counts, 1).float()], 1)
 
     def score(self, batch: Batch) -> Tensor:
-        """(N, 1) logits of a click on every candidate."""
-        return self.logits(self.columns(batch))[:, None]
+        """Return (N, 1) float64 log-odds of a click."""
+        assert self.booster is not None, "fit or load the trees first"
+        columns = self.columns(batch)
+        if not len(columns):
+            return columns.new_zeros(0, 1, dtype=torch.float64)
+        logits = self.booster.predict(
+            columns.cpu().numpy(), raw_score=True, num_threads=torch.get_num_threads()
+        )
+        return torch.from_numpy(logits).to(columns.device)[:, None]
 
-    def fit_counts(self, batches: Iterable[Batch]) -> None:
-        """Grows the trees on the batches of the train split; called once in place of training. UserError where all
-        results are clicked, or none is; RuntimeError where torch reads the trees otherwise than scikit-learn."""
-        parts = []
-        for batch in batches:
-            real = batch.get(
-                "real", torch.ones(len(batch["candidate"]), dtype=torch.bool)
-            )
-            parts.append((self.columns(batch)[real], batch["labels"][real, 0]))
-        columns, clicked = (torch.cat(part) for part in zip(*parts, strict=True))
-        x, y = columns.numpy(), clicked.numpy()
+    def fit_counts(self, train: Iterable[Batch], val: Iterable[Batch]) -> None:
+        """Grow the trees on batches of the train split, stopped on those of val.
+
+        Raises:
+            UserError: if all training candidates have the same label, or val is empty.
+        """
+        import lightgbm
+
+        x, y = self._read(train)
         if y.all() or not y.any():
             raise UserError(
-                f"all {len(y):,} training candidates have the same '{self.labels[0]}'; check the labels"
+                f"all {len(y):,} training candidates have the same '{self.labels[0]}'; "
+                "check the labels"
             )
-        trees, seen = grow(
-            x, y, self.categories, self.config, seed=int(torch.randint(2**31 - 1, ()))
-        )
-        self.start.fill_(float(trees._baseline_prediction.item()))
-        for number, (tree,) in enumerate(trees._predictors):
-            self.take(number, tree, seen)
-        sample = columns[:CHECKED]
-        found = self.logits(sample.to(self.value.device)).cpu().numpy()
-        if not np.allclose(
-            found,
-            trees.decision_function(ordinals(sample.numpy(), seen)),
-            rtol=1e-9,
-            atol=1e-9,
-        ):
-            raise RuntimeError(
-                "torch does not score as scikit-learn; its trees are of a form that is not known here"
+        val_x, val_y = self._read(val)
+        if not len(val_y):
+            raise UserError(
+                "the val split is empty, so boosting cannot stop; check the split of "
+                "jobs.prepare"
             )
-
-    def take(self, number: int, tree: Any, seen: list[np.ndarray]) -> None:
-        """Writes a tree of scikit-learn into the tensors; `seen` (C,) has the values of each category, ascending."""
-        nodes = tree.nodes
-        count = len(nodes)
-        leaf, missing = (
-            nodes["is_leaf"].astype(bool),
-            nodes["missing_go_to_left"].astype(bool),
+        data = lightgbm.Dataset(
+            x, y, categorical_feature=list(range(len(self.split_categories)))
         )
-        own = np.arange(count)
-        right, left = (
-            np.where(leaf, own, nodes[side]).astype(np.int64)
-            for side in ("right", "left")
-        )
-        columns = {
-            "feature": nodes["feature_idx"].astype(np.int64),
-            "threshold": nodes["num_threshold"],
-            "missing_left": missing,
-            "value": np.where(leaf, nodes["value"], 0),
+        config = self.config
+        parameters = {
+            "objective": "binary",
+            "metric": "binary_logloss",
+            "learning_rate": config.learning_rate,
+            "num_leaves": config.num_leaves,
+            "max_depth": config.max_depth,
+            "min_data_in_leaf": config.min_data_in_leaf,
+            "lambda_l2": config.lambda_l2,
+            "feature_fraction": config.feature_fraction,
+            "seed": int(torch.randint(2**31 - 1, ())),
+            "num_threads": torch.get_num_threads(),
+            "deterministic": True,
+            "force_row_wise": True,
+            "verbosity": -1,
         }
-        for name, values in columns.items():
-            getattr(self, name)[number, :count] = torch.from_numpy(
-                np.ascontiguousarray(values)
-            )
-        self.below[:, number, :count] = torch.from_numpy(np.stack([right, left]))
-        for node in np.flatnonzero(nodes["is_categorical"] & ~leaf):
-            codes = seen[nodes["feature_idx"][node]]
-            goes = np.full(
-                CODES, missing[node]
-            )  # values that training has not seen go where missing ones do
-            bits = (
-                tree.raw_left_cat_bitsets[nodes["bitset_idx"][node]]
-                .astype("<u4")
-                .view(np.uint8)
-            )
-            goes[codes.astype(np.int64)] = np.unpackbits(bits, bitorder="little")[
-                : len(codes)
-            ]
-            self.code_left[number, node] = torch.from_numpy(goes)
-
-
-def ordinals(columns: np.ndarray, seen: list[np.ndarray]) -> np.ndarray:
-    """The columns with each category's value as its place among those `seen`, NaN for another one."""
-    columns = columns.copy()
-    for place, codes in enumerate(seen):
-        found = np.searchsorted(codes, columns[:, place]).clip(
-            max=max(0, len(codes) - 1)
+        stop = lightgbm.early_stopping(config.early_stopping_rounds, verbose=False)
+        booster = lightgbm.train(
+            parameters,
+            data,
+            config.num_iterations,
+            valid_sets=[data.create_valid(val_x, val_y)],
+            callbacks=[stop],
         )
-        there = (
-            codes[found] == columns[:, place]
-            if len(codes)
-            else np.zeros(len(columns), bool)
+        text = booster.model_to_string(num_iteration=booster.best_iteration)
+        self.booster = lightgbm.Booster(model_str=text)
+
+    def _read(self, batches: Iterable[Batch]) -> tuple[NDArray, NDArray]:
+        """Return the columns (N, X) and first labels (N,) of batches."""
+        columns, labels = [], []
+        for batch in batches:
+            real = batch.get(
+                "real", torch.ones_like(batch["candidate"], dtype=torch.bool)
+            )
+            columns.append(self.columns(batch)[real].cpu().numpy())
+            labels.append(batch["labels"][real, 0].cpu().numpy())
+        if not columns:
+            return np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
+        return np.concatenate(columns), np.concatenate(labels).astype(np.float32)
+
+    def get_extra_state(self) -> Tensor:
+        """Return LightGBM's model text and the categories' values as bytes of JSON."""
+        if self.booster is None:
+            return torch.zeros(0, dtype=torch.uint8)
+        state = {
+            "trees": self.booster.model_to_string(),
+            "values": {c.name: list(c.values) for c in self.split_categories},
+        }
+        return torch.frombuffer(
+            bytearray(json.dumps(state).encode()), dtype=torch.uint8
         )
-        columns[:, place] = np.where(there, found, np.nan)
-    return columns
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load the trees from `get_extra_state`.
+
+        Categories of tables that extend the training's may have other values: each value
+        is found by name, and a value that training has not seen is unknown.
+
+        Raises:
+            UserError: if the tables' categories are not those that the trees split by.
+        """
+        from lightgbm import Booster
+
+        content = json.loads(bytes(state.numpy()))
+        names = [category.name for category in self.split_categories]
+        if names != list(content["values"]):
+            raise UserError(
+                f"the trees split by the categories {list(content['values'])}, and those "
+                f"of the tables with at most {MAX_SPLIT_VALUES} values are {names}; train "
+                "anew"
+            )
+        self.booster = Booster(model_str=content["trees"])
+        self.training_codes = [
+            map_codes(category, content["values"][category.name])
+            for category in self.split_categories
+        ]
 
 
-def grow(
-    x: np.ndarray, y: np.ndarray, categories: int, config: BoostedConfig, seed: int
-) -> tuple[Any, list[np.ndarray]]:
-    """scikit-learn's classifier of `y` (N,) by `x` (N, X), and the values that it has seen of each category."""
-    from sklearn.ensemble import HistGradientBoostingClassifier  # of training alone
+def select_columns(features: Tensor, index: list[int]) -> Tensor:
+    """Return (N, len(index)) columns of `features` (N, F)."""
+    return features.index_select(1, torch.tensor(index).long().to(features.device))
 
-    seen = [np.unique(column[~np.isnan(column)]) for column in x[:, :categories].T]
-    trees = HistGradientBoostingClassifier(
-        max_iter=config.max_iter,
-        learning_rate=config.learning_rate,
-        max_leaf_nodes=config.max_leaf_nodes,
-        max_depth=config.max_depth,
-        min_samples_leaf=config.min_samples_leaf,
-        l2_regularization=config.l2_regularization,
-        max_features=config.max_features,
-        categorical_features=list(range(categories)) or None,
-        early_stopping=False,
-        random_state=seed,
-    )
-    return trees.fit(ordinals(x, seen), y), seen
+
+def map_codes(category: Category, trained: list[str]) -> Tensor:
+    """Return (rows,) the training's code of each code of `category`, 0 for unknown ones.
+
+    `trained` holds the values of the training, whose codes count from 1. Hashed values
+    have the same code in all tables.
+    """
+    if category.buckets:
+        return torch.arange(category.rows)
+    code = {value: i for i, value in enumerate(trained, 1)}
+    return torch.tensor([0, *(code.get(value, 0) for value in category.values)])

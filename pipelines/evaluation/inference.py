@@ -310,7 +310,7 @@ def infer_all(
     entry = registry.find(about.name)
     if not entry.ranks:
         raise UserError(
-            f"the model '{about.name}' ranks no catalogue; give --checkpoint of a model that recommends"
+            f"the model '{about.name}' is not served: {entry.not_served}; give --checkpoint of another model"
         )
     sequences = read_manifest(inputs.sequences, "sequences")
     kernel: type[Kernel] = Recommender if entry.family.ranks == "catalogue" else Scorer

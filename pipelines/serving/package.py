@@ -165,7 +165,11 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 signature=signature(family, requests.columns(info, inputs)),
                 metadata=entry.about(info),
                 model_config=dict(requests.settings),
-                pip_requirements=REQUIREMENTS + ["scikit-learn"] * bool(inputs.text),
+                pip_requirements=[
+                    *REQUIREMENTS,
+                    *["scikit-learn"] * bool(inputs.text),
+                    *entry.requirements,
+                ],
             )
         client.log_outputs(run.run_id, [LoggedModelOutput(made.model_id, 0)])
         client.log_model_artifacts(made.model_id, str(place))

@@ -48,7 +48,7 @@ def register(
         )
     if not entry.ranks:
         raise UserError(
-            f"the model '{params['model.name']}' ranks nothing, so it is not served; register another"
+            f"the model '{params['model.name']}' is not served: {entry.not_served}; register another"
         )
     if (
         owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")

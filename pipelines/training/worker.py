@@ -406,8 +406,7 @@ def by_counts(
 ) -> None:
     """One pass over the training data for a model without gradients."""
     began = time.perf_counter()
-    model: Any = setup.model
-    model.fit_counts(setup.train(0, 0))
+    setup.fit_counts()
     seconds = time.perf_counter() - began
     sums, count = setup.validate(setup.model)
     metrics = setup.means(sums) if count else {}

@@ -92,7 +92,7 @@ def test_a_training_that_is_no_better_than_without_a_model_says_so(
     setup = set_up(
         {"name": "popularity", "max_history": 12}, FitConfig(), Inputs(small[0])
     )
-    setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
+    setup.fit_counts()
     whole = replace(
         setup, fit=replace(setup.fit, eval_examples=50, eval_options={"unseen": True})
     )

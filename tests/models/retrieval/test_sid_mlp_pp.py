@@ -321,7 +321,9 @@ def test_stage_1_is_evaluated_by_its_error_while_its_teacher_is_there_and_recomm
             )
     finally:
         moved.rename(trained.teacher)
-    with pytest.raises(UserError, match="'sid_mlp_pp_encoder' ranks no catalogue"):
+    with pytest.raises(
+        UserError, match="'sid_mlp_pp_encoder' is not served: it ranks nothing"
+    ):
         infer_all(
             str(trained.encoder / "best"),
             Inputs(trained.tables, trained.sids),

@@ -1,24 +1,26 @@
-"""Boosted trees score in torch as in scikit-learn, learn from clicks of training alone, and come back as tensors."""
+"""Boosted trees score as LightGBM on columns made one by one, stop on validation, and are no pickle."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import lightgbm
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 from models import checkpoint, registry
+from models.carry import carry
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.own_features import Category, Number, OwnFeatures
-from models.search.boosted import Boosted, BoostedConfig
-from models.search.data import SearchCatalogue, SearchExamples, no_text
+from models.search.boosted import Boosted, BoostedConfig, map_codes
+from models.search.data import SearchCatalogue, no_text
 from models.setup import load_catalogue, set_up
-from models.tables import UserError, join, read_table
+from models.tables import UserError, read_table
 from pipelines.evaluation.importance import importance
 from pipelines.evaluation.inference import infer_all
 
@@ -32,16 +34,16 @@ FIT = FitConfig(batch_size=16, metric="gauc")
 Batch = dict[str, torch.Tensor]
 
 
-def small_catalogue() -> SearchCatalogue:
+def small_catalogue(own: OwnFeatures = OWN) -> SearchCatalogue:
     return SearchCatalogue(
         ITEMS,
         QUERIES,
         ("click", "purchase"),
-        (*COUNTED, *OWN.names),
+        (*COUNTED, *own.names),
         **no_text(ITEMS, QUERIES),
         feature_mean=torch.zeros(3),
         feature_std=torch.ones(3),
-        own=OWN,
+        own=own,
     )
 
 
@@ -120,45 +122,68 @@ def rows(batch: Batch) -> np.ndarray:
     return np.array(found)
 
 
-def fitted(batches: list[Batch], seed: int = 0, **options: Any) -> Any:
+def fitted(train: list[Batch], val: list[Batch], seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
-    model = Boosted(BoostedConfig(max_iter=20, **options), small_catalogue())
-    model.fit_counts(batches)
+    small = {"num_leaves": 15, "max_depth": 4, "min_data_in_leaf": 20}
+    settings = {**small, "feature_fraction": 1.0, **options}
+    model = Boosted(BoostedConfig(**settings), small_catalogue())
+    model.fit_counts(train, val)
     return model.eval()
 
 
-def test_scores_are_those_of_scikit_learn_on_the_same_rows() -> None:
-    train, other = (
-        searches(0, 60),
-        searches(1, 60, cities=8),
-    )  # of cities that training has not seen
-    assert train["features"][:, 5].max() < 6 < other["features"][:, 5].max()
-    trees = HistGradientBoostingClassifier(
-        max_iter=20,
-        max_depth=8,
-        categorical_features=[0],
-        early_stopping=False,
-        random_state=0,
-    ).fit(rows(train), train["labels"][:, 0].numpy())
-    model = fitted([train])
-    assert roc_auc_score(other["labels"][:, 0], model.score(other)[:, 0]) > 0.7
-    for batch in (train, other):
-        assert batch["features"].isnan().any()
-        np.testing.assert_allclose(
-            model.score(batch)[:, 0], trees.decision_function(rows(batch)), rtol=1e-9
-        )
-    splits = {
-        int(feature) for feature in model.feature[model.below[0] != model.below[1]]
+def test_scores_are_lightgbm_s_on_columns_made_one_by_one() -> None:
+    train, val = searches(0, 60), searches(1, 60, cities=8)  # cities 6, 7 are new
+    data = lightgbm.Dataset(
+        rows(train), train["labels"][:, 0].numpy(), categorical_feature=[0]
+    )
+    settings = {
+        "objective": "binary",
+        "metric": "binary_logloss",
+        "learning_rate": 0.1,
+        "num_leaves": 15,
+        "max_depth": 4,
+        "min_data_in_leaf": 20,
+        "deterministic": True,
+        "force_row_wise": True,
+        "num_threads": 1,
+        "verbosity": -1,
     }
-    assert {
-        0,
-        3,
-        5,
-    } <= splits  # the city, the missing number and clicks on the item decide
+    losses: dict[str, Any] = {}
+    trees = lightgbm.train(
+        settings,
+        data,
+        200,
+        valid_sets=[data.create_valid(rows(val), val["labels"][:, 0].numpy())],
+        callbacks=[lightgbm.record_evaluation(losses)],
+    )
+    best = int(np.argmin(losses["valid_0"]["binary_logloss"])) + 1
+
+    model = fitted([train], [val])
+
+    assert 1 < model.booster.num_trees() == best < 200
+    for batch in (train, val):
+        assert batch["features"].isnan().any()
+        expected = trees.predict(
+            rows(batch), raw_score=True, num_iteration=best, num_threads=1
+        )
+        np.testing.assert_allclose(model.score(batch)[:, 0], expected, rtol=1e-5)
+    assert roc_auc_score(val["labels"][:, 0], model.score(val)[:, 0]) > 0.7
+    importance = model.booster.feature_importance()
+    assert min(importance[[0, 3, 5]]) > 0  # city, missing number, clicks on the item
+
+
+def test_boosting_stops_on_validation_and_ignores_its_order() -> None:
+    train, val = searches(0, 100), searches(1, 100)
+
+    model = fitted([train], [val])
+    unrelated = {**val, "labels": val["labels"].roll(7, 0)}
+    stopped = fitted([train], [unrelated])
+
+    assert stopped.booster.num_trees() < model.booster.num_trees() < 200
 
 
 def test_what_is_not_known_before_the_search_is_not_read() -> None:
-    model, batch = fitted([searches(0)]), searches(1)
+    model, batch = fitted([searches(0)], [searches(2)]), searches(1)
     late = (
         torch.arange(T)
         >= batch["request_end"]
@@ -181,9 +206,10 @@ def test_what_is_not_known_before_the_search_is_not_read() -> None:
 
 
 def test_columns_are_drawn_by_the_seed() -> None:
-    train = searches(0)
+    train, val = searches(0), searches(1)
     one, same, other = (
-        fitted([train], seed, max_features=0.3).score(train) for seed in (1, 1, 2)
+        fitted([train], [val], seed, feature_fraction=0.3).score(train)
+        for seed in (1, 1, 2)
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -193,9 +219,10 @@ def test_it_trains_without_text_and_comes_back_as_it_was(
     search: tuple[str, str], tmp_path: Path
 ) -> None:
     tables, _ = search
-    setup = set_up({"name": "boosted", "max_iter": 30}, FIT, Inputs(tables))
+    small = {"name": "boosted", "num_iterations": 30, "min_data_in_leaf": 5}
+    setup = set_up(small, FIT, Inputs(tables))
     model: Any = setup.model
-    model.fit_counts(setup.train(0, 0))
+    setup.fit_counts()
     assert setup.validate(model)[1] == len(setup.val)
     checkpoint.save(tmp_path / "best", model, setup.checkpoint(epoch=1))
     loaded, about = registry.load(
@@ -205,14 +232,6 @@ def test_it_trains_without_text_and_comes_back_as_it_was(
     assert set(about.hashes) == {"items", "queries", "sequences"}
     batch = setup.val.collate(np.arange(len(setup.val)))
     assert torch.equal(loaded.score(batch), model.score(batch))  # type: ignore[operator]
-    examples = SearchExamples.of_model(setup.config).load(
-        join(tables, "sequences"), "train", unit="request"
-    )
-    again = Boosted(setup.config, setup.catalogue)
-    again.fit_counts(
-        [examples.collate(np.arange(len(examples)))]
-    )  # of the train split, in another order
-    torch.testing.assert_close(again.score(batch), model.score(batch))
     found = importance(str(tmp_path / "best"), Inputs(tables), repeats=1)
     assert {"history", "features: cross"} <= set(found.losses)
     assert "text" not in found.losses
@@ -225,16 +244,58 @@ def test_it_trains_without_text_and_comes_back_as_it_was(
     ]
 
 
-def test_what_cannot_be_learned_or_read_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+def test_trees_read_tables_with_more_values_of_a_category_as_before(
+    tmp_path: Path,
 ) -> None:
+    train, batch = searches(0), searches(1)
+    model = fitted([train], [batch])
+    checkpoint.save(tmp_path / "best", model, checkpoint.Checkpoint({"name": "x"}))
+    about = checkpoint.read(tmp_path / "best")
+    more = OwnFeatures(
+        OWN.numbers, (OWN.categories[0], Category("cat_city", tuple("Aabcdefg")))
+    )
+    extended = Boosted(BoostedConfig(), small_catalogue(more))
+
+    assert carry(extended, tmp_path / "best", about, ITEMS) == []
+
+    def with_new_codes(values: torch.Tensor) -> torch.Tensor:
+        """Shift each city by the new first one."""
+        changed = values.clone()
+        changed[..., 5] += changed[..., 5] > 0
+        return changed
+
+    shifted = {
+        **batch,
+        "features": with_new_codes(batch["features"]),
+        "history_features": with_new_codes(batch["history_features"]),
+    }
+    assert torch.equal(extended.score(shifted), model.score(batch))
+
+
+def test_codes_of_values_are_found_by_name() -> None:
+    category = Category("cat_city", ("Lima", "Oslo", "Rome"))
+    codes = category.codes(pa.array(["Oslo", "Rome", "Lima", "Bergen", None]))
+
+    trained = map_codes(category, ["Oslo", "Lima"])[torch.from_numpy(codes)]
+
+    assert trained.tolist() == [1, 0, 2, 0, 0]
+
+
+def test_what_cannot_be_learned_or_read_is_refused() -> None:
     train = searches(0)
     with pytest.raises(
         UserError, match="all 2,000 training candidates have the same 'click'"
     ):
-        fitted([{**train, "labels": torch.zeros_like(train["labels"])}])
-    with pytest.raises(ValueError, match=r"max_features 0 is not in \(0, 1\]"):
-        BoostedConfig(max_features=0)
-    monkeypatch.setattr(Boosted, "logits", lambda self, columns: columns[:, 0])
-    with pytest.raises(RuntimeError, match="torch does not score as scikit-learn"):
-        fitted([train])
+        fitted([{**train, "labels": torch.zeros_like(train["labels"])}], [train])
+    with pytest.raises(UserError, match="the val split is empty"):
+        fitted([train], [])
+    with pytest.raises(ValueError, match=r"feature_fraction 0 is not in \(0, 1\]"):
+        BoostedConfig(feature_fraction=0)
+    many = Category("cat_city", tuple(map(str, range(300))))
+    other = Boosted(
+        BoostedConfig(),
+        small_catalogue(OwnFeatures(OWN.numbers, (OWN.categories[0], many))),
+    )
+    state = fitted([train], [train], num_iterations=2).get_extra_state()
+    with pytest.raises(UserError, match=r"split by the categories \['cat_city'\]"):
+        other.set_extra_state(state)

@@ -284,5 +284,7 @@ def test_what_cannot_be_registered_is_refused(folder: Path) -> None:
         hashes={},
     )
     tracking.Logger(encoder).tag(checkpoint="/somewhere")
-    with pytest.raises(UserError, match="the model 'sid_mlp_pp_encoder' ranks nothing"):
+    with pytest.raises(
+        UserError, match="'sid_mlp_pp_encoder' is not served: it ranks nothing"
+    ):
         register(encoder, "small")

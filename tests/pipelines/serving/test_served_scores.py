@@ -40,7 +40,9 @@ SIZES = {
 }
 FAMILIES = {
     family: [
-        name for name, entry in registry.MODELS.items() if entry.family.name == family
+        name
+        for name, entry in registry.MODELS.items()
+        if entry.family.name == family and entry.ranks
     ]
     for family in ("search", "actions")
 }
@@ -71,7 +73,7 @@ def serve(
         Inputs(tables, text=text),
     )
     if not setup.entry.gradient:
-        setup.model.fit_counts(setup.train(0, 0))  # type: ignore[operator]
+        setup.fit_counts()
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
     reads_text = text and "text" in setup.entry.reads
     with (
