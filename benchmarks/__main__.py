@@ -3,11 +3,7 @@
     python -m benchmarks decode [--histories TABLES]      users per second by model, path and size
     python -m benchmarks search_encoder                   encoders of search models, by mode and length
     python -m benchmarks actions                          models of actions, by mode and length
-    python -m benchmarks shares --histories TABLES        memory of training workers, and bytes they read
     python -m benchmarks sequences                        events per second of the sequence step, beside polars
-    python -m benchmarks catalogue                        tokenizing, tries and decoding, up to 10 million items
-    python -m benchmarks serve                            requests end to end, with users' states and without
-    python -m benchmarks http                             requests over HTTP: Ray Serve beside mlflow models serve
     python -m benchmarks.gpu                              steps and searches as CUDA graphs, and without (options there)
 
 --json FILE also writes the lines to a file. Those of models need PyTorch alone.
@@ -26,11 +22,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "decode": ("runs", "threads", "histories", "checkpoints", "sids"),
     "search_encoder": ("runs", "threads"),
     "actions": ("runs", "threads"),
-    "shares": ("runs", "histories"),
     "sequences": ("runs", "sizes", "store_mb"),
-    "catalogue": ("sizes",),
-    "serve": ("runs", "threads"),
-    "http": ("runs",),
 }
 """By benchmark, which is a module, the options that its function of the same name takes."""
 
@@ -47,25 +39,16 @@ def main() -> None:
         type=argparse.FileType("w"),
         help="file for the JSON lines, which are printed too",
     )
-    parser.add_argument(
-        "--runs",
-        type=int,
-        help="timings of each variant; of serve 20 requests each, of http 32",
-    )
+    parser.add_argument("--runs", type=int, help="timings of each variant")
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument(
-        "--histories",
-        help="tables: decode takes their test histories, shares trains on them",
-    )
+    parser.add_argument("--histories", help="decode: tables with test histories")
     parser.add_argument(
         "--checkpoints", nargs="+", help="decode: trained models, on these tables"
     )
     parser.add_argument(
         "--sids", help="decode: the semantic IDs that the checkpoints were trained with"
     )
-    parser.add_argument(
-        "--sizes", nargs="+", type=int, help="sequences: events; catalogue: items"
-    )
+    parser.add_argument("--sizes", nargs="+", type=int, help="sequences: events")
     parser.add_argument(
         "--store_mb", type=int, help="sequences: MiB of Ray's object store"
     )

@@ -22,7 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import numpy as np
 import psutil
 import torch
 
@@ -87,13 +86,11 @@ def paired(
     items: int,
     memory: dict[str, float] | None = None,
     parts: dict[str, tuple[str, Call]] | None = None,
-    percentiles: Iterable[int] = (),
 ) -> Iterator[Row]:
     """Times each variant once per run, in turn; `items` is what one call gets done, `memory` the peak of each variant.
 
     `parts` gives variants the name of what they begin with and how to do that alone, which is timed beside them: a
-    row then has `encode_s`, and as `decode_s` the median over the runs of what the rest took. `percentiles`, such as
-    99, are named `p99_s`.
+    row then has `encode_s`, and as `decode_s` the median over the runs of what the rest took.
     """
     parts = parts or {}
     alone = dict(parts.values())
@@ -121,10 +118,6 @@ def paired(
                 "encode_s": round(statistics.median(first), 5),
                 "decode_s": round(rest, 5),
             }
-        more |= {
-            f"p{rank}_s": round(float(np.percentile(times, rank)), 5)
-            for rank in percentiles
-        }
         more |= {"peak_memory_mb": round(memory[variant], 1)} if memory else {}
         yield row(benchmark, variant, params, times, items, **more)
 

@@ -4,14 +4,13 @@
 
 Variants, one row per mode and length: `linear_hstu`; `hstu`, without its relative bias, which favours it; and
 `projections`, the same four products of every layer and nothing else, which is the floor of both (HSTU's fifth
-product, of its output, is not in it). `append` adds one behaviour to the cached states of 1, 4 and 32 users that are
-served together, beside `linear_hstu`, which encodes their 1,000 anew. How much cheaper it is depends on how many
-share a pass: of one user alone nearly all of the time goes into reading the weights, 50 MB. Weights are random.
+product, of its output, is not in it). Weights are random.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +30,7 @@ from models.search.encoders import HSTULayer, LinearHSTU
 
 MODES = ("forward", "train")
 LENGTHS = (100, 300, 1000, 4000, 16000)
-VARIANTS = ("hstu", "linear_hstu", "projections", "append")
-
-APPEND_USERS, APPEND_LENGTH = (1, 4, 32), 1000
-"""Users whose states `append` goes on from, and the behaviours that each would have to be encoded anew."""
+VARIANTS = ("hstu", "linear_hstu", "projections")
 
 MOST_ATTENTION_MB = 6000
 """`hstu` is left out where it would hold more than this of attention matrices."""
@@ -78,17 +74,10 @@ def make(variant: str, params: Row) -> Call:
     tokens = torch.randn(
         params["batch"], params["length"], params["width"], device=device()
     )
-    states = torch.randn(
-        params["layers"], params["batch"], params["width"], device=device()
-    )
 
     def forward(run: int) -> None:
         with torch.no_grad(), autocast("auto", device()):
             encoder(tokens)
-
-    def append(run: int) -> None:
-        with torch.no_grad(), autocast("auto", device()):
-            encoder.step(tokens[:, 0], states)  # type: ignore[operator]
 
     def train(run: int) -> None:
         with autocast("auto", device()):
@@ -96,21 +85,13 @@ def make(variant: str, params: Row) -> Call:
         loss.backward()
         encoder.zero_grad()
 
-    call = (
-        append
-        if variant == "append"
-        else train
-        if params["mode"] == "train"
-        else forward
-    )
+    call = train if params["mode"] == "train" else forward
     call(0)
     return call
 
 
 def fits(variant: str, params: Row) -> bool:
     """Whether the variant is one of this mode and length."""
-    if variant == "append" or params["mode"] == "append":
-        return params["mode"] == "append" and variant in ("linear_hstu", "append")
     if variant != "hstu":
         return True
     kept = (
@@ -134,16 +115,13 @@ def search_encoder(
     lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
-    """Users per second of every variant, mode by mode and length by length; last, of appending."""
+    """Yield the users per second of every variant, mode by mode and length by length."""
     variants = list(variants)
-    settings = [(mode, length, batch) for mode in modes for length in lengths]
-    if "append" in variants:
-        settings += [("append", APPEND_LENGTH, users) for users in APPEND_USERS]
-    for mode, length, users in settings:
+    for mode, length in product(modes, lengths):
         params: Row = {
             "mode": mode,
             "length": length,
-            "batch": users,
+            "batch": batch,
             "width": width,
             "layers": layers,
             "heads": heads,
@@ -158,4 +136,4 @@ def search_encoder(
             v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in chosen
         }
         calls = {variant: make(variant, params) for variant in chosen}
-        yield from paired("search_encoder", calls, params, users, memory)
+        yield from paired("search_encoder", calls, params, batch, memory)

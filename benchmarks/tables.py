@@ -77,8 +77,7 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
     variants = {row.model.split("/", 1)[1]: row for row in rows}
     apart = any(not math.isnan(row.mean("decode_s")) for row in rows)
     references = [name for name in REFERENCES if name in variants]
-    ranked = any(not math.isnan(row.mean("p99_s")) for row in rows)
-    header = ["variant", "ms", "min to max", *(["p99, ms"] if ranked else []), "per s"]
+    header = ["variant", "ms", "min to max", "per s"]
     weighed = any(not math.isnan(row.mean("peak_memory_mb")) for row in rows)
     header += [
         *(["encoder, ms", "decoding, ms"] if apart else []),
@@ -89,7 +88,6 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
     cells = []
     for name, row in variants.items():
         line = [name, ms(row, "median_s"), f"{ms(row, 'min_s')} to {ms(row, 'max_s')}"]
-        line += [ms(row, "p99_s")] if ranked else []
         line.append(number(row.mean("items_per_s")))
         line += [ms(row, "encode_s"), ms(row, "decode_s")] if apart else []
         line += [number(row.mean("peak_memory_mb"))] if weighed else []

@@ -113,10 +113,6 @@ class Entry:
     own_measured: Measured | None = None
     """What is measured of it, where that is not what the family measures."""
 
-    keeps_state: Callable[[Any], bool] = lambda config: False
-    """`keeps_state(config)`: whether the module keeps a state of users between requests, by `new_state(users)`,
-    `append(state, batch)` and `score_state(state, batch)`."""
-
     lr_multipliers: Callable[[Any], dict[str, float]] = lambda config: {}
     """Of a config: factors on the learning rate, by the beginning of parameters' names."""
     blocks: Callable[[nn.Module], list[nn.Module]] | None = None
@@ -162,7 +158,6 @@ GENERATIVE: dict[str, Any] = {
     "unit": "user",
     "resolve": qgs.resolve,
     "teach": qgs.teach,
-    "keeps_state": qgs.keeps_state,
 }
 
 SEARCH_FLOOR: dict[str, Any] = {
@@ -375,14 +370,12 @@ MODELS: dict[str, Entry] = {
         fusions.AttnLFA,
         ACTIONS,
         unit="user",
-        keeps_state=lambda config: True,
     ),
     "attn_mvp": Entry(
         fusions.AttnMVPConfig,
         fusions.AttnMVP,
         ACTIONS,
         unit="user",
-        keeps_state=lambda config: True,
     ),
     "attn_dhn": Entry(fusions.AttnDHNConfig, fusions.AttnDHN, ACTIONS, unit="user"),
     "lac": Entry(fusions.LACConfig, fusions.LAC, ACTIONS, unit="user"),

@@ -1,6 +1,6 @@
 """How a family reads what a served model is asked: a row of a frame, of whose columns most may be left out.
 
-    requests = family.requests(bundle, model, catalogue, {"state_mb": 512})
+    requests = family.requests(bundle, model, catalogue, {"device": "cpu"})
     batch = requests.batch([requests.read(Row(row)) for row in rows])
 
 `models/<family>/requests.py` says which columns there are and makes a batch of them; `pipelines/serving` has the MLflow
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -110,21 +110,6 @@ class Row(dict[str, Any]):
             columns[CATEGORY + name] = pa.array(values, pa.string(), from_pandas=True)
         return own.matrix(columns, count)
 
-    def after(self, done: int) -> Self:
-        """The same without the first `done` behaviours."""
-
-        def later(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {name: later(values) for name, values in value.items()}
-            return value if value is None or np.isscalar(value) else value[done:]
-
-        return type(self)(
-            {
-                name: later(value) if name.startswith("history") else value
-                for name, value in self.items()
-            }
-        )
-
 
 @dataclass(frozen=True)
 class Request:
@@ -147,17 +132,11 @@ class Requests:
 
     needs: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}  # oldest first
     """Columns of every request."""
-    takes: ClassVar[Columns] = {
-        "user_id": "string",
-        "history_from": "long",
-    }  # whose state it goes on from, and where
+    takes: ClassVar[Columns] = {}
     """Columns that a request may have beside those that follow from the log (`columns`)."""
     gives: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}  # best first
     """Columns of an answer."""
-    settings: ClassVar[Mapping[str, Any]] = {
-        "device": "cpu",  # or cuda
-        "state_mb": 1024,  # MB of users' states that a process keeps
-    }
+    settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}  # or cuda
     """What may be set when the model is loaded, with its defaults."""
 
     def __init__(

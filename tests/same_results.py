@@ -152,8 +152,6 @@ FEED = {
     "new_items": NEW,
     "timestamp_ms": NOW,
 }
-BEGIN = {"user_id": "u1", "history_from": 0, "candidates": []}
-GO_ON = {"user_id": "u1", "history_from": 2}
 SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
     "retrieval": (
         "tiger",
@@ -165,8 +163,6 @@ SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
         {"label": "click"},
         [
             [{**ASKED, **SEEN}, {**ASKED, **SEEN, "query": "a query of nobody"}],
-            [{**BEGIN, **SEEN}],
-            [{**ASKED, **GO_ON, "history": ["i007"], "history_query": ["tripod"]}],
         ],
     ),
     "actions": (
@@ -174,16 +170,6 @@ SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
         {"label": "like"},
         [
             [{**FEED, **ACTED, "history": ["i001", "new1"]}],
-            [{**BEGIN, **ACTED, "history": ["i001", "i003"]}],
-            [
-                {
-                    **FEED,
-                    **GO_ON,
-                    "history": ["i004"],
-                    "history_actions": SHOWN[1:],
-                    "history_time_ms": [NOW - 1],
-                }
-            ],
         ],
     ),
 }

@@ -214,8 +214,6 @@ class ActionsModel(nn.Module):
     """S in units of D."""
     tokens = 1
     """Positions of the context to an event."""
-    caches: int | None = None
-    """Attentions whose keys and values are kept of a user, of a `StatefulModel`; None: no state is kept."""
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from models.actions.base import ActionsConfig, ActionsModel
 from models.actions.batch import ActionsCatalogue
-from models.actions.state import StatefulModel
 from models.config import check_least
 from models.layers.causal_attention import CausalAttention, Layout
 
@@ -51,7 +50,7 @@ class AttnLFAConfig(ActionsConfig):
     """Sizes of AttnLFA."""
 
 
-class AttnLFA(StatefulModel):
+class AttnLFA(ActionsModel):
     """Attention-based late fusion for actions (Sec. 3 of AttnMVP).
 
     A Transformer over items alone; its last states are queries and keys of one attention whose values are actions:
@@ -67,7 +66,6 @@ class AttnLFA(StatefulModel):
         self.transformer = self.blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
-        self.caches = config.num_layers + 1
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         x = items
@@ -91,7 +89,7 @@ class AttnMVPConfig(ActionsConfig):
         check_least(self, ("action_weight",), 0)
 
 
-class AttnMVP(StatefulModel):
+class AttnMVP(ActionsModel):
     """Attention-based mixed value pooling (Sec. 4 of AttnMVP), with and without the late fusion of AttnLFA.
 
     In every layer Q = K = H and V = H + lambda a: items gather what was done with similar items before, and become
@@ -111,7 +109,6 @@ class AttnMVP(StatefulModel):
             if config.late_fusion
             else None
         )
-        self.caches = config.num_layers + config.late_fusion
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
         x, added_values = items, self.config.action_weight * actions

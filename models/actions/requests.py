@@ -245,9 +245,7 @@ class ActionsRequests(Requests):
         known = [i for i, item in enumerate(candidates) if item in index]
         times, now = self.times(row, len(shown)), row.given("timestamp_ms")
         now = LAST if now is None else now
-        # what is kept of a user may be read by later requests; a candidate reads what is earlier by its time
-        end = LAST if row.given("history_from") is not None else now
-        past = [i for i, item in enumerate(shown) if item in index and times[i] < end][
+        past = [i for i, item in enumerate(shown) if item in index and times[i] < now][
             -self.length :
         ]
         size, count = len(past), len(known)
@@ -281,10 +279,7 @@ class ActionsRequests(Requests):
         """When each event of the history was, in ms, or its place, before anything that has a time."""
         times = row.column("history_time_ms", size)
         if row.given("history_time_ms") is None:
-            return [
-                BEFORE + int(row.given("history_from") or 0) + place
-                for place in range(size)
-            ]
+            return [BEFORE + place for place in range(size)]
         if None in times:
             raise UserError(
                 "history_time_ms has an entry without a time; give one each, or leave the column out"

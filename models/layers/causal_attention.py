@@ -18,8 +18,7 @@ Shapes: `B` rows, `T` context positions, `C` candidates, `L` = T + C, `D` width,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -119,26 +118,6 @@ class Layout:
                 prefix_product(q[:, :, n:], *past[1:], self.earlier[:, n:], None, own),
             ],
             2,
-        )
-
-
-@dataclass(frozen=True)
-class CachedLayout(Layout):
-    """Positions that come after others whose keys and values are kept: `context` new ones, which are kept too, then
-    candidates. One after the other, the attentions of a model take the next of the caches."""
-
-    caches: Iterator[tuple[Tensor, Tensor]] = field(default_factory=lambda: iter(()))
-    """Keys and values of each attention, (B, H, M, d)."""
-    slot: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(B, T) int64: where the new positions are kept."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, strict: bool) -> Tensor:
-        keys, values = next(self.caches)
-        slot = self.slot[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-        keys.scatter_(2, slot, k[:, :, : self.context])
-        values.scatter_(2, slot, v[:, :, : self.context])
-        return prefix_product(
-            q, keys, values, self.earlier, None, None if strict else (k, v)
         )
 
 

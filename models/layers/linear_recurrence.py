@@ -1,8 +1,7 @@
-"""The linear recurrence h_t = decay * h_{t-1} + x_t, one decay per channel, in parallel and step by step.
+"""The linear recurrence h_t = decay * h_{t-1} + x_t, one decay per channel, in parallel.
 
     h = linear_recurrence(x, decay)            # (B, L, D): all positions at once, for training
     h = key_value_recurrence(k, v, decay)      # the same of x = k * v, on GPUs in one pass (linear_recurrence_triton)
-    h_t = recurrent_step(state, x_t, decay)    # (B, D): the next position from the last one's state
 
 The parallel form cuts the positions into about sqrt(L) chunks. All chunks run their own recurrence side by
 side, the last states are carried from chunk to chunk, and what a chunk inherits is added to its positions.
@@ -24,14 +23,12 @@ import torch
 from torch import Tensor, nn
 
 
-def linear_recurrence(x: Tensor, decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """(B, L, D) in the dtype of `x`: h_t = decay * h_{t-1} + x_t (Eq. 8 of QGS), h_0 = `state` (B, D) or 0. `decay` is
-    (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in all three."""
-    decay = decay.float()
-    if state is None or x.shape[1] == 0:
-        return Recurrence.apply(x, decay)
-    first = x[:, :1].float() + decay * state.float()[:, None]
-    return Recurrence.apply(torch.cat([first, x[:, 1:].float()], 1), decay).to(x.dtype)
+def linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
+    """Return h_t = decay * h_{t-1} + x_t with h_0 = 0 (Eq. 8 of QGS), (B, L, D) in the dtype of `x`.
+
+    `decay` is (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in both.
+    """
+    return Recurrence.apply(x, decay.float())
 
 
 def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
@@ -51,14 +48,6 @@ def fused_available() -> bool:
         os.environ.get("TRIELINE_KERNELS") != "0"
         and importlib.util.find_spec("triton") is not None
     )
-
-
-def recurrent_step(
-    state: Tensor, x: Tensor, decay: Tensor, out: Tensor | None = None
-) -> Tensor:
-    """(B, D) fp32, in `out` if given: the state after one more position, from `state` (B, D) before it and `x` (B, D)
-    at it."""
-    return torch.addcmul(x.float(), state.float(), decay.float(), out=out)
 
 
 class Recurrence(torch.autograd.Function):

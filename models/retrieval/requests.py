@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
@@ -34,7 +34,6 @@ class RetrievalRequests(Requests):
     takes: ClassVar[Columns] = {"user_id": "string"}
     # how many entries of the history are not in the catalogue; with no other the ranking is empty
     gives: ClassVar[Columns] = {**Requests.gives, "unknown_items": "long"}
-    settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     def read(self, row: Row) -> History:
         sent = row.ids("history")

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.cpu.derived import derived
-from models.cpu.matmul import Packed
 from models.layers.hstu import HSTULayer
-from models.layers.linear_recurrence import (
-    Decay,
-    key_value_recurrence,
-    linear_recurrence,
-    recurrent_step,
-)
+from models.layers.linear_recurrence import Decay, key_value_recurrence
 from models.tables import UserError
 from models.text_encoder import load_encoder
 
@@ -52,7 +45,7 @@ class LinearHSTULayer(nn.Module):
 
 
 class LinearHSTU(nn.Module):
-    """Layers of Linear HSTU. A user's state is one vector per layer."""
+    """Layers of Linear HSTU."""
 
     def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -65,44 +58,6 @@ class LinearHSTU(nn.Module):
         for layer in self.layers:
             h = layer(h)
         return h
-
-    def step(self, h: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(output (B, D), new states (layers, B, D)) of one more behaviour; no gradients.
-
-        Of a few users most of the time goes into reading the weights, so they are kept as the product wants them,
-        with the norm's gain folded in, until they change (see `derived`).
-        """
-        with torch.no_grad():
-            products, decays = derived(self, "packed", self.packed)
-            after = torch.empty_like(states, dtype=torch.float32)
-            for product, decay, state, new in zip(
-                products, decays, states, after, strict=True
-            ):
-                q, k, v, u = functional.silu(
-                    product(functional.rms_norm(h, h.shape[-1:])), inplace=True
-                ).chunk(4, -1)
-                recurrent_step(state, k.mul_(v), decay, out=new)  # Eq. 7 and 8
-                h = torch.addcmul(h, q.mul_(new.to(q.dtype)), u)  # Eq. 9 and 10
-            return h, after
-
-    def append(self, h: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(output (B, D) at the last, new states (layers, B, D)) of T more behaviours `h` (B, T, D); no gradients."""
-        if h.shape[1] == 1:
-            return self.step(h[:, 0], states)
-        after = torch.empty_like(states, dtype=torch.float32)
-        with torch.no_grad():
-            for layer, state, new in zip(self.layers, states, after, strict=True):
-                q, k, v, u = layer.projections(h)  # type: ignore[operator]
-                c = linear_recurrence(k * v, layer.decay(), state)  # type: ignore[operator]
-                new.copy_(c[:, -1])
-                h = h + q * c * u
-            return h[:, -1], after
-
-    def packed(self) -> tuple[list[Packed], Tensor]:
-        """Per layer the product of Eq. 6 after the norm, and the decays (layers, D)."""
-        own: list[Any] = list(self.layers)
-        products = [Packed(layer.project.weight * layer.norm.weight) for layer in own]
-        return products, torch.stack([layer.decay() for layer in own])
 
 
 class HSTU(nn.Module):

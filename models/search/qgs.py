@@ -124,25 +124,6 @@ class HSTUConfig(QGSConfig):
     """No HFG-Attention."""
 
 
-@dataclass
-class UserState:
-    """What is kept of B users between requests: as large for a thousand behaviours as for one."""
-
-    layers: Tensor
-    """(layers, B, D) float32: the recurrence's state in every layer."""
-    last: Tensor
-    """(B, D): the encoder's output at the latest behaviour."""
-    count: int = 0
-    """Behaviours of each, from where the state began."""
-    next: UserState | None = None
-    """The state that began half of `max_history` later, which takes this one's place when it is full."""
-
-
-def keeps_state(config: QGSConfig) -> bool:
-    """Whether the model has a state of users: of the encoders Linear HSTU alone."""
-    return config.encoder == "linear_hstu"
-
-
 class QGS(Ranker):
     """See the module."""
 
@@ -297,49 +278,6 @@ class QGS(Ranker):
             (item >= 0) & new,
             self.config.temperature,
             self.config.negatives,
-        )
-
-    def new_state(self, users: int) -> UserState:
-        """The state of users before any behaviour. Only Linear HSTU has one."""
-        layers = self.start.new_zeros(
-            self.config.num_layers, users, self.config.width, dtype=torch.float32
-        )
-        return UserState(layers, self.start.expand(users, -1))
-
-    @torch.no_grad()
-    def append(self, state: UserState, batch: Batch) -> UserState:
-        """The state after the history of `batch` too, as many behaviours of each of B users, without padding.
-
-        The cost does not depend on what is kept. Up to `max_history` behaviours the state is what `score` reads. Where
-        more come, positions begin anew: it is that of a pass over the latest behaviours from the last multiple of half
-        of `max_history` on that leaves no more than `max_history`, as in training.
-        """
-        return self._extended(state, self.project(self.history_tokens(batch)))
-
-    def _extended(self, state: UserState, h: Tensor) -> UserState:
-        """After h (B, T, D), projected tokens."""
-        most, half = self.config.max_history, max(1, self.config.max_history // 2)
-        while h.shape[1]:
-            if state.count == most:
-                assert state.next is not None, "it began at the half"
-                state = state.next
-            end = min(state.count + h.shape[1], half if state.count < half else most)
-            piece, h = h[:, : end - state.count], h[:, end - state.count :]
-            here = self.position.weight[state.count : end]
-            last, layers = self.encoder.append(piece + here, state.layers)  # type: ignore[operator]
-            later = self._extended(state.next, piece) if state.next else None
-            state = UserState(
-                layers, last, end, self.new_state(len(h)) if end == half else later
-            )
-        return state
-
-    @torch.no_grad()
-    def score_state(self, state: UserState, batch: Batch) -> Tensor:
-        """(N, K) logits of requests after all behaviours in `state`; `request_row` (R,) says whose they are."""
-        self.text.take_pairs(batch)
-        return (
-            self.rank_after(state.last[batch["request_row"]], batch)
-            + self.config.correction
         )
 
 

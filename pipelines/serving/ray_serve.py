@@ -43,8 +43,6 @@ from mlflow.store.artifact.utils.models import get_model_name_and_version
 from pydantic import BaseModel, Field
 from ray import serve
 
-STICKY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-
 
 class Options(BaseModel, extra="forbid"):
     """What an application is built by."""
@@ -63,8 +61,6 @@ class Options(BaseModel, extra="forbid"):
     """Requests that are ranked together at most."""
     batch_wait_timeout_s: float = Field(default=0.002, ge=0)
     """How long a request waits for others."""
-    sticky: bool = False
-    """Requests with the same header `x-session-id` go to the same replica, as those of a user whose state it keeps."""
 
 
 @dataclass
@@ -158,10 +154,8 @@ class Replica:
                 model = mlflow.pyfunc.load_model(path, model_config=self.settings)
             except Exception as error:
                 return f"{self.version} stays: {version} cannot be loaded: {' '.join(str(error).split())}"
-        now, before = (each.unwrap_python_model() for each in (model, self.model))
-        states = now.take_states(before)
         self.model, self.version = model, version
-        return f"{version} answers{states}"
+        return f"{version} answers"
 
     @app.get("/ping")
     @app.get("/health")
@@ -252,17 +246,11 @@ class Replica:
 
 def build(options: Options) -> serve.Application:
     """The application."""
-    more = (
-        {"request_router_config": {"request_router_class": STICKY}}
-        if options.sticky
-        else {}
-    )
     return Replica.options(  # type: ignore[attr-defined]  # the decorator makes a deployment of the class
         num_replicas=options.num_replicas,
         max_ongoing_requests=2
         * options.max_batch_size,  # a batch is collected while another one is ranked
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
-        **more,
     ).bind(
         options,
         mlflow.get_tracking_uri(),

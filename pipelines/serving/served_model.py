@@ -60,10 +60,6 @@ class Ranker(PythonModel):
         self.sets: Latest[torch.Tensor] = Latest(SETS)
         self.lock = Lock()  # of these sets
 
-    def take_states(self, before: Any) -> str:
-        """Nothing: none are kept of users."""
-        return ""
-
     def predict(
         self,
         context: Any,

@@ -54,23 +54,3 @@ def test_a_benchmark_is_a_table_for_each_size() -> None:
     assert second.notes == [
         "medians of 5 interleaved runs. random weights and histories, 9.0 items in the mean."
     ]
-
-
-def test_latency_at_the_99th_percentile_has_a_column() -> None:
-    line = {
-        "benchmark": "serve",
-        "variant": "qgs_state",
-        "params": {"model": "qgs", "history": 100},
-        "runs": 100,
-    }
-    line |= {
-        "median_s": 0.05,
-        "min_s": 0.04,
-        "max_s": 0.2,
-        "p99_s": 0.15,
-        "items_per_s": 20.0,
-    }
-    (table,) = benchmark_tables(rows_of_lines([line]))
-    assert table.title == "serve: history 100, model qgs"
-    assert table.header == ["variant", "ms", "min to max", "p99, ms", "per s"]
-    assert table.cells == [["qgs_state", "50.0", "40.0 to 200.0", "150.0", "20"]]

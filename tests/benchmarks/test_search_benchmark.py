@@ -35,15 +35,6 @@ def test_attention_too_large_to_train_is_left_out():
     )
     assert search_encoder.fits("hstu", params | {"length": 1000})
     assert search_encoder.fits("linear_hstu", params)
-    assert not search_encoder.fits("append", params)
-    assert [
-        name
-        for name in search_encoder.VARIANTS
-        if search_encoder.fits(name, params | {"mode": "append"})
-    ] == [
-        "linear_hstu",
-        "append",
-    ]
 
 
 def test_the_floor_is_the_products_alone():

@@ -43,7 +43,7 @@ try:
     runpy.run_module("benchmarks", run_name="__main__")
 except SystemExit as ended:
     assert ended.code == 0
-import benchmarks.actions, benchmarks.decode, benchmarks.search_encoder, benchmarks.shares
+import benchmarks.actions, benchmarks.decode, benchmarks.search_encoder
 sys.argv = ["models.train", *train]
 runpy.run_module("models.train", run_name="__main__")
 """

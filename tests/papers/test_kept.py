@@ -156,14 +156,14 @@ def test_pages_with_plots_are_the_same_twice_and_hold_no_path_of_the_machine(
         len(json.loads(file.read_text().splitlines()[0])["curves"]["train/loss"]) <= 101
     )
     timing = {
-        "benchmark": "serve",
+        "benchmark": "decode",
         "variant": "a",
         "params": {"batch": 1},
         "runs": 3,
         "median_s": 0.1,
         "min_s": 0.1,
     }
-    (file.parent / "serve.jsonl").write_text(
+    (file.parent / "decode.jsonl").write_text(
         json.dumps({**timing, "max_s": 0.2, "items_per_s": 10.0})
     )
     for name in ("one", "two"):
@@ -173,7 +173,7 @@ def test_pages_with_plots_are_the_same_twice_and_hold_no_path_of_the_machine(
         "retrieval-x.md",
         "retrieval-x-s.md",
         "claims.md",
-        "benchmark-serve.md",
+        "benchmark-decode.md",
     } <= made.keys()
     assert made == {
         path.name: path.read_text() for path in (tmp_path / "two").iterdir()

@@ -7,21 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.layers.linear_recurrence import (
-    Decay,
-    linear_recurrence,
-    recurrent_step,
-    scan,
-)
+from models.layers.linear_recurrence import Decay, linear_recurrence, scan
 
 DECAYS = torch.tensor([0.5, 0.9, 0.99, 0.999, 0.9999])
 
 
-def step_by_step(
-    x: torch.Tensor, decay: torch.Tensor, state: torch.Tensor | None = None
-) -> torch.Tensor:
+def step_by_step(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
     """The definition, in the dtype given."""
-    h, out = torch.zeros_like(x[:, 0]) if state is None else state, []
+    h, out = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         h = decay * h + x[:, t]
         out.append(h)
@@ -54,21 +47,6 @@ def test_parallel_and_recurrent_form_agree_forward_and_backward(length):
     ):
         assert close(got, step, 1e-5)
         assert close(got, exact, 1e-5)
-
-
-def test_the_state_is_one_vector_that_goes_on_where_the_parallel_form_ended():
-    x, decay = torch.randn(3, 50, 5), DECAYS
-    whole = linear_recurrence(x, decay)
-    first = linear_recurrence(x[:, :31], decay)
-    assert torch.allclose(
-        linear_recurrence(x[:, 31:], decay, first[:, -1]), whole[:, 31:], atol=1e-5
-    )
-    assert torch.allclose(
-        recurrent_step(first[:, -1], x[:, 31], decay), whole[:, 31], atol=1e-5
-    )
-    state = torch.randn(3, 5, requires_grad=True)
-    linear_recurrence(x, decay, state)[:, -1].sum().backward()
-    assert torch.allclose(state.grad, (decay**50).expand(3, 5), rtol=1e-4)
 
 
 def test_bf16_values_are_summed_in_fp32():

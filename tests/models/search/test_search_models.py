@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -227,60 +225,6 @@ def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(
             v = model.target.weight @ model.document(item)
             cosine = float((z * v).sum() / (z.norm() * v.norm()))
             assert float(read[model][n, -1]) == pytest.approx(cosine / 0.1, abs=1e-4)
-
-
-def part_of(batch: dict, begin: int, end: int) -> dict:
-    """The behaviours of a batch from `begin` to `end`."""
-    names = ("history", "history_query", "history_features")
-    return batch | {name: batch[name][:, begin:end] for name in names if name in batch}
-
-
-@pytest.mark.parametrize("name", ["qgs", "qgs_match"])
-def test_a_cached_state_equals_a_full_encoding(name, catalogue, examples):
-    model = make(name, catalogue)
-    for row in range(6):
-        batch = examples.collate(np.array([row]))
-        end = int(batch["request_end"][-1])
-        last = batch["candidate_request"] == batch["candidate_request"][-1]
-        with torch.no_grad():
-            full = model.score(batch)[last]
-        for cuts in (range(end + 1), (0, end // 3, end)):  # one by one, and in blocks
-            state = model.new_state(1)
-            for begin, until in pairwise(cuts):
-                state = model.append(state, part_of(batch, begin, until))
-            assert torch.allclose(
-                full, model.score_state(state, batch)[last], atol=1e-5
-            )
-
-
-@pytest.mark.parametrize(
-    ("most", "blocks"), [(8, (1,)), (7, (1, 5, 2)), (1, (1,)), (2, (3, 1)), (8, (19,))]
-)
-def test_a_state_slides_in_halves_and_stays_small(catalogue, batch, most, blocks):
-    model, generator = (
-        make("qgs", catalogue, max_history=most),
-        torch.Generator().manual_seed(0),
-    )
-    ends = np.cumsum([blocks[i % len(blocks)] for i in range(20)])
-    ends = ends[ends <= 21]
-    past = {
-        "history": torch.randint(12, (2, 21), generator=generator),
-        "history_query": torch.randint(4, (2, 21), generator=generator),
-        "history_features": torch.rand(2, 21, 6, generator=generator),
-        "history_time": torch.zeros(2, 21, dtype=torch.long),
-    }
-    state, begin, half = model.new_state(2), 0, max(1, most // 2)
-    for end in ends:
-        state = model.append(state, part_of(past, begin, end))
-        first = -(-max(0, end - most) // half) * half
-        with torch.no_grad():
-            whole = model.states(past, model.history_tokens(part_of(past, first, end)))[
-                :, -1
-            ]
-        assert torch.allclose(state.last, whole, atol=1e-5)
-        assert state.count == end - first
-        assert state.layers.shape == (2, 2, 24)
-        begin = end
 
 
 def test_impossible_settings_are_refused():

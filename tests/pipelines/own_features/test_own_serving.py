@@ -223,16 +223,6 @@ def test_counts_as_of_a_request_give_the_scores_of_its_row(
             return dict(zip(ranked["item_id"][0], ranked["score"][0], strict=True))
 
         assert scores(model, row) == pytest.approx(want, abs=1e-5)
-        nothing = {**row, "candidates": [], "numbers": None, "categories": None}
-        user = {"user_id": "u", "history_from": 0}
-        scores(model, {**nothing, **user})  # and so where the user's state is kept
-        size = len(row["history"])
-        later = {
-            name: value for name, value in row.items() if not name.startswith("history")
-        }
-        assert scores(
-            model, {**later, **user, "history_from": size, "history": []}
-        ) == pytest.approx(want, abs=1e-5)
         for other in (
             scores(plain, row),
             scores(model, {**row, "timestamp_ms": moment + 5 * 3_600_000}),

@@ -28,7 +28,7 @@ from pipelines.serving.ray_serve import Options, Replica, build, version_of
 from pipelines.serving.registered_model import register
 from tests.pipelines.serving.test_registered_model import train_nothing
 from tests.pipelines.serving.test_served_ranker import trained
-from tests.pipelines.serving.test_served_scores import cut, searches
+from tests.pipelines.serving.test_served_scores import searches
 from tests.search_tables import write_search
 from tests.training_tables import write_tables
 
@@ -49,12 +49,10 @@ class Served:
             mlflow.pyfunc.load_model(f"models:/{model}/1"),
         )
 
-    def ask(
-        self, rows: Sequence[dict[str, Any]], session: str = "", **params: Any
-    ) -> tuple[int, Any]:
+    def ask(self, rows: Sequence[dict[str, Any]], **params: Any) -> tuple[int, Any]:
         """(status, predictions or message)"""
         body = json.dumps({"dataframe_records": rows, "params": params}).encode()
-        headers = {"Content-Type": "application/json", "x-session-id": session}
+        headers = {"Content-Type": "application/json"}
         try:
             with urllib.request.urlopen(
                 urllib.request.Request(self.url, body, headers), timeout=100
@@ -91,7 +89,7 @@ def made(
     serve.start(http_options={"port": port})
     with package.at(uri):
         for options in (
-            Options(model="models:/qgs/1", num_replicas=2, num_cpus=0.1, sticky=True),
+            Options(model="models:/qgs/1", num_replicas=2, num_cpus=0.1),
             Options(
                 model="models:/tiger/1",
                 num_cpus=0.1,
@@ -178,24 +176,6 @@ def test_a_batch_answers_as_single_requests_and_none_fails_by_its_neighbours(
         assert counts == [*range(1, BATCH + 1)]
 
 
-def test_a_user_stays_with_the_replica_that_keeps_the_state(
-    made: tuple[Served, list[dict[str, Any]], Served],
-) -> None:
-    qgs, rows, _ = made
-    for row in rows:
-        user, size = row["user_id"], len(row["history"])
-        assert (
-            qgs.ask(
-                [{**cut(row, 0, size // 2), "candidates": [], "features": []}], user
-            )[0]
-            == 200
-        )
-        status, (answer,) = qgs.ask([cut(row, size // 2, size)], user)
-        (want,) = qgs.here([row])
-        assert (status, answer["item_id"]) == (200, want["item_id"])
-        assert answer["score"] == pytest.approx(want["score"], abs=1e-5)
-
-
 def test_a_replica_follows_an_alias_and_answers_meanwhile(
     made: tuple[Served, list[dict[str, Any]], Served],
     folder: Path,
@@ -203,10 +183,7 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
 ) -> None:
     qgs, rows, _ = made
     tables, text = str(folder / "search/tables"), str(folder / "search/text")
-    row, size = (
-        max(rows, key=lambda row: len(row["history"])),
-        max(len(row["history"]) for row in rows),
-    )
+    row = max(rows, key=lambda row: len(row["history"]))
     uri = f"sqlite:///{folder}/mlflow.db"
     with package.at(uri):
         client = mlflow.MlflowClient()
@@ -235,14 +212,8 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
             raise TimeoutError(found)
 
         assert said(1) == "models:/qgs/1 answers"
-        assert followed.ask([cut(row, 0, size - 1)])[0] == 200
         trained(folder, "qgs", tables, text)  # the same weights
-        assert said(2) == "models:/qgs/2 answers and goes on from the states of 1 user"
-        status, (answer,) = followed.ask([cut(row, size - 1, size)])
-        assert (status, answer["score"]) == (
-            200,
-            pytest.approx(want["score"], abs=1e-5),
-        )
+        assert said(2) == "models:/qgs/2 answers"
 
         write_code = package.write_code
 
@@ -263,17 +234,7 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
         now = mlflow.pyfunc.load_model("models:/qgs/4")
         (want,) = now.predict(pd.DataFrame([row])).to_dict("records")
         answers.append(want)
-        sent = "models:/qgs/4 answers without the states of 1 user, who have to send their histories: other weights"
-        assert said(4) == sent
-        status, message = followed.ask([cut(row, size - 1, size)])
-        assert status == 400
-        assert "is not kept" in message
-        assert followed.ask([cut(row, 0, size - 1)])[0] == 200
-        status, (answer,) = followed.ask([cut(row, size - 1, size)])
-        assert (status, answer["score"]) == (
-            200,
-            pytest.approx(want["score"], abs=1e-5),
-        )
+        assert said(4) == "models:/qgs/4 answers"
         assert want["score"] != pytest.approx(answers[0]["score"], abs=1e-5)
 
         trained(folder, "qgs", tables, text)

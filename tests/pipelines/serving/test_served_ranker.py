@@ -251,36 +251,13 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         ),
         ({"features": [None]}, {}, "features has an entry without numbers; give NaN"),
         (
-            {"user_id": "u", "history_from": -1},
-            {},
-            "history_from is -1; give the number of behaviours before",
-        ),
-        (
             {"candidates": [1.5]},
             {},
             "candidates has 1.5; an item id is a string, as in the log, or an integer",
         ),
-        (
-            {"user_id": "", "history_from": 0},
-            {},
-            "goes on from a user's state; give user_id too",
-        ),
     ):
         with pytest.raises(UserError, match=message):
             model.predict(None, pd.DataFrame([row | change]), params)
-    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
-        small = mlflow.pyfunc.load_model(
-            "models:/qgs/1", model_config={"state_mb": 0.5}
-        ).unwrap_python_model()
-        assert (small.users.most, model.users.most) == (2**19, 2**30)
-        for wrong in (0, "abc"):
-            with pytest.raises(
-                UserError,
-                match=f"state_mb of model_config is {wrong!r}; give a number of MB above 0",
-            ):
-                mlflow.pyfunc.load_model(
-                    "models:/qgs/1", model_config={"state_mb": wrong}
-                )
     with pytest.warns(
         UserWarning, match="1 of 1 queries are none of the training tables'"
     ):
@@ -356,8 +333,6 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
     }
     assert set(model.metadata.get_input_schema().input_names()) == {
         *others,
-        "user_id",
-        "history_from",
         "new_items",
     }
     scores = [sorted(model.predict(pd.DataFrame([FEED]))["score"][0])]
@@ -494,8 +469,8 @@ def called(name: str, row: dict[str, Any]) -> dict[str, Any]:
 def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(
     tmp_path: Path,
 ) -> None:
-    """One whose id says nothing: the model reads none, or training has not seen it. As a candidate, in the history and
-    in a user's state; and requests that bring none are scored as in training."""
+    """One whose id says nothing: the model reads none, or training has not seen it. As a candidate and in the
+    history; and requests that bring none are scored as in training."""
     tables, text = (
         write_actions(tmp_path, viewers=True, content=True),
         str(tmp_path / "text"),
@@ -564,19 +539,6 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(
             for who in ("nobody", None)
         ]
         assert len(set(first_scores(model, unknown))) == 1
-        if name == "attn_mvp":
-            of_state = [
-                {
-                    **called(which, BARE | {"history": ["X", "item-002", "X"]}),
-                    "new_items": posts,
-                    "user_id": which,
-                    "history_from": 0,
-                }
-                for which in ("item-007", "new-7")
-            ]
-            assert first_scores(model, of_state[:1]) == pytest.approx(
-                first_scores(model, of_state[1:]), abs=1e-6
-            )
 
 
 @pytest.fixture(scope="module")

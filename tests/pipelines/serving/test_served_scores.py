@@ -1,5 +1,4 @@
-"""Every search model and model of actions serves the scores of its training forward pass, with users' states and
-without."""
+"""Every search model and model of actions serves the scores of its training forward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from models.fit import FitConfig
 from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
-from models.tables import UserError, join, read_table
+from models.tables import join, read_table
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_ranker import RequestRanker
 from tests.actions_tables import SEEN, write_actions
@@ -112,7 +111,6 @@ def searches(
             with torch.no_grad():
                 chances = torch.sigmoid(setup.model.score(batch)[:, label]).tolist()  # type: ignore[operator]
         row = {
-            "user_id": f"u{number}",
             "candidates": names,
             "query": queries[query] if query >= 0 else None,
             "features": batch["features"].tolist(),
@@ -147,7 +145,6 @@ def feeds(
         with torch.no_grad():
             chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
         row = {
-            "user_id": f"u{number}",
             "candidates": names,
             "timestamp_ms": 99,
             "viewer_device": devices[1],
@@ -173,16 +170,6 @@ def ranked(served: RequestRanker, rows: list[dict[str, Any]]) -> list[dict[str, 
     ]
 
 
-def cut(row: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """The row with behaviours from `begin` to `end` of its history, going on from a state."""
-    past = {
-        name: value[begin:end]
-        for name, value in row.items()
-        if name.startswith("history")
-    }
-    return {**row, **past, "history_from": begin}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_served_scores_are_those_of_training(
     name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
@@ -196,114 +183,3 @@ def test_served_scores_are_those_of_training(
     assert sum(len(row["history"]) > 3 for row in rows) >= 3
     for found, want in zip(ranked(served, list(rows)), chances, strict=True):
         assert found == pytest.approx(want, abs=1e-5)
-    if not served.keeps_state:
-        with pytest.raises(
-            UserError, match="the model keeps none; send whole histories"
-        ):
-            ranked(served, [cut(rows[0], 0, None)])
-        return
-    for row, want in zip(rows, chances, strict=True):
-        size = len(row["history"])
-        middle = size // 2
-        ranked(
-            served, [{**cut(row, 0, middle), "candidates": [], "features": []}]
-        )  # behaviours alone
-        assert ranked(served, [cut(row, middle, size)])[0] == pytest.approx(
-            want, abs=1e-5
-        )
-        # sent again, whole, or with nothing new; mixed with others that have no state
-        again = ranked(
-            served,
-            [cut(row, middle, size), row, cut(row, 0, size), cut(row, size, size)],
-        )
-        assert all(each == pytest.approx(want, abs=1e-5) for each in again)
-        served.users.put(row["user_id"], None, size=served.users.most + 1)
-        assert served.users.get(row["user_id"]) is None
-        if size:
-            with pytest.raises(
-                UserError,
-                match=f"the state of user '{row['user_id']}' is not kept .* after {size}",
-            ):
-                ranked(served, [cut(row, size, size)])
-        assert ranked(served, [cut(row, 0, size)])[0] == pytest.approx(want, abs=1e-5)
-    with pytest.raises(UserError, match="give user_id too"):
-        ranked(served, [{**cut(rows[0], 0, None), "user_id": None}])
-
-
-@pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
-def test_a_state_slides_past_what_the_model_reads(
-    name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
-) -> None:
-    entry = registry.find(name)
-    tables, text = made[entry.family.name]
-    setup, served = serve(name, tmp_path, tables, text, longest=4)
-    row = max(
-        (row for row, _ in REQUESTS[entry.family.name](setup, tables, text, 100)),
-        key=lambda r: len(r["history"]),
-    )
-    size = len(row["history"])
-    assert size > 8
-    seen = set()
-    for end in range(size + 1):
-        found = ranked(served, [cut(row, max(0, end - 1), end)])[0]
-        kept = served.users.get(row["user_id"])
-        assert kept is not None
-        count = int(kept.state.count)
-        assert (kept.end, count) == (end, count if end > 4 else end)
-        assert 2 <= count <= 4 or end < 2
-        seen.add(count)
-        whole = {
-            key: value[end - count : end]
-            for key, value in row.items()
-            if key.startswith("history")
-        }
-        assert found == pytest.approx(ranked(served, [{**row, **whole}])[0], abs=1e-5)
-    assert seen == {0, 1, 2, 3, 4}
-    # one that has missed some is refused, unless it brings all that is read
-    with pytest.raises(
-        UserError,
-        match=f"is of {size} behaviours and the request goes on after {size + 1}",
-    ):
-        ranked(served, [cut(row, 0, 1) | {"history_from": size + 1}])
-    ranked(served, [cut(row, size - 4, size) | {"history_from": size + 1}])
-    kept = served.users.get(row["user_id"])
-    assert kept is not None
-    assert (kept.end, int(kept.state.count)) == (size + 5, 4)
-
-
-@pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
-def test_a_model_goes_on_from_states_that_it_would_have_made_and_from_no_others(
-    name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
-) -> None:
-    family = registry.find(name).family.name
-    tables, text = made[family]
-    setup, before = serve(name, tmp_path / "before", tables, text, longest=12)
-    _, same = serve(name, tmp_path / "same", tables, text, longest=12)
-    _, other = serve(name, tmp_path / "other", tables, text, longest=12, seed=1)
-    _, shorter = serve(name, tmp_path / "shorter", tables, text, longest=11)
-    row, want = max(
-        REQUESTS[family](setup, tables, text, 12),
-        key=lambda asked: len(asked[0]["history"]),
-    )
-    size = len(row["history"])
-    assert size > 1
-    assert same.take_states(before) == ""
-    ranked(before, [cut(row, 0, size - 1)])
-    assert same.take_states(before) == " and goes on from the states of 1 user"
-    assert ranked(same, [cut(row, size - 1, size)])[0] == pytest.approx(want, abs=1e-5)
-    same.of["tables"] = {**same.of["tables"], "items": "of a day later"}
-    sent = "without the states of 1 user, who have to send their histories: other"
-    assert same.take_states(before) == f" {sent} tables"
-    for now, what in ((other, "weights"), (shorter, "options")):
-        said = now.take_states(before)
-        assert said.startswith(f" {sent} ")
-        assert said.endswith(what)
-        with pytest.raises(
-            UserError,
-            match=r"is not kept and the request goes on after .*; send all behaviours",
-        ):
-            ranked(now, [cut(row, size - 1, size)])
-        assert ranked(now, [cut(row, 0, size)])[0] == pytest.approx(
-            ranked(now, [row])[0], abs=1e-5
-        )
-    assert ranked(other, [row])[0] != pytest.approx(want, abs=1e-5)
