@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass
 
 from jobs import cli
+from models.config import pluralize
 from models.places import reach
 from models.tables import UserError
-from models.words import number_of
 from pipelines.data.audit.rules import audit, report
 
 
@@ -41,7 +41,7 @@ def run(config: Config) -> None:
     broken = [rule.name for rule in rules if rule.violations]
     if broken:
         total = sum(rule.violations for rule in rules)
-        found = f"{number_of(total, 'violation')} of {', '.join(broken)}"
+        found = f"{pluralize(total, 'violation')} of {', '.join(broken)}"
         raise UserError(
             f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
             f"--overwrite"

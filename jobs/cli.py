@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 
 from jobs import leave
 from jobs.options import parse
+from models.config import pluralize
 from models.tables import UserError
-from models.words import number_of
 from pipelines.faults import explain, first_line, user_error_in
 from pipelines.training.stop import STOP_REQUEST
 
@@ -120,7 +120,7 @@ def check_cpus(workers: int, each: float, remedy: str) -> None:
         fits := int(here / each) if each else workers
     ):
         raise UserError(
-            f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {workers * each:g} CPUs, {each:g} CPU for "
+            f"{pluralize(workers, 'worker')} need{'s' * (workers == 1)} {workers * each:g} CPUs, {each:g} CPU for "
             f"each; this machine has {here}, room for {fits}; {remedy}, or submit the job to a cluster "
             f"(docs/cluster.md)"
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jobs import cli
-from models.words import number_of
+from models.config import pluralize
 
 if TYPE_CHECKING:
     from pipelines.comparison.rows import Comparison
@@ -90,7 +90,7 @@ def run(config: Config) -> None:
         page.write(content, config.html)
         name = page.log(found[0].selection, content, markdown)
         print(
-            f"{number_of(len(drawn), 'plot')} written to {config.html}, and to MLflow as compare.html of '{name}'"
+            f"{pluralize(len(drawn), 'plot')} written to {config.html}, and to MLflow as compare.html of '{name}'"
         )
     if config.register:
         register_best(found[0], config.register)

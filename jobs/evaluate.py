@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jobs import cli
 from jobs.options import most_derived
-from models.config import check_positive
+from models.config import check_positive, pluralize
 from models.inputs import Inputs
 from models.places import reach
 from models.retrieval.options import RECOMMEND_OPTIONS
 from models.uri import check_writable, write_file
-from models.words import number_of
 
 if TYPE_CHECKING:
     from pipelines.evaluation.ranking import Result
@@ -155,9 +154,9 @@ def asked(result: Result) -> str:
     """How many requests were ranked, and whose they are; where a user's candidates are one request, users alone."""
     from models import registry
 
-    users = number_of(result.users, "user")
+    users = pluralize(result.users, "user")
     by_user = registry.find(result.model).family.eval_unit == "user"
-    return users if by_user else f"{number_of(result.examples, 'request')} of {users}"
+    return users if by_user else f"{pluralize(result.examples, 'request')} of {users}"
 
 
 def run(config: Options) -> Result | None:
@@ -209,7 +208,7 @@ def write_program(config: Options, inputs: Inputs, file: str) -> None:
         f"Exported to {file}: (history, history_length, user) -> (items, scores), top {config.k}."
     )
     print(
-        f"  checked     the same items in the same order as the model for {number_of(requests, 'request')}"
+        f"  checked     the same items in the same order as the model for {pluralize(requests, 'request')}"
     )
     print(
         "  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()"
@@ -243,7 +242,7 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
         else "written"
     )
     if manifest.table == "scores":
-        counted = f"{number_of(manifest.info['candidates'], 'candidate')} of {number_of(manifest.rows, 'request')}"
+        counted = f"{pluralize(manifest.info['candidates'], 'candidate')} of {pluralize(manifest.rows, 'request')}"
         print(
             f"Scores of {manifest.info['model']} on {manifest.info['split']}: {counted} {what}."
         )
@@ -254,7 +253,7 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
         )
         return
     print(
-        f"Recommendations of {manifest.info['model']}: top {config.k} of {number_of(manifest.rows, 'user')} {what}."
+        f"Recommendations of {manifest.info['model']}: top {config.k} of {pluralize(manifest.rows, 'user')} {what}."
     )
     if short := manifest.info.get("users_below_k", 0):
         beams = "beam" in registry.recommend_options(name)
@@ -304,7 +303,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
         )
     if repeats := repeats_of(result):
         print(
-            f"note: {number_of(repeats, 'request')} of {result.examples:,} ask for an item of the history, which "
+            f"note: {pluralize(repeats, 'request')} of {result.examples:,} ask for an item of the history, which "
             f"--unseen leaves out; {FIRST} has the others"
         )
     for line in [
@@ -314,7 +313,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     ]:
         print(line)
     if entry.recommends:
-        left_out = f"{number_of(result.skipped, 'request')} without history left out"
+        left_out = f"{pluralize(result.skipped, 'request')} without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
     place = record(
         result, about, config.tracking_uri, pictures

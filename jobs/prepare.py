@@ -24,10 +24,10 @@ from pyarrow import fs
 
 from jobs import cli
 from jobs.options import Given, check_whole, read
+from models.config import pluralize
 from models.places import reach
 from models.tables import UserError, open_uri
 from models.uri import write_file
-from models.words import number_of
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
@@ -113,8 +113,8 @@ def run(given: Given) -> dict[str, object]:
     first = ", ".join(f"{rows:,} {name}" for name, rows in without.items())
     left_out = f"no history, such as each user's first request: {first}; models neither train on them nor rank them\n"
     print(
-        f"\n{number_of(statistics['users'], 'user')}, {number_of(statistics['items'], 'item')}, "
-        f"{number_of(statistics['interactions'], 'interaction')}; "
+        f"\n{pluralize(statistics['users'], 'user')}, {pluralize(statistics['items'], 'item')}, "
+        f"{pluralize(statistics['interactions'], 'interaction')}; "
         f"{sparsity}mean length {statistics['mean_length']:.2f}; {unit}: {per_split}\n"
         f"{left_out if KINDS[settings.kind].needs_history and any(without.values()) else ''}"
         f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "

@@ -32,11 +32,10 @@ from typing import Any, Literal, NoReturn
 
 from jobs import cli, simulate
 from models import registry
-from models.config import check_positive
+from models.config import check_positive, pluralize
 from models.places import reach
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import check_encoder
-from models.words import number_of
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
 from pipelines.data.suggest import suggest
@@ -367,7 +366,7 @@ def refuse_doubts(config: Config, name: str, doubts: list[str]) -> NoReturn:
     }
     again = cli.line("jobs.quickstart", **{**given, "source": file})
     raise UserError(
-        f"{number_of(len(doubts), 'line')} of the mapping of {config.data} could be "
+        f"{pluralize(len(doubts), 'line')} of the mapping of {config.data} could be "
         f"others, and decide what is trained; write it with `{write}`, correct these "
         f"lines, and run `{again}`"
     )

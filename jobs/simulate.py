@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jobs import cli
 from jobs.options import most_derived
-from models.words import number_of
+from models.config import pluralize
 from pipelines.data.kind import Kind
 from pipelines.data.kinds import KINDS
 from pipelines.data.simulation import Settings, is_simulated
@@ -73,7 +73,7 @@ def run(config: Any) -> None:
     """Writes the log, unless the folder holds it already."""
     kind, settings = SIMULATED[config.kind], config.settings()
     size = (
-        f"{config.events:,} {settings.unit} of {number_of(config.users, 'user')} on {number_of(config.items, 'item')}, "
+        f"{config.events:,} {settings.unit} of {pluralize(config.users, 'user')} on {pluralize(config.items, 'item')}, "
         f"seed {config.seed}{settings.describe()}"
     )
     if is_simulated(config.output, settings, config.kind):

@@ -19,12 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli
-from models.config import naming
+from models.config import naming, pluralize
 from models.inputs import Inputs
 from models.places import reach
 from models.tables import UserError
 from models.uri import check_writable
-from models.words import number_of
 from pipelines.training.ray_options import FEWER, RayOptions
 from tuning.options import Options
 
@@ -186,7 +185,7 @@ def run(config: Config) -> Swept | None:
     if len(ranked) > 20:
         print(f"           and {len(ranked) - 20} more in trials.json")
     print(
-        f"Swept {number_of(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s."
+        f"Swept {pluralize(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s."
     )
     incomplete = " (of an incomplete grid)" if swept.failed else ""
     print(
@@ -202,7 +201,7 @@ def run(config: Config) -> Swept | None:
     print(f"  next        {compare}")
     if failed := swept.failed:
         raise UserError(
-            f"{len(failed)} of {number_of(len(trials), 'trial')} failed ({failed[0].name}: {failed[0].error}), so the "
+            f"{len(failed)} of {pluralize(len(trials), 'trial')} failed ({failed[0].name}: {failed[0].error}), so the "
             f"best is of an incomplete grid; mend what failed, then the same line does only that"
         )
     return swept
@@ -221,7 +220,7 @@ def show(grid: Grid, trials: list[Trial]) -> None:
             f"  {trial.name}  "
             + "  ".join(f"{key} {value}" for key, value in trial.point.items())
         )
-    size = number_of(len(grid.all_points()), "point")
+    size = pluralize(len(grid.all_points()), "point")
     print(
         f"{len(trials)} of {size}; metric {grid.metric}; scheduler {grid.scheduler.name}"
     )

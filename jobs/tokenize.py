@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jobs import cli
+from models.config import pluralize
 from models.places import reach
 from models.retrieval.tokenizers.psid import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
@@ -20,7 +21,6 @@ from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import Manifest, join
 from models.text_encoder import check_encoder
 from models.uri import check_writable
-from models.words import number_of
 from pipelines.data.sids.embed import EmbedConfig, embed_origin
 from pipelines.data.sids.extend import Embedder, drift_lines, extend
 from pipelines.data.sids.own_embeddings import SUFFIXES, read_own
@@ -104,7 +104,7 @@ def summary(sids: Manifest, trie: Manifest) -> list[str]:
     info: dict[str, Any] = sids.info
     sizes = info["codebook_sizes"]
     lines = [
-        f"{number_of(sids.rows, 'item')}, {number_of(len(sizes), 'code')} each, codebooks {sizes}"
+        f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, codebooks {sizes}"
     ]
     errors = [
         f"{label} {info[name]:.4f}" for name, label in ERRORS.items() if name in info
@@ -113,13 +113,13 @@ def summary(sids: Manifest, trie: Manifest) -> list[str]:
         lines.append(f"share of variance not explained: {', '.join(errors)}")
     if "relaxed_items" in info:
         lines.append(
-            f"{number_of(info['relaxed_items'], 'item')} relaxed; collision rate {info['collision_rate_before']:.4f} "
+            f"{pluralize(info['relaxed_items'], 'item')} relaxed; collision rate {info['collision_rate_before']:.4f} "
             f"before, 0 after"
         )
     else:
         lines.append(
             f"collision rate {info['collision_rate']:.4f} before the conflict code: {info['distinct']} distinct, "
-            f"{number_of(info['duplicates'], 'duplicate')}, largest group {info['largest_group']}"
+            f"{pluralize(info['duplicates'], 'duplicate')}, largest group {info['largest_group']}"
         )
     for level, measures in enumerate(info["levels"]):
         lines.append(

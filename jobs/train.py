@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from jobs.options import read
+from models.config import pluralize
 from models.fit_config import FitConfig
 from models.inputs import Inputs
 from models.places import reach
 from models.tables import UserError, join, read_manifest
 from models.uri import check_writable
-from models.words import number_of
 from pipelines.training.ray_options import FEWER, RayOptions
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def run(config: Config) -> Any:
         )
     else:
         print(
-            f"Trained {best.name} for {number_of(trained.epochs, 'epoch')} in {trained.seconds:.0f} s."
+            f"Trained {best.name} for {pluralize(trained.epochs, 'epoch')} in {trained.seconds:.0f} s."
         )
         popularity = (
             popularity_of(config, best)

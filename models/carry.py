@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoint import WEIGHTS, Checkpoint, check_finite, local, whole
+from models.config import pluralize
 from models.tables import UserError
-from models.words import number_of
 
 Names = Sequence[Sequence[str] | None]
 
@@ -77,11 +77,11 @@ def carry(
             before, now = names[name]
             weights = by_name(weights, before, now)
             if new := len(set(now) - set(before)):
-                notes.append(f"{number_of(new, 'new value')} in {name}")
+                notes.append(f"{pluralize(new, 'new value')} in {name}")
         elif (
             target is not None and weights.ndim and len(weights) < len(target) == items
         ):
-            notes.append(f"{number_of(items - len(weights), 'new item')} in {name}")
+            notes.append(f"{pluralize(items - len(weights), 'new item')} in {name}")
             weights = longer(
                 weights,
                 items,

@@ -46,6 +46,16 @@ def hint(word: str, known: Iterable[str], none: str = "there is none") -> str:
     return f"the nearest is '{nearest(word, known)}'" if known else none
 
 
+def pluralize(count: int, noun: str) -> str:
+    """Return `count` with its noun, as `1 row`, `2,000 rows`, `0 queries` or `2 searches`."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{count:,} {noun[:-1]}ies"
+    ending = "es" if noun.endswith(("rch", "tch")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 def naming(config: type, *what: str) -> set[str]:
     """Options of a config dataclass that name a place: a `checkpoint`, a `folder`, or an `encoder`, which is a folder
     or a name of the model hub. Their fields declare it: `metadata={"names": "checkpoint"}`."""

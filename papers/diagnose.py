@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from jobs import cli
+from models.config import pluralize
 from models.fit import to_device
 from models.places import reach
 from models.retrieval.backbones.t5 import T5Backbone
@@ -32,7 +33,6 @@ from models.retrieval.search.topk import select
 from models.retrieval.search.trie import Trie
 from models.tables import UserError, join, open_uri
 from models.uri import absolute, write_file
-from models.words import number_of
 from papers.loaded import Options, load
 from pipelines.figures import COLOURS, new_figure, png, say_axes
 
@@ -217,7 +217,7 @@ def run(config: Config) -> dict[str, Any]:
         "beam": beam,
         "lost_without_trie": torch.cat(lost).mean(0).tolist(),
     }
-    print(f"{loaded.name} on {number_of(len(chosen), 'request')} of {config.split}")
+    print(f"{loaded.name} on {pluralize(len(chosen), 'request')} of {config.split}")
     if plain:
         found["attention"] = shares(attention)
         for key, what in (("first", "the first"), ("last", "the last")):

@@ -25,8 +25,8 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from jobs import cli
+from models.config import pluralize
 from models.tables import UserError
-from models.words import number_of
 from pipelines import tracking
 from pipelines.comparison.over_users import evaluated
 from pipelines.comparison.page import write
@@ -93,7 +93,7 @@ def run(config: Config) -> None:
         "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines),
         config.output,
     )
-    print(f"{number_of(len(lines), 'run')} written to {config.output}")
+    print(f"{pluralize(len(lines), 'run')} written to {config.output}")
 
 
 def line_of(selection: Selection, run: Any) -> Line:

@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 
+from models.config import pluralize
 from models.tables import UserError
-from models.words import number_of
 from pipelines.ray_inside import has_autoscaler
 
 SHARED = "TRIELINE_SHARED"
@@ -71,8 +71,8 @@ def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
     there = ", ".join(
         describe_resource(kind, amount, "s") for kind, amount in total.items()
     )
-    has = f"the cluster has {there} on {number_of(len(nodes), 'node')}, room for {fits}"
-    who = f"{number_of(workers, 'worker')} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
+    has = f"the cluster has {there} on {pluralize(len(nodes), 'node')}, room for {fits}"
+    who = f"{pluralize(workers, 'worker')} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
     if not has_autoscaler():
         raise UserError(
             f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes"

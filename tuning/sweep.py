@@ -40,12 +40,11 @@ from ray.tune.search import BasicVariantGenerator
 
 from models import checkpoint, registry
 from models.checkpoint import BEST
-from models.config import hint
+from models.config import hint, pluralize
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError, join, open_uri
 from models.uri import absolute, write_file
-from models.words import number_of
 from pipelines import cluster, tracking
 from pipelines.evaluation.ranking import check as check_evaluation
 from pipelines.ray_inside import has_autoscaler
@@ -251,7 +250,7 @@ def sweep(
         ledger, results = Ledger(plan, len(trials) - len(pending), say), None
         try:
             say(
-                f"{number_of(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
+                f"{pluralize(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
                 f"{grid.metric}"
             )
             if pending:

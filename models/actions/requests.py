@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,15 +29,16 @@ from models.actions.data import ActionsExamples
 from models.config import hint
 from models.inputs import Inputs
 from models.item_ids import item_id
-from models.latest import TEXTS, Latest
 from models.own_features import CATEGORY, NUMBER
 from models.requests import Columns, Request, Requests, Row, bundled
 from models.shares import joined
 from models.tables import Manifest, UserError, join, read_manifest
 from models.text_encoder import (
+    MAX_CACHED_TEXTS,
     Floats,
     TextEncoder,
     TfidfEncoder,
+    encode_cached,
     text_columns,
     texts_of,
 )
@@ -97,7 +99,7 @@ class NewItems:
         )
         self.width = catalogue.text.shape[1] if catalogue.text.numel() else 0
         self.names = list(dict.fromkeys(map(name_of, columns)))
-        self.kept: Latest[Floats] = Latest(TEXTS)
+        self.cache: LRUCache[str, Floats] = LRUCache(MAX_CACHED_TEXTS)
 
     def named(self, posts: Sequence[Post]) -> dict[str, Post]:
         """The posts by their id; UserError for one without, twice, or with what the model does not read."""
@@ -165,12 +167,7 @@ class NewItems:
                 stacklevel=2,
             )
             return np.zeros((len(texts), self.width), np.float32)
-        encoder = self.encoder
-        found = self.kept.of(
-            texts,
-            lambda missing: dict(zip(missing, encoder.encode(missing), strict=True)),
-        )
-        return np.stack(found).astype(np.float32)
+        return encode_cached(self.cache, texts, self.encoder.encode).astype(np.float32)
 
 
 class ActionsRequests(Requests):

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.config import pluralize
 from models.fit import to_device
 from models.locks import LOCK, locked
 from models.retrieval.data import PAD, Catalogue, Examples
@@ -47,7 +48,6 @@ from models.tables import (
     read_parquet,
     write_part,
 )
-from models.words import number_of
 
 SCHEMA = pa.schema(
     [
@@ -184,7 +184,7 @@ def precompute(
         known[query.name], manifest = _open(uri, query, parts)
         size = sum(part.bytes for part in manifest.files) / 2**20
         what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
-        count = number_of(manifest.rows, "request")
+        count = pluralize(manifest.rows, "request")
         lines.append(
             f"teacher cache: {query.name} states of {count}, {size:,.1f} MiB at half precision, {what}: {uri}"
         )

@@ -20,17 +20,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.latest import TEXTS, Latest
 from models.own_features import OwnFeatures
 from models.requests import Columns, Request, Requests, Row
 from models.search.counts import HOURS, Counts, hours
 from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
 from models.shares import find_in, joined
 from models.tables import UserError, read_manifest, read_table
-from models.text_encoder import Floats, TextEncoder, TfidfEncoder
+from models.text_encoder import (
+    MAX_CACHED_TEXTS,
+    Floats,
+    TextEncoder,
+    TfidfEncoder,
+    encode_cached,
+)
 
 ALONE = -1
 """Stands for the item of a query alone."""
@@ -50,7 +56,7 @@ class RequestText:
         without which there is no text but the catalogue's."""
         self.catalogue, self.encoder, self.documents = catalogue, encoder, documents
         self.number = {query: number for number, query in enumerate(queries)}
-        self.kept: Latest[Floats] = Latest(TEXTS)
+        self.cache: LRUCache[tuple[int, str], Floats] = LRUCache(MAX_CACHED_TEXTS)
 
     def has(self, query: str) -> bool:
         """Whether there is text of the query."""
@@ -104,21 +110,24 @@ class RequestText:
         )
 
     def vectors(self, texts: list[tuple[int, str]]) -> Tensor:
-        """(n, W) of queries alone, or (n, W or 2 W) of pairs: encoded once, while they are kept."""
+        """Return the vectors (n, W) of queries alone, or (n, W or 2 W) of pairs, from the cache or encoded."""
 
-        def encode(missing: list[tuple[int, str]]) -> dict[tuple[int, str], Floats]:
-            assert self.encoder is not None, "asked for where there is one"
-            missing.sort(
-                key=lambda text: -len(text[1]) - len(self.documents[text[0]])
-            )  # batches of like length
-            queries, alone = [query for _, query in missing], missing[0][0] == ALONE
+        def encode(missing: list[tuple[int, str]]) -> Floats:
+            assert self.encoder is not None, "texts are encoded only with an encoder"
+            alone = missing[0][0] == ALONE
+            queries = [query for _, query in missing]
             documents = None if alone else [self.documents[item] for item, _ in missing]
-            made = self.encoder.encode(
-                queries, documents, not alone and self.catalogue.joint is not None
-            )
-            return dict(zip(missing, made, strict=True))
+            joint = not alone and self.catalogue.joint is not None
+            return self.encoder.encode(queries, documents, joint)
 
-        return torch.from_numpy(np.stack(self.kept.of(texts, encode)))
+        # batches of texts of similar length need little padding
+        by_length = sorted(
+            dict.fromkeys(texts),
+            key=lambda text: -len(text[1]) - len(self.documents[text[0]]),
+        )
+        place = {text: number for number, text in enumerate(by_length)}
+        vectors = encode_cached(self.cache, by_length, encode)
+        return torch.from_numpy(vectors[[place[text] for text in texts]])
 
 
 class SearchRequests(Requests):

@@ -15,8 +15,8 @@ from typing import Any
 
 from mlflow import MlflowClient
 
+from models.config import pluralize
 from models.tables import UserError
-from models.words import number_of
 from pipelines import tracking
 from pipelines.tracking import unknown
 
@@ -104,7 +104,7 @@ def select(
         names = ", ".join(run.info.run_name for run in found)
         return Selection(
             uri,
-            names if len(found) < 4 else f"{homes}: {number_of(len(found), 'run')}",
+            names if len(found) < 4 else f"{homes}: {pluralize(len(found), 'run')}",
             found,
             chosen,
         )
@@ -185,7 +185,7 @@ def without_trials(
             )
             name = named[parent].info.run_name
             notes.append(
-                f"{name}: of its {number_of(all_of[parent], 'trial')} {what}; all of them: --sweep {name}"
+                f"{name}: of its {pluralize(all_of[parent], 'trial')} {what}; all of them: --sweep {name}"
             )
     return kept, notes
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from scipy.stats import t as student_t
 
-from models.words import number_of
+from models.config import pluralize
 from pipelines.comparison.over_users import over_users_tables
 from pipelines.comparison.rows import FRESH, Comparison, Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
@@ -121,7 +121,7 @@ def runs_table(comparison: Comparison) -> Table:
             notes.append(f"{row.name}: {shown}")
         if unfinished := sum(not run.finished for run in row.runs):
             notes.append(
-                f"{row.name}: {unfinished} of {number_of(len(row.runs), 'run')} not finished"
+                f"{row.name}: {unfinished} of {pluralize(len(row.runs), 'run')} not finished"
             )
     return Table(
         comparison.selection.title, header, cells, notes + comparison.selection.notes

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import fs
 
+from models.config import pluralize
 from models.tables import (
     Manifest,
     UserError,
@@ -31,7 +32,6 @@ from models.tables import (
     writing,
 )
 from models.uri import write_file
-from models.words import number_of
 from pipelines.data.catalogue import (
     core_items,
     described_items,
@@ -241,7 +241,7 @@ def _append_events(run: Run, before: Manifest) -> Manifest:
     )
     if not new:
         run.say(
-            f"events: up to date, {number_of(before.rows, 'row')}; all files were there before"
+            f"events: up to date, {pluralize(before.rows, 'row')}; all files were there before"
         )
         return before
     return _ingest_events(run, new, settings, {**said["stamps"], **stamps}, before)
@@ -263,7 +263,7 @@ def _ingest_events(
     user_files, keep = source.user_files(run.input), config.duplicates == "keep"
     said: dict[str, Any] = before.info if before else {}
     run.say(
-        f"events: reading {number_of(len(files), 'file')} into {number_of(partitions, 'partition')}"
+        f"events: reading {pluralize(len(files), 'file')} into {pluralize(partitions, 'partition')}"
     )
     begin = time.perf_counter()
     with run.writing("events", "rejects"):
@@ -332,8 +332,8 @@ def _ingest_events(
         told = {"rows": rejects, "stamps": stamps, "old_files": len(old)}
         run.commit("rejects", REJECTS, [*old, *result.rejects], settings, inputs, told)
     run.say(
-        f"events: {number_of(events.rows, 'row')} of {number_of(run.surveyed.users, 'user')}, each in one part "
-        f"({number_of(result.duplicates, 'duplicate')} {DONE_WITH[config.duplicates]}, {number_of(rejects, 'reject')}) "
+        f"events: {pluralize(events.rows, 'row')} of {pluralize(run.surveyed.users, 'user')}, each in one part "
+        f"({pluralize(result.duplicates, 'duplicate')} {DONE_WITH[config.duplicates]}, {pluralize(rejects, 'reject')}) "
         f"in {time.perf_counter() - begin:.1f} s"
     )
     return events

@@ -15,8 +15,8 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from models.config import pluralize
 from models.tables import UserError
-from models.words import number_of
 from pipelines.data.log import Log
 from pipelines.data.rows import Block, Rejected, check_missing, common
 from pipelines.data.times import EPOCH
@@ -154,11 +154,11 @@ def lines(found: list[Preview]) -> list[str]:
     said: list[str] = []
     for seen in found:
         of = (
-            f"{len(seen.begun)} of {number_of(len(seen.files), 'file')}"
+            f"{len(seen.begun)} of {pluralize(len(seen.files), 'file')}"
             if len(seen.files) > 1
             else "the only file"
         )
-        read = f"{number_of(seen.rejected.rows_read, 'row')} read"
+        read = f"{pluralize(seen.rejected.rows_read, 'row')} read"
         if not seen.is_whole:
             read = f"the first {read}, and not yet the rest"
         said.append(

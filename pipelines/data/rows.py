@@ -15,9 +15,9 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
+from models.config import pluralize
 from models.item_ids import ODD, clean_id
 from models.tables import LARGEST_NUMBER, UserError
-from models.words import number_of
 from pipelines.data.read import LONGEST_QUOTE, ROW, Broken, FilePart, roots
 from pipelines.data.schemas import REJECTS
 from pipelines.data.times import Time, moments, reject_future, suggest_unit
@@ -87,7 +87,7 @@ class Rejected:
     def lines(self) -> Iterator[str]:
         """A line for each reason."""
         for reason, rows in self.reasons.most_common():
-            yield f"{number_of(rows, 'row')}, {reason}; such as {self.examples[reason]}"
+            yield f"{pluralize(rows, 'row')}, {reason}; such as {self.examples[reason]}"
 
     def check(self, max_rejects: float, of: str = "", least: float = 0.0) -> None:
         """UserError where more than a share `max_rejects`, and `least`, of the rows break the schema. of: which rows"""

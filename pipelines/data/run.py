@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
+from models.config import pluralize
 from models.tables import (
     MANIFEST,
     Manifest,
@@ -30,7 +31,6 @@ from models.tables import (
     switch,
     up_to_date,
 )
-from models.words import number_of
 from pipelines.data.engine import Engine, Shared
 from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
@@ -108,7 +108,7 @@ class Run:
         part_uris(
             uri, manifest
         )  # a part that is gone or cut short is an error that names it
-        self.say(f"{name}: up to date, {number_of(manifest.rows, 'row')}")
+        self.say(f"{name}: up to date, {pluralize(manifest.rows, 'row')}")
         return manifest
 
     def before(self, name: str) -> Manifest | None:
@@ -280,7 +280,7 @@ def gather_parts(
         total.update(count)
         for name, value in largest.items():
             total[name] = value
-        progress(f"part {done} of {parts} built, {number_of(total['users'], 'user')}")
+        progress(f"part {done} of {parts} built, {pluralize(total['users'], 'user')}")
     return (
         [part for part, _ in written if part is not None],
         total,

@@ -79,6 +79,7 @@ REQUIREMENTS = [
     "torch",
     "numpy",
     "pandas",
+    "cachetools",
     "pyarrow",
     "safetensors",
     "transformers",

@@ -18,6 +18,7 @@ import mlflow
 import numpy as np
 import pandas as pd
 import torch
+from cachetools import LRUCache
 from mlflow.pyfunc import PythonModel
 
 if (
@@ -27,15 +28,14 @@ if (
 
 from models import checkpoint, registry
 from models.fit import to_device
-from models.latest import Latest
 from models.requests import Row, bundled
 from models.retrieval.recommend import allow
 from models.retrieval.requests import EVERY
 from models.setup import load_catalogue
 from models.tables import UserError
 
-SETS = 64
-"""Sets of allowed items that are kept, those asked for last."""
+MAX_CACHED_SETS = 64
+"""Sets of allowed items whose masks are cached, the least recently used are dropped."""
 
 MOST = 10_000
 """Items of an answer at most: what is ranked for more takes the memory of all who ask."""
@@ -57,8 +57,8 @@ class Ranker(PythonModel):
         )
         self.model.to(self.device)
         self.warned = False
-        self.sets: Latest[torch.Tensor] = Latest(SETS)
-        self.lock = Lock()  # of these sets
+        self.allowed_masks: LRUCache[bytes, torch.Tensor] = LRUCache(MAX_CACHED_SETS)
+        self.lock = Lock()  # guards allowed_masks
 
     def predict(
         self,
@@ -116,18 +116,15 @@ class Ranker(PythonModel):
         return pd.DataFrame(found, columns=["item_id", "score", "unknown_items"])
 
     def allowed(self, ids: list[str]) -> torch.Tensor | None:
-        """What `recommend` takes for a set of items, kept for the next requests with it; None for all items."""
+        """Return the `allowed` of `recommend` for a set of item ids, cached; None where all items are allowed."""
         if ids == EVERY:
             return None
         key = hashlib.sha256(json.dumps([*map(str, ids)]).encode()).digest()
         with self.lock:
-            (found,) = self.sets.of(
-                [key],
-                lambda _: {
-                    key: allow(self.model, self.requests.allowed(ids).to(self.device))
-                },
-            )
-        return found
+            if key not in self.allowed_masks:
+                items = self.requests.allowed(ids).to(self.device)
+                self.allowed_masks[key] = allow(self.model, items)
+            return self.allowed_masks[key]
 
 
 mlflow.models.set_model(Ranker())

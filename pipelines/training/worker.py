@@ -24,6 +24,7 @@ from ray.train.torch import get_device
 
 from models import checkpoint
 from models.checkpoint import Checkpoint
+from models.config import pluralize
 from models.fit import (
     CONTINUE,
     SAVE,
@@ -41,7 +42,6 @@ from models.fit import (
 )
 from models.inputs import Inputs
 from models.setup import Setup, set_up
-from models.words import number_of
 from pipelines import tracking
 from pipelines.training.stop import STOP_REQUEST
 
@@ -259,13 +259,13 @@ def perform(task: Task, place: WorkerContext) -> None:
     if place.rank == 0:
         parameters = sum(p.numel() for p in setup.model.parameters())
         place.say(
-            f"{number_of(place.world, 'worker')} on {place.device.type}, "
-            f"{number_of(torch.get_num_threads(), 'thread')} each; "
-            f"{number_of(parameters, 'parameter')}"
+            f"{pluralize(place.world, 'worker')} on {place.device.type}, "
+            f"{pluralize(torch.get_num_threads(), 'thread')} each; "
+            f"{pluralize(parameters, 'parameter')}"
         )
         train, val = setup.train.examples.requests, setup.val.requests
         requests = f"{train:,} training and {val:,} validation {setup.val.counted} here"
-        place.say(f"{requests}, {number_of(setup.train.steps(0), 'step')} per epoch")
+        place.say(f"{requests}, {pluralize(setup.train.steps(0), 'step')} per epoch")
         for note in setup.notes:
             place.say(note)
         parts = setup.entry.family.parts(setup.model)

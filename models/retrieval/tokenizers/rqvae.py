@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import check_least
+from models.config import check_least, pluralize
 from models.retrieval.tokenizers.rqkmeans import (
     ROWS,
     Progress,
@@ -34,7 +34,6 @@ from models.retrieval.tokenizers.rqkmeans import (
     nearest,
     unexplained_variance,
 )
-from models.words import number_of
 
 ITERATIONS = 50
 """Sinkhorn's iterations."""
@@ -235,7 +234,7 @@ def fit(
             yield Progress(
                 epoch - 1,
                 config.epochs,
-                f"{number_of(number + 1, 'step')} of epoch {epoch}",
+                f"{pluralize(number + 1, 'step')} of epoch {epoch}",
                 within=True,
             )
         # no restart at the very end: a moved code needs some epochs to settle

@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from models.config import pluralize
 from models.tables import Manifest, Part, UserError, part_uris, write_part
-from models.words import number_of
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
 from pipelines.data.as_of import (
@@ -526,9 +526,9 @@ def make_actions(
             build_write_s=seconds,
         )
     run.say(
-        f"sequences: {number_of(sequences.rows, 'user')}, {number_of(len(info['tasks']), 'task')}, "
-        f"{number_of(len(info['actions']), 'action')} and {number_of(len(info['features']), 'feature')} in "
-        f"{time.perf_counter() - begin:.1f} s; {number_of(count['outside'], 'event')} outside the "
+        f"sequences: {pluralize(sequences.rows, 'user')}, {pluralize(len(info['tasks']), 'task')}, "
+        f"{pluralize(len(info['actions']), 'action')} and {pluralize(len(info['features']), 'feature')} in "
+        f"{time.perf_counter() - begin:.1f} s; {pluralize(count['outside'], 'event')} outside the "
         f"catalogue left out, {count['tied_rows']:,} share their millisecond with the one before"
     )
     for name in NAMES[1:]:

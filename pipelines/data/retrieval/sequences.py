@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from models.config import pluralize
 from models.tables import Manifest, Part, UserError, part_uris, write_part
-from models.words import number_of
 from pipelines.data.catalogue import surviving_rows
 from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import sequences_schema
@@ -281,6 +281,6 @@ def make_retrieval(
             "sequences", schema, parts, settings, inputs, info, build_write_s=seconds
         )
     run.say(
-        f"sequences: {number_of(sequences.rows, 'user')} in {time.perf_counter() - begin:.1f} s"
+        f"sequences: {pluralize(sequences.rows, 'user')} in {time.perf_counter() - begin:.1f} s"
     )
     return sequences

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from models.config import pluralize
 from models.tables import (
     Manifest,
     Part,
@@ -27,7 +28,6 @@ from models.tables import (
     up_to_date,
     write_part,
 )
-from models.words import number_of
 from pipelines.data.counts import UNSEEN, Columns, export_counts, to_piece
 from pipelines.data.run import Run
 from pipelines.data.schemas import counts_schema
@@ -187,7 +187,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             count_write_s=seconds,
         )
     run.say(
-        f"counts: {number_of(count['item'], 'item')}, {number_of(count['query'], 'query')} and "
-        f"{number_of(count['pair'], 'pair')} as of {said} in "
+        f"counts: {pluralize(count['item'], 'item')}, {pluralize(count['query'], 'query')} and "
+        f"{pluralize(count['pair'], 'pair')} as of {said} in "
         f"{time.perf_counter() - begin:.1f} s: {uri}"
     )

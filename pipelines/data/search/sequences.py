@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from models.config import pluralize
 from models.tables import Manifest, Part, UserError, part_uris, write_part
-from models.words import number_of
 from pipelines.data.as_of import (
     AsOfTable,
     as_of_schema,
@@ -533,8 +533,8 @@ def say_search(
     run.say(
         f"sequences: {sequences.rows:,} users, {requests:,} requests with {candidates:,} candidates and "
         f"{len(rules.features) + len(rules.own)} features in {seconds:.1f} s; left out: "
-        f"{number_of(info['requests_outside'], 'request')} and {number_of(info['candidates_outside'], 'candidate')} "
-        f"outside the catalogue, {number_of(info['requests_truncated'], 'request')} older than the kept behaviours; "
+        f"{pluralize(info['requests_outside'], 'request')} and {pluralize(info['candidates_outside'], 'candidate')} "
+        f"outside the catalogue, {pluralize(info['requests_truncated'], 'request')} older than the kept behaviours; "
         f"{one_class:,} requests have one class only"
     )
     if without := info["requests_without_query"]:

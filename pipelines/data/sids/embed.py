@@ -22,7 +22,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from models.config import check_choices, check_least
+from models.config import check_choices, check_least, pluralize
 from models.tables import (
     Manifest,
     Part,
@@ -44,7 +44,6 @@ from models.text_encoder import (
     text_columns,
     texts_of,
 )
-from models.words import number_of
 from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
@@ -214,7 +213,7 @@ def in_actors(
     remedy = "lower --embed.memory_gb or give --embed.use_gpu false"
     cluster.check_room(1, each, remedy)
     workers = min(len(blocks), config.workers or default_workers(each, len(blocks)))
-    say(f"{number_of(workers, 'encoder actor')} on {'GPU' if use_gpu else 'CPU'}")
+    say(f"{pluralize(workers, 'encoder actor')} on {'GPU' if use_gpu else 'CPU'}")
     with warnings.catch_warnings(), cpp_silenced():
         # Ray deprecates keywords without a parameter of `map_batches`, and has none for restarts
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")

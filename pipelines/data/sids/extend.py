@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from models.config import pluralize
 from models.retrieval.tokenizers import psid
 from models.retrieval.tokenizers.codes import (
     branching,
@@ -39,7 +40,6 @@ from models.tables import (
     writing,
 )
 from models.uri import absolute
-from models.words import number_of
 from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.embed import (
     EmbedConfig,
@@ -109,7 +109,7 @@ def extend_embeddings(
         read_table(items_uri, "items"),
     )
     fitted = old.info.get("fitted_items", old.rows)
-    say(f"{number_of(len(items) - known, 'new item')} beside {known:,}")
+    say(f"{pluralize(len(items) - known, 'new item')} beside {known:,}")
     whole, counts = (
         by.own is not None or by.encoder == "tfidf",
         {},
@@ -144,7 +144,7 @@ def extend_embeddings(
             changed &= ~late
             if late.any():
                 say(
-                    f"note: {number_of(int(late.sum()), 'old item')} without a row till now; codes stay"
+                    f"note: {pluralize(int(late.sum()), 'old item')} without a row till now; codes stay"
                 )
         if np.any(changed):
             made = (
@@ -208,7 +208,7 @@ def drift(
 def drift_lines(measured: dict[str, Any]) -> list[str]:
     """What is said of drift, with the advice to train codebooks anew where it is large."""
     lines = [
-        f"{number_of(measured['new_items'], 'item')} since the codebooks were trained: variance not explained "
+        f"{pluralize(measured['new_items'], 'item')} since the codebooks were trained: variance not explained "
         f"{measured['error_new']:.4f} (old items {measured['error_old']:.4f}), collision rate "
         f"{measured['collision_rate_new']:.4f} ({measured['collision_rate_old']:.4f}), "
         f"{measured['relaxed_new']:,} without their nearest codes"

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from models.config import pluralize
 from models.item_ids import clean_id
 from models.tables import LARGEST_NUMBER, UserError, open_uri
-from models.words import number_of
 
 SUFFIXES = (".parquet", ".npy")
 
@@ -46,11 +46,11 @@ class OwnEmbeddings:
             )
         if found < len(items):
             say(
-                f"note: {len(items) - found:,} of {number_of(len(items), 'item')} have no row in {self.uri}: zeros"
+                f"note: {len(items) - found:,} of {pluralize(len(items), 'item')} have no row in {self.uri}: zeros"
             )
         if found < len(self.ids):
             say(
-                f"note: {len(self.ids) - found:,} of {number_of(len(self.ids), 'id')} of {self.uri} are no items"
+                f"note: {len(self.ids) - found:,} of {pluralize(len(self.ids), 'id')} of {self.uri} are no items"
             )
         return np.where(rows[:, None] >= 0, self.vectors[rows], np.float32(0))
 
@@ -77,7 +77,7 @@ def read_own(uri: str, id: str) -> OwnEmbeddings:
         ids, vectors = read_columns(uri, content, id)
     if len(ids) != len(vectors):
         raise UserError(
-            f"{id} has {number_of(len(ids), 'line')} and {uri} {number_of(len(vectors), 'row')}; give one each"
+            f"{id} has {pluralize(len(ids), 'line')} and {uri} {pluralize(len(vectors), 'row')}; give one each"
         )
     if not vectors.size:
         raise UserError(

@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 
+from models.config import pluralize
 from models.tables import (
     Manifest,
     Part,
@@ -44,7 +45,6 @@ from models.tables import (
 )
 from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from models.uri import absolute
-from models.words import number_of
 from pipelines.data.engine import Engine
 from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import TOKENS, embeddings_schema
@@ -375,7 +375,7 @@ class _Encoding:
             for low in range(0, len(keys), size)
         ]
         texts = {"items": items, "queries": queries, "encoder": fitted or self.encoder}
-        self.say(f"pairs: {len(keys):,} distinct in {number_of(len(blocks), 'part')}")
+        self.say(f"pairs: {len(keys):,} distinct in {pluralize(len(blocks), 'part')}")
         given = (
             {name: ray.put(value) for name, value in texts.items()},
             self.config,

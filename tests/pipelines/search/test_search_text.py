@@ -387,7 +387,7 @@ def test_a_served_model_encodes_what_training_has_not_seen(
         warnings.simplefilter("error")
         want = model.predict(None, given)
         held = model.requests.text
-        assert not len(held.kept)
+        assert not len(held.cache)
         # without the query, and then without anything that was encoded before
         del held.number[queries[asked["query_index"]]]
         for _ in range(2):
@@ -399,7 +399,7 @@ def test_a_served_model_encodes_what_training_has_not_seen(
                 held.catalogue.of_pairs(np.zeros(0, np.int64)),
                 {},
             )
-        encoded, held.encoder = len(held.kept), None
+        encoded, held.encoder = len(held.cache), None
         with pytest.warns(UserWarning, match="1 of 3 queries|3 of 3 queries"):
             assert (
                 model.predict(None, given)["score"].tolist() != want["score"].tolist()
