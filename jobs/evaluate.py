@@ -3,10 +3,9 @@
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
 Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
-candidates; writes them beside the checkpoint and into the MLflow run of the training. --importance true adds what a
-model that ranks candidates makes of each of its inputs. With --batch_inference FOLDER it writes the top K items of all
-users to a table instead (of the items in --allowed FILE alone), or the scores of all candidates of the split; with
---export FILE.pt2 a student as one program.
+candidates; writes them beside the checkpoint and into the MLflow run of the training. With --batch_inference FOLDER it
+writes the top K items of all users to a table instead (of the items in --allowed FILE alone), or the scores of all
+candidates of the split; with --export FILE.pt2 a student as one program.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from models.config import check_positive, pluralize
 from models.inputs import Inputs
 from models.places import reach
 from models.retrieval.options import RECOMMEND_OPTIONS
-from models.uri import check_writable, write_file
+from models.uri import check_writable
 
 if TYPE_CHECKING:
     from pipelines.evaluation.ranking import Result
@@ -56,9 +55,6 @@ class Options:
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
     k: int = 20
     """Items per user of --export and, of a model that ranks the catalogue, --batch_inference."""
-    importance: bool = False
-    """Models that rank candidates: also measure what is lost where history, text or a group of features comes from
-    another request (`pipelines/evaluation/importance.py`)."""
     batch_size: int = 256
     """Requests per batch."""
     shards: int = 1
@@ -73,10 +69,6 @@ class Options:
 
     def __post_init__(self) -> None:
         check_positive(self, ("k", "batch_size", "shards"))
-        if self.importance and (self.batch_inference or self.export):
-            raise ValueError(
-                "importance is true, but batch_inference and export measure nothing; run jobs.evaluate twice"
-            )
         if self.allowed and not self.batch_inference:
             raise ValueError(
                 "allowed is given without batch_inference, and what is measured is of the whole catalogue; leave it out"
@@ -129,25 +121,6 @@ def first_lines(metrics: dict[str, float]) -> list[str]:
     return [
         f"  {FIRST.rstrip('/')}  {count:,.0f} requests of an item that is not in the history{found}"
     ]
-
-
-def importance_of(
-    config: Options, result: Result
-) -> tuple[list[str], dict[str, bytes]]:
-    """Exchanges inputs and adds what was lost to the metrics; the lines to print, and the plot by its file's name."""
-    from pipelines.evaluation.importance import importance
-
-    found = importance(
-        result.checkpoint,
-        Inputs(config.tables, text=config.text),
-        split=config.split,
-        batch_size=config.batch_size,
-        device=config.device,
-    )
-    result.metrics |= found.metrics()
-    name, drawn = f"importance-{config.split}.png", found.draw()
-    write_file(place := f"{result.checkpoint}/{name}", drawn)
-    return [*found.lines(), f"    plot  {place}"], {name: drawn}
 
 
 def asked(result: Result) -> str:
@@ -270,12 +243,9 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     from models import checkpoint, registry
     from models.retrieval.metrics import FIRST
     from models.setup import hashes_of
-    from pipelines.evaluation.importance import check_has_inputs
     from pipelines.evaluation.ranking import evaluate, record
 
     entry = registry.find(name)
-    if config.importance:
-        check_has_inputs(name)
     remote = bool(
         os.environ.get("RAY_ADDRESS")
     )  # a cluster's GPUs are not where its jobs' drivers run
@@ -291,7 +261,6 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
         options=config.recommending(),
         remote=remote,
     )
-    more, pictures = importance_of(config, result) if config.importance else ([], {})
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if checkpoint.extended(about, "sequences", hashes_of(name, inputs)):
         print(
@@ -308,16 +277,14 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
         )
     for line in [
         *entry.measured.summary(result.metrics),
-        *more,
         *first_lines(result.metrics),
     ]:
         print(line)
     if entry.recommends:
         left_out = f"{pluralize(result.skipped, 'request')} without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
-    place = record(
-        result, about, config.tracking_uri, pictures
-    )  # last, as MLflow need not be there for the figures
+    # last, as the figures do not need MLflow
+    place = record(result, about, config.tracking_uri)
     print(f"  written to  {place}")
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]

@@ -28,7 +28,6 @@ from models.search import data as search_data
 from models.search import metrics as search_metrics
 from models.search.data import SearchCatalogue, SearchExamples
 from models.search.requests import SearchRequests
-from models.shuffles import Shuffle, of_actions, of_search
 
 
 class Measured(Protocol):
@@ -91,10 +90,6 @@ class Family:
 
     def parts(self, model: Any) -> dict[str, int]:
         """Learned numbers of a model by part, where a training says them."""
-        return {}
-
-    def shuffles(self, model: Any, catalogue: Any) -> dict[str, Shuffle]:
-        """By name, what the model ranks candidates by, and how rows exchange it."""
         return {}
 
     def unread(self, info: Mapping[str, Any]) -> list[str]:
@@ -162,9 +157,6 @@ class Search(Family):
     ) -> SearchCatalogue:
         return catalogue.leave_pairs_to(examples, config)
 
-    def shuffles(self, model: Any, catalogue: SearchCatalogue) -> dict[str, Shuffle]:
-        return of_search(model, catalogue)
-
 
 class Actions(Family):
     """What will this user do with this item?"""
@@ -190,9 +182,6 @@ class Actions(Family):
 
     def parts(self, model: ActionsModel) -> dict[str, int]:
         return model.parameter_counts()
-
-    def shuffles(self, model: Any, catalogue: ActionsCatalogue) -> dict[str, Shuffle]:
-        return of_actions(model, catalogue)
 
 
 RETRIEVAL, SEARCH, ACTIONS = Retrieval(), Search(), Actions()

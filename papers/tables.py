@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from papers.noninferiority import MARGIN, non_inferiority
 from pipelines.comparison.rows import Comparison, Row, ratio
 from pipelines.comparison.table import Table
-from pipelines.comparison.tables import entropies, figure, task_of
+from pipelines.comparison.tables import entropies, task_of
 
 BASELINE = "interleaved"
 
@@ -23,7 +23,6 @@ def paper_tables(comparison: Comparison) -> list[Table]:
     rows = comparison.rows
     return [
         *non_inferiority_tables(rows, comparison.metric, comparison.teachers),
-        *importance_tables(rows),
         *relative_tables(rows),
         *parameter_tables(rows),
     ]
@@ -78,29 +77,6 @@ def non_inferiority_tables(
         f"† below 0.05: it does not."
     ]
     return [Table("Students and their teachers", header, cells, notes)]
-
-
-def importance_tables(rows: Sequence[Row]) -> list[Table]:
-    """What models lose on test without each of their inputs; none where no run was so evaluated."""
-    prefix = "test/importance/"
-    names = {
-        name.removeprefix(prefix)
-        for row in rows
-        for name in row.measured()
-        if name.startswith(prefix)
-    }
-    inputs = sorted(name for name in names if not name.endswith("_sd"))
-    there = [row for row in rows if any(row.values(prefix + name) for name in inputs)]
-    if not there:
-        return []
-    cells = [
-        [row.model, row.name, *(figure(row, prefix + name) for name in inputs)]
-        for row in there
-    ]
-    notes = [
-        "loss of the metric where an input comes from another request at random (jobs.evaluate --importance true)."
-    ]
-    return [Table("What models rank by", ["model", "run", *inputs], cells, notes)]
 
 
 def relative_tables(rows: Sequence[Row]) -> list[Table]:

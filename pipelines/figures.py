@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -67,10 +66,3 @@ def say_axes(axes: Axes, x: str, y: str, legend: bool = False) -> None:
     axes.grid(alpha=0.15)
     if legend:
         axes.legend()
-
-
-def png(figure: Figure) -> bytes:
-    """The figure as PNG."""
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    return content.getvalue()

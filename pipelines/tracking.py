@@ -657,13 +657,6 @@ def log_json(run: RunRef, content: Any, name: str) -> None:
     )
 
 
-def log_picture(run: RunRef, content: bytes, name: str) -> None:
-    """Logs a picture as an artifact."""
-    with tempfile.TemporaryDirectory(prefix="trieline-") as folder:
-        (Path(folder) / name).write_bytes(content)
-        connect(run.uri).log_artifact(run.run_id, str(Path(folder) / name))
-
-
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
     """Logs a mapping as an artifact; `name` ends in .yaml."""
     connect(run.uri).log_dict(run.run_id, content, name)

@@ -20,7 +20,7 @@ not used. The papers say that the state update is recurrent, not which cell: her
 encoder's. The published learning rates of the parts (head 1, token embeddings 100, transition 10 times the base) are
 `jobs/configs/nezha/published_rates.yaml`; the figures of SID-MLP's Table 3 are without them, which did not help.
 Published decoding has no trie: beams take the likeliest codes of all, and a hash set of the catalogue drops what is no
-item in the end (`constrained` false). What invalid codes displace is lost then: `papers/diagnose.py` counts it.
+item in the end (`constrained` false). What invalid codes displace is lost then.
 
 Shapes: `B` requests, `W` beams, `S` tokens of a history with its registers or placeholders, `D` width, `H` heads, `L`
 levels (digits), `C_l` codes of level l.

@@ -267,10 +267,9 @@ def record(
     result: Result,
     about: Checkpoint,
     tracking_uri: str | None = None,
-    pictures: dict[str, bytes] | None = None,
 ) -> str:
-    """Writes the result beside the checkpoint and into the training's MLflow run, there with `pictures` by their names;
-    returns the file's place.
+    """Writes the result beside the checkpoint and into the training's MLflow run; returns the
+    file's place.
 
     Options that differ from the model's own are part of the names, so that an evaluation with another decoder does not
     take the place of the plain one; so is another log than that of the training. UserError where MLflow or the run in
@@ -306,8 +305,6 @@ def record(
                 **{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)}
             )
             tracking.log_json(run, content, os.path.basename(place))
-            for name, content in (pictures or {}).items():
-                tracking.log_picture(run, content, name)
         except (MlflowException, UserError) as error:
             first = " ".join(str(error).split())[:200]
             raise UserError(

@@ -38,7 +38,7 @@ class SearchConfig(Windowed):
     """Own features that are not known before a result is ranked, as its position is not: read in training alone, as the
     model's `position` says."""
     groups: dict[str, list[str]] = field(default_factory=dict)
-    """Groups of features for HFG-Attention and importance (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
+    """Groups of features for HFG-Attention (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
     pair_ctr_7d and of the log's own numbers and categories. Those that are not named: cross, document, query, context
     by what they count, `own`, `items`, and the names of tables with a time of their own."""
 

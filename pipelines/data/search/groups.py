@@ -1,5 +1,5 @@
-"""What a source file says of the features of a search log by name: groups, of which HFG-Attention makes tokens and
-permutation importance exchanges, and which are unknown when results are ranked."""
+"""What a source file says of the features of a search log by name: groups, of which HFG-Attention makes tokens,
+and which are unknown when results are ranked."""
 
 from __future__ import annotations
 
