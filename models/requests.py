@@ -32,7 +32,7 @@ NAMES = ("features", "actions", "viewers")
 """What the manifest of sequences names, in order, beside labels."""
 
 Columns = dict[str, Any]
-"""By column its type: `ids` of items, `string`, `strings`, `long`, `longs`, `numbers`, `vectors`, by name
+"""By column its type: `ids` of items, `id`, `string`, `strings`, `long`, `longs`, `numbers`, `vectors`, by name
 `own_numbers`, `own_categories` or `labels`, or a list of objects as a mapping of the types of their fields."""
 
 

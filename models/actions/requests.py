@@ -222,7 +222,7 @@ class ActionsRequests(Requests):
             name_of(name): "number" if name.startswith(NUMBER) else "string"
             for name in told
         }
-        return {**found, "new_items": {"item_id": "string", **kinds}}
+        return {**found, "new_items": {"item_id": "id", **kinds}}
 
     @classmethod
     def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:

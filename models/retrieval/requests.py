@@ -31,14 +31,19 @@ class RetrievalRequests(Requests):
     """Rows as `models/retrieval/data.py` makes batches."""
 
     needs: ClassVar[Columns] = {"history": "ids"}  # oldest first
-    takes: ClassVar[Columns] = {"user_id": "string"}
-    # how many entries of the history are not in the catalogue; with no other the ranking is empty
-    gives: ClassVar[Columns] = {**Requests.gives, "unknown_items": "long"}
+    takes: ClassVar[Columns] = {"user_id": "id"}
+    # unknown_items: entries of the history that are not in the catalogue; note: why there are fewer than k items
+    gives: ClassVar[Columns] = {
+        **Requests.gives,
+        "unknown_items": "long",
+        "note": "string",
+    }
 
     def read(self, row: Row) -> History:
         sent = row.ids("history")
         items = [self.index[item] for item in sent if item in self.index]
-        user = clean_id(str(row.given("user_id") or "")) or ""
+        sent_user = row.given("user_id")
+        user = "" if sent_user is None else clean_id(str(sent_user)) or ""
         return History(items, user, len(sent) - len(items))
 
     def batch(self, requests: Sequence[History]) -> dict[str, Tensor]:

@@ -50,6 +50,7 @@ TYPES: dict[str, Any] = {
     "strings": STRINGS,
     "long": DataType.long,
     "longs": Array(DataType.long),
+    "id": ANY,
     "number": ANY,
     "numbers": NUMBERS,
     "vectors": Array(NUMBERS),  # MLflow takes no 3 for a double
@@ -58,21 +59,15 @@ TYPES: dict[str, Any] = {
 }
 """Of columns of requests and answers."""
 
-SERVED = {
-    "catalogue": (
-        "served_model.py",
-        [
-            ParamSpec("k", DataType.long, 10),
-            ParamSpec("unseen", DataType.boolean, False),
-            ParamSpec("allowed", DataType.string, EVERY, (-1,)),
-        ],
-    ),
-    "candidates": (
-        "served_ranker.py",
-        [ParamSpec("label", DataType.string, "")],
-    ),  # "": the model's first one
+PARAMS = {
+    "catalogue": [
+        ParamSpec("k", DataType.long, 10),
+        ParamSpec("unseen", DataType.boolean, False),
+        ParamSpec("allowed", DataType.string, EVERY, (-1,)),
+    ],
+    "candidates": [ParamSpec("label", DataType.string, "")],  # "": the first label
 }
-"""The file in this folder that MLflow runs, by what a family's models rank, and what a call may set."""
+"""Options of a call, by what the models of a family rank."""
 
 REQUIREMENTS = [
     "mlflow",
@@ -112,7 +107,7 @@ def schema(columns: Columns, needed: Columns) -> Schema:
 def signature(family: Family, takes: Columns) -> ModelSignature:
     """What the family's models take, beside what each request needs, and give."""
     needs, gives = family.requests.needs, family.requests.gives
-    params = ParamSchema(SERVED[family.ranks][1])
+    params = ParamSchema(PARAMS[family.ranks])
     return ModelSignature(
         schema({**needs, **takes}, needs), schema(gives, gives), params
     )
@@ -160,7 +155,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
             mlflow.pyfunc.save_model(
                 place,
                 mlflow_model=about,
-                python_model=str(Path(__file__).with_name(SERVED[family.ranks][0])),
+                python_model=str(Path(__file__).with_name("served_model.py")),
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
                 signature=signature(family, requests.columns(info, inputs)),

@@ -128,6 +128,10 @@ class Replica:
         )  # of the version's own code, which is loaded now
 
         self.refusals = (UserError, MlflowException)
+        if not hasattr(self.model.unwrap_python_model(), "check_body"):
+            raise UserError(
+                f"{self.version} was registered before requests were checked; register its run again"
+            )
         self.ask.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
         self.ask.set_batch_wait_timeout_s(options.batch_wait_timeout_s)  # type: ignore[attr-defined]
         Thread(target=self.follow, args=[options], daemon=True).start()
@@ -197,6 +201,7 @@ class Replica:
                 "the request is no JSON object with rows, such as dataframe_records",
                 BAD_REQUEST,
             )
+        self.model.unwrap_python_model().check_body(sent, self.model)
         params = sent.pop("params", None) or {}
         return Asked(
             infer_and_parse_data(sent, self.model.metadata.get_input_schema()), params

@@ -3,8 +3,8 @@
     version = register(RunRef(uri, experiment, run_id), "industrial")
     mlflow.pyfunc.load_model("models:/industrial/1").predict(pandas.DataFrame({"history": [["item-1", "item-7"]]}))
 
-Retrieval models rank their catalogue (`served_model.py`), models of search and of actions the candidates of a request
-(`served_ranker.py`).
+Retrieval models rank their catalogue, models of search and of actions the candidates of a request
+(`served_model.py`).
 
 A version carries the hashes of its weights, tables, semantic IDs and trie as tags; loading checks them again.
 """

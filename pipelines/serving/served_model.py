@@ -1,15 +1,27 @@
-"""A retrieval model as MLflow loads it: histories of item ids in, ranked item ids out. Run by MLflow, not imported.
+"""A trained model as MLflow loads it: requests in, ranked items out.
 
-Logged as a "model from code": this file, `models/` and the data of `package.py` are all that is stored, no
-pickle. It needs PyTorch and MLflow alone. The model is on `model_config={"device": "cpu"}`.
+    model = mlflow.pyfunc.load_model("models:/industrial/1")
+    model.predict(pandas.DataFrame([{"history": ["B01", "B02"]}]), params={"k": 10})
+
+Logged as a "model from code": MLflow runs this file, beside `models/` and the data of `package.py`, without pickle. It
+needs PyTorch and MLflow alone. Retrieval models rank their catalogue after a history, the others the candidates of a
+request; `models/<family>/requests.py` has the columns of a request. `model_config={"device": "cuda"}` puts the model on
+a GPU.
+
+A key that the signature does not have is refused: MLflow would drop it, with a warning in its log, and a misspelt
+`allowed` would then let all items through (`refuse_unknown_keys`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import warnings
+from collections.abc import Collection, Iterable, Mapping
+from functools import wraps
+from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,7 +31,9 @@ import numpy as np
 import pandas as pd
 import torch
 from cachetools import LRUCache
-from mlflow.pyfunc import PythonModel
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import BAD_REQUEST
+from mlflow.pyfunc import PyFuncModel, PythonModel, scoring_server
 
 if (
     code := Path(__file__).with_name("code") / "models.zip"
@@ -27,38 +41,66 @@ if (
     sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
+from models.config import hint, pluralize
 from models.fit import to_device
+from models.item_ids import item_ids
 from models.requests import Row, bundled
 from models.retrieval.recommend import allow
 from models.retrieval.requests import EVERY
-from models.setup import load_catalogue
+from models.scores import check_finite
 from models.tables import UserError
 
 MAX_CACHED_SETS = 64
-"""Sets of allowed items whose masks are cached, the least recently used are dropped."""
+"""Sets of allowed items whose masks are cached; the least recently used are dropped."""
 
-MOST = 10_000
-"""Items of an answer at most: what is ranked for more takes the memory of all who ask."""
+MAX_K = 10_000
+"""Items of an answer at most: a longer ranking takes the memory of all other requests."""
+
+MAX_SCORED_REQUESTS = 256
+"""Requests whose candidates are scored as one batch, at most."""
+
+ROW_KEYS = ("dataframe_records", "dataframe_split", "inputs", "instances")
+"""Keys of a request's body under which MLflow takes rows."""
+
+Ranking = tuple[list[str], list[float]]
+"""Item ids, best first, and their scores."""
 
 
-class Ranker(PythonModel):
-    """Ranks the catalogue for each row of a frame."""
+class RefusedRequest(MlflowException, UserError):
+    """A request that the model refuses: HTTP 400 and one line, which MLflow's server leaves as it is."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, BAD_REQUEST)
+
+    @property
+    def message(self) -> str:
+        return self._reason
+
+    @message.setter
+    def message(
+        self, text: str
+    ) -> None:  # MLflow's server would put all rows before it
+        self._reason: str = getattr(self, "_reason", " ".join(text.split()))
+
+
+class ServedModel(PythonModel):
+    """Ranks items for each row of a frame."""
+
+    refuses_unknown_keys = True
+    """Tells `refuse_unknown_keys` that a loaded model is one of ours."""
 
     def load_context(self, context: Any) -> None:
         folder = context.artifacts["data"]
         about = checkpoint.read(f"{folder}/checkpoint")
-        name = about.name
-        catalogue = load_catalogue(name, bundled(folder), about)
-        self.model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
-        requests = registry.find(name).family.requests
-        self.requests: Any = requests(folder, self.model, catalogue, {})
-        self.device = torch.device(
-            {**requests.settings, **(context.model_config or {})}["device"]
-        )
-        self.model.to(self.device)
-        self.warned = False
-        self.allowed_masks: LRUCache[bytes, torch.Tensor] = LRUCache(MAX_CACHED_SETS)
-        self.lock = Lock()  # guards allowed_masks
+        family = registry.find(about.name).family
+        settings = {**family.requests.settings, **(context.model_config or {})}
+        scales = about.learned.get("scales")
+        catalogue = family.catalogue(bundled(folder), scale=False, scales=scales)
+        model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
+        device = torch.device(settings["device"])
+        requests = family.requests(folder, model, catalogue, settings)
+        ranker = CatalogueRanker if family.ranks == "catalogue" else CandidateRanker
+        self.ranker: Any = ranker(model.to(device), requests, device)
 
     def predict(
         self,
@@ -66,65 +108,282 @@ class Ranker(PythonModel):
         model_input: pd.DataFrame,
         params: dict[str, Any] | None = None,
     ) -> pd.DataFrame:
-        """`history` (item ids, oldest first) to `item_id` and `score`, best first, and `unknown_items`: how many
-        entries of a history are not in the catalogue. They are skipped.
+        """Return the answer to each row, as the ranker's `answer` says."""
+        rows = [Row(row) for row in model_input.to_dict("records")]
+        return self.ranker.answer(rows, **(params or {}))
 
-        A history with no other entries gets an empty ranking, of which the model warns once. With `unseen` in `params`
-        the items of the history are left out, and with `allowed`, a list of item ids, all but these.
-        """
-        options: dict[str, Any] = {
-            "k": 10,
-            "unseen": False,
-            "allowed": EVERY,
-            **(params or {}),
-        }
-        k, allowed = options["k"], self.allowed(options["allowed"])
-        if not isinstance(k, int | np.integer) or not 1 <= k <= MOST:
+    @staticmethod
+    def check_body(body: Mapping[str, Any], model: PyFuncModel) -> None:
+        """Raise UserError for a key that the body of an HTTP request cannot have, and for none or two sets of rows."""
+        columns, params = signature_names(model)
+        refuse_unknown(
+            "the request",
+            body,
+            (*ROW_KEYS, "params"),
+            dict.fromkeys(params, "params") | dict.fromkeys(columns, "each record"),
+        )
+        given = [key for key in ROW_KEYS if key in body]
+        if len(given) != 1:
             raise UserError(
-                f"k is {k}; give the number of items to recommend, from 1 to {MOST:,}"
+                f"the request has {' and '.join(given) or 'no rows'}; give one of {', '.join(ROW_KEYS)}"
             )
-        requests = [
-            self.requests.read(Row(row)) for row in model_input.to_dict("records")
-        ]
-        if not self.warned and any(
-            request.unknown and not request.items for request in requests
-        ):
-            self.warned = True
-            warnings.warn(
-                "a history has no item of the catalogue, so its ranking is empty; unknown_items counts them by row",
-                stacklevel=2,
+
+
+class CatalogueRanker:
+    """Ranks the catalogue after the history of each request."""
+
+    def __init__(self, model: Any, requests: Any, device: torch.device) -> None:
+        self.model, self.requests, self.device = model, requests, device
+        self.warned = False
+        # by a hash of the ids: the `allowed` of `recommend`, and the number of items
+        self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, int]] = LRUCache(
+            MAX_CACHED_SETS
+        )
+        self.lock = Lock()  # guards allowed_sets
+
+    def answer(
+        self,
+        rows: list[Row],
+        k: int = 10,
+        unseen: bool = False,
+        allowed: list[str] = EVERY,
+    ) -> pd.DataFrame:
+        """Return `item_id` and `score`, best first, `unknown_items` and `note` of each row.
+
+        `unknown_items` counts the entries of a history that the catalogue does not have; they are skipped. A history
+        without another entry gets an empty ranking, of which the model warns once. `note` says why there are fewer than
+        `k` items.
+
+        Args:
+            k: Items to rank.
+            unseen: Leave out the items of the history.
+            allowed: Ids of the only items to rank; ["*"] for all.
+        """
+        if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
+            raise UserError(
+                f"k is {k}; give the number of items to recommend, from 1 to {MAX_K:,}"
             )
-        found: list[dict[str, Any]] = [
+        edges, most = self.allowed(allowed)
+        requests = [self.requests.read(row) for row in rows]
+        answers: list[dict[str, Any]] = [
             {"item_id": [], "score": [], "unknown_items": request.unknown}
             for request in requests
         ]
         known = [place for place, request in enumerate(requests) if request.items]
         if known:
-            batch = to_device(
-                self.requests.batch([requests[place] for place in known]), self.device
-            )
-            most = min(int(k), len(self.requests.items))
+            batch = self.requests.batch([requests[place] for place in known])
             ranked, scores = self.model.recommend(
-                batch, most, unseen=options["unseen"], allowed=allowed
+                to_device(batch, self.device),
+                min(int(k), len(self.requests.items)),
+                unseen=unseen,
+                allowed=edges,
             )
             for place, items, values in zip(known, ranked, scores, strict=True):
                 real = items >= 0
-                found[place]["item_id"] = [
-                    self.requests.items[item] for item in items[real].tolist()
-                ]
-                found[place]["score"] = values[real].tolist()
-        return pd.DataFrame(found, columns=["item_id", "score", "unknown_items"])
+                names = [self.requests.items[item] for item in items[real].tolist()]
+                answers[place] |= {"item_id": names, "score": values[real].tolist()}
+        for answer, request in zip(answers, requests, strict=True):
+            answer["note"] = self.note(len(answer["item_id"]), k, request, most, unseen)
+        self.warn_of_unknown(requests)
+        return pd.DataFrame(
+            answers, columns=["item_id", "score", "unknown_items", "note"]
+        )
 
-    def allowed(self, ids: list[str]) -> torch.Tensor | None:
-        """Return the `allowed` of `recommend` for a set of item ids, cached; None where all items are allowed."""
+    def note(self, count: int, k: int, request: Any, most: int, unseen: bool) -> str:
+        """Return why there are `count` items where `k` were asked for; nothing where there are as many."""
+        if count >= k:
+            return ""
+        if not request.items:
+            why = "no item of the history is in the catalogue"
+        elif most < len(self.requests.items):
+            why = f"allowed has {pluralize(most, 'item')} of the catalogue"
+        elif most < k:
+            why = f"the catalogue has {pluralize(most, 'item')}"
+        else:
+            why = "the search found no more"
+        left_out = ", and the items of the history are left out"
+        return f"{count:,} of {k:,} items: {why}{left_out if unseen and request.items else ''}"
+
+    def warn_of_unknown(self, requests: list[Any]) -> None:
+        """Warn once that a history of unknown items alone gets an empty ranking."""
+        empty = any(request.unknown and not request.items for request in requests)
+        if empty and not self.warned:
+            self.warned = True
+            warnings.warn(
+                "a history has no item of the catalogue, so its ranking is empty; unknown_items counts them by row",
+                stacklevel=2,
+            )
+
+    def allowed(self, ids: list[str]) -> tuple[torch.Tensor | None, int]:
+        """Return the `allowed` of `recommend` for a set of item ids, cached, and how many items it has."""
         if ids == EVERY:
-            return None
+            return None, len(self.requests.items)
         key = hashlib.sha256(json.dumps([*map(str, ids)]).encode()).digest()
         with self.lock:
-            if key not in self.allowed_masks:
+            if key not in self.allowed_sets:
                 items = self.requests.allowed(ids).to(self.device)
-                self.allowed_masks[key] = allow(self.model, items)
-            return self.allowed_masks[key]
+                self.allowed_sets[key] = allow(self.model, items), int(items.sum())
+            return self.allowed_sets[key]
 
 
-mlflow.models.set_model(Ranker())
+class CandidateRanker:
+    """Ranks the candidates of each request."""
+
+    def __init__(self, model: Any, requests: Any, device: torch.device) -> None:
+        self.model, self.requests, self.device = model, requests, device
+        self.lock = Lock()  # the model holds the texts of one batch at a time
+
+    def answer(self, rows: list[Row], label: str = "") -> pd.DataFrame:
+        """Return `item_id` and `score`, best first: the chance of `label`, of the model's first one by default.
+
+        Candidates that the model does not know are last, in the order given, with the score NaN.
+        """
+        labels = list(self.model.labels)
+        if label and label not in labels:
+            raise UserError(
+                f"the model has no label '{label}'; choose one of {', '.join(labels)}"
+            )
+        column = labels.index(label) if label else 0
+        requests = [self.requests.read(row) for row in rows]
+        ranked: list[Ranking] = []
+        for first in range(0, len(requests), MAX_SCORED_REQUESTS):
+            with self.lock:
+                ranked += self.rank(
+                    requests[first : first + MAX_SCORED_REQUESTS], column
+                )
+        return pd.DataFrame(ranked, columns=["item_id", "score"])
+
+    @torch.no_grad()
+    def rank(self, requests: list[Any], label: int) -> list[Ranking]:
+        """Return the candidates of each request with their scores, best first."""
+        batch = to_device(self.requests.batch(requests), self.device)
+        chances = torch.zeros(0)
+        if any(request.known for request in requests):
+            logits = self.model.score(batch)[:, label].float()
+            chances = torch.sigmoid(check_finite(logits)).cpu()
+        ends = accumulate((len(request.known) for request in requests), initial=0)
+        return [
+            in_order(request.candidates, request.known, chances[first:end])
+            for request, (first, end) in zip(requests, pairwise(ends), strict=True)
+        ]
+
+
+def in_order(candidates: list[str], known: list[int], chances: torch.Tensor) -> Ranking:
+    """Return the `known` candidates by their chances, then the others without a score."""
+    order = chances.argsort(descending=True, stable=True).tolist()
+    ranked = [candidates[known[place]] for place in order]
+    scored = set(known)
+    others = [item for place, item in enumerate(candidates) if place not in scored]
+    scores = chances[order].tolist()
+    return ranked + others, scores + [math.nan] * len(others)
+
+
+def refuse_unknown(
+    where: str,
+    names: Iterable[str],
+    known: Collection[str],
+    elsewhere: Mapping[str, str],
+) -> None:
+    """Raise UserError for a name that is not `known`; `elsewhere` has the names of other parts of a request."""
+    for name in names:
+        if name in known:
+            continue
+        remedy = hint(name, known, "it takes none")
+        if name in elsewhere:
+            remedy = f"it belongs to {elsewhere[name]}"
+        raise UserError(f"{where} has '{name}', which is not known there; {remedy}")
+
+
+def signature_names(model: PyFuncModel) -> tuple[list[str], list[str]]:
+    """Return the columns and the params of the model's signature."""
+    columns = model.metadata.get_input_schema().input_names()
+    return columns, [spec.name for spec in model.metadata.get_params_schema().params]
+
+
+def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
+    """Return the params with item ids as texts. UserError for a column or a param that the signature does not have."""
+    columns, known = signature_names(model)
+    refuse_unknown(
+        "a record", column_names(data), columns, dict.fromkeys(known, "params")
+    )
+    if not isinstance(params, dict):
+        return params  # nothing, or refused by MLflow
+    refuse_unknown("params", params, known, dict.fromkeys(columns, "each record"))
+    for name, value in params.items():
+        if value is None:
+            raise UserError(
+                f"params has no value for '{name}'; give one or leave it out"
+            )
+    if "allowed" in params:
+        return params | {"allowed": item_ids("allowed", params["allowed"])}
+    return params
+
+
+def column_names(data: Any) -> list[str]:
+    """Return the names of all columns of a frame, of a mapping of columns, or of a list of records."""
+    if isinstance(data, pd.DataFrame | dict):
+        return list(data)
+    if isinstance(data, list):
+        records = [row for row in data if isinstance(row, dict)]
+        return list(dict.fromkeys(name for row in records for name in row))
+    return []
+
+
+def is_ours(model: Any) -> bool:
+    """Return whether MLflow's model is a `ServedModel`, of this version or of another."""
+    try:
+        return bool(getattr(model.unwrap_python_model(), "refuses_unknown_keys", False))
+    except (MlflowException, AttributeError):
+        return False
+
+
+def refuse_unknown_keys() -> None:
+    """Make MLflow's `predict` and its server refuse keys of requests to our models that they would drop.
+
+    MLflow has no option for it. `PyFuncModel.predict` drops columns and params that are not in the signature before
+    the model sees them, and `scoring_server.invocations` keys of the body. Requests to other models pass as they are.
+    """
+    if hasattr(PyFuncModel.predict, "refuses_unknown_keys"):
+        return
+    lenient_predict, lenient_invocations = (
+        PyFuncModel.predict,
+        scoring_server.invocations,
+    )
+
+    @wraps(lenient_predict)
+    def predict(self: PyFuncModel, data: Any, params: Any = None) -> Any:
+        if not is_ours(self):
+            return lenient_predict(self, data, params)
+        try:
+            return lenient_predict(self, data, check_request(self, data, params))
+        except RefusedRequest:
+            raise
+        except UserError as error:
+            raise RefusedRequest(str(error)) from error
+        except MlflowException as error:  # it repeats all rows and the whole schema
+            raise RefusedRequest(error.message.rpartition("Error: ")[2]) from error
+
+    @wraps(lenient_invocations)
+    def invocations(
+        data: Any, content_type: str, model: PyFuncModel, input_schema: Any
+    ) -> Any:
+        if is_ours(model) and content_type.startswith("application/json"):
+            try:
+                body = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise RefusedRequest(f"the request is no JSON ({error})") from error
+            if not isinstance(body, dict):
+                raise RefusedRequest("the request is no JSON object with rows")
+            try:
+                ServedModel.check_body(body, model)
+            except UserError as error:
+                raise RefusedRequest(str(error)) from error
+        return lenient_invocations(data, content_type, model, input_schema)
+
+    predict.refuses_unknown_keys = True  # type: ignore[attr-defined]
+    PyFuncModel.predict = predict  # type: ignore[method-assign]
+    scoring_server.invocations = invocations
+
+
+refuse_unknown_keys()
+mlflow.models.set_model(ServedModel())

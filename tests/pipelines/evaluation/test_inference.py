@@ -24,7 +24,7 @@ from models.tables import UserError, read_table
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.serving.package import write_bundle
-from pipelines.serving.served_model import Ranker
+from pipelines.serving.served_model import ServedModel
 from tests.actions_tables import SEEN, TASKS, write_actions
 from tests.pipelines.serving.test_served_scores import searches, serve
 from tests.search_tables import write_search
@@ -233,7 +233,7 @@ def test_recommendations(tmp_path: Path) -> None:
     assert 0 < recall < 1
 
     write_bundle(tmp_path / "data", place, Inputs(tables))
-    served = Ranker()
+    served = ServedModel()
     served.load_context(
         SimpleNamespace(artifacts={"data": str(tmp_path / "data")}, model_config=None)
     )

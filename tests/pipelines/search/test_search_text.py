@@ -36,7 +36,7 @@ from pipelines.data.sids import texts as log_texts
 from pipelines.data.sids.texts import TextConfig, encode_log, fitted_tfidf
 from pipelines.data.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.serving.package import write_bundle
-from pipelines.serving.served_ranker import RequestRanker
+from pipelines.serving.served_model import ServedModel
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
@@ -358,7 +358,7 @@ def test_a_served_model_encodes_what_training_has_not_seen(
     )
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
     write_bundle(tmp_path / "data", str(tmp_path / "qgs"), Inputs(tables, text=text))
-    model = RequestRanker()
+    model = ServedModel()
     model.load_context(
         SimpleNamespace(artifacts={"data": str(tmp_path / "data")}, model_config=None)
     )
@@ -386,7 +386,7 @@ def test_a_served_model_encodes_what_training_has_not_seen(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         want = model.predict(None, given)
-        held = model.requests.text
+        held = model.ranker.requests.text
         assert not len(held.cache)
         # without the query, and then without anything that was encoded before
         del held.number[queries[asked["query_index"]]]

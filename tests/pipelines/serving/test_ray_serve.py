@@ -51,7 +51,11 @@ class Served:
 
     def ask(self, rows: Sequence[dict[str, Any]], **params: Any) -> tuple[int, Any]:
         """(status, predictions or message)"""
-        body = json.dumps({"dataframe_records": rows, "params": params}).encode()
+        return self.post({"dataframe_records": rows, "params": params})
+
+    def post(self, content: dict[str, Any]) -> tuple[int, Any]:
+        """(status, predictions or message) of a whole body."""
+        body = json.dumps(content).encode()
         headers = {"Content-Type": "application/json"}
         try:
             with urllib.request.urlopen(
@@ -122,6 +126,25 @@ def test_answers_are_those_of_predict(
         "the model has no label 'no'; choose one of click, purchase",
     )
     assert qgs.ask([{"history": "x"}])[0] == 400
+
+
+def test_what_is_not_understood_is_refused_by_name(
+    made: tuple[Served, list[dict[str, Any]], Served],
+) -> None:
+    qgs, rows, _ = made
+    words = "which is not known there; the nearest is"
+    for asked, message in (
+        (qgs.ask(rows[:1], lable="click"), f"params has 'lable', {words} 'label'"),
+        (
+            qgs.ask([rows[0] | {"qery": "x"}]),
+            f"a record has 'qery', {words} 'query'",
+        ),
+        (
+            qgs.post({"dataframe_records": rows[:1], "param": {"label": "click"}}),
+            f"the request has 'param', {words} 'params'",
+        ),
+    ):
+        assert asked == (400, message)
 
 
 def test_a_batch_answers_as_single_requests_and_none_fails_by_its_neighbours(

@@ -172,6 +172,7 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
         "item_id",
         "score",
         "unknown_items",
+        "note",
     ]
 
     def ask(*histories: list[Any]) -> pd.DataFrame:
@@ -194,9 +195,8 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
     assert [len(items) for items in answer["item_id"]] == [3, 0, 0, 3]
     assert answer["item_id"][0] == answer["item_id"][3]
     inner = model.unwrap_python_model()
-    inner.requests.index["17"] = inner.requests.index[
-        "item-001"
-    ]  # a catalogue whose ids are digits
+    index = inner.ranker.requests.index
+    index["17"] = index["item-001"]  # a catalogue whose ids are digits
     for ids in ([17], [np.int64(17)], ["17"]):
         assert ask(ids)["item_id"][0] == answer["item_id"][3]
     for k in (0, -1):
@@ -249,7 +249,7 @@ def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -
             ]
             assert ask(allowed=some, unseen=unseen) == expected
     assert ask() == every
-    assert len(inner.sets) == 3
+    assert len(inner.ranker.allowed_sets) == 3
     for wrong, words in (
         ([], "allowed has 0 ids"),
         *(

@@ -29,7 +29,7 @@ from pipelines import tracking
 from pipelines.data.sids.texts import TextConfig, encode_log
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from pipelines.serving.served_ranker import RequestRanker
+from pipelines.serving.served_model import ServedModel
 from tests.actions_tables import SEEN, write_actions
 from tests.pipelines.serving.test_served_scores import searches
 from tests.search_tables import write_search
@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     )
     assert unseen["item_id"][0] == ["item_id-003", "7"]
     assert np.isnan(unseen["score"][0][1])
-    text = model.requests.text
+    text = model.ranker.requests.text
     text.catalogue = replace(
         text.catalogue,
         pair_keys=text.catalogue.pair_keys[:1],
@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         "item_id",
         "score",
     ]
-    for parameter in model.model.parameters():
+    for parameter in model.ranker.model.parameters():
         parameter.detach().fill_(torch.nan)
     with (
         pytest.raises(UserError, match="scores that are not finite"),
@@ -542,7 +542,7 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(
 
 
 @pytest.fixture(scope="module")
-def ranker(tmp_path_factory: pytest.TempPathFactory) -> RequestRanker:
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """A served model that scores new items by their content."""
     folder = tmp_path_factory.mktemp("ranker")
     tables, text = write_actions(folder, content=True), str(folder / "text")
@@ -556,7 +556,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> RequestRanker:
     package.write_bundle(
         folder / "bundle", str(folder / "lac"), Inputs(tables, text=text)
     )
-    model = RequestRanker()
+    model = ServedModel()
     model.load_context(
         SimpleNamespace(artifacts={"data": str(folder / "bundle")}, model_config=None)
     )
@@ -581,16 +581,16 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> RequestRanker:
     ],
 )
 def test_new_items_that_cannot_be_read_are_refused(
-    posts: list[Any], message: str, ranker: RequestRanker
+    posts: list[Any], message: str, ranker: ServedModel
 ) -> None:
     with pytest.raises(UserError, match=message):
         ranker.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": posts}]))
 
 
 def test_what_new_items_lack_is_said(
-    ranker: RequestRanker, monkeypatch: pytest.MonkeyPatch
+    ranker: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranker.requests.new, "encoder", None)
+    monkeypatch.setattr(ranker.ranker.requests.new, "encoder", None)
     no_id = pytest.warns(
         UserWarning,
         match="1 new items are scored without an id, and the model has never trained",

@@ -23,7 +23,7 @@ from models.search.data import SearchCatalogue, SearchExamples
 from models.setup import Setup, set_up
 from models.tables import join, read_table
 from pipelines.serving.package import write_bundle
-from pipelines.serving.served_ranker import RequestRanker
+from pipelines.serving.served_model import ServedModel
 from tests.actions_tables import SEEN, write_actions
 from tests.search_tables import write_search
 
@@ -62,7 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str |
 
 def serve(
     name: str, folder: Path, tables: str, text: str | None, longest: int, seed: int = 0
-) -> tuple[Setup, RequestRanker]:
+) -> tuple[Setup, ServedModel]:
     """A model of MODELS, untrained if it is trained by gradient, and as it is served."""
     known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
@@ -82,7 +82,7 @@ def serve(
     ):
         write_bundle(folder / "data", str(folder / name), Inputs(tables, text=text))
     setup.model.eval()
-    served = RequestRanker()
+    served = ServedModel()
     served.load_context(
         SimpleNamespace(artifacts={"data": str(folder / "data")}, model_config=None)
     )
@@ -162,7 +162,7 @@ def feeds(
 REQUESTS: dict[str, Any] = {"search": searches, "actions": feeds}
 
 
-def ranked(served: RequestRanker, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+def ranked(served: ServedModel, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     found = served.predict(None, pd.DataFrame(rows))
     return [
         dict(zip(items, scores, strict=True))

@@ -1,0 +1,218 @@
+"""A key of a request that the model does not know is refused by name, in Python and by MLflow's server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pytest
+from fastapi.testclient import TestClient
+from mlflow.pyfunc import PyFuncModel, scoring_server
+
+from models.tables import UserError
+from pipelines.serving import package
+from pipelines.serving.registered_model import register
+from tests.actions_tables import write_actions
+from tests.pipelines.serving.test_registered_model import train_nothing
+from tests.pipelines.serving.test_served_ranker import trained
+from tests.search_tables import write_search
+from tests.training_tables import write_tables
+
+HISTORY = {"history": ["item-001"]}
+SEARCH = {"history": [], "candidates": ["item_id-003"], "query": "query-001"}
+FEED = {"history": [], "history_actions": [], "candidates": ["item-003"]}
+
+BODIES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "params": {"alowed": ["item-002"]}},
+        "params has 'alowed', which is not known there; the nearest is 'allowed'",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY | {"allowed": ["item-002"]}]},
+        "a record has 'allowed', which is not known there; it belongs to params",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "param": {"allowed": ["item-002"]}},
+        "the request has 'param', which is not known there; the nearest is 'params'",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "allowed": ["item-002"]},
+        "the request has 'allowed', which is not known there; it belongs to params",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY, HISTORY | {"usr_id": "u"}]},
+        "a record has 'usr_id', which is not known there; the nearest is 'user_id'",
+    ),
+    (
+        "tiger",
+        {"inputs": [HISTORY | {"unsen": True}]},
+        "a record has 'unsen', which is not known there; the nearest is",
+    ),
+    (
+        "tiger",
+        {"dataframe_split": {"columns": ["history", "alowed"], "data": [[[], []]]}},
+        "a record has 'alowed', which is not known there",
+    ),
+    (
+        "tiger",
+        {"dataframe_record": [HISTORY]},
+        "the request has 'dataframe_record', which is not known there; the nearest is 'dataframe_records'",
+    ),
+    (
+        "tiger",
+        HISTORY,
+        "the request has 'history', which is not known there; it belongs to each record",
+    ),
+    (
+        "tiger",
+        {"params": {"k": 3}},
+        "the request has no rows; give one of dataframe_records",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "params": {"unseen": None}},
+        "params has no value for 'unseen'; give one or leave it out",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "params": {"allowed": "item-002"}},
+        "allowed is 'item-002'; give a list of item ids",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [{"histori": ["item-001"]}]},
+        "a record has 'histori', which is not known there; the nearest is 'history'",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [{}]},
+        "Model is missing inputs ['history'].",
+    ),
+    (
+        "qgs",
+        {"dataframe_records": [SEARCH], "params": {"lable": "click"}},
+        "params has 'lable', which is not known there; the nearest is 'label'",
+    ),
+    (
+        "qgs",
+        {"dataframe_records": [SEARCH | {"candidate": ["item_id-004"]}]},
+        "a record has 'candidate', which is not known there; the nearest is 'candidates'",
+    ),
+    (
+        "qgs",
+        {"dataframe_records": [SEARCH], "params": {"allowed": ["item_id-003"]}},
+        "params has 'allowed', which is not known there; the nearest is 'label'",
+    ),
+    (
+        "attn_mvp",
+        {"dataframe_records": [FEED | {"timestamp": 5}]},
+        "a record has 'timestamp', which is not known there; the nearest is 'timestamp_ms'",
+    ),
+    (
+        "attn_mvp",
+        {"dataframe_records": [FEED], "parms": {}},
+        "the request has 'parms', which is not known there; the nearest is 'params'",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def served(
+    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, PyFuncModel]:
+    """A registered model of each family, as MLflow loads it."""
+    folder = tmp_path_factory.mktemp("refused")
+    uri = new_store(folder)
+    write_tables(folder / "small")
+    register(train_nothing(folder, "tiger", None, seed=1, ndcg=0.5), "tiger")
+    trained(folder, "qgs", *write_search(folder / "search"))
+    trained(folder, "attn_mvp", write_actions(folder / "feed"), None)
+    with package.at(uri):
+        names = ("tiger", "qgs", "attn_mvp")
+        return {name: mlflow.pyfunc.load_model(f"models:/{name}/1") for name in names}
+
+
+@pytest.mark.parametrize(("name", "body", "reason"), BODIES)
+def test_the_server_refuses_what_it_does_not_understand_in_one_line(
+    name: str,
+    body: dict[str, Any],
+    reason: str,
+    served: dict[str, PyFuncModel],
+) -> None:
+    client = TestClient(scoring_server.init(served[name]))
+    answer = client.post("/invocations", json=body)
+    found = answer.json()
+    assert (answer.status_code, found["error_code"]) == (400, "BAD_REQUEST")
+    assert found["message"].startswith(reason)
+    assert "\n" not in found["message"]
+    assert "stack_trace" not in found
+
+
+def test_python_refuses_what_the_server_refuses(served: dict[str, PyFuncModel]) -> None:
+    frame = pd.DataFrame([HISTORY])
+    with pytest.raises(UserError, match=r"params has 'alowed'.* nearest is 'allowed'"):
+        served["tiger"].predict(frame, params={"alowed": ["item-002"]})
+    with pytest.raises(UserError, match=r"a record has 'allowed'.* belongs to params"):
+        served["tiger"].predict(frame.assign(allowed=[["item-002"]]))
+    with pytest.raises(UserError, match="the model has no label 'buy'"):
+        served["qgs"].predict(pd.DataFrame([SEARCH]), params={"label": "buy"})
+
+
+def test_requests_that_are_understood_are_answered(
+    served: dict[str, PyFuncModel],
+) -> None:
+    client = TestClient(scoring_server.init(served["tiger"]))
+    restricted = {"params": {"k": 3, "allowed": ["item-002"]}}
+    for rows in ("dataframe_records", "inputs"):
+        answer = client.post("/invocations", json={rows: [HISTORY]} | restricted)
+        (found,) = answer.json()["predictions"]
+        assert found["item_id"] == ["item-002"]
+        assert found["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
+
+
+def test_integers_are_ids_where_the_log_has_digits(
+    served: dict[str, PyFuncModel],
+) -> None:
+    model = served["tiger"]
+    index = model.unwrap_python_model().ranker.requests.index
+    index["17"] = index["item-001"]
+    index["18"] = index["item-002"]
+    frame = pd.DataFrame([{"history": [17], "user_id": 0}])
+    found = model.predict(frame, params={"allowed": [18, 99], "k": 1})
+    texts = frame.assign(history=[["item-001"]], user_id=["0"])
+    expected = model.predict(texts, params={"allowed": ["item-002"], "k": 1})
+    assert found.to_dict("records") == expected.to_dict("records")
+    assert found["item_id"][0] == ["item-002"]
+
+
+@pytest.mark.parametrize(
+    ("history", "params", "note"),
+    [
+        (["item-001"], {"k": 24}, ""),
+        (["item-001"], {"k": 30}, "24 of 30 items: the catalogue has 24 items"),
+        (
+            ["new"],
+            {"k": 3},
+            "0 of 3 items: no item of the history is in the catalogue",
+        ),
+        (
+            ["item-001"],
+            {"k": 3, "allowed": ["item-001", "item-002", "x"], "unseen": True},
+            "1 of 3 items: allowed has 2 items of the catalogue, and the items of the history are left out",
+        ),
+    ],
+)
+def test_fewer_items_than_asked_for_come_with_the_reason(
+    history: list[str], params: dict[str, Any], note: str, served: dict[str, Any]
+) -> None:
+    found = served["tiger"].predict(pd.DataFrame({"history": [history]}), params=params)
+    assert found["note"].tolist() == [note]
+    assert bool(note) == (len(found["item_id"][0]) < params["k"])
