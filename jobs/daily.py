@@ -271,11 +271,16 @@ class Day:
         before, after = day.get("before", {}), day["after"]
         about = checkpoint.read(day["checkpoint"])
         fall = self.config.fall or {about.fit["metric"]: 0.05}
+        undefined = [name for name in fall if name not in after]
         low = [
             name
             for name, share in fall.items()
-            if name in before and after[name] < lowest(before[name], share)
+            if name in before
+            and name in after
+            and after[name] < lowest(before[name], share)
         ]
+        if before and len(undefined) == len(fall):
+            low = undefined
         logger = tracking.Logger(run)
         logger.update(
             {f"running/{name}": value for name, value in before.items()}, about.step
@@ -288,7 +293,15 @@ class Day:
             if name in after:
                 was = f"{before[name]:.4f} to " if name in before else ""
                 print(f"  {name:<12}  {was}{after[name]:.4f}")
-        if low:
+        if undefined:
+            print(
+                f"note: {', '.join(undefined)} has no value on this day, and is not compared"
+            )
+        if low and low == undefined:
+            print(
+                "not accepted: no metric of fall has a value; the running model stays"
+            )
+        elif low:
             print(
                 f"not accepted: {', '.join(low)} fell by more than fall allows; the running model stays"
             )

@@ -109,12 +109,13 @@ def repeats_of(result: Result) -> int:
 
 def first_lines(metrics: dict[str, float]) -> list[str]:
     """What is known of the requests whose target is new to the user, where they are measured apart."""
+    from models.ranking_metrics import format_metric
     from models.retrieval.metrics import EXAMPLES, FIRST
 
     if (count := metrics.get(FIRST + EXAMPLES)) is None:
         return []
     found = "".join(
-        f", {name} {metrics[FIRST + name]:.4f}"
+        f", {name} {format_metric(metrics[FIRST + name])}"
         for name in ("recall@10", "ndcg@10")
         if FIRST + name in metrics
     )

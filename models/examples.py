@@ -108,6 +108,8 @@ class Sharded:
     """Requests, of a feed events, that this worker's rows are trained on."""
     learned_unit: ClassVar[str] = "requests"
     """Name of the unit of `learned`."""
+    without_history = 0
+    """Those among `requests` that have no history, of a model that learns from them too."""
     buffers = 1
     """P: buffers that its share is cut into."""
     rows_per_buffer: NDArray[np.int64]
@@ -314,6 +316,7 @@ class Sharded:
         ).sum()
         self.requests += part.requests
         self.learned += part.learned
+        self.without_history += part.without_history
         self._bytes[buffer] += part.nbytes
 
     @classmethod

@@ -729,10 +729,15 @@ def validation(
     )
     if not math.isfinite(metrics[config.metric]):
         raise UserError(
-            f"{config.metric} is {metrics[config.metric]} on the {count} rows validated, so none is the best; "
-            f"validate on more (fit.eval_examples) or choose another fit.metric"
+            f"fit.metric is {config.metric}, which is not defined on the {count:,} rows of the validation, so no "
+            f"checkpoint is the best; choose another fit.metric, or validate on more (fit.eval_examples)"
         )
     return metrics, count
+
+
+def defined(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that have a value; the others are absent from checkpoints."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def best_of(state: State) -> dict[str, Any]:

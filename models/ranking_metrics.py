@@ -16,7 +16,7 @@ What is meant, since public libraries differ:
 * `log_loss` in nats; `normalised_entropy` is it divided by the entropy of the base rate; `calibration` is the
   sum of predicted probabilities by the number of positives, and `calibration_uncorrected` the same before what is added
   to logits of a model that learns from a share of the negatives (`models/label_loss.py`).
-* NaN, with a warning that says why, where nothing is valid.
+* NaN, with a warning that says why, where nothing is valid: null in JSON, no point in MLflow, a dash in tables.
 
 Shapes: `N` candidates of `R` requests.
 """
@@ -57,6 +57,13 @@ NAMES = (
     "positives",
 )
 """What `ranking_means` gives."""
+
+
+def format_metric(value: float | None) -> str:
+    """Return a metric with four decimals, or a dash where it is not defined."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.4f}"
 
 
 def request_auc(
@@ -260,7 +267,7 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         said = "; ".join(
             f"{', '.join(names)}: {why}" for why, names in undefined.items()
         )
-        warnings.warn(f"not defined and shown as NaN: {said}", stacklevel=2)
+        warnings.warn(f"not defined: {said}", stacklevel=2)
     if prefix + "predicted_uncorrected" in sums and positives:
         metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
     return {prefix + name: value for name, value in metrics.items()}
@@ -283,7 +290,9 @@ def summary(
         there = (name for name in kinds if prefix + name in found)
         lines.append(
             f"  {prefix:<{width}}"
-            + "  ".join(f"{name} {found[prefix + name]:.4f}" for name in there)
+            + "  ".join(
+                f"{name} {format_metric(found[prefix + name])}" for name in there
+            )
         )
         one, all_ = (
             int(found[prefix + name]) for name in ("requests_one_class", "requests")

@@ -5,7 +5,9 @@ Used by `python -m models.train` and by the workers of `pipelines/training` alik
 
 from __future__ import annotations
 
+import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,6 +40,7 @@ from models.fit import (
     captures,
     reduce,
     to_device,
+    validation,
 )
 from models.inputs import Inputs
 from models.ranking_metrics import Histogram
@@ -136,6 +139,20 @@ class Setup:
         """Metrics from the sums of all ranks."""
         return self.entry.measured.means(sums)
 
+    def check_metric(self) -> None:
+        """Raise UserError where `fit.metric` has no value on the validation split, whatever the model ranks.
+
+        Labels alone decide that, so a model whose scores are all 0 is measured. All ranks have to call it.
+        """
+        if self.entry.own_measured:  # a metric of the model itself, such as its loss
+            return
+        constant = with_constant_scores(self.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other metrics may be undefined
+            validation(
+                constant, self.validate, self.means, self.fit, self.device, self.world
+            )
+
     @property
     def lr_multipliers(self) -> dict[str, float]:
         """Factors on the learning rate, by the beginning of parameters' names."""
@@ -184,6 +201,30 @@ class Setup:
         ):  # it had ended, and is to go on
             state["cursor"]["stopped"] = False
         return state
+
+
+def with_constant_scores(model: nn.Module) -> Any:
+    """Return the model with the score 0 for all candidates, and with the first item in all places of a ranking."""
+    constant: Any = copy.copy(model)
+
+    def score(batch: dict[str, Tensor], **options: Any) -> Tensor:
+        valid = batch.get("candidate_valid")  # of actions
+        count = len(batch["labels"]) if valid is None else int(valid.sum())
+        return torch.zeros(count, len(constant.labels), device=batch_device(batch))
+
+    def recommend(batch: dict[str, Tensor], k: int, **options: Any) -> Any:
+        items = torch.zeros(
+            len(batch["history"]), k, dtype=torch.long, device=batch_device(batch)
+        )
+        return items, items.float()
+
+    constant.score, constant.recommend = score, recommend
+    return constant
+
+
+def batch_device(batch: dict[str, Tensor]) -> torch.device:
+    """Return the device of a batch."""
+    return next(iter(batch.values())).device
 
 
 def inputs_of(name: str, inputs: Inputs) -> Inputs:

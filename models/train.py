@@ -21,7 +21,15 @@ import torch
 from models import checkpoint, registry
 from models.checkpoint import BEST, Checkpoint
 from models.config import build, instead, read_configs, typed
-from models.fit import EpochEvent, FitConfig, StillEvent, best_of, describe, fit
+from models.fit import (
+    EpochEvent,
+    FitConfig,
+    StillEvent,
+    best_of,
+    defined,
+    describe,
+    fit,
+)
 from models.inputs import Inputs
 from models.places import reach
 from models.retrieval import teacher
@@ -119,6 +127,7 @@ def main(argv: list[str] | None = None) -> None:
             inside = bool(state and state["cursor"]["step_in_epoch"])
             where = "in" if inside else "after"
             print(f"continuing {where} epoch {about.epoch}, step {about.step}")
+        setup.check_metric()
         if not setup.entry.gradient:
             setup.fit_counts()
             place = join(output, BEST)
@@ -142,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
             about = setup.checkpoint(
                 epoch=event.epoch, step=event.step, best=best_of(event.state)
             )
-            about.metrics = event.metrics
+            about.metrics = defined(event.metrics)
             if event.metrics or isinstance(event, EpochEvent):
                 print(describe(event, setup.fit, setup.counted), flush=True)
             checkpoint.keep(output, setup.model, about, event.state)

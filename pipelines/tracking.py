@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 import tempfile
 import threading
@@ -33,6 +34,8 @@ os.environ.setdefault(
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request, verify_rest_response
 from sqlalchemy.exc import SQLAlchemyError
 
 from models.config import flattened, hint
@@ -74,6 +77,12 @@ SMOKE_TAG = "sweep.smoke"
 
 FOLDER_TAG = "trieline.folder"
 """Tag with the folder of a training or a sweep, beside which is its lock."""
+
+CUTOFF = re.compile(r"@([0-9]+)\Z")
+"""End of a metric's name: the rank at which it is measured."""
+
+LOGGED_CUTOFF = re.compile(r"_at_(_*)([0-9]+)\Z")
+"""The same in MLflow; more underscores are of a name that has no cutoff."""
 
 KEY_TAG = "trieline.key"
 """Tag with what its opener wrote down before the run was made."""
@@ -165,13 +174,22 @@ def viewer(uri: str, mlflow: str = "mlflow") -> str:
 
 
 def metric_name(name: str) -> str:
-    """`val/ndcg@10` as MLflow takes it."""
-    return name.replace("@", "_at_")
+    """Return a metric's name as MLflow takes it, which has no `@`: `val/ndcg@10` as `val/ndcg_at_10`.
+
+    A name that ends so by itself gets one more underscore, so that `shown_name` is the inverse for all names.
+    """
+    if CUTOFF.search(name):
+        return CUTOFF.sub(r"_at_\1", name)
+    return LOGGED_CUTOFF.sub(r"_at__\1\2", name)
 
 
 def shown_name(name: str) -> str:
-    """The inverse of `metric_name`."""
-    return name.replace("_at_", "@")
+    """Return the name that `metric_name` was given."""
+    found = LOGGED_CUTOFF.search(name)
+    if found is None:
+        return name
+    more, cutoff = found.groups()
+    return name[: found.start()] + (f"_at_{more[1:]}{cutoff}" if more else f"@{cutoff}")
 
 
 def check_nodes(uri: str, nodes: int) -> None:
@@ -199,7 +217,9 @@ def connect(uri: str) -> MlflowClient:
                 make_store(file)
             client = MlflowClient(uri)
             try:
-                with nullcontext() if uri in _reached else _few_retries():
+                if uri.startswith(("http://", "https://")):
+                    _contact(uri)
+                else:
                     client.search_experiments(max_results=1)
             except MlflowException as error:
                 if FAILING not in str(error):
@@ -239,23 +259,21 @@ def expect(uri: str) -> None:
     _reached.add(uri)
 
 
-@contextmanager
-def _few_retries() -> Iterator[None]:
-    """A first contact fails within seconds; later requests are retried with MLflow's patience."""
-    limits = {
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    }
-    before = {name: os.environ.get(name) for name in limits}
-    os.environ.update(
-        {name: value for name, value in limits.items() if before[name] is None}
+def _contact(uri: str) -> None:
+    """Ask a server for an experiment, with few retries: a server that is not there is reported within seconds.
+
+    Later requests have MLflow's patience. Raises: MlflowException: if the server does not answer, or with an error.
+    """
+    endpoint = "/api/2.0/mlflow/experiments/search"
+    answer = http_request(
+        get_default_host_creds(uri),
+        endpoint,
+        "POST",
+        max_retries=int(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")),
+        timeout=int(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")),
+        json={"max_results": 1},
     )
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+    verify_rest_response(answer, endpoint)
 
 
 @contextmanager

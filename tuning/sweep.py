@@ -43,6 +43,7 @@ from models.checkpoint import BEST
 from models.config import hint, pluralize
 from models.fit import FitConfig
 from models.inputs import Inputs
+from models.ranking_metrics import format_metric
 from models.tables import UserError, join, open_uri
 from models.uri import absolute, write_file
 from pipelines import cluster, tracking
@@ -145,7 +146,8 @@ class Ledger(Callback):
             self.errors[name_of(trial)] = result[ERROR]
         elif VALUE in result:
             self.say(
-                f"  {name_of(trial)}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} {result[VALUE]:.4f}"
+                f"  {name_of(trial)}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} "
+                f"{format_metric(result[VALUE])}"
             )
 
     def on_trial_complete(

@@ -16,12 +16,12 @@ from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from models import checkpoint
-from models.fit import FitConfig
+from models.fit import FitConfig, defined
 from models.inputs import Inputs
 from models.memory import resident_peak_mb
 from models.tables import UserError, join
 from pipelines import tracking
-from pipelines.evaluation.ranking import evaluate, record
+from pipelines.evaluation.ranking import evaluate, record, standard_json
 from pipelines.training.record import is_longer, read_record, write_record
 from pipelines.training.run import conclude, train, wants_gpu
 from pipelines.training.settings import RayOptions
@@ -188,7 +188,7 @@ def measure(trial: Trial, plan: Plan) -> None:
         if plan.device == "cuda"
         else resident_peak_mb()
     )
-    values = {f"test/{name}": value for name, value in result.metrics.items()}
+    values = {f"test/{name}": value for name, value in defined(result.metrics).items()}
     values |= {
         "test/users_per_s": result.users_per_s,
         "test/peak_memory_mb": peak,
@@ -200,7 +200,7 @@ def measure(trial: Trial, plan: Plan) -> None:
     logger.tag(
         **{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)}
     )  # students find their teacher
-    tracking.log_json(run, asdict(result), "evaluation-test.json")
+    tracking.log_json(run, standard_json(asdict(result)), "evaluation-test.json")
     logger.end()
     noted = {
         "status": "finished",

@@ -26,7 +26,13 @@ from torch.nn import functional
 from models import ranking_metrics
 from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
-from models.ranking_metrics import EXAMPLES, NAMES, ranking_means, ranking_sums
+from models.ranking_metrics import (
+    EXAMPLES,
+    NAMES,
+    format_metric,
+    ranking_means,
+    ranking_sums,
+)
 
 SHOWN: tuple[str, ...] = ("eval_loss", "mean/normalised_entropy", "mean/auc")
 """Metrics of a training's best epoch that are printed."""
@@ -118,6 +124,6 @@ def summary(metrics: dict[str, float]) -> list[str]:
     )
     return [
         *ranking_metrics.summary(metrics, kinds, "users"),
-        f"  loss over tasks {metrics['eval_loss']:.4f}, mean normalised entropy {entropy:.4f} "
-        f"({by_training:.4f} by training rates)",
+        f"  loss over tasks {format_metric(metrics['eval_loss'])}, mean normalised entropy {format_metric(entropy)} "
+        f"({format_metric(by_training)} by training rates)",
     ]

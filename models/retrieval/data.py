@@ -253,6 +253,7 @@ class Examples(Sharded):
             target[usable],
             place[usable],
         )
+        self.without_history += int((end == 0).sum())
         measured = (
             {"repeats": seen_before(part, owner, end, target)}
             if self.split in ("val", "test")

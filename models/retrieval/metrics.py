@@ -5,6 +5,7 @@ Metrics are kept as sums with a count of examples, so that batches and workers a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.by_user import PREFIX, ByUser
+from models.ranking_metrics import format_metric
 
 CUTOFFS = (1, 5, 10, 20)
 """Ranks K at which Recall@K and NDCG@K are measured."""
@@ -136,21 +138,27 @@ def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:
-    """Means per example from sums. Those of `FIRST` are per example of theirs, whose number stays; 0 where none is."""
+    """Return the means per example from sums.
+
+    Metrics of `FIRST` are means over the requests that repeat no item, whose number is among them; NaN where there is
+    no such request.
+    """
     count = sums.get(EXAMPLES, 0.0)
     if not count:
         raise ValueError(
             "no examples were evaluated, so there is no mean; check the split"
         )
-    first = max(1.0, sums.get(FIRST + EXAMPLES, 0.0))
-    found = {
-        name: float(value / (first if name.startswith(FIRST) else count))
-        for name, value in sums.items()
-    }
+    first = sums.get(FIRST + EXAMPLES, 0.0)
+    found: dict[str, float] = {}
+    for name, value in sums.items():
+        if name.startswith(FIRST):
+            found[name] = float(value) / first if first else math.nan
+        else:
+            found[name] = float(value) / count
     del found[EXAMPLES]
-    return found | {
-        name: float(sums[name]) for name in [FIRST + EXAMPLES] if name in sums
-    }
+    if FIRST + EXAMPLES in sums:
+        found[FIRST + EXAMPLES] = float(first)
+    return found
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
@@ -159,11 +167,11 @@ def summary(metrics: dict[str, float]) -> list[str]:
     for metric in ("recall", "ndcg"):
         lines.append(
             f"  {metric:<8}"
-            + "".join(f"{metrics[f'{metric}@{k}']:9.4f}" for k in CUTOFFS)
+            + "".join(f"{format_metric(metrics[f'{metric}@{k}']):>9}" for k in CUTOFFS)
         )
     told = {"coverage@10": "coverage", "new_items@10": "new items", "gini@10": "Gini"}
     if found := [
-        f"{words} {metrics[name]:.4f}"
+        f"{words} {format_metric(metrics[name])}"
         for name, words in told.items()
         if name in metrics
     ]:

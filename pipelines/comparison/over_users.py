@@ -207,7 +207,7 @@ def same_users(
             users = mine["users"]
             value, counts = unpacked(mine)
             both.append((value, unpacked(its)[0]))
-    if not both:
+    if not both or not len(counts):  # no user has a request that the metric counts
         return None
     value, base = np.mean(both, 0)
     return SameUsers(users, value - base, base, counts)

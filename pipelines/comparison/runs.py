@@ -65,6 +65,10 @@ def select(
     known = {e.name: str(e.experiment_id) for e in client.search_experiments()}
     for name in experiments:
         if name not in known:
+            if client.get_experiment_by_name(name):  # as deleted ones are found
+                raise UserError(
+                    f"the experiment '{name}' is deleted at {uri}; restore it with mlflow experiments restore"
+                )
             raise UserError(unknown("experiment", name, uri, known))
     chosen = {known[name]: name for name in experiments or known}
     there = search(client, list(chosen))

@@ -49,6 +49,8 @@ UNSET = {"request_id": "", "position": 0}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 LONGEST_NAME = 80  # MLflow takes 250 characters, of which a metric may have two names
 CUTOFF = re.compile(r"_at_\d+$")  # how MLflow's names write the @10 of ndcg@10
+METRIC_WORDS = ("mean", "with_position")
+"""What metrics begin with that are of no single label."""
 MOST_MINUTES = 60 * 24 * 3660  # ten years: a longer delay is a wrong unit
 ELEMENT, REQUEST, UNEQUAL, LIST = "__element", "__request", "__unequal", "__list"
 FORBID = {"extra": "forbid"}
@@ -869,6 +871,10 @@ def check_names(names: Iterable[Any], key: str) -> None:
         if CUTOFF.search(name):
             raise ValueError(
                 f"'{name}' in '{key}' ends as the cutoff of a metric does, such as ndcg_at_10; use another name"
+            )
+        if key in ("labels", "tasks") and name in METRIC_WORDS:
+            raise ValueError(
+                f"'{name}' in '{key}' is a word of metrics, as in {name}/gauc; choose another name"
             )
 
 

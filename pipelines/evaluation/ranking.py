@@ -283,7 +283,7 @@ def record(
     if result.is_fresh(about):
         suffix += f"-fresh-{result.hashes['sequences'][:8]}"
     place = join(result.checkpoint, f"evaluation-{result.split}{suffix}.json")
-    content = _standard(asdict(result))
+    content = standard_json(asdict(result))
     write_file(
         place, json.dumps(content, indent=2, sort_keys=True, allow_nan=False).encode()
     )
@@ -314,8 +314,8 @@ def record(
     return place
 
 
-def _standard(value: Any) -> Any:
-    """The value as JSON knows it: null for a number that is not defined."""
+def standard_json(value: Any) -> Any:
+    """Return the value as JSON knows it, with null for a number that is not defined."""
     if isinstance(value, dict):
-        return {key: _standard(each) for key, each in value.items()}
+        return {key: standard_json(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -37,10 +37,12 @@ from models.fit import (
     Sums,
     Validate,
     best_of,
+    defined,
     describe,
     fit,
 )
 from models.inputs import Inputs
+from models.ranking_metrics import format_metric
 from models.setup import Setup, set_up
 from pipelines import tracking
 from pipelines.training.stop import STOP_REQUEST
@@ -255,6 +257,7 @@ def perform(task: Task, place: WorkerContext) -> None:
         goes_on=about,
         init=task.init,
     )
+    setup.check_metric()
     state = setup.resume(task.folder, about) if about else None
     if place.rank == 0:
         parameters = sum(p.numel() for p in setup.model.parameters())
@@ -263,7 +266,10 @@ def perform(task: Task, place: WorkerContext) -> None:
             f"{pluralize(torch.get_num_threads(), 'thread')} each; "
             f"{pluralize(parameters, 'parameter')}"
         )
-        train, val = setup.train.examples.requests, setup.val.requests
+        train, val = (
+            examples.requests - examples.without_history
+            for examples in (setup.train.examples, setup.val)
+        )
         requests = f"{train:,} training and {val:,} validation {setup.val.counted} here"
         place.say(f"{requests}, {pluralize(setup.train.steps(0), 'step')} per epoch")
         for note in setup.notes:
@@ -393,7 +399,7 @@ def by_gradient(
         about = setup.checkpoint(
             epoch=event.epoch,
             step=event.step,
-            metrics=event.metrics,
+            metrics=defined(event.metrics),
             best=best_of(event.state),
             timing=spent,
             tracking=task.tracking or {},
@@ -414,13 +420,13 @@ def by_counts(
         log.log({f"val/{name}": value for name, value in metrics.items()}, 1)
         log.log({"val/examples": count, "train/seconds": seconds}, 1)
     place.say(
-        f"counted in {seconds:.1f} s  val {setup.fit.metric} {metrics.get(setup.fit.metric, float('nan')):.4f}"
+        f"counted in {seconds:.1f} s  val {setup.fit.metric} {format_metric(metrics.get(setup.fit.metric))}"
     )
     best = {"value": metrics.get(setup.fit.metric), "epoch": 1, "step": 1}
     about = setup.checkpoint(
         epoch=1,
         step=1,
-        metrics=metrics,
+        metrics=defined(metrics),
         best=best,
         timing={"train_seconds": seconds},
         tracking=task.tracking or {},
