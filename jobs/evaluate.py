@@ -4,8 +4,8 @@
 
 Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
 candidates; writes them beside the checkpoint and into the MLflow run of the training. With --batch_inference FOLDER it
-writes the top K items of all users to a table instead (of the items in --allowed FILE alone), or the scores of all
-candidates of the split; with --export FILE.pt2 a student as one program.
+writes the top K items of all users to a table instead (of the items in --allowed FILE alone), with --split those of its
+requests, or the scores of all candidates of the split; with --export FILE.pt2 a student as one program.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Options:
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
     """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
-    split: Literal["val", "test"] = "test"
-    """Which requests to rank for."""
+    split: Literal["val", "test"] | None = None
+    """Which requests to rank for; left out: test, and in --batch_inference of a model that ranks the catalogue what
+    comes after everything that each user did."""
     batch_inference: str | None = None
-    """Write to this folder the top K of all users, after all they did, as the table `recommendations`; of a model that
-    ranks candidates the chances of all candidates of the split as the table `scores`."""
+    """Write to this folder the top K of all users, or of the requests of --split with their targets, as the table
+    `recommendations`; of a model that ranks candidates the chances and labels of all candidates of the split as the
+    table `scores`."""
     allowed: str | None = None
     """File of the only items that --batch_inference ranks: text with an id per line, or CSV or Parquet with a column
     item_id."""
@@ -226,22 +228,26 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
             f"  table       {folder}: {', '.join(names)}; candidates best first by {scores[0]}"
         )
         return
+    who, of_split = ("request", f" on {config.split}") if config.split else ("user", "")
     print(
-        f"Recommendations of {manifest.info['model']}: top {config.k} of {pluralize(manifest.rows, 'user')} {what}."
+        f"Recommendations of {manifest.info['model']}{of_split}: "
+        f"top {config.k} of {pluralize(manifest.rows, who)} {what}."
     )
-    if short := manifest.info.get("users_below_k", 0):
+    if short := manifest.info.get(f"{who}s_below_k", 0):
         beams = "beam" in registry.recommend_options(name)
         why = " or the search within its beams has no more; a wider --beam than the model's searches further"
         whole = "the allowed set" if config.allowed else "the catalogue"
         print(
             f"note: {short:,} of them have fewer than {config.k} items, as {whole}{why if beams else ' has no more'}"
         )
-    print(f"  table       {folder}: user_id, item_id (best first), score")
+    columns = ", ".join(column["name"] for column in manifest.schema)
+    print(f"  table       {folder}: {columns}; items best first")
 
 
 def measure(config: Options, inputs: Inputs, name: str) -> Result:
     """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
     from models import checkpoint, registry
+    from models.ranking_metrics import below_chance
     from models.retrieval.metrics import FIRST
     from models.setup import hashes_of
     from pipelines.evaluation.ranking import evaluate, record
@@ -255,7 +261,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     result, about = evaluate(
         config.checkpoint,
         inputs,
-        split=config.split,
+        split=config.split or "test",
         batch_size=config.batch_size,
         shards=config.shards,
         device=config.device,
@@ -281,6 +287,8 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
         *first_lines(result.metrics),
     ]:
         print(line)
+    if below := below_chance(result.metrics):
+        print(f"warning: no better than without a model ({below})")
     if entry.recommends:
         left_out = f"{pluralize(result.skipped, 'request')} without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")

@@ -29,9 +29,6 @@ from pipelines.training.ray_options import FEWER, RayOptions
 if TYPE_CHECKING:
     from models.checkpoint import Checkpoint
 
-CHANCE = 0.51
-"""GAUC below which a model ranks as chance does."""
-
 LARGE = 2**30
 """Bytes of `sequences` above which popularity is not counted beside a training."""
 
@@ -138,20 +135,28 @@ def popularity_of(config: Config, about: Checkpoint) -> float:
 
 
 def learned_nothing(
-    found: Mapping[str, float], fit: FitConfig, popularity: float = math.nan
+    found: Mapping[str, float],
+    fit: FitConfig,
+    popularity: float = math.nan,
+    gradient: bool = True,
 ) -> str:
-    """A line where the metrics of the best epoch are no better than what needs no model: `popularity`, the base rates
-    of actions, chance for searches; else nothing."""
-    below = ""
+    """Return a warning where the metrics of the best epoch are no better than without a model, or nothing.
+
+    Without a model there is popularity for retrieval, and base rates and chance for search and actions.
+    """
+    from models.ranking_metrics import below_chance
+
+    below = below_chance(found)
     if (value := found.get(fit.metric, math.nan)) < popularity:
         below = f"{fit.metric} {value:.4f}, popularity {popularity:.4f}"
-    elif found.get("mean/rig", 1.0) <= 0:
-        below = f"mean/normalised_entropy {found['mean/normalised_entropy']:.4f}, the base rates 1"
-    elif found.get("gauc", 1.0) < CHANCE:
-        below = f"gauc {found['gauc']:.4f}, chance 0.5"
-    return below and (
-        f"warning: no better than without a model ({below}): train longer, --fit.max_epochs {3 * fit.max_epochs} goes "
-        f"on; or under another --name with a larger --fit.lr than {fit.lr:g} or a smaller --fit.batch_size\n"
+    if not below:
+        return ""
+    warning = f"warning: no better than without a model ({below})"
+    if not gradient:
+        return f"{warning}: give it more days or other features\n"
+    return (
+        f"{warning}: train longer, --fit.max_epochs {3 * fit.max_epochs} goes on; or under another --name with a "
+        f"larger --fit.lr than {fit.lr:g} or a smaller --fit.batch_size\n"
     )
 
 
@@ -159,6 +164,7 @@ def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
     cli.say_loading("torch", "ray", "mlflow")
     from models import registry
+    from models.ranking_metrics import format_metric
     from pipelines import tracking
     from pipelines.training.run import run_training
     from pipelines.training.settings import check
@@ -202,16 +208,11 @@ def run(config: Config) -> Any:
             if entry.gradient and entry.recommends
             else math.nan
         )
-        warning = (
-            learned_nothing(best.metrics, config.fit, popularity)
-            if entry.gradient
-            else ""
-        )
+        warning = learned_nothing(best.metrics, config.fit, popularity, entry.gradient)
         print(warning or still_rising(best.epoch, trained.epochs, config.fit), end="")
     shown = "  ".join(
-        f"{name} {best.metrics[name]:.4f}"
+        f"{name} {format_metric(best.metrics.get(name))}"
         for name in entry.measured.SHOWN
-        if name in best.metrics
     )
     read = {option: vars(config)[option] for option in checked.inputs.given()}
     evaluate = {"checkpoint": trained.checkpoint, **read, "split": "test"}

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -40,6 +40,9 @@ EXACT = 1 << 20
 
 CHUNKS = 256
 """Batches whose logits are kept side by side before they are merged."""
+
+CHANCE = 0.51
+"""GAUC below which a model ranks as chance does."""
 
 EXAMPLES = "examples"
 
@@ -64,6 +67,16 @@ def format_metric(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.4f}"
+
+
+def below_chance(metrics: Mapping[str, float]) -> str:
+    """Return the figure by which a model ranks no better than the base rates or chance, or nothing."""
+    for name in ("mean/normalised_entropy", "normalised_entropy"):
+        if metrics.get(name, 0.0) >= 1:
+            return f"{name} {metrics[name]:.4f}, the base rates 1"
+    if metrics.get("gauc", 1.0) < CHANCE:
+        return f"gauc {metrics['gauc']:.4f}, chance 0.5"
+    return ""
 
 
 def request_auc(

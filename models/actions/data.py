@@ -348,6 +348,7 @@ class ActionsExamples(Sharded):
             "time": time,
             "query": torch.full_like(time, -1),
             "item": batch["candidate_item"][valid],
+            "labels": batch["candidate_label"][valid],
         }
 
     def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -159,6 +159,11 @@ def request_number(user_row: NDArray, place: NDArray) -> NDArray[np.int64]:
     return (np.asarray(user_row, np.int64) << 24) + place
 
 
+def request_place(number: NDArray) -> NDArray[np.int64]:
+    """Return the place of a request among its user's requests, from its `request_number`."""
+    return np.asarray(number, np.int64) & ((1 << 24) - 1)
+
+
 class Examples(Sharded):
     """The requests of one split as flat arrays, in rows of one `unit`.
 

@@ -148,16 +148,16 @@ def means(sums: dict[str, float]) -> dict[str, float]:
         raise ValueError(
             "no examples were evaluated, so there is no mean; check the split"
         )
-    first = sums.get(FIRST + EXAMPLES, 0.0)
+    first = float(sums.get(FIRST + EXAMPLES, 0.0))
     found: dict[str, float] = {}
     for name, value in sums.items():
         if name.startswith(FIRST):
             found[name] = float(value) / first if first else math.nan
         else:
-            found[name] = float(value) / count
+            found[name] = float(value) / float(count)
     del found[EXAMPLES]
     if FIRST + EXAMPLES in sums:
-        found[FIRST + EXAMPLES] = float(first)
+        found[FIRST + EXAMPLES] = first
     return found
 
 

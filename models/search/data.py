@@ -634,6 +634,7 @@ class SearchExamples(Examples):
             "time": batch["request_time"][request],
             "query": batch["request_query"][request],
             "item": batch["candidate"],
+            "labels": batch["labels"],
         }
 
     def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,9 @@
-"""What a model makes of all users, as a table: top K items after all that each of them did, as `recommendations`; of a
-model that ranks candidates the scores of every candidate of a split's requests, as `scores`.
+"""Batch inference: what a model ranks for many users, as a table.
+
+A model that ranks a catalogue writes `recommendations`: the top K items after all that each user did, or, for a split,
+after the history of each of its requests, with the request's time and target. A model that ranks candidates writes
+`scores`: the scores and labels of every candidate of a split's requests. So all figures of an evaluation can be
+computed again from the table of its split.
 
 A unit of work is a run of the users of one file of `sequences`. Units are ranked one after the other in this process,
 or by Ray Data actors that each hold the model; beside that and the catalogue one file is held.
@@ -24,6 +28,7 @@ from models import checkpoint, registry
 from models.examples import Sharded
 from models.fit import to_device
 from models.inputs import Inputs
+from models.retrieval.data import request_place
 from models.retrieval.recommend import allow, history_to_give
 from models.scores import check_finite
 from models.setup import Loaded
@@ -69,6 +74,21 @@ RECOMMENDATIONS = pa.schema(
 )
 
 
+RANKED_REQUESTS = pa.schema(
+    [
+        RECOMMENDATIONS.field("user_id"),
+        # place of the request among the `requests` of the user's row in `sequences`
+        pa.field("request", pa.int32(), nullable=False),
+        pa.field("timestamp_ms", pa.int64()),
+        pa.field("target", pa.string(), nullable=False),
+        # whether the user did something with the target before: metrics under first/ are of the other requests
+        pa.field("target_is_known", pa.bool_(), nullable=False),
+        RECOMMENDATIONS.field("item_id"),
+        RECOMMENDATIONS.field("score"),
+    ]
+)
+
+
 def scores_schema(labels: Sequence[str], queries: bool) -> pa.Schema:
     """scores: one row per request, that is per search, or per user and time of a feed, in the order of the sequences.
     `queries`: whether requests have one."""
@@ -86,6 +106,10 @@ def scores_schema(labels: Sequence[str], queries: bool) -> pa.Schema:
                 pa.field(f"score_{name}", listed(pa.float32()), nullable=False)
                 for name in labels
             ),  # chances, 0 to 1
+            *(
+                pa.field(f"label_{name}", listed(pa.bool_()), nullable=False)
+                for name in labels
+            ),
         ]
     )
 
@@ -99,6 +123,8 @@ class Kernel:
 
     table: ClassVar[str]
     """Kind of the table that it writes."""
+    request_columns: Sequence[str] = ()
+    """Fields of requests that `hold` reads beside the users."""
     examples: Sharded
     """What is ranked for of the file that is held."""
 
@@ -171,7 +197,12 @@ class Kernel:
         share = Share(1, (Shard(0, range(file, file + 1), 0, 1),), 0, 1)
         self.examples = self.read(share)
         uri, sha256 = part_uris(sequences, manifest)[file], manifest.files[file].sha256
-        self.users = read_parquet(uri, ["user_id"], sha256)["user_id"].combine_chunks()
+        read = read_parquet(uri, ["user_id", *self.request_columns], sha256)
+        self.users = read["user_id"].combine_chunks()
+        if self.request_columns:
+            requests = read["requests"].combine_chunks()
+            self.request_offsets = requests.offsets.to_numpy()
+            self.request_times = pc.struct_field(requests.values, "timestamp_ms")
         self.first_user = sum(part.rows for part in manifest.files[:file])
         self.file = file
 
@@ -189,16 +220,19 @@ class Kernel:
 
 
 class Recommender(Kernel):
-    """The top K of the catalogue for users; counts those who have fewer."""
+    """Rank the catalogue after all that each user did; count the users who get fewer than K items."""
 
     table = "recommendations"
 
     def read(self, share: Share) -> Sharded:
+        return self.examples_of("next", share)
+
+    def examples_of(self, split: str, share: Share) -> Sharded:
+        """Load the requests of a split, with as much history as the model reads."""
         longest = history_to_give(self.loaded.config.max_history, self.options)
         family = self.loaded.entry.family.examples
-        return family.load_share(
-            self.inputs.sequences, {"next": "request"}, longest, share
-        )["next"]
+        units = {split: "request"}
+        return family.load_share(self.inputs.sequences, units, longest, share)[split]
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         items, scores = self.model.recommend(batch, self.ask["k"], **self.options)
@@ -206,19 +240,50 @@ class Recommender(Kernel):
 
     def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
         order = np.argsort(user, kind="stable")
-        user, (item, score) = (
-            user[order] - self.first_user,
-            (values[order] for values in found),
-        )
+        user_ids = pc.take(self.users, pa.array(user[order] - self.first_user))
+        item, score = (values[order] for values in found)
+        rankings, short = self.rankings(item, score)
+        return [user_ids, *rankings], short
+
+    def rankings(self, item: NDArray, score: NDArray) -> tuple[list[pa.Array], int]:
+        """Return the columns `item_id` and `score` of rankings (B, K), and how many have fewer than K items."""
         real = item >= 0  # where fewer than K items could be ranked, the tail is empty
         offsets = pa.array(np.concatenate([[0], np.cumsum(real.sum(1))]), pa.int32())
         names = pc.take(self.items, pa.array(item[real]))
         columns = [
-            pc.take(self.users, pa.array(user)),
             pa.ListArray.from_arrays(offsets, names),
             pa.ListArray.from_arrays(offsets, pa.array(score[real], pa.float32())),
         ]
         return columns, int((real.sum(1) < self.ask["k"]).sum())
+
+
+class RequestRecommender(Recommender):
+    """Rank the catalogue after the history of each request of a split, as an evaluation does."""
+
+    request_columns = ("requests.list.element.timestamp_ms",)
+
+    def read(self, share: Share) -> Sharded:
+        return self.examples_of(self.ask["split"], share)
+
+    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        of_request = (batch[name] for name in ("request", "target", "repeats"))
+        user, items, scores = super().rank(batch)
+        return user, *of_request, items, scores
+
+    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
+        order = np.argsort(found[0], kind="stable")  # by user, then by place
+        row = user[order] - self.first_user
+        number, target, repeats, item, score = (values[order] for values in found)
+        place = request_place(number)
+        rankings, short = self.rankings(item, score)
+        of_request = [
+            pc.take(self.users, pa.array(row)),
+            pa.array(place, pa.int32()),
+            pc.take(self.request_times, pa.array(self.request_offsets[row] + place)),
+            pc.take(self.items, pa.array(target)),
+            pa.array(repeats.astype(bool)),
+        ]
+        return [*of_request, *rankings], short
 
 
 class Scorer(Kernel):
@@ -244,13 +309,13 @@ class Scorer(Kernel):
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         asked = self.examples.asked(batch)
         chances = torch.sigmoid(check_finite(self.model.score(batch).float()))
-        return *(
-            asked[name] for name in ("user_row", "request", "time", "query", "item")
-        ), chances
+        labels = asked["labels"][:, : chances.shape[1]]  # some models learn the first
+        names = ("user_row", "request", "time", "query", "item")
+        return *(asked[name] for name in names), labels, chances
 
     def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
         order = np.lexsort((-found[-1][:, 0], found[0], user))
-        user, (request, time, query, item, chances) = (
+        user, (request, time, query, item, labels, chances) = (
             user[order],
             (values[order] for values in found),
         )
@@ -273,6 +338,9 @@ class Scorer(Kernel):
             pa.ListArray.from_arrays(offsets, pa.array(of, pa.float32()))
             for of in chances.T
         ]
+        columns += [
+            pa.ListArray.from_arrays(offsets, pa.array(of > 0)) for of in labels.T
+        ]
         return columns, len(user)
 
 
@@ -290,7 +358,7 @@ def infer_all(
     output: str,
     *,
     k: int = 20,
-    split: str = "test",
+    split: str | None = None,
     batch_size: int = 256,
     actors: int = 1,
     device: str = "auto",
@@ -301,8 +369,9 @@ def infer_all(
     start: Callable[[], None] = lambda: None,
     remote: bool = False,
 ) -> tuple[Manifest, bool]:
-    """Writes to `output` the table `recommendations` of the top `k` of all users or, of a model that ranks candidates,
-    `scores` of a `split`; (its manifest, whether it was there already). It works in this process, or with `remote` or
+    """Writes to `output` the table `recommendations` of the top `k` of all users, or of the requests of a `split`; of a
+    model that ranks candidates `scores` of a `split`, by default of test; (its manifest, whether it was there already).
+    It works in this process, or with `remote` or
     more than one of the `actors` by Ray Data; `start` starts Ray where that has something to do. `allowed` is a file of
     the only items that are ranked."""
     output = absolute(output)
@@ -313,9 +382,16 @@ def infer_all(
             f"the model '{about.name}' is not served: {entry.not_served}; give --checkpoint of another model"
         )
     sequences = read_manifest(inputs.sequences, "sequences")
-    kernel: type[Kernel] = Recommender if entry.family.ranks == "catalogue" else Scorer
-    ask: dict[str, Any] = {"k": k} if kernel is Recommender else {"split": split}
-    schema, counts = RECOMMENDATIONS, "users_below_k"
+    kernel: type[Kernel]
+    ask: dict[str, Any]
+    if entry.family.ranks == "candidates":
+        kernel, ask = Scorer, {"split": split or "test"}
+    elif split:
+        kernel, ask = RequestRecommender, {"k": k, "split": split}
+        schema, counts = RANKED_REQUESTS, "requests_below_k"
+    else:
+        kernel, ask = Recommender, {"k": k}
+        schema, counts = RECOMMENDATIONS, "users_below_k"
     if kernel is Scorer:
         labels = entry.about(sequences.info)["labels"]
         schema, counts = (

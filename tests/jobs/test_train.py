@@ -74,14 +74,24 @@ def test_a_training_that_is_no_better_than_without_a_model_says_so(
             "1.0100, the base rates 1",
         ),
         ({"gauc": 0.501, "auc": 0.6}, math.nan, "(gauc 0.5010, chance 0.5)"),
+        (
+            {"gauc": 0.6, "normalised_entropy": 1.06},
+            math.nan,
+            "(normalised_entropy 1.0600, the base rates 1)",
+        ),
     ):
         assert told in learned_nothing(found, fit, popularity)
     for found in (
         {"ndcg@10": 0.2},
         {"mean/rig": 0.01, "mean/normalised_entropy": 0.99},
-        {"gauc": 0.52},
+        {"gauc": 0.52, "normalised_entropy": 0.98},
+        {"gauc": math.nan, "normalised_entropy": math.nan},
     ):
         assert learned_nothing(found, fit, 0.2) == ""
+    counted = learned_nothing({"gauc": 0.5}, fit, gradient=False)
+    assert counted.endswith(
+        "(gauc 0.5000, chance 0.5): give it more days or other features\n"
+    )
     config = Config(
         small[0],
         "runs",

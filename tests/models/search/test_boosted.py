@@ -234,9 +234,10 @@ def test_it_trains_without_text_and_comes_back_as_it_was(
     infer_all(
         str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores")
     )  # of the click, not of other labels
-    assert read_table(str(tmp_path / "scores"), "scores").column_names[-2:] == [
+    assert read_table(str(tmp_path / "scores"), "scores").column_names[-3:] == [
         "item_id",
         "score_click",
+        "label_click",
     ]
 
 

@@ -76,6 +76,8 @@ def test_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         chances.append(np.array([row[f"score_{name}"] for name in names]).T)
         if 0 < labels[-1][:, 0].sum() < 6:
             per_request.append(roc_auc_score(labels[-1][:, 0], chances[-1][:, 0]))
+        for i, name in enumerate(names):
+            assert row[f"label_{name}"] == labels[-1][:, i].tolist()
     metrics = evaluate(given["checkpoint"], Inputs(tables, text=text))[0].metrics
     label, chance = np.concatenate(labels), np.concatenate(chances).astype(float)
     assert metrics["gauc"] == pytest.approx(np.mean(per_request))
@@ -144,6 +146,14 @@ def test_feeds(tmp_path: Path) -> None:
     assert (
         len(events) == manifest.info["candidates"]
     )  # nobody is shown an item twice at one time
+    labelled = {
+        (row["user_id"], row["timestamp_ms"], item): list(labels)
+        for row in found
+        for item, *labels in zip(
+            row["item_id"], *(row[f"label_{task}"] for task in TASKS), strict=True
+        )
+    }
+    assert labelled == {key: list(tasks) for key, tasks in events.items()}
     metrics = evaluate(place, inputs)[0].metrics
     label, chance = (
         np.array([of[key] for key in events], float) for of in (events, scored)
@@ -244,6 +254,60 @@ def test_recommendations(tmp_path: Path) -> None:
     ):
         assert item == row["item_id"]
         assert score == pytest.approx(row["score"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("split", "unseen"), [("test", None), ("val", True)])
+def test_figures_of_a_split_can_be_computed_from_its_table(
+    split: str, unseen: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables, _ = write_tables(tmp_path / "log", parts=2)
+    setup = set_up(SASREC, FitConfig(batch_size=8), Inputs(tables))
+    place, out = str(tmp_path / "sasrec"), str(tmp_path / "out")
+    checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
+    given: dict[str, Any] = {"checkpoint": place, "tables": tables, "split": split}
+
+    run(Config(**given, batch_inference=out, k=20, batch_size=7, unseen=unseen))
+
+    assert (
+        f"Recommendations of sasrec on {split}: top 20 of 60 requests written."
+        in capsys.readouterr().out
+    )
+    found = rows(out, "recommendations")
+    items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
+    asked = [
+        (user["user_id"], place, request, user["item_index"])
+        for user in rows(f"{tables}/sequences", "sequences")
+        for place, request in enumerate(user["requests"])
+        if request["split"] == split
+    ]
+    for row, (user_id, place_, request, behaviours) in zip(found, asked, strict=True):
+        target, past = request["candidates"][0], behaviours[: request["history_end"]]
+        assert (row["user_id"], row["request"]) == (user_id, place_)
+        assert row["timestamp_ms"] == request["timestamp_ms"]
+        assert row["target"] == items[target]
+        assert row["target_is_known"] == (target in past)
+        assert row["score"] == sorted(row["score"], reverse=True)
+        if unseen:
+            assert not {items[item] for item in past} & set(row["item_id"])
+    options = {"unseen": unseen} if unseen else {}
+    metrics = evaluate(place, Inputs(tables), split=split, options=options)[0].metrics
+    for prefix, counted in (
+        ("", found),
+        ("first/", [row for row in found if not row["target_is_known"]]),
+    ):
+        for k in (1, 10, 20):
+            ranks = [
+                row["item_id"].index(row["target"])
+                if row["target"] in row["item_id"][:k]
+                else None
+                for row in counted
+            ]
+            hits = [rank for rank in ranks if rank is not None]
+            gains = [1 / np.log2(2 + rank) for rank in hits]
+            assert metrics[f"{prefix}recall@{k}"] == len(hits) / len(counted)
+            assert metrics[f"{prefix}ndcg@{k}"] == pytest.approx(
+                sum(gains) / len(counted)
+            )
 
 
 @pytest.mark.parametrize("name", ["qgs", "attn_mvp"])

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models.tables import UserError
 from pipelines import tracking
-from pipelines.tracking import resolve_uri
+from pipelines.tracking import metric_name, resolve_uri, shown_name
 from pipelines.training.run import figures
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +26,31 @@ ROOT = Path(__file__).parents[3]
 def uri(tmp_path: Path, new_store: Callable[[Path], str]) -> str:
     """A store without runs."""
     return new_store(tmp_path)
+
+
+NAMES = st.one_of(
+    st.from_regex(r"[a-z_]{0,5}(_at_){0,2}_{0,3}@?[0-9]{1,3}", fullmatch=True),
+    st.from_regex(r"(val/)?(looked_at_it/)?[a-z_]{1,5}(@[0-9]{1,2})?", fullmatch=True),
+    st.text("a_t/019-", min_size=1, max_size=12),
+)
+
+
+@given(NAMES)
+def test_names_of_metrics_survive_the_way_to_mlflow_and_back(name: str) -> None:
+    logged = metric_name(name)
+    assert "@" not in logged
+    assert shown_name(logged) == name
+
+
+@given(NAMES, NAMES)
+def test_no_two_metrics_share_a_name_in_mlflow(one: str, other: str) -> None:
+    assert (metric_name(one) == metric_name(other)) == (one == other)
+
+
+def test_only_a_cutoff_at_the_end_is_written_otherwise() -> None:
+    assert metric_name("val/ndcg@10") == "val/ndcg_at_10"
+    assert metric_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
+    assert shown_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
 
 
 WRITERS = """

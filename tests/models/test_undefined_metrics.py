@@ -1,0 +1,150 @@
+"""A metric that no request counts has no value: training is not chosen by it, and nothing shows it as 0."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from jobs.evaluate import Config, first_lines, run
+from models import checkpoint, registry
+from models.fit import FitConfig
+from models.inputs import Inputs
+from models.ranking_metrics import format_metric
+from models.setup import Setup, set_up
+from models.tables import UserError, join, read_manifest, read_table
+from pipelines import tracking
+from tests.actions_tables import write_actions
+from tests.search_tables import write_search
+from tests.training_tables import write, write_tables
+
+SASREC = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
+BOOSTED = {"name": "boosted"}
+MVP = {"name": "attn_mvp", "width": 8, "num_layers": 1, "num_heads": 2, "ffn": 8}
+
+
+def rewrite(tables: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write the sequences again, with each user's row changed."""
+    uri = join(tables, "sequences")
+    manifest, table = read_manifest(uri, "sequences"), read_table(uri, "sequences")
+    rows = [change(row) for row in table.to_pylist()]
+    content = pa.Table.from_pylist(rows, table.schema)
+    write(uri, "sequences", content, manifest.info, manifest.inputs)
+
+
+def repeat_one_item(row: dict[str, Any]) -> dict[str, Any]:
+    item = row["item_index"][0]
+    requests = [request | {"candidates": [item]} for request in row["requests"]]
+    return row | {"item_index": [item] * len(row["item_index"]), "requests": requests}
+
+
+def click_nothing(row: dict[str, Any]) -> dict[str, Any]:
+    requests = [
+        request | {"label_click": [False] * len(request["candidates"])}
+        for request in row["requests"]
+    ]
+    return row | {"requests": requests}
+
+
+def like_nothing(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"tasks": [[dwell, other, False] for dwell, other, _ in row["tasks"]]}
+
+
+@pytest.fixture(scope="module")
+def repeats(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tables of users who only repeat one item each."""
+    tables, _ = write_tables(tmp_path_factory.mktemp("repeats"), users=20)
+    rewrite(tables, repeat_one_item)
+    return tables
+
+
+def setup_of(model: dict[str, Any], inputs: Inputs, **fit: Any) -> Setup:
+    return set_up(model, FitConfig(batch_size=4, **fit), inputs)
+
+
+def test_a_retrieval_metric_without_requests_is_refused_before_training(
+    repeats: str,
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"fit.metric is first/ndcg@10, which is not defined on the 20 rows .* another fit.metric",
+    ):
+        setup_of(SASREC, Inputs(repeats), metric="first/ndcg@10").check_metric()
+    setup_of(SASREC, Inputs(repeats), metric="ndcg@10").check_metric()
+
+
+@pytest.mark.parametrize("metric", ["gauc", "auc", "normalised_entropy"])
+def test_a_search_metric_of_one_class_is_refused_before_training(
+    metric: str, tmp_path: Path
+) -> None:
+    tables, _ = write_search(tmp_path)
+    setup_of(BOOSTED, Inputs(tables), metric=metric).check_metric()
+    rewrite(tables, click_nothing)
+    with pytest.raises(UserError, match=f"fit.metric is {metric}, which is not defin"):
+        setup_of(BOOSTED, Inputs(tables), metric=metric).check_metric()
+
+
+def test_a_task_metric_of_one_class_is_refused_before_training(tmp_path: Path) -> None:
+    tables = write_actions(tmp_path)
+    rewrite(tables, like_nothing)
+    inputs = Inputs(tables)
+    with pytest.raises(UserError, match="like/normalised_entropy, which is not"):
+        setup_of(MVP, inputs, metric="like/normalised_entropy").check_metric()
+    setup_of(MVP, inputs, metric="mean/rig").check_metric()
+
+
+def test_the_check_leaves_the_model_as_it_was(repeats: str) -> None:
+    setup = setup_of(SASREC, Inputs(repeats), metric="ndcg@10")
+    before = {name: x.clone() for name, x in setup.model.state_dict().items()}
+    setup.check_metric()
+    assert all(
+        (x == before[name]).all() for name, x in setup.model.state_dict().items()
+    )
+    assert "recommend" not in vars(setup.model)
+
+
+def test_an_evaluation_writes_null_and_mlflow_gets_no_point(
+    repeats: str,
+    new_store: Callable[[Path], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    uri = new_store(tmp_path)
+    setup = setup_of(SASREC, Inputs(repeats))
+    config = {"model": registry.config_to_dict(setup.config), "tables": repeats}
+    hashes = setup.catalogue.hashes
+    opened = tracking.open_run(
+        uri, "retrieval/x", "sasrec", str(tmp_path), config=config, hashes=hashes
+    )
+    place = tmp_path / "sasrec"
+    about = setup.checkpoint(epoch=1, tracking=opened.to_dict())
+    checkpoint.save(place, setup.model, about)
+
+    result = run(Config(checkpoint=str(place), tables=repeats))
+
+    assert result is not None
+    assert math.isnan(result.metrics["first/ndcg@10"])
+    written = json.loads((place / "evaluation-test.json").read_text())["metrics"]
+    assert written["first/ndcg@10"] is None
+    assert written["first/recall@1"] is None
+    assert written["first/examples"] == 0
+    assert written["ndcg@10"] >= 0
+    logged = tracking.connect(uri).get_run(opened.run_id).data.metrics
+    assert "test/ndcg_at_10" in logged
+    assert not [name for name in logged if name.startswith("test/first/ndcg")]
+    printed = capsys.readouterr().out
+    assert "0 requests of an item that is not in the history" in printed
+    assert "recall@10 -, ndcg@10 -" in printed
+
+
+def test_a_value_that_is_not_defined_is_a_dash() -> None:
+    assert [format_metric(x) for x in (None, math.nan, 0.0)] == ["-", "-", "0.0000"]
+    lines = first_lines({"first/examples": 0.0, "first/ndcg@10": math.nan})
+    assert lines == [
+        "  first  0 requests of an item that is not in the history, ndcg@10 -"
+    ]
