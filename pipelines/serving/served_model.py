@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -93,7 +94,11 @@ class ServedModel(PythonModel):
         folder = context.artifacts["data"]
         about = checkpoint.read(f"{folder}/checkpoint")
         family = registry.find(about.name).family
-        settings = {**family.requests.settings, **(context.model_config or {})}
+        known = family.requests.settings
+        # MLflow drops other keys of a model_config; that of a server is read again here
+        of_server = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
+        refuse_unknown("SERVING_MODEL_CONFIG", of_server, known, {})
+        settings = {**known, **(context.model_config or {})}
         scales = about.learned.get("scales")
         catalogue = family.catalogue(bundled(folder), scale=False, scales=scales)
         model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]

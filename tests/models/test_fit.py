@@ -347,7 +347,8 @@ def test_validation_every_n_steps_within_epochs() -> None:
 
 def test_a_metric_or_a_loss_that_is_no_number_is_named() -> None:
     with pytest.raises(
-        UserError, match=r"ndcg@10 is nan on the 4 rows validated.*fit\.metric"
+        UserError,
+        match=r"fit.metric is ndcg@10, which is not defined on the 4 rows .*another fit\.metric",
     ):
         list(fit(start(), Batches(), lambda model: ({"ndcg@10": math.nan}, 4), CONFIG))
     model = start()

@@ -12,7 +12,7 @@ from comparison_rows import NDCG, compared, row
 from models import registry
 from pipelines import tracking
 from pipelines.comparison.plots import pareto, plots, points_of, settings
-from pipelines.comparison.rows import Row, lower_is_better, rows_of
+from pipelines.comparison.rows import Row, evaluations, lower_is_better, rows_of
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import paired_tables
 
@@ -205,3 +205,20 @@ def test_what_is_asked_without_known_items_stands_apart() -> None:
         ("", "unseen"),
         ("ca83aebe", "unseen"),
     ]
+
+
+def test_a_label_with_at_in_its_name_keeps_its_columns() -> None:
+    logged = {
+        tracking.metric_name(name): value
+        for name, value in {
+            "test/looked_at_it/normalised_entropy": 0.9,
+            "best/looked_at_it/gauc": 0.6,
+            "test-beam-5/ndcg@10": 0.1,
+        }.items()
+    }
+    found = evaluations(logged)
+    assert found[""] == {
+        "test/looked_at_it/normalised_entropy": 0.9,
+        "val/looked_at_it/gauc": 0.6,
+    }
+    assert found["beam-5"] == {"test/ndcg@10": 0.1}

@@ -216,3 +216,16 @@ def test_fewer_items_than_asked_for_come_with_the_reason(
     found = served["tiger"].predict(pd.DataFrame({"history": [history]}), params=params)
     assert found["note"].tolist() == [note]
     assert bool(note) == (len(found["item_id"][0]) < params["k"])
+
+
+def test_a_setting_of_a_server_that_is_not_known_is_refused(
+    served: dict[str, PyFuncModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = served["qgs"].unwrap_python_model()
+    context = served["qgs"]._model_impl.context
+    monkeypatch.setenv("SERVING_MODEL_CONFIG", '{"count": "tables/counts"}')
+    with pytest.raises(
+        UserError,
+        match="SERVING_MODEL_CONFIG has 'count', which is not known there; the nearest is 'counts'",
+    ):
+        type(inner)().load_context(context)
