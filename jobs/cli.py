@@ -304,6 +304,17 @@ def say_loading(*packages: str) -> None:
         print(f"loading {', '.join(packages)}", flush=True)
 
 
+def runs_beside(output: str) -> str:
+    """Return the storage to suggest for trainings: `runs`, or on a cluster a folder beside `output`.
+
+    Nodes of a cluster do not share the working folder.
+    """
+    if not os.environ.get("RAY_ADDRESS"):
+        return "runs"
+    parent, _, _ = output.rstrip("/").rpartition("/")
+    return f"{parent}/runs"
+
+
 def options_for(job: ModuleType, argv: Sequence[str]) -> Any:
     """The options of a job's module that a command line gives."""
     return job.parse(argv) if hasattr(job, "parse") else parse(job.Config, argv)

@@ -73,7 +73,9 @@ def run(config: Config) -> None:
         "tables": config.tables,
         "text": config.output,
     }
-    print(f"next: {cli.line('jobs.train', **train, storage='runs', name=model)}")
+    print(
+        f"next: {cli.line('jobs.train', **train, storage=cli.runs_beside(config.output), name=model)}"
+    )
 
 
 if __name__ == "__main__":

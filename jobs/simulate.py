@@ -87,6 +87,8 @@ def run(config: Any) -> None:
         for line in lines:
             print(line)
     source = SOURCES / f"{kind.source}.yaml"
+    if source.is_relative_to(Path.cwd()):  # as a submitted job's is, in Ray's own copy
+        source = source.relative_to(Path.cwd())
     print(
         f"next: {cli.line('jobs.prepare', source=str(source), input=config.output, output='TABLES')}"
     )

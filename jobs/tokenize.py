@@ -209,7 +209,9 @@ def run(config: Config) -> None:
         "tables": config.tables,
         "sids": config.output,
     }
-    print(f"next: {cli.line('jobs.train', **train, storage='runs', name='tiger')}")
+    print(
+        f"next: {cli.line('jobs.train', **train, storage=cli.runs_beside(config.output), name='tiger')}"
+    )
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def explain(error: BaseException) -> str | None:
     ]  # its text is a traceback
     for one in found:
         if is_full(one):
-            return f"the disk is full ({first_line(one)}); free some space, {AGAIN}"
+            return f"{describe_full_disk(one, error)}; free some space, {AGAIN}"
     for one in found:
         if "OutOfMemoryError" in names(one):
             return (
@@ -116,6 +116,25 @@ def explain(error: BaseException) -> str | None:
                 f"is there and may be written, {AGAIN}"
             )
     return None
+
+
+NODE = re.compile(r"\[Node ([^\]\s]+)\]|\bip[=:] ?(\d+(?:\.\d+){3})")
+"""A node in errors of Ray: of its runtime-environment agent, and of tasks and actors."""
+
+PATH = re.compile(r"(?:No space left on device|Disk quota exceeded):? '([^']+)'")
+"""A file in the text of an OSError."""
+
+
+def describe_full_disk(full: BaseException, error: BaseException) -> str:
+    """Return a message about a full disk, with its node and path where the error or its causes name them."""
+    text = "\n".join(map(str, causes(error)))
+    node, path = NODE.search(text), PATH.search(text)
+    where = f" on node {node[1] or node[2]}" if node else ""
+    if file := getattr(full, "filename", None) or (path and path[1]):
+        where += f" at {file}"
+    lines = [" ".join(line.split()) for line in str(full).splitlines()]
+    reason = next((line for line in lines if FULL.search(line)), first_line(full))
+    return f"the disk is full{where} ({reason[:200]})"
 
 
 def lasting(error: BaseException) -> bool:

@@ -63,8 +63,9 @@ def has_autoscaler() -> bool:
     return False
 
 
-IDLE = "maximum expected startup concurrency"
-"""In Ray's warning of several processes on a node that need no CPU, such as trials that wait for their workers."""
+HIDDEN = ("maximum expected startup concurrency", "infeasible resource requests")
+"""In warnings that mislead: of processes without a CPU, such as trials that wait for their workers, and of requests
+that an autoscaler is about to serve (`pipelines.cluster.check_room` refuses the others)."""
 
 
 def shorten_raylet_errors() -> None:
@@ -79,8 +80,12 @@ def shorten_raylet_errors() -> None:
 
     def print_first_line(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
         if data.get("pid") == "raylet":
-            lines = [first_sentences(text) for text in data["lines"]]
-            data = {**data, "lines": [line for line in lines if IDLE not in line]}
+            lines = [
+                first_sentences(text)
+                for text in data["lines"]
+                if not any(words in text for words in HIDDEN)
+            ]
+            data = {**data, "lines": lines}
         if data["lines"]:
             print_lines(data, *arguments, **options)
 

@@ -74,6 +74,24 @@ def test_a_full_disk_is_told_by_every_library(
     assert lasting(caught.value)
 
 
+def test_a_full_disk_is_told_with_node_and_path_where_the_error_has_them() -> None:
+    setup = RuntimeError(
+        "Training failed due to controller error:\nFailed to set up the runtime environment.\n"
+        "[Node 192.0.2.7] OSError: [Errno 28] No space left on device: '/tmp/ray/2/x'"
+    )
+    task = OSError(28, "No space left on device", "/mnt/spill/part")
+    task.__cause__ = RuntimeError("ray::read() (pid=41, ip=192.0.2.8)")
+
+    line, of_task = str(explain(setup)), str(explain(task))
+
+    assert line.startswith(
+        "the disk is full on node 192.0.2.7 at /tmp/ray/2/x ([Node 192.0.2.7] OSError: [Errno 28] No space"
+    )
+    assert of_task.startswith(
+        "the disk is full on node 192.0.2.8 at /mnt/spill/part ([Errno 28] No space left"
+    )
+
+
 def test_a_lost_storage_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file") as caught:
         (tmp_path / "gone/run.json").read_bytes()

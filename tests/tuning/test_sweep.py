@@ -443,6 +443,8 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     for run in world.children(swept).values():
         assert run.info.status == "FINISHED"
         assert run.data.params["ray.num_workers"] == "2"
+        measured = "test/ndcg_at_10" in run.data.metrics  # by a task of its own
+        assert measured == (run.info.run_id == ahead.run_id)
     history = tracking.connect(swept.run.uri).get_metric_history(
         str(ahead.run_id), "val/ndcg_at_10"
     )

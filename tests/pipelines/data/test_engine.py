@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,7 +23,7 @@ import ray
 
 from models.tables import UserError
 from pipelines.data import events
-from pipelines.data.engine import KEY, Engine, RayDataConfig
+from pipelines.data.engine import KEY, Engine, RayDataConfig, ResourceLimits
 from pipelines.data.log import log_of
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.run import Run
@@ -97,6 +99,39 @@ def test_every_row_comes_out_once_in_its_partition(
     partitions: int, keys: int, here: bool
 ) -> None:
     assert exchanged(partitions, keys, here=here) == expected(keys)
+
+
+def sleep_a_moment(number: int) -> tuple[float, float]:
+    """Return when this call began and ended."""
+    began = time.time()
+    time.sleep(0.3)
+    return began, time.time()
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_tasks_at_once_keep_the_resource_limits() -> None:
+    limited = RayDataConfig(
+        shuffle_batch_mb=1, memory_gb=0.25, resource_limits=ResourceLimits(cpu=1)
+    )
+
+    spans = [
+        span
+        for _, span in Engine(limited).each(sleep_a_moment, [(n,) for n in range(4)])
+    ]
+    engine = Engine(limited)
+    tables = engine.exchange(partial(log, 3, "", ""), 5, 3, gathered)
+    rows = [row for table in tables for row in table.to_pylist()]
+
+    ordered = sorted(spans)
+    assert all(end <= began for (_, end), (began, _) in itertools.pairwise(ordered))
+    assert {row["key"]: row["rows"] for row in rows} == expected(3)
+
+
+def test_a_task_that_the_resource_limits_have_no_room_for_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"memory_gb is 2, which has no room for a task"
+    ):
+        RayDataConfig(memory_gb=4, resource_limits=ResourceLimits(memory_gb=2))
 
 
 @pytest.mark.usefixtures("ray_local")
