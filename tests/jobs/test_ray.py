@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from jobs import cli
 from models.tables import UserError
+from pipelines.ray_inside import shorten_raylet_errors
 
 LISTENING = """
 import ipaddress, json, psutil, ray
@@ -103,3 +105,24 @@ def test_an_address_that_is_none_is_one_line(address: str) -> None:
         UserError, match="is no address of a Ray cluster; give HOST:PORT"
     ):
         cli.join_cluster(address)
+
+
+def test_an_error_of_a_lost_node_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = ray._private.worker
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    logs = "".join(f"\n    [state-dump] line {number}" for number in range(20))
+    lost = f"Raylet is terminated. Last 20 lines of the Raylet logs:{logs}"
+    waits = (
+        "There are tasks with infeasible resource requests that cannot be scheduled."
+    )
+
+    shorten_raylet_errors()
+    for text in (lost, waits):
+        worker.print_to_stdstream(
+            {"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False
+        )
+
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("Raylet is terminated.")
