@@ -54,6 +54,9 @@ class Config:
     register: str | None = None
     """Name of the model in MLflow's registry that accepted ones become versions of; by default none is registered."""
 
+    register_below_floor: bool = False
+    """Register a model that is below the best model without training on the day, too."""
+
     def __post_init__(self) -> None:
         for metric, share in self.fall.items():
             if not 0 <= share <= 1:
@@ -156,8 +159,9 @@ class Day:
 
     def training(self, name: str, running: dict[str, Any] | None) -> dict[str, Any]:
         """Return the options of jobs.train. A model without gradients begins anew."""
-        options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
         from models import registry
+
+        options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
 
         if running is None or not registry.find(self.model_name()).gradient:
             return options
@@ -226,6 +230,8 @@ class Day:
                 checkpoint=trained.checkpoint,
                 after=self.measured(trained.checkpoint),
             )
+        if "floors" not in day:
+            self.note(day, floors=self.compare_with_floors(trained.checkpoint))
         self.judge(day, trained.run)
 
     def explain_idle(self, name: str) -> None:
@@ -240,6 +246,38 @@ class Day:
         )
         for line in describe_unread(source, self.config.prepare["input"]):
             print(line)
+
+    def compare_with_floors(self, where: str) -> list[dict[str, Any]]:
+        """Return the verdict against the best floor of each ranking of the day.
+
+        The ranking that fits the log comes first: all items where users come back to
+        items. The list is empty for a family without floors and for a floor.
+        """
+        from models import checkpoint, registry
+        from pipelines.comparison.floors import judge_result
+        from pipelines.comparison.rows import REPEATS
+        from pipelines.evaluation.floors import measure_floors
+
+        about = checkpoint.read(where)
+        entry = registry.find(about.name)
+        if entry.floor:
+            return []
+        rankings: list[dict[str, Any]] = [{}]
+        if entry.recommends:
+            rankings.append({"unseen": True})
+        all_floors = measure_floors(about.name, Inputs(self.tables), "test", rankings)
+        verdicts = []
+        for options, floors in zip(rankings, all_floors, strict=True):
+            if not floors:
+                continue
+            if options:
+                self.do("evaluate", {"checkpoint": where, **self.read, **options})
+            suffix = "-unseen-True" if options else ""
+            result = read_json(join(where, f"evaluation-test{suffix}.json"))
+            verdicts.append(judge_result(result, floors, about.fit["metric"]))
+        if verdicts and verdicts[0]["repeats"] < REPEATS:
+            verdicts.reverse()
+        return verdicts
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""
@@ -266,6 +304,7 @@ class Day:
         """Compares with the running model, and registers the day's where it may take its place."""
         from models import checkpoint, registry
         from pipelines import tracking
+        from pipelines.comparison.floors import BELOW, describe_verdict
         from pipelines.serving.registered_model import register
 
         before, after = day.get("before", {}), day["after"]
@@ -293,6 +332,9 @@ class Day:
             if name in after:
                 was = f"{before[name]:.4f} to " if name in before else ""
                 print(f"  {name:<12}  {was}{after[name]:.4f}")
+        for verdict in day.get("floors", []):
+            print(f"  {describe_verdict(verdict)}")
+        below = [v for v in day.get("floors", [])[:1] if v["verdict"] == BELOW]
         if undefined:
             print(
                 f"note: {', '.join(undefined)} has no value on this day, and is not compared"
@@ -304,6 +346,11 @@ class Day:
         elif low:
             print(
                 f"not accepted: {', '.join(low)} fell by more than fall allows; the running model stays"
+            )
+        elif below and self.config.register and not self.config.register_below_floor:
+            print(
+                f"not registered: it is below {below[0]['floor']}, a model without "
+                f"training; register_below_floor: true registers it"
             )
         elif self.config.register:
             version = register(run, self.config.register, about.fit["metric"])

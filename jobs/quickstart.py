@@ -1,6 +1,6 @@
 """The whole flow in minutes: a log, tables, audit, the models of a family, compared.
 
-    python -m jobs.quickstart                     # next items: semantic IDs, SASRec, TIGER and its student SID-MLP
+    python -m jobs.quickstart                     # next items: models without training, SASRec, TIGER, SID-MLP
     python -m jobs.quickstart --family search     # searches: text embeddings, boosted trees, Base and QGS
     python -m jobs.quickstart --family actions    # a feed: interleaved, AttnLFA, AttnMVP; without actions
     python -m jobs.quickstart --data FOLDER       # a real log
@@ -121,6 +121,9 @@ FLOWS = {
     "retrieval": Flow(
         (
             Trained("popularity", ("popularity",)),
+            Trained("own_items", ("own_items",)),
+            Trained("item_knn", ("item_knn",)),
+            Trained("ease", ("ease",)),
             Trained("sasrec", ("sasrec",)),
             Trained("tiger", ("tiger_small",), ONE, epochs=35, rows=1_850_000),
             Trained("sid_mlp", ("sid_mlp_small",), ONE, teacher="tiger", rows=400_000),
@@ -264,9 +267,16 @@ def measure(config: Config, folders: Folders, steps: Steps, trained: Trained) ->
         f"{'Distil' if trained.teacher else 'Train'} {name}", "train", *train, *options
     )
     checkpoint = ["--checkpoint", f"{folders.runs}/{name}"]
-    steps.run(
-        f"Evaluate {name} on test", "evaluate", *checkpoint, *where, "--split", "test"
-    )
+    evaluate = [*checkpoint, *where, "--split", "test"]
+    steps.run(f"Evaluate {name} on test", "evaluate", *evaluate)
+    if entry.recommends:
+        title = f"Evaluate {name} on test, known items left out"
+        steps.run(title, "evaluate", *evaluate, "--unseen", "true")
+
+
+def steps_of(trained: Trained) -> int:
+    """Return the number of commands that train and evaluate a model."""
+    return 3 if registry.find(trained.model).recommends else 2
 
 
 def epochs_of(trained: Trained, tables: str) -> int:
@@ -427,7 +437,9 @@ def run(config: Config) -> None:
     folders = locate(config)
     kind, flow = KINDS[folders.family], FLOWS[folders.family]
     cli.preflight(output=config.output)
-    steps = Steps(count=3 + (not config.data) + bool(flow.extra) + 2 * len(flow.models))
+    steps = Steps(
+        count=3 + (not config.data) + bool(flow.extra) + sum(map(steps_of, flow.models))
+    )
     if not config.data:
         events = str(config.events * flow.events)
         size = [
@@ -472,7 +484,8 @@ def run(config: Config) -> None:
             for model in models
             if flow.extra not in registry.find(model.model).reads
         )
-        steps.count -= 1 + 2 * (len(flow.models) - len(models))
+        left_out = set(flow.models) - set(models)
+        steps.count -= 1 + sum(map(steps_of, left_out))
         made = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
         print(
             f"note: {folders.source} names no texts of items to make {made} of; models of these are left out"

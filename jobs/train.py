@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from dataclasses import asdict, dataclass, field, make_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jobs import cli
 from jobs.options import read
@@ -22,15 +22,9 @@ from models.config import pluralize
 from models.fit_config import FitConfig
 from models.inputs import Inputs
 from models.places import reach
-from models.tables import UserError, join, read_manifest
+from models.tables import UserError
 from models.uri import check_writable
 from pipelines.training.ray_options import FEWER, RayOptions
-
-if TYPE_CHECKING:
-    from models.checkpoint import Checkpoint
-
-LARGE = 2**30
-"""Bytes of `sequences` above which popularity is not counted beside a training."""
 
 
 @dataclass
@@ -113,50 +107,57 @@ def still_rising(best: int, done: int, fit: FitConfig) -> str:
     return f"note: the best epoch is the last; more epochs may be better: --fit.max_epochs {2 * done} goes on\n"
 
 
-def popularity_of(config: Config, about: Checkpoint) -> float:
-    """What popularity has on the same validation, by the training's metric; NaN where that is not measured of it, and
-    for tables too large to be read here."""
-    from models.setup import set_up
-
-    sequences = read_manifest(join(config.tables, "sequences"), "sequences")
-    if sum(part.bytes for part in sequences.files) > LARGE:
-        return math.nan
-    unseen = config.fit.eval_options.get("unseen")
-    fit = replace(
-        config.fit, batch_size=8192, train_examples=0, eval_options={"unseen": unseen}
-    )
-    model = {
-        "name": "popularity",
-        "max_history": about.model["max_history"] if unseen else 1,
-    }
-    setup = set_up(model, fit, Inputs(config.tables), goes_on=about)
-    setup.fit_counts()
-    return setup.means(setup.validate(setup.model)[0]).get(fit.metric, math.nan)
-
-
 def learned_nothing(
     found: Mapping[str, float],
     fit: FitConfig,
-    popularity: float = math.nan,
+    floor: tuple[str, float] | None = None,
     gradient: bool = True,
 ) -> str:
-    """Return a warning where the metrics of the best epoch are no better than without a model, or nothing.
+    """Return a warning if the best epoch is no better than a ranking without training.
 
-    Without a model there is popularity for retrieval, and base rates and chance for search and actions.
+    Args:
+        found: validation metrics of the best epoch.
+        fit: the training's options.
+        floor: name and value, by `fit.metric`, of the best model without training;
+            base rates and chance need none.
+        gradient: whether the model is trained by gradient.
     """
     from models.ranking_metrics import below_chance
 
     below = below_chance(found)
-    if (value := found.get(fit.metric, math.nan)) < popularity:
-        below = f"{fit.metric} {value:.4f}, popularity {popularity:.4f}"
+    value = found.get(fit.metric, math.nan)
+    if floor and value < floor[1]:
+        below = f"{fit.metric} {value:.4f}, {floor[0]} {floor[1]:.4f}"
     if not below:
         return ""
-    warning = f"warning: no better than without a model ({below})"
+    warning = f"warning: no better than without training ({below})"
     if not gradient:
         return f"{warning}: give it more days or other features\n"
     return (
         f"{warning}: train longer, --fit.max_epochs {3 * fit.max_epochs} goes on; or under another --name with a "
         f"larger --fit.lr than {fit.lr:g} or a smaller --fit.batch_size\n"
+    )
+
+
+def describe_floor(config: Config, trained: Any) -> str:
+    """Return a warning or a note on a training beside the models without training.
+
+    They are read from the training's experiment and not computed here.
+    """
+    from models import registry
+    from pipelines.comparison.floors import best_trained_floor
+
+    entry = registry.find(trained.about.name)
+    names = [] if entry.floor else registry.floors(entry.family)
+    floor = best_trained_floor(trained.run, config.fit.metric) if names else None
+    about = trained.about
+    warning = learned_nothing(about.metrics, config.fit, floor, entry.gradient)
+    if warning or floor or not names:
+        return warning
+    lines = ", ".join(f"jobs/configs/{name}.yaml" for name in names)
+    return (
+        f"note: {trained.run.experiment} has no model without training to compare with; "
+        f"train them in seconds: {lines}\n"
     )
 
 
@@ -203,13 +204,10 @@ def run(config: Config) -> Any:
         print(
             f"Trained {best.name} for {pluralize(trained.epochs, 'epoch')} in {trained.seconds:.0f} s."
         )
-        popularity = (
-            popularity_of(config, best)
-            if entry.gradient and entry.recommends
-            else math.nan
-        )
-        warning = learned_nothing(best.metrics, config.fit, popularity, entry.gradient)
-        print(warning or still_rising(best.epoch, trained.epochs, config.fit), end="")
+        floor = describe_floor(config, trained)
+        print(floor, end="")
+        if not floor.startswith("warning"):
+            print(still_rising(best.epoch, trained.epochs, config.fit), end="")
     shown = "  ".join(
         f"{name} {format_metric(best.metrics.get(name))}"
         for name in entry.measured.SHOWN

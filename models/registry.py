@@ -82,6 +82,8 @@ class Entry:
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
     early_stopping: bool = False
     """Whether its `fit_counts(train, val)` stops on batches of the val split."""
+    floor: bool = False
+    """Whether it is a model without training that trained models have to clear."""
     sids: bool = False
     """Whether it needs semantic IDs."""
     tables_alone: bool = False
@@ -237,6 +239,7 @@ STAGE_2: dict[str, Any] = {
 WITHOUT_GRADIENT: dict[str, Any] = {
     "unit": "behaviour",
     "gradient": False,
+    "floor": True,
     "recommends": RecommendOptions,
 }
 """Retrieval models computed from the training behaviours in one pass."""
@@ -390,6 +393,13 @@ def find(name: str) -> Entry:
             f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}"
         )
     return MODELS[name]
+
+
+def floors(family: Family) -> list[str]:
+    """Return the names of the family's models without training, cheapest first."""
+    return [
+        name for name, entry in MODELS.items() if entry.floor and entry.family is family
+    ]
 
 
 def recommend_options(name: str) -> list[str]:

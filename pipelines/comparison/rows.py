@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +51,13 @@ FRESH = re.compile(r"(?:^|-)fresh-([0-9a-f]{8})$")
 
 UNSEEN = re.compile(r"(?:^|-)unseen-True(?:-|$)")
 """What is in the options of an evaluation that left out the items that users know."""
+
+
+ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
+"""Which items an evaluation ranks."""
+
+REPEATS = 0.05
+"""Share of test requests for an item of the history above which repeats belong to the task."""
 
 
 @dataclass
@@ -165,6 +172,11 @@ class Row:
         return self.fresh, "unseen" if UNSEEN.search(self.options) else ""
 
     @property
+    def ranking(self) -> str:
+        """Which items the evaluation ranks."""
+        return KNOWN_LEFT_OUT if UNSEEN.search(self.options) else ALL_ITEMS
+
+    @property
     def fresh(self) -> str:
         """The hash of the fresh log that it was evaluated on, or nothing: it was on the log of the training."""
         found = FRESH.search(self.options)
@@ -269,6 +281,21 @@ def rows_of(selection: Selection) -> list[Row]:
             if len({params.get(name) for params in others}) > 1:
                 row.settings[name] = row.params.get(name, "none")
     return list(rows.values())
+
+
+def repeat_share(rows: Sequence[Row]) -> float:
+    """Return the share of test requests for an item of the history, NaN if not measured."""
+    for row in rows:
+        requests = row.mean("test/examples")
+        first = row.mean("test/first/examples")
+        if requests > 0 and math.isfinite(first) and not row.fresh:
+            return 1 - first / requests
+    return math.nan
+
+
+def leading_ranking(rows: Sequence[Row]) -> str:
+    """Return the ranking that fits the log: all items where users come back to items."""
+    return KNOWN_LEFT_OUT if repeat_share(rows) < REPEATS else ALL_ITEMS
 
 
 def later_options(given: dict[str, str]) -> dict[str, str]:
@@ -397,10 +424,13 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
         )
     sign = 1 if lower_is_better(metric) else -1
 
-    def rank(row: Row) -> tuple[str, float, float]:
+    leading = leading_ranking(rows)
+
+    def rank(row: Row) -> tuple[str, bool, float, float]:
         test, val = (sign * row.mean(f"{split}/{metric}") for split in ("test", "val"))
         return (
             row.fresh,
+            row.ranking != leading,
             test if math.isfinite(test) else math.inf,
             val if math.isfinite(val) else math.inf,
         )

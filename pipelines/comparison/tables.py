@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from scipy.stats import t as student_t
 
 from models.config import pluralize
+from pipelines.comparison.floors import floor_tables
 from pipelines.comparison.over_users import over_users_tables
 from pipelines.comparison.rows import FRESH, Comparison, Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
@@ -45,6 +46,7 @@ def tables(comparison: Comparison) -> list[Table]:
     """All tables that have something to say."""
     return [
         runs_table(comparison),
+        *floor_tables(comparison),
         *paired_tables(comparison),
         *over_users_tables(comparison),
         *task_tables(comparison.rows),

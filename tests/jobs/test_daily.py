@@ -20,6 +20,7 @@ from jobs.daily import Config, lowest, run
 from models import checkpoint
 from models.tables import read_manifest
 from pipelines import tracking
+from pipelines.comparison.floors import BELOW
 from pipelines.data.suggest import suggest
 from pipelines.serving.registered_model import versions
 
@@ -251,6 +252,39 @@ def test_a_model_without_gradients_is_computed_anew_each_day(tmp_path: Path) -> 
     assert second["running"] == first["name"]
     models = [checkpoint.read(day["checkpoint"]) for day in (first, second)]
     assert models[0].hashes["sequences"] != models[1].hashes["sequences"]
+
+
+def test_a_model_below_the_best_without_training_is_not_registered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate of nearly 0 leaves SASRec at random."""
+    log = simulate.Config(
+        output=str(tmp_path / "all"), users=800, items=60, events=6000
+    )
+    simulate.run(log)
+    untrained = {
+        "config": str(ROOT / "jobs/configs/sasrec.yaml"),
+        "fit": {"max_epochs": 1, "lr": 1e-9},
+    }
+    prepare = {
+        "source": str(tmp_path / "source.yaml"),
+        "input": str(tmp_path / "raw"),
+        "split": {"val_fraction": 0.1, "test_fraction": 0.3},
+    }
+    config = config_of(tmp_path, train=untrained, tokenize={}, prepare=prepare)
+    (tmp_path / "raw").symlink_to(tmp_path / "all")
+
+    run(cli.parse(Config, ["--config", str(config)]))
+
+    printed = capsys.readouterr().out
+    assert "all items: ndcg@10" in printed
+    assert "known items left out: ndcg@10" in printed
+    assert "not registered: it is below" in printed
+    (day,) = json.loads((tmp_path / "out/days.json").read_text())
+    assert day["accepted"]
+    assert [verdict["verdict"] for verdict in day["floors"]] == [BELOW, BELOW]
+    client = tracking.connect(f"sqlite:///{tmp_path}/out/runs/mlflow.db")
+    assert not versions(client, "simulated")
 
 
 def test_a_metric_of_either_sign_falls_by_a_share() -> None:

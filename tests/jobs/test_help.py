@@ -30,7 +30,9 @@ def test_training_shows_the_options_of_the_model_that_is_named(
 ) -> None:
     text = shown(train, ["--model.name", "attn_mvp", "--help"], capsys)
     assert "--model.action_weight" in text
-    assert "--model.name TEXT\n        Which model: one of popularity, sasrec" in text
+    assert (
+        "--model.name TEXT\n        Which model: one of popularity, own_items" in text
+    )
     assert "--model.action_weight" not in shown(train, ["--help"], capsys)
 
 

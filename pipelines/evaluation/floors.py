@@ -1,0 +1,87 @@
+"""Models without training, computed from tables and measured on a split at once.
+
+    for floor in measure_floors("sasrec", Inputs(tables), "test"): print(floor.name)
+
+They are the bar of `jobs.daily`. Nothing is written; `jobs.train` trains each of them as a
+run of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from models import registry
+from models.by_user import PREFIX, ByUser, stride_of
+from models.fit import FitConfig
+from models.inputs import Inputs
+from models.retrieval.recommend import history_to_give
+from models.setup import score, set_up
+from models.tables import read_manifest
+
+BATCH_SIZE = 8192
+"""Behaviours per batch of counting."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Metrics of one model without training."""
+
+    name: str
+    """Name in the registry."""
+    metrics: dict[str, float]
+    """Metrics of the split."""
+    by_user: dict[str, dict[str, str]]
+    """Metrics user by user, as an evaluation of a checkpoint has them."""
+
+
+def measure_floors(
+    model: str, inputs: Inputs, split: str, rankings: list[dict[str, Any]]
+) -> list[list[Floor]]:
+    """Measure every model without training of a model's family on a split.
+
+    Args:
+        model: name of a trained model.
+        inputs: the tables.
+        split: `val` or `test`.
+        rankings: options of `recommend`, such as `{"unseen": True}`.
+
+    Returns:
+        For each of the rankings all floors; nothing for a family that has none.
+    """
+    floors: list[list[Floor]] = [[] for _ in rankings]
+    for name in registry.floors(registry.find(model).family):
+        setup = set_up({"name": name}, FitConfig(batch_size=BATCH_SIZE), inputs)
+        setup.fit_counts()
+        for options, of_ranking in zip(rankings, floors, strict=True):
+            of_ranking.append(measure_floor(setup, name, inputs, split, options))
+    return floors
+
+
+def measure_floor(
+    setup: Any, name: str, inputs: Inputs, split: str, options: dict[str, Any]
+) -> Floor:
+    """Measure one computed model on a split."""
+    family = setup.entry.family
+    examples = family.examples.of_model(setup.config).load(
+        inputs.sequences,
+        split,
+        unit=family.eval_unit,
+        max_history=history_to_give(setup.config.max_history, options),
+    )
+    stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
+    sums, _, _ = score(
+        setup.model,
+        setup.entry.measured.measure,
+        examples,
+        batch_size=256,
+        device=torch.device("cpu"),
+        options={**options, "by_user": stride},
+    )
+    by_user: dict[str, ByUser] = {
+        key: sums.pop(key) for key in list(sums) if key.startswith(PREFIX)
+    }
+    packed = {key.removeprefix(PREFIX): user.packed() for key, user in by_user.items()}
+    return Floor(name, setup.means(sums), packed)

@@ -1,0 +1,137 @@
+"""Trained models beside the best model without training, on the same users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.by_user import ByUser
+from pipelines import tracking
+from pipelines.comparison.floors import (
+    BELOW,
+    CLEARS,
+    NOT_TOLD,
+    best_trained_floor,
+    explain_ranking,
+    floor_tables,
+    interval_of,
+    judge,
+)
+from pipelines.comparison.over_users import Interval
+from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run, compare
+from pipelines.comparison.runs import select
+
+USERS = 600
+
+
+def to_row(repeats: int) -> Row:
+    """Return a row of 1,000 test requests of which `repeats` repeat an item."""
+    metrics = {"test/examples": 1000.0, "test/first/examples": 1000.0 - repeats}
+    return Row("sasrec", "", [Run("id", "a", "1", True, "", "", metrics)])
+
+
+def test_repeats_decide_which_ranking_comes_first() -> None:
+    assert "20.0% of the test requests" in explain_ranking([to_row(200)])
+    assert "the ranking of all items comes first" in explain_ranking([to_row(200)])
+    assert "without known items comes first" in explain_ranking([to_row(10)])
+    assert explain_ranking([]) == ""
+
+
+def test_a_verdict_needs_an_interval_without_zero_and_enough_users() -> None:
+    above, below = Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.15, -0.05)
+    assert judge(above, USERS, "ndcg@10") == CLEARS
+    assert judge(below, USERS, "ndcg@10") == BELOW
+    assert judge(below, USERS, "log_loss") == CLEARS
+    assert judge(Interval(0.1, -0.1, 0.3), USERS, "ndcg@10") == NOT_TOLD
+    assert judge(above, 100, "ndcg@10") == "-"
+
+
+def pack(values: list[float], first_user: int = 0) -> dict[str, str]:
+    users = torch.arange(first_user, first_user + len(values))
+    return ByUser.of(users, torch.tensor(values)).packed()
+
+
+def test_metrics_of_other_users_do_not_compare() -> None:
+    same = interval_of(pack([1.0] * 300), pack([0.5] * 300))
+    assert same is not None
+    assert same[0].mean == pytest.approx(0.5)
+    assert same[1] == 300
+    assert interval_of(pack([1.0] * 300), pack([0.5] * 300, first_user=1)) is None
+
+
+def log_run(
+    uri: str,
+    folder: Path,
+    name: str,
+    values: dict[str, list[float]],
+    hashes: dict[str, str],
+    validated: float = 0.1,
+) -> tracking.RunRef:
+    """Log a run with evaluations, by their options, as training and evaluation do."""
+    config = {"model": {"name": name}, "fit": {"seed": 1, "metric": "ndcg@10"}}
+    ref = tracking.open_run(
+        uri, "retrieval/x", name, str(folder), config=config, hashes=hashes
+    )
+    logger = tracking.Logger(ref)
+    logger.log({"val/ndcg@10": validated, "best/ndcg@10": validated}, 1)
+    for options, of_users in values.items():
+        prefix = f"test{options}"
+        metrics = {
+            f"{prefix}/ndcg@10": float(np.mean(of_users)),
+            f"{prefix}/examples": float(USERS),
+            f"{prefix}/first/examples": USERS * 0.7,
+        }
+        logger.log(metrics, 1)
+        content = {"by_user": {"ndcg@10": pack(of_users)}}
+        tracking.log_json(ref, content, f"evaluation-{prefix}.json")
+    logger.end()
+    return ref
+
+
+@pytest.mark.long
+def test_each_ranking_has_its_own_best_floor(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri, hashes = new_store(tmp_path), {"sequences": "s", "items": "i"}
+    low, middle, high = ([value, value / 2] * (USERS // 2) for value in (0.2, 0.4, 0.6))
+    for name, plain, unseen in (
+        ("own_items", high, low),
+        ("ease", low, middle),
+        ("sasrec", middle, high),
+    ):
+        values = {"": plain, "-unseen-True": unseen}
+        log_run(uri, tmp_path, name, values, hashes)
+
+    comparison = compare(select(uri, ["retrieval/x"]))
+    (table,) = floor_tables(comparison)
+
+    assert [line[:4] + line[-1:] for line in table.cells] == [
+        ["sasrec", "sasrec", ALL_ITEMS, "own_items", BELOW],
+        [
+            "sasrec",
+            "sasrec [unseen-True]",
+            KNOWN_LEFT_OUT,
+            "ease",
+            CLEARS,
+        ],
+    ]
+    assert float(table.cells[0][6]) == pytest.approx(-0.15, abs=0.001)
+    assert "30.0% of the test requests" in table.notes[0]
+    assert [row.ranking for row in comparison.rows[:3]] == [ALL_ITEMS] * 3
+
+
+@pytest.mark.long
+def test_a_training_finds_the_floors_of_its_own_tables(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri, here, other = new_store(tmp_path), {"sequences": "a"}, {"sequences": "b"}
+    run = log_run(uri, tmp_path, "sasrec", {}, here, 0.9)
+    assert best_trained_floor(run, "ndcg@10") is None
+    log_run(uri, tmp_path, "popularity", {}, here, 0.1)
+    log_run(uri, tmp_path, "ease", {}, here, 0.2)
+    log_run(uri, tmp_path, "own_items", {}, other, 0.3)
+    assert best_trained_floor(run, "ndcg@10") == ("ease", 0.2)
