@@ -1,4 +1,6 @@
-"""Recall@K and NDCG@K of ranked items with one target each, over the full catalogue.
+"""Recall@K, NDCG@K and MRR@K of ranked items with one target each, over the full catalogue.
+
+With one target MAP@K equals MRR@K, and precision@K is recall@K / K, so neither is measured.
 
 Metrics are kept as sums with a count of examples, so that batches and workers add up exactly.
 """
@@ -16,7 +18,10 @@ from models.by_user import PREFIX, ByUser
 from models.ranking_metrics import format_metric
 
 CUTOFFS = (1, 5, 10, 20)
-"""Ranks K at which Recall@K and NDCG@K are measured."""
+"""Ranks K at which the metrics are measured."""
+
+METRICS = ("recall", "ndcg", "mrr")
+"""Metrics that are measured at each of the ranks."""
 
 EXAMPLES = "examples"
 
@@ -41,7 +46,8 @@ def metric_sums(
     items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS
 ) -> dict[str, float]:
     """Sums over the batch, for the ranked items (B, K) and `target` (B,), and `examples`, the count: of `recall@k`, 1
-    where the target is among the first k, and of `ndcg@k`, there 1 / log2(2 + rank), as the ideal DCG is 1."""
+    where the target is among the first k, of `ndcg@k`, there 1 / log2(2 + rank), as the ideal DCG is 1, and of
+    `mrr@k`, there 1 / (1 + rank), which is MAP@k too."""
     if not 1 <= min(cutoffs) <= max(cutoffs) <= items.shape[1]:
         raise ValueError(
             f"cutoffs {cutoffs} are not within the {items.shape[1]} ranked items; rank more of them"
@@ -51,6 +57,10 @@ def metric_sums(
     sums = {f"recall@{k}": float((rank < k).double().sum()) for k in cutoffs}
     sums |= {
         f"ndcg@{k}": float(torch.where(rank < k, gain, 0.0).sum()) for k in cutoffs
+    }
+    reciprocal = 1 / (rank + 1)
+    sums |= {
+        f"mrr@{k}": float(torch.where(rank < k, reciprocal, 0.0).sum()) for k in cutoffs
     }
     return {**sums, EXAMPLES: float(len(target))}
 
@@ -79,7 +89,7 @@ def exposure(shown: Tensor, trained: Tensor) -> dict[str, float]:
 
 def names(catalogue: Any) -> list[str]:
     """Names of what `means` gives, on any catalogue."""
-    every = [f"{metric}@{k}" for metric in ("recall", "ndcg") for k in CUTOFFS]
+    every = [f"{metric}@{k}" for metric in METRICS for k in CUTOFFS]
     return [*every, *(FIRST + name for name in [*every, EXAMPLES])]
 
 
@@ -164,7 +174,7 @@ def means(sums: dict[str, float]) -> dict[str, float]:
 def summary(metrics: dict[str, float]) -> list[str]:
     """A line of cutoffs, one of each metric at them, and one of `exposure` where that is measured."""
     lines = ["  K       " + "".join(f"{k:>9}" for k in CUTOFFS)]
-    for metric in ("recall", "ndcg"):
+    for metric in METRICS:
         lines.append(
             f"  {metric:<8}"
             + "".join(f"{format_metric(metrics[f'{metric}@{k}']):>9}" for k in CUTOFFS)

@@ -33,6 +33,12 @@ def test_they_are_those_of_scikit_learn_and_of_a_count():
         )
         hits = [t in row[:k] for t, row in zip(target, ranked.tolist(), strict=True)]
         assert sums[f"recall@{k}"] == sum(hits)
+        reciprocal = [
+            1 / (row.index(t) + 1)
+            for t, row in zip(target.tolist(), ranked[:, :k].tolist(), strict=True)
+            if t in row
+        ]
+        assert sums[f"mrr@{k}"] == pytest.approx(sum(reciprocal))
 
 
 def test_batches_and_workers_add_up():
