@@ -55,8 +55,12 @@ class Options:
     item_id."""
     export: str | None = None
     """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
+    nearest: str | None = None
+    """Write each item's K nearest items to this Parquet file: by the cosine of SASRec's item embeddings or of the
+    embeddings of TIGER's codes, or the neighbours of item_knn."""
     k: int = 20
-    """Items per user of --export and, of a model that ranks the catalogue, --batch_inference."""
+    """Items per item of --nearest, and per user of --export and, of a model that ranks the catalogue,
+    --batch_inference."""
     batch_size: int = 256
     """Requests per batch."""
     shards: int = 1
@@ -74,6 +78,10 @@ class Options:
         if self.allowed and not self.batch_inference:
             raise ValueError(
                 "allowed is given without batch_inference, and what is measured is of the whole catalogue; leave it out"
+            )
+        if self.nearest and (self.batch_inference or self.export):
+            raise ValueError(
+                "nearest is given with batch_inference or export; run jobs.evaluate twice"
             )
         if self.batch_inference == "":
             raise ValueError("batch_inference is empty; give a folder for the table")
@@ -159,7 +167,15 @@ def run(config: Options) -> Result | None:
         batch_inference=config.batch_inference,
         export=config.export,
     )
-    if config.export:
+    if config.nearest:
+        from pipelines.evaluation.nearest import write_nearest
+
+        items = write_nearest(config.checkpoint, inputs, config.nearest, config.k)
+        print(
+            f"The {config.k} nearest items of {pluralize(items, 'item')} are in "
+            f"{config.nearest}: item_id, nearest (best first), score."
+        )
+    elif config.export:
         write_program(config, inputs, config.export)
     elif config.batch_inference:
         write_inference(config, inputs, config.batch_inference, name)

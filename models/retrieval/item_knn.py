@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models.config import check_least
 from models.retrieval.data import Catalogue
@@ -90,6 +91,17 @@ class ItemKNN(nn.Module):
         )
         self.neighbours.copy_(torch.from_numpy(neighbours))
         self.similarity.copy_(torch.from_numpy(similarity))
+
+    def nearest(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return each item's nearest items and their similarities, each (N, k)."""
+        missing = max(0, k - self.config.neighbours)
+        fewer = self.similarity == 0
+        items = self.neighbours.long().masked_fill(fewer, -1)
+        scores = self.similarity.masked_fill(fewer, -torch.inf)
+        return (
+            functional.pad(items, (0, missing), value=-1)[:, :k],
+            functional.pad(scores, (0, missing), value=-torch.inf)[:, :k],
+        )
 
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:

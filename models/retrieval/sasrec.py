@@ -120,6 +120,10 @@ class SASRec(nn.Module):
         )
         return {"loss": whole_mean(mean, (target != PAD).sum())}
 
+    def item_vectors(self) -> Tensor:
+        """Return the item embeddings, (N, D)."""
+        return self.item.weight
+
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), from a batch of unit `request`.

@@ -113,6 +113,10 @@ class Tiger(Retriever):
         end = torch.full_like(batch["target"], self.tokens.end)
         return self.loss(logits, [*self.decoder.targets(codes), end])
 
+    def item_vectors(self) -> Tensor:
+        """Return the embeddings of each item's codes end to end, (N, L D)."""
+        return self.backbone.embedding(self.tokens.items).flatten(1)
+
     @recommender
     def recommend(
         self,
