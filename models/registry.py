@@ -15,6 +15,7 @@ from torch import nn
 
 from models import checkpoint, language_model
 from models.actions import fusions
+from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
 from models.carry import carry
 from models.checkpoint import Checkpoint
 from models.config import hint, instead
@@ -56,9 +57,10 @@ from models.search import hllm, log_order_metrics, qgs
 from models.search.boosted import Boosted, BoostedConfig
 from models.search.floors import (
     ClickRate,
-    ClickRateConfig,
+    ItemCtrConfig,
     LogOrder,
     LogOrderConfig,
+    PairCtrConfig,
 )
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
@@ -339,7 +341,8 @@ MODELS: dict[str, Entry] = {
         **STAGE_2,
         recommends=SidMlpOptions,
     ),
-    "click_rate": Entry(ClickRateConfig, ClickRate, SEARCH, **SEARCH_FLOOR),
+    "pair_ctr": Entry(PairCtrConfig, ClickRate, SEARCH, **SEARCH_FLOOR),
+    "item_ctr": Entry(ItemCtrConfig, ClickRate, SEARCH, **SEARCH_FLOOR),
     "log_order": Entry(
         LogOrderConfig,
         LogOrder,
@@ -365,6 +368,8 @@ MODELS: dict[str, Entry] = {
         HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach
     ),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
+    "base_rate": Entry(BaseRateConfig, BaseRate, ACTIONS, unit="user", gradient=False),
+    "item_rate": Entry(ItemRateConfig, ItemRate, ACTIONS, unit="user", gradient=False),
     "interleaved": Entry(
         fusions.InterleavedConfig, fusions.Interleaved, ACTIONS, unit="user"
     ),

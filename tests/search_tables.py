@@ -16,7 +16,7 @@ from tests.training_tables import lists, write
 WIDTH = 8
 FEATURES = (
     "pair_ctr_7d",
-    "item_exposures_7d",
+    "item_ctr_7d",
     "query_searches_7d",
     "pair_gap",
     "position",

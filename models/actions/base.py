@@ -242,6 +242,11 @@ class ActionsModel(nn.Module):
                     torch.tensor(self.train_rates).logit(eps=1e-4) - config.correction
                 )
 
+    @property
+    def wants_ids(self) -> bool:
+        """Whether every item has had an id in training."""
+        return self.items.has_ids and not self.config.id_dropout
+
     def blocks(self, *, strict: bool) -> nn.ModuleList:
         c = self.config
         return nn.ModuleList(

@@ -194,7 +194,7 @@ class ActionsRequests(Requests):
             catalogue.actions,
             catalogue.own,
         )
-        self.wants_ids = model.items.has_ids and not model.config.id_dropout
+        self.wants_ids = model.wants_ids
         self.mean = model.features.mean.numpy()
         self.viewers = {
             name: {value: number for number, value in enumerate(values, 1)}

@@ -1,14 +1,15 @@
 """Search models without gradient training: click rates, and the order of the log.
 
-    python -m jobs.train --config jobs/configs/search/pair_rate.yaml --tables TABLES --storage runs --name pair_rate
+    python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES --storage runs --name pair_ctr
 
-`click_rate` ranks by one column of the tables, the smoothed click rate of the pair of
-query and item, or of the item, in a window that ends before the request:
+`pair_ctr` ranks by one column of the tables, the smoothed click rate of the pair of
+query and item in the longest window that ends before the request, `item_ctr` by that of
+the item after any query:
 
     rate = (clicks + prior * strength) / (exposures + strength)
 
 with `ctr_prior` and `ctr_strength` of the source file's `search` section. A trained
-search model has to clear it.
+search model has to clear the better of the two.
 
 `log_order` ranks results as the log showed them. The shown position is unknown when a
 search is ranked, so this model is a diagnostic of the log and not a floor: its metrics
@@ -23,12 +24,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from models.config import check_choices
 from models.own_features import Standardised
 from models.search.data import SearchCatalogue
 from models.tables import UserError
@@ -50,14 +50,17 @@ class FloorConfig:
 
 
 @dataclass
-class ClickRateConfig(FloorConfig):
-    """Click rate: ranks results by their smoothed click rate before the request."""
+class PairCtrConfig(FloorConfig):
+    """Pair CTR: ranks results by their click rate after the same query."""
 
-    by: Literal["pair", "item"] = "pair"
-    """Clicks on the item after the same query, or after any query."""
+    by: ClassVar[str] = "pair"
 
-    def __post_init__(self) -> None:
-        check_choices(self)
+
+@dataclass
+class ItemCtrConfig(FloorConfig):
+    """Item CTR: ranks results by their click rate after any query."""
+
+    by: ClassVar[str] = "item"
 
 
 @dataclass
@@ -78,13 +81,15 @@ class SearchFloor(nn.Module):
 class ClickRate(SearchFloor):
     """Log-odds of the smoothed click rate in the longest window of the tables."""
 
-    def __init__(self, config: ClickRateConfig, catalogue: SearchCatalogue) -> None:
+    def __init__(
+        self, config: PairCtrConfig | ItemCtrConfig, catalogue: SearchCatalogue
+    ) -> None:
         super().__init__(config, catalogue)
         rates = rate_columns(catalogue.features, config.by)
         if not rates:
             raise UserError(
                 f"the tables have no click rates by {config.by}: the log has no clock "
-                "times, or search.windows_days is empty; leave out 'click_rate'"
+                f"times, or search.windows_days is empty; leave out '{config.by}_ctr'"
             )
         self.column = catalogue.features.index(rates[-1])
 

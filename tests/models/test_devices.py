@@ -162,7 +162,7 @@ SIZES: dict[str, dict[str, Any]] = {
             "expert_width": 16,
         }
         for name, entry in registry.MODELS.items()
-        if entry.family.name == "actions"
+        if entry.family.name == "actions" and entry.gradient
     },
 }
 FIT = FitConfig(batch_size=8, eval_batch_size=8)

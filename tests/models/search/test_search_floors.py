@@ -16,9 +16,10 @@ from models.ranking_metrics import request_auc
 from models.search.data import SearchCatalogue, SearchExamples, no_text
 from models.search.floors import (
     ClickRate,
-    ClickRateConfig,
+    ItemCtrConfig,
     LogOrder,
     LogOrderConfig,
+    PairCtrConfig,
     rate_columns,
 )
 from models.setup import set_up
@@ -40,11 +41,15 @@ def small_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
     )
 
 
-@pytest.mark.parametrize(("by", "column"), [("pair", 3), ("item", 1)])
-def test_a_click_rate_is_the_column_of_the_longest_window(by: Any, column: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "column"), [(PairCtrConfig(), 3), (ItemCtrConfig(), 1)]
+)
+def test_a_click_rate_is_the_column_of_the_longest_window(
+    config: Any, column: int
+) -> None:
     features = torch.rand(6, len(RATES))
 
-    model = ClickRate(ClickRateConfig(by=by), small_catalogue())
+    model = ClickRate(config, small_catalogue())
 
     chances = model.score({"features": features})[:, 0].sigmoid()
     torch.testing.assert_close(chances, features[:, column])
@@ -57,9 +62,7 @@ def test_windows_are_ordered_by_their_days() -> None:
 
 def test_tables_without_click_rates_are_refused() -> None:
     with pytest.raises(UserError, match="the tables have no click rates by item"):
-        ClickRate(ClickRateConfig(by="item"), small_catalogue(("pair_ctr_7d",)))
-    with pytest.raises(ValueError, match="by is 'query'"):
-        ClickRateConfig(by="query")  # type: ignore[arg-type]
+        ClickRate(ItemCtrConfig(), small_catalogue(("pair_ctr_7d",)))
 
 
 def test_the_log_s_order_ranks_by_position_with_the_first_one_s_click_rate() -> None:
@@ -114,7 +117,7 @@ def test_a_click_rate_is_trained_measured_and_inferred(
 ) -> None:
     tables, _ = search
     fit = FitConfig(batch_size=16, metric="gauc")
-    setup = set_up({"name": "click_rate"}, fit, Inputs(tables))
+    setup = set_up({"name": "pair_ctr"}, fit, Inputs(tables))
     setup.fit_counts()
 
     metrics = setup.means(setup.validate(setup.model)[0])

@@ -95,7 +95,7 @@ def test_search_models_ask_for_text(search):
 )
 def test_the_configs_are_of_models_that_exist(path):
     content = yaml.safe_load(path.read_text())
-    alone = ("base", "boosted", "pair_rate", "item_rate", "log_order")
+    alone = ("base", "boosted", "pair_ctr", "item_ctr", "log_order")
     if path.stem not in alone:  # read after the base
         base = yaml.safe_load((CONFIGS / "qgs.yaml").read_text())
         content = {part: {**base[part], **content.get(part, {})} for part in base}
