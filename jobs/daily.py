@@ -99,6 +99,12 @@ def parsed(job: str, options: dict[str, Any]) -> tuple[Any, Any]:
     return module, cli.options_for(module, [*words(options)])
 
 
+def versions(uri: str) -> list[str]:
+    """Return the hashes of a table and of the versions that it extends."""
+    manifest = read_manifest(uri)
+    return [*manifest.extends, manifest.hash]
+
+
 class Day:
     """What is done with the log as it stands."""
 
@@ -152,9 +158,24 @@ class Day:
             self.config.tokenize if what == "sids" else self.config.encode,
             self.read[what],
         )
-        there = what == "sids" and has_manifest(join(place, "sids"))
-        return {**asked, "tables": self.tables, "output": place} | (
-            {"extend": place} if there else {}
+        options = {**asked, "tables": self.tables, "output": place}
+        if what == "text":
+            return options | ({"overwrite": True} if self.text_is_old() else {})
+        if not has_manifest(join(place, "sids")):
+            return options
+        made_of = read_manifest(join(place, "sids"), "sids").info["items_hash"]
+        goes_on = made_of in versions(join(self.tables, "items"))
+        return options | ({"extend": place} if goes_on else {"overwrite": True})
+
+    def text_is_old(self) -> bool:
+        """Return whether the tables of text were made from other tables than those of the day."""
+        made = [join(self.read["text"], name) for name in ("items", "queries", "pairs")]
+        inputs = [read_manifest(uri).inputs for uri in made if has_manifest(uri)]
+        return any(
+            of[name] != read_manifest(join(self.tables, name)).hash
+            for of in inputs
+            for name in of
+            if name != "encoder"
         )
 
     def training(self, name: str, running: dict[str, Any] | None) -> dict[str, Any]:
@@ -214,15 +235,7 @@ class Day:
             if options := self.making(what):
                 self.do(job, options)
         self.check_fall()
-        running = next(
-            (other for other in reversed(self.days) if other.get("accepted")), None
-        )
-        if running and "before" not in day:
-            self.note(
-                day,
-                running=running["name"],
-                before=self.measured(running["checkpoint"]),
-            )
+        running = self.measure_running(day)
         trained = self.do("train", self.training(day["name"], running))
         if "after" not in day:
             self.note(
@@ -278,6 +291,38 @@ class Day:
         if verdicts and verdicts[0]["repeats"] < REPEATS:
             verdicts.reverse()
         return verdicts
+
+    def measure_running(self, day: dict[str, Any]) -> dict[str, Any] | None:
+        """Measure the running model on the day.
+
+        Returns:
+            The record of its day; None without a running model, and where it cannot go on with the tables, as after
+            `jobs.prepare --overwrite`. A model is then trained anew.
+        """
+        from models import checkpoint
+        from models.setup import hashes_of
+
+        running = next(
+            (other for other in reversed(self.days) if other.get("accepted")), None
+        )
+        if running is None or "anew" in day:
+            return None
+        if "before" in day:
+            return running
+        where = running["checkpoint"]
+        about = checkpoint.read(where)
+        try:
+            hashes = hashes_of(about.name, Inputs(**self.read))
+            checkpoint.check(about, where, hashes, extending=True)
+            before = self.measured(where)
+        except checkpoint.OtherTablesError as error:
+            print(
+                f"\n{running['name']} cannot go on, so a model is trained anew: {error}"
+            )
+            self.note(day, anew=str(error))
+            return None
+        self.note(day, running=running["name"], before=before)
+        return running
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""

@@ -24,9 +24,17 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import WEIGHTS, Checkpoint, check_finite, local, whole
+from models.checkpoint import (
+    WEIGHTS,
+    Checkpoint,
+    OtherTablesError,
+    check_finite,
+    local,
+    whole,
+)
 from models.config import pluralize
-from models.tables import UserError
+from models.layers.standardised import Standardised
+from models.retrieval.data import hash_strings
 
 Names = Sequence[Sequence[str] | None]
 
@@ -55,14 +63,35 @@ def names_of(model: nn.Module) -> dict[str, Names]:
 
 
 def carry(
-    model: nn.Module, uri: str | Path, about: Checkpoint, items: int
+    model: nn.Module,
+    uri: str | Path,
+    about: Checkpoint,
+    items: int,
+    learns: bool = False,
 ) -> list[str]:
-    """Fills `model`, built on new tables of so many items and the old scales, with the weights of the checkpoint at
-    `uri`; lines that say what is new. UserError where they do not fit otherwise."""
+    """Fill `model` with the weights of the checkpoint at `uri`, which was trained on tables that the model's extend.
+
+    Args:
+        model: built on new tables of `items` items and the old scales.
+        uri: where the checkpoint is.
+        about: its config.json.
+        items: items of the new tables.
+        learns: whether the model is trained next. It then begins anew with what the old training could not learn:
+            features without spread, and tasks without positives or without negatives.
+
+    Returns:
+        Lines that say what is new.
+
+    Raises:
+        OtherTablesError: where the weights do not fit otherwise.
+    """
     with local(uri) as folder:
         old = safetensors.torch.load_file(whole(folder, WEIGHTS, uri))
+    check_tasks(model, about, uri)
     there, kept = model.state_dict(), {name for name, _ in of_content(model)}
-    names, notes = dict(named_rows(model, about)), []
+    names, notes = dict(named_rows(model, about)), list[str]()
+    if learns:
+        notes += [*keep_new_scales(model, old), *keep_new_rates(model, old, about)]
     parameters = {name for name, _ in model.named_parameters()}
     filled = set()
     for name, weights in old.items():
@@ -75,9 +104,13 @@ def carry(
             continue
         if target is not None and name in names:
             before, now = names[name]
-            weights = by_name(weights, before, now)
-            if new := len(set(now) - set(before)):
-                notes.append(f"{pluralize(new, 'new value')} in {name}")
+            if now is None:
+                weights = by_hash(weights, before, len(target) - 1)
+                notes.append(f"values of {name} are hashed now, as they are many")
+            else:
+                weights = by_name(weights, before, now)
+                if new := len(set(now) - set(before)):
+                    notes.append(f"{pluralize(new, 'new value')} in {name}")
         elif (
             target is not None and weights.ndim and len(weights) < len(target) == items
         ):
@@ -89,9 +122,9 @@ def carry(
             )
         if target is None or target.shape != weights.shape:
             shape = "none" if target is None else f"of {tuple(target.shape)}"
-            raise UserError(
+            raise OtherTablesError(
                 f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there and {shape} here; give the "
-                f"options of model.* that it was trained with"
+                f"options of model.* that it was trained with, or train a model anew, without --init"
             )
         filled.add(target.data_ptr())
         target.copy_(weights)
@@ -100,10 +133,48 @@ def carry(
         for name, tensor in there.items()
         if tensor.data_ptr() not in filled and tensor.numel()
     ]:
-        raise UserError(
-            f"{uri} does not fit the model: it has no {left[0]}; give a checkpoint of this model"
+        raise OtherTablesError(
+            f"{uri} does not fit the model: it has no {left[0]}; give a checkpoint of this model, or train a model anew"
         )
     check_finite(model, uri)
+    return notes
+
+
+def keep_new_scales(model: nn.Module, old: dict[str, Tensor]) -> list[str]:
+    """Replace, in the weights of a checkpoint, the scales of features that had no spread by those of the model."""
+    notes = []
+    for place, module in model.named_modules():
+        if not isinstance(module, Standardised):
+            continue
+        mean, std = (old.get(f"{place}.{name}") for name in ("mean", "std"))
+        if mean is None or std is None or std.shape != module.std.shape:
+            continue  # which the caller refuses
+        notes += [
+            f"{name} had no values or no spread before: it takes the scale of these tables"
+            for name in module.keep_new_scales(mean, std)
+        ]
+    return notes
+
+
+def keep_new_rates(
+    model: nn.Module, old: dict[str, Tensor], about: Checkpoint
+) -> list[str]:
+    """Replace, in the weights of a checkpoint, the biases of tasks that were constant by those of the model."""
+    before = about.learned.get("scales", {}).get("rates", {})
+    rates = dict(
+        zip(
+            getattr(model, "labels", ()),
+            getattr(model, "train_rates", ()),
+            strict=False,
+        )
+    )
+    notes = []
+    for place, (name, rate) in enumerate(rates.items()):
+        if before.get(name) in (0, 1) and 0 < rate < 1:
+            old["head.bias"][place] = model.get_parameter("head.bias")[place].detach()
+            notes.append(
+                f"task {name} was {before[name]:g} for all before: its bias begins at its rate, {rate:.4f}"
+            )
     return notes
 
 
@@ -114,16 +185,27 @@ def of_content(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{place}.{name}", getattr(module, name)
 
 
+def check_tasks(model: nn.Module, about: Checkpoint, uri: str | Path) -> None:
+    """Raise OtherTablesError where the tables have other tasks than the training had."""
+    before = about.learned.get("scales", {}).get("rates", {})
+    other = {*before} ^ {*getattr(model, "labels", ())} if before else set()
+    if other:
+        raise OtherTablesError(
+            f"the tasks of these tables are not those of {uri}, such as {min(other)}: train a model anew, without "
+            f"--init; tables that jobs.prepare makes with --append from the first day on keep their tasks"
+        )
+
+
 def named_rows(
     model: nn.Module, about: Checkpoint
-) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str]]]]:
-    """Weights whose rows have names: those of the training, and those of the model."""
+) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str] | None]]]:
+    """Yield weights whose rows have names in the checkpoint: these names, and those of the model, None if hashed."""
     before: Mapping[str, Any] = about.learned.get("names", {})
     for place, now in names_of(model).items():
         for number, (old, new) in enumerate(
             zip(before.get(place, ()), now, strict=False)
         ):
-            if old is not None and new is not None:
+            if old is not None:
                 yield f"{place}.tables.{number}.weight", (old, new)
 
 
@@ -136,6 +218,18 @@ def by_name(weights: Tensor, before: Sequence[str], now: Sequence[str]) -> Tenso
         + 1
     )
     return weights[torch.from_numpy(np.append(0, found))]
+
+
+def by_hash(weights: Tensor, before: Sequence[str], buckets: int) -> Tensor:
+    """Return (1 + buckets, D) rows by the hash of values from the rows (1 + before, D) by value.
+
+    A bucket without an old value begins as the unknown value, row 0.
+    """
+    found = weights[:1].repeat(buckets + 1, *[1] * (weights.ndim - 1))
+    if len(before):
+        hashes = hash_strings(pa.array(before, pa.large_string()))
+        found[torch.from_numpy(hashes % buckets + 1)] = weights[1:]
+    return found
 
 
 def longer(weights: Tensor, rows: int, zero: bool) -> Tensor:

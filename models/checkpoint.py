@@ -295,6 +295,10 @@ def exists(uri: str | Path) -> bool:
     return bool(file_info(join(str(uri), CONFIG)).type == fs.FileType.File)
 
 
+class OtherTablesError(UserError):
+    """A checkpoint cannot go on with these tables: a model has to be trained anew."""
+
+
 def read(uri: str | Path) -> Checkpoint:
     """The checkpoint's `config.json`, its files checked to be whole. Raises UserError where there is none."""
     filesystem, path = open_uri(str(uri))
@@ -395,7 +399,7 @@ def check(
             and given != trained
             and not (extending and extended(about, table, hashes))
         ):
-            raise UserError(
+            raise OtherTablesError(
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {str(given)[:12]} is given; "
                 f"{_remedy(table)}"
             )

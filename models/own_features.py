@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from models.carry import Tables
+from models.layers.standardised import MOST, Standardised
 from models.retrieval.data import hash_strings
 
 NUMBER, CATEGORY = "num_", "cat_"
 """Beginnings of the columns."""
-
-MOST = 5.0
-"""Deviations from the mean at which numbers are cut."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Number:
     """Its column."""
     mean: float
     std: float
-    """1 for a constant."""
+    """0 for a constant, and where training has no value."""
     missing: bool
     """Whether training lacks it at times; models then read whether it is there."""
 
@@ -94,11 +92,12 @@ class OwnFeatures:
     ) -> Self:
         """As the manifest of sequences says; none where it says nothing. `scales` are those of a checkpoint."""
         said = info.get("own") or {"numbers": [], "categories": []}
-        numbers = (
-            Number(**number) for number in (scales or {}).get("own", said["numbers"])
-        )
+        kept = {number["name"]: number for number in (scales or {}).get("own", [])}
         return cls(
-            tuple(numbers),
+            tuple(
+                Number(**{**number, **kept.get(number["name"], {})})
+                for number in said["numbers"]
+            ),
             tuple(
                 Category(**{**c, "values": tuple(c["values"])})
                 for c in said["categories"]
@@ -130,20 +129,37 @@ class OwnFeatures:
         return found
 
 
-class Standardised(nn.Module):
-    """Features by their mean and deviation over training, both (F,), cut at `MOST` deviations."""
+def adopt_scales(
+    scales: Mapping[str, Any], info: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the scales with which a model goes on from a checkpoint, and warnings.
 
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, mean: Tensor, std: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mean", mean.float().clone())
-        self.register_buffer("std", std.float().clone())
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(..., F) of (..., F); NaN where there is none."""
-        return ((features - self.mean) / self.std).clamp(-MOST, MOST)
+    Numbers keep the scale of the checkpoint. One without values or without spread there takes the scale of the new
+    tables, of which `info` is the manifest of sequences.
+    """
+    own = [
+        number
+        if number["std"]
+        else {"name": number["name"], "missing": number["missing"]}
+        for number in scales.get("own", [])
+    ]
+    items = {
+        name: (mean, std)
+        for name, (mean, std) in scales.get("numbers", {}).items()
+        if std
+    }
+    now = {
+        number["name"]: number for number in (info.get("own") or {}).get("numbers", [])
+    }
+    warnings = [
+        f"warning: the mean of {number['name']} was {number['mean']:.4g} and is "
+        f"{now[number['name']]['mean']:.4g}, over {MOST:g} deviations of then: most values are cut; train a model anew"
+        for number in own
+        if number.get("std")
+        and number["name"] in now
+        and abs(now[number["name"]]["mean"] - number["mean"]) > MOST * number["std"]
+    ]
+    return {**scales, "own": own, "numbers": items}, warnings
 
 
 class OwnInputs(Standardised, Tables):
@@ -156,6 +172,7 @@ class OwnInputs(Standardised, Tables):
         super().__init__(
             torch.tensor([n.mean for n in own.numbers]),
             torch.tensor([n.std for n in own.numbers]),
+            [n.name for n in own.numbers],
         )
         self.count, self.dropout = len(own.numbers), dropout
         at_times = [place for place, number in enumerate(own.numbers) if number.missing]

@@ -43,6 +43,7 @@ from models.fit import (
     validation,
 )
 from models.inputs import Inputs
+from models.own_features import adopt_scales
 from models.ranking_metrics import Histogram
 from models.shares import Share, shards_of
 from models.tables import UserError, family_of, join, read_manifest
@@ -330,8 +331,8 @@ def set_up(
     goes on has said last; another one begins with the weights of the checkpoint `init`, where one is given."""
     entry = registry.find(model["name"])
     first = None if goes_on or not init else checkpoint.read(init)
-    before = goes_on or first
-    catalogue = load_catalogue(model["name"], inputs, before)
+    scales, warnings = scales_of(goes_on, first, inputs)
+    catalogue = entry.family.catalogue(inputs_of(model["name"], inputs), scales=scales)
     check_batch(fit, world)
     device = torch.device(device)
     config = registry.resolve(registry.config_from_dict(model), catalogue)
@@ -367,7 +368,8 @@ def set_up(
     notes = []
     if first and init:
         check_init(first, init, catalogue.hashes, model["name"])
-        notes = [f"weights of {init}", *carry(module, init, first, catalogue.num_items)]
+        carried = carry(module, init, first, catalogue.num_items, learns=True)
+        notes = [f"weights of {init}", *carried, *warnings]
     entry.teach(module, config, catalogue)
     notes += entry.precompute(module, config, catalogue, examples)
     counted = Counted(train.learned_per_row(), train.learned_unit)
@@ -394,6 +396,18 @@ def set_up(
         notes,
         counted,
     )
+
+
+def scales_of(
+    goes_on: Checkpoint | None, first: Checkpoint | None, inputs: Inputs
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the scales of a run that goes on, or of one that begins with the weights of `first`, and warnings."""
+    if goes_on:
+        return goes_on.learned.get("scales"), []
+    if first is None or "scales" not in first.learned:
+        return None, []
+    info = read_manifest(inputs.sequences, "sequences").info
+    return adopt_scales(first.learned["scales"], info)
 
 
 def check_init(first: Checkpoint, init: str, hashes: dict[str, str], name: str) -> None:

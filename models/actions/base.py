@@ -24,7 +24,8 @@ from models.config import check_choices, check_dropout, check_positive
 from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
-from models.own_features import OwnInputs, Standardised
+from models.layers.standardised import Standardised
+from models.own_features import OwnInputs
 
 
 @dataclass
@@ -227,7 +228,9 @@ class ActionsModel(nn.Module):
         self.correction = config.correction
         self.items = ItemNetwork(catalogue, config)
         self.actions = projection(len(catalogue.actions), config.width)
-        self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
+        self.features = Standardised(
+            catalogue.feature_mean, catalogue.feature_std, catalogue.features
+        )
         self.head = MMoE(
             self.states_width * config.width + len(catalogue.features),
             len(catalogue.labels),

@@ -140,7 +140,7 @@ class ActionsCatalogue:
     feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(F,) mean over training events."""
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(F,) standard deviation over training events; 1 for a constant."""
+    """(F,) standard deviation over training events; 0 for a constant."""
     numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(I, X) float32 attributes of items, or empty."""
     categories: Tensor = field(
@@ -174,6 +174,7 @@ class ActionsCatalogue:
             "numbers": self.attributes.numbers,
             "own": own,
             "text_size": self.text_size,
+            "rates": dict(zip(self.labels, self.train_rates, strict=False)),
         }
 
     @classmethod

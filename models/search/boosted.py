@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from models.config import check_least, check_positive
-from models.own_features import Category, Standardised
+from models.layers.standardised import Standardised
+from models.own_features import Category
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.tables import UserError
 

@@ -115,7 +115,7 @@ class SearchCatalogue:
     feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(F - own ones,) mean over train candidates."""
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(F - own ones,) standard deviation over train candidates; 1 for a constant."""
+    """(F - own ones,) standard deviation over train candidates; 0 for a constant."""
     own: OwnFeatures = field(default_factory=OwnFeatures)
     """The log's own features, the last ones of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -315,7 +315,7 @@ def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:
         if len(values):
             found = torch.from_numpy(values.astype(np.float64))
             std = found.std(0, correction=0)
-            return found.mean(0).float(), torch.where(std > 1e-6, std, 1.0).float()
+            return found.mean(0).float(), torch.where(std > 1e-6, std, 0.0).float()
     raise UserError(f"{uri} has no train request; check the split of jobs.prepare")
 
 

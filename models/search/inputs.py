@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.own_features import OwnInputs, Standardised
+from models.layers.standardised import Standardised
+from models.own_features import OwnInputs
 from models.search.data import NO_QUERY, SearchCatalogue, pair_key
 
 
@@ -100,7 +101,9 @@ class Scale(Standardised):
     """Features as layers read them: standardised; the log's own ones as `OwnInputs` gives them."""
 
     def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
-        super().__init__(catalogue.feature_mean, catalogue.feature_std)
+        super().__init__(
+            catalogue.feature_mean, catalogue.feature_std, catalogue.features
+        )
         self.own = (
             OwnInputs(catalogue.own, width, dropout) if catalogue.own.names else None
         )

@@ -133,7 +133,7 @@ class Moments:
         return {
             "name": name,
             "mean": self.mean,
-            "std": 1.0 if small else std,
+            "std": 0.0 if small else std,
             "missing": self.missing > 0,
         }
 

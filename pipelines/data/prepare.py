@@ -91,6 +91,7 @@ def prepare(
     counted = None if kind.all_shown else config.behaviour
     files = [*source.event_files(str(input_uri)), *source.user_files(str(input_uri))]
     files += source.item_files(str(input_uri)) if config.catalogue is None else []
+    grows = append
     append = append and all(
         has_manifest(join(str(output_uri), name)) for name in ("events", "rejects")
     )
@@ -114,6 +115,7 @@ def prepare(
         whole,
         engine,
         append,
+        grows,
     )
     for line in describe_unread(source, run.input):
         say(line)

@@ -67,6 +67,8 @@ class Run:
     """Ray Data, with its settings."""
     append: bool = False
     """Whether new files are joined to tables that are there; the new tables are switched to together, at the end."""
+    grows: bool = False
+    """Whether more files will be joined later, as `--append` was given, be it on the first day."""
     surveyed: Survey | None = None
     """What is known of the events parts, once they are there."""
     made: dict[str, Manifest] = field(default_factory=dict)

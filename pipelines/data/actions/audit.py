@@ -89,7 +89,7 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
         shared.check_said(
             f"feature_std of {name}",
             info["feature_std"][column],
-            std if std > 1e-6 else 1.0,
+            std if std > 1e-6 else 0.0,
             1.0,
             rule,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -180,14 +180,17 @@ def _survey_part(
     return np.bincount(split, minlength=len(NAMES)), found
 
 
-def drop_constants(
+def find_constants(
     parts: list[str], catalogue: Shared, rules: ActionsRules, engine: Engine
-) -> tuple[ActionsRules, dict[str, str], dict[str, list[str]]]:
-    """The rules without tasks and inputs that are constant in training, why each was dropped, and the values of the
-    viewer-side categories in training.
+) -> tuple[dict[str, str], dict[str, list[str]], tuple[str, ...]]:
+    """Find the tasks and inputs that are constant in training, and the values of the viewer-side categories.
 
-    A constant task has nothing to learn and no entropy to normalise by; a constant input tells nothing, and
-    models would meet its other values untrained. UserError where a side of a cut is empty, or nothing is left.
+    Returns:
+        By `task NAME` or `action NAME` what the constant ones are; the values of each category in training; and the
+        categories with too many values to list.
+
+    Raises:
+        UserError: where a side of a cut is empty, or every task or every input is constant.
     """
     events = np.zeros(len(NAMES), dtype=np.int64)
     positives = dict.fromkeys(rules.actions.tasks, 0)
@@ -204,7 +207,7 @@ def drop_constants(
         viewers += [found["viewers"]] if found else []
     check_sides(dict(zip(NAMES, events.tolist(), strict=True)), rules)
     train = int(events[0])
-    dropped = {
+    constant = {
         f"task {name}": f"{count and 1} for all {train:,} training events"
         for name, count in positives.items()
         if count in (0, train)
@@ -212,27 +215,16 @@ def drop_constants(
     for name, seen in ends.items():
         low, high = np.min(seen), np.max(seen)
         if low == high:
-            dropped[f"action {name}"] = f"{low:g} for all {train:,} training events"
-    tasks = {
-        name: task
-        for name, task in rules.actions.tasks.items()
-        if f"task {name}" not in dropped
-    }
-    inputs = {
-        name: action
-        for name, action in rules.actions.inputs.items()
-        if f"action {name}" not in dropped
-    }
-    for name, left in (("task", tasks), ("action", inputs)):
-        if not left:
+            constant[f"action {name}"] = f"{low:g} for all {train:,} training events"
+    for kind, names in (
+        ("task", rules.actions.tasks),
+        ("action", rules.actions.inputs),
+    ):
+        if all(f"{kind} {name}" in constant for name in names):
             raise UserError(
-                f"every {name} is constant in training ({', '.join(dropped)}); define one that is not in the source "
+                f"every {kind} is constant in training ({', '.join(constant)}); define one that is not in the source "
                 f"file, or choose another cut"
             )
-    counted_labels = [name for name in rules.actions.counted_labels if name in tasks]
-    actions = ActionsConfig(
-        tasks, inputs, replace(rules.actions.counts, counted_labels=counted_labels)
-    )
     values = describe_features(viewers, rules.categories)["categories"]
     large = tuple(category["name"] for category in values if category["buckets"])
     listed = {
@@ -240,7 +232,31 @@ def drop_constants(
         for category in values
         if not category["buckets"]
     }
-    return replace(rules, actions=actions, large=large), dropped, listed
+    return constant, listed, large
+
+
+def without_constants(
+    actions: ActionsConfig, constant: Mapping[str, str]
+) -> ActionsConfig:
+    """Return the configuration without the tasks and inputs of `constant`, whose keys are `task NAME`, `action NAME`.
+
+    A constant task has nothing to learn and no entropy to normalise by. A constant input tells nothing, and models
+    would meet its other values untrained.
+    """
+    tasks = {
+        name: task
+        for name, task in actions.tasks.items()
+        if f"task {name}" not in constant
+    }
+    inputs = {
+        name: action
+        for name, action in actions.inputs.items()
+        if f"action {name}" not in constant
+    }
+    counted_labels = [name for name in actions.counted_labels if name in tasks]
+    return ActionsConfig(
+        tasks, inputs, replace(actions.counts, counted_labels=counted_labels)
+    )
 
 
 def check_sides(events: dict[str, int], rules: ActionsRules) -> None:
@@ -402,11 +418,11 @@ def of_training(sequences: pa.Table, names: list[str]) -> TrainingValues:
 
 
 def scale_of(sums: list[Any], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(F,) mean and standard deviation, 1 for a constant, of the features over training events, by `build_actions`'s
+    """(F,) mean and standard deviation, 0 for a constant, of the features over training events, by `build_actions`'s
     sums of the parts, in their order, always the same."""
     mean, square = np.sum(sums, axis=0) / max(1, rows)
     std = np.sqrt((square - mean**2).clip(0))
-    return mean, np.where(std > 1e-6, std, 1.0)
+    return mean, np.where(std > 1e-6, std, 0.0)
 
 
 def attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
@@ -450,9 +466,15 @@ def make_actions(
     rules = ActionsRules(
         source.schema, split, config.max_events, resolved, joined=joined
     )
-    rules, dropped, viewers = drop_constants(parts, catalogue, rules, run.engine)
-    for name, reason in dropped.items():
-        run.say(f"dropped: {name} is {reason}, so there is nothing to learn of it")
+    constant, viewers, large = find_constants(parts, catalogue, rules, run.engine)
+    dropped = {} if run.grows else constant
+    rules = replace(
+        rules, actions=without_constants(rules.actions, dropped), large=large
+    )
+    for name, reason in constant.items():
+        done = "kept" if run.grows else "dropped"
+        until = "until another day has more" if run.grows else "so it is left out"
+        run.say(f"{done}: {name} is {reason}: there is nothing to learn of it, {until}")
     attributes = attribute_codes(
         run, [name for name in rules.actions.counts.keys if name not in (USER, ITEM)]
     )

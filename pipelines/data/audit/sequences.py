@@ -346,7 +346,7 @@ def check_training(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> Non
         rule.rows += 1
         known = train[number["name"]].drop_nulls().cast(pl.Float64).to_numpy()
         mean, std = (known.mean(), known.std()) if len(known) else (0.0, 0.0)
-        std = std if std > 1e-9 * max(1.0, abs(mean)) else 1.0
+        std = std if std > 1e-9 * max(1.0, abs(mean)) else 0.0
         for key, value in {
             "mean": mean,
             "std": std,

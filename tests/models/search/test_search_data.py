@@ -234,7 +234,7 @@ def test_a_table_in_which_nobody_clicked(tmp_path):
         np.array([0])
     )
     assert batch["history_features"].shape == (1, 1, 6)
-    assert SearchCatalogue.load(tables, text).feature_std.tolist() == [1.0] * 6
+    assert SearchCatalogue.load(tables, text).feature_std.tolist() == [0.0] * 6
 
 
 def test_the_catalogue_reads_text_and_scale(search):
