@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from jobs import cli, simulate
-from jobs.daily import Config, lowest, run
+from jobs.daily import Config, lowest, run, words
 from models import checkpoint
 from models.tables import read_manifest
 from pipelines import tracking
@@ -318,3 +318,29 @@ def test_what_is_wrong_with_a_step_is_said_before_any_work(
     assert why in said
     assert len(said.splitlines()) == 1, said
     assert not (tmp_path / "out").exists()
+
+
+def test_after_tables_were_made_anew_a_model_begins_anew_and_goes_on(
+    tmp_path: Path,
+) -> None:
+    write_parts(tmp_path)
+    config = config_of(tmp_path)
+    add(tmp_path, 0, 1)
+    done(config)
+    (tmp_path / "raw/events-00000.parquet").unlink()
+    add(tmp_path, 2)
+    options = yaml.safe_load(config.read_text())["prepare"]
+    options |= {"output": str(tmp_path / "out/tables"), "overwrite": True}
+    subprocess.run(
+        [sys.executable, "-m", "jobs.prepare", *words(options)],
+        cwd=ROOT,
+        check=True,
+    )
+
+    said = done(config)
+
+    assert "cannot go on, so a model is trained anew" in said
+    add(tmp_path, 3)
+    assert "weights of" in done(config)
+    days = json.loads((tmp_path / "out/days.json").read_text())
+    assert [day.get("running") for day in days] == [None, None, days[1]["name"]]

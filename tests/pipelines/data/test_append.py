@@ -135,7 +135,7 @@ def content(tables: Path) -> Row:
 
 
 def check(folder: Path, files: list[list[Row]], source: Any, config: Row) -> None:
-    """Appends one file after the other and compares with all at once."""
+    """Appends one file after the other and compares with all at once, to which more may be appended too."""
     known: list[str] = []
     for number, rows in enumerate(files):
         write(folder, number, rows)
@@ -143,7 +143,7 @@ def check(folder: Path, files: list[list[Row]], source: Any, config: Row) -> Non
         ids = read_table(str(folder / "grown/items"))["item_id"].to_pylist()
         assert ids[: len(known)] == known
         known = ids
-    make(source, folder, "whole", config, append=False)
+    make(source, folder, "whole", config, append=True)
     grown, whole = content(folder / "grown"), content(folder / "whole")
     assert grown["rows"] == whole["rows"]
     assert grown["infos"] == whole["infos"]
