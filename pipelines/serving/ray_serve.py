@@ -202,7 +202,8 @@ class Replica:
                 BAD_REQUEST,
             )
         self.model.unwrap_python_model().check_body(sent, self.model)
-        params = sent.pop("params", None) or {}
+        params = {} if sent.get("params") is None else sent["params"]
+        sent.pop("params", None)
         return Asked(
             infer_and_parse_data(sent, self.model.metadata.get_input_schema()), params
         )

@@ -42,7 +42,7 @@ if (
     sys.path.insert(0, str(code))
 
 from models import checkpoint, registry
-from models.config import hint, pluralize
+from models.config import nearest, pluralize
 from models.fit import to_device
 from models.item_ids import item_ids
 from models.requests import Row, bundled
@@ -293,9 +293,12 @@ def refuse_unknown(
     for name in names:
         if name in known:
             continue
-        remedy = hint(name, known, "it takes none")
-        if name in elsewhere:
+        near = nearest(name, [*known, *elsewhere])
+        remedy = f"the nearest is '{near}'"
+        if near == name:
             remedy = f"it belongs to {elsewhere[name]}"
+        elif near in elsewhere:
+            remedy += f", of {elsewhere[near]}"
         raise UserError(f"{where} has '{name}', which is not known there; {remedy}")
 
 

@@ -54,12 +54,12 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     (
         "tiger",
         {"inputs": [HISTORY | {"unsen": True}]},
-        "a record has 'unsen', which is not known there; the nearest is",
+        "a record has 'unsen', which is not known there; the nearest is 'unseen', of params",
     ),
     (
         "tiger",
         {"dataframe_split": {"columns": ["history", "alowed"], "data": [[[], []]]}},
-        "a record has 'alowed', which is not known there",
+        "a record has 'alowed', which is not known there; the nearest is 'allowed', of params",
     ),
     (
         "tiger",
@@ -70,6 +70,16 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
         "tiger",
         HISTORY,
         "the request has 'history', which is not known there; it belongs to each record",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "alowed": ["item-002"]},
+        "the request has 'alowed', which is not known there; the nearest is 'allowed', of params",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "params": [["allowed", ["item-002"]]]},
+        "Parameters must be a dictionary. Got type 'list'.",
     ),
     (
         "tiger",
@@ -109,7 +119,7 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     (
         "qgs",
         {"dataframe_records": [SEARCH], "params": {"allowed": ["item_id-003"]}},
-        "params has 'allowed', which is not known there; the nearest is 'label'",
+        "params has 'allowed', which is not known there; the nearest is",
     ),
     (
         "attn_mvp",
