@@ -377,7 +377,7 @@ def refuse_doubts(config: Config, name: str, doubts: list[str]) -> NoReturn:
     again = cli.line("jobs.quickstart", **{**given, "source": file})
     raise UserError(
         f"{pluralize(len(doubts), 'line')} of the mapping of {config.data} could be "
-        f"others, and decide what is trained; write it with `{write}`, correct these "
+        f"others, and decide what is trained; write it with `{write}`, check these "
         f"lines, and run `{again}`"
     )
 

@@ -17,10 +17,10 @@ from pipelines.data.rows import clean_ids
 from pipelines.data.times import LIKELY_MS, Time, moments
 
 WORDS = {  # how the words of names begin, and with $ end
-    "user": "user|uid$|u$|customer|member|visitor|account|review|client|buyer|viewer|kund|käufer|mitglied|usuario|yong|"
-    "household|shopper|subscriber|listener|player|patient|passenger|consumer|panelist",
-    "item": "items?$|itemid|iid$|i$|article|artikel|product|produkt|movie|video|vid$|news$|asin|sku|track|song|book|"
-    "meta$|catalog|venue|poi$|business|restaurant|hotel|listing|recipe|anime|artist|goods|isbn|ean$|upc$|gtin$|podcast|"
+    "user": "user|uid$|u$|customer|member|visitor|account|reviewer|client|buyer|viewer|kund|käufer|mitglied|usuario|"
+    "yong|cust$|household|shopper|subscriber|listener|player|patient|passenger|consumer|panelist",
+    "item": "items?$|itemid|iid$|i$|article|artikel|product|produkt|prod$|prd$|movie|video|news$|asin|sku|track|song|"
+    "book|meta$|catalog|venue|poi$|business|restaurant|hotel|listing|recipe|anime|artist|goods|isbn|ean$|upc$|gtin$|podcast|"
     "episode|place$|post$",
     "request": "request|impression|search|session|page|qid$",
     "query": "query|keyword|search(term|string|phrase|text)|suchbegriff",
@@ -34,6 +34,8 @@ WORDS = {  # how the words of names begin, and with $ end
     "amount": "price|cost|preis|precio|prix|duration|seconds|minutes|length|weight|gewicht|dauer|width|height|"
     "discount|amount|tax$|fee$|balance|age$|temperature|altitude|elevation|"
     "lat$|latitude|lon$|long$|lng$|longitude|coord",
+    "attribute": "categ|type$|brand|colou?r|groups?$|class$|genre|depart|segment|status|level$|tier|count|size$|lang|"
+    "city$|gender|agent|feature|year|position|pos$|rank$",
     "computed": "propens|prob$|probab|predict|pred$|estimat|logit|pscore|pctr|pcvr|confiden|similar|relevan|p$",
     "beside": "index|sids?$|codes$|readme|licen|hist|past|previous",
 }
@@ -78,11 +80,18 @@ def says_id(name: str) -> bool:
     return any(word in ID_WORDS for word in split_name(name))
 
 
+def is_attribute(name: str) -> bool:
+    """Return whether a name says a property that several users or items share."""
+    return any(re.match(WORDS["attribute"], word) for word in split_name(name))
+
+
 def tell(name: str, role: str) -> int:
     """Return how strongly a name points to a role, 0 where it does not."""
     words = split_name(name)
     hits = [word for word in words if re.match(WORDS[role], word)]
     if role == "outcome" and not is_outcome(words, hits):
+        return 0
+    if role in ("user", "item") and is_attribute(name):
         return 0
     ids = sum(word in ID_WORDS for word in words)
     return max(1, 9 + 2 * ids + len(hits) - len(words)) if hits else 0
@@ -352,9 +361,10 @@ def pick_described(ids: list[Column], role: str, shares: Shares) -> Column | Non
     """Return the column named as a role; one that a file describes goes before."""
     named = [c for c in ids if tell(c.name, role)]
 
-    def rank(c: Column) -> tuple[bool, bool, int]:
+    def rank(c: Column) -> tuple[bool, bool, bool, int]:
         described = shares[role].get(c.name, 0) >= MIN_EVIDENCE
-        return c.full, described, tell(c.name, role)
+        # a number of its own for each row is that of an event
+        return c.full, described, c.share < 0.99, tell(c.name, role)
 
     return max(named, key=rank, default=None)
 
@@ -371,7 +381,7 @@ def find_unnamed(ids: list[Column], roles: Roles, shares: Shares) -> list[Column
     ]
     others = [c for c in others if c.share < 0.99 or roles.listed]
     # of two columns, one of few values is less likely to be an id
-    return sorted(others, key=lambda c: c.distinct <= 20)
+    return sorted(others, key=lambda c: (is_attribute(c.name), c.distinct <= 20))
 
 
 def take_unnamed(
@@ -447,7 +457,8 @@ def doubt_unnamed(
     if counterpart and not roles.sure and not tell(counterpart.name, other):
         return [f"no name tells; or {role}: {counterpart.name}?"]
     header = re.fullmatch(r"c\d+", column.name)
-    return [] if header or says_id(column.name) else [f"no name says {role}; is it?"]
+    is_id = header or (says_id(column.name) and not is_attribute(column.name))
+    return [] if is_id else [f"no name says {role}; is it?"]
 
 
 def rivals_by_name(c: Column, column: Column, role: str) -> bool:
@@ -457,6 +468,8 @@ def rivals_by_name(c: Column, column: Column, role: str) -> bool:
         return False
     if difference == 1 and c.distinct <= column.distinct / 2:
         return False  # a coarser id, such as that of a category
+    if c.share >= 0.99 > column.share:
+        return False  # a number of its own for each row
     if len(c.ids) != len(column.ids):
         return True
     pairs = pl.DataFrame({"a": c.ids, "b": column.ids}).n_unique()

@@ -696,6 +696,8 @@ class Description:
     """Whether the files were read to their ends."""
     file_doubts: list[str] = field(default_factory=list)
     """What speaks against the files."""
+    key_doubts: list[str] = field(default_factory=list)
+    """What speaks against their column of ids."""
     doubts: list[str] = field(default_factory=list)
     """What the files say against the column of ids of the log."""
 
@@ -725,13 +727,19 @@ def find_description(role: str, ids: Column | None, looks: list[Look]) -> Descri
     rivals = [
         other
         for other_says, other in found
-        if other.look is not best.look
-        and other_says == says
-        and abs(other.share - best.share) <= 0.05
-        and has_texts(role, other) == has_texts(role, best)
+        if other_says == says and abs(other.share - best.share) <= 0.05
     ]
-    names = dict.fromkeys(rival.look.files[0] for rival in rivals if rival.look)
-    best.file_doubts += [f"or {name}?" for name in names]
+    for rival in rivals:
+        if rival.look is best.look and rival.key and rival.key is not best.key:
+            best.key_doubts.append(f"or {rival.key.name}?")
+    files = [
+        rival.look.files[0]
+        for rival in rivals
+        if rival.look
+        and rival.look is not best.look
+        and has_texts(role, rival) == has_texts(role, best)
+    ]
+    best.file_doubts += [f"or {name}?" for name in dict.fromkeys(files)]
     if says == 0:
         best.file_doubts.append(f"does it describe {role}s?")
     return check_description(role, best)
@@ -868,7 +876,8 @@ def add_description(
     draft.add("  files", pattern, "", description.file_doubts)
     for name, value in look.keys.items():
         draft.add(f"  {name}", value)
-    draft.add(f"  {role}", description.file_sql.format(key.name), key.shown)
+    key_sql = description.file_sql.format(key.name)
+    draft.add(f"  {role}", key_sql, key.shown, description.key_doubts)
     for kind, columns in described_by(role, look, key).items():
         made = {c.feature: c.value for c in columns}
         if made:

@@ -372,6 +372,38 @@ def test_a_line_with_a_rival_names_it(
     assert any(doubt in line for line in lines), suggestion.text
 
 
+@pytest.mark.parametrize(
+    ("names", "user", "item", "doubtful"),
+    [
+        ("review_id,user_id,business_id,date", "user_id", "business_id", []),
+        ("customer_id,order_id,product_type_id,date", "customer_id", None, ["item"]),
+        ("user_feature_0,x,item_id,date", None, "item_id", ["user"]),
+        ("user_agent,x,item_id,date", None, "item_id", ["user"]),
+        ("cust_id,n,prod_id,date", "cust_id", "prod_id", []),
+    ],
+)
+def test_an_attribute_of_users_or_items_is_not_their_id(
+    tmp_path: Path, names: str, user: str | None, item: str | None, doubtful: list[str]
+) -> None:
+    first, second = (
+        (range(ROWS), USERS) if names.startswith("review") else (USERS, range(ROWS))
+    )
+    log = csv(first, second, PLACES, ISO, names=names)
+    suggestion, mapping = suggest_for(tmp_path, {"log.csv": log})
+    assert user in (None, mapping["user"])
+    assert item in (None, mapping["item"])
+    assert doubtful_keys(suggestion) == doubtful
+
+
+def test_two_columns_of_an_item_file_that_match_are_named(tmp_path: Path) -> None:
+    rows = "".join(f"{1000 + n},{1059 - n},thing {n}\n" for n in range(60))
+    files = {"sales.csv": SALES, "articles.csv": f"id,sort,title\n{rows}"}
+    suggestion, mapping = suggest_for(tmp_path, files)
+    assert mapping["items"]["item"] == "id"
+    (line,) = suggestion.doubts
+    assert line.endswith("; or sort?")
+
+
 def test_a_file_of_items_tells_users_from_items(tmp_path: Path) -> None:
     places = [70_000 + 977 * item for item in ITEMS]
     venues = "".join(f"{70_000 + 977 * item}\tVenue {item}\n" for item in range(60))
