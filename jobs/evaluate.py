@@ -63,6 +63,9 @@ class Options:
     --batch_inference."""
     batch_size: int = 256
     """Requests per batch."""
+    user_stride: int = 1
+    """Measure the requests of every N-th user alone, the same users for every model, where the whole split takes too
+    long."""
     shards: int = 1
     """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference); 1: in this process, unless
     the job was submitted to a cluster."""
@@ -74,7 +77,7 @@ class Options:
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("k", "batch_size", "shards"))
+        check_positive(self, ("k", "batch_size", "shards", "user_stride"))
         if self.allowed and not self.batch_inference:
             raise ValueError(
                 "allowed is given without batch_inference, and what is measured is of the whole catalogue; leave it out"
@@ -283,8 +286,11 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
         device=config.device,
         options=config.recommending(),
         remote=remote,
+        user_stride=config.user_stride,
     )
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
+    if config.user_stride > 1:
+        print(f"note: measured on every {config.user_stride}th user of the split")
     if checkpoint.extended(about, "sequences", hashes_of(name, inputs)):
         print(
             f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned"

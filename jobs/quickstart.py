@@ -26,11 +26,14 @@ if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
 import importlib
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NoReturn
 
-from jobs import cli, simulate
+from jobs import cli, simulate, time_budget
+from jobs.time_budget import Schedule
 from models import registry
 from models.config import check_positive, pluralize
 from models.places import reach
@@ -62,9 +65,7 @@ class Trained:
     teacher: str = ""
     """The run of this flow that it learns from."""
     epochs: int = 20
-    """Most epochs."""
-    rows: int = 2_000_000
-    """Training requests, of a feed impressions, that all epochs together have at most: of a larger log fewer epochs."""
+    """Most epochs; fewer where the time budget does not hold them."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +125,17 @@ FLOWS = {
             Trained("own_items", ("own_items",)),
             Trained("item_knn", ("item_knn",)),
             Trained("ease", ("ease",)),
-            Trained("sasrec", ("sasrec",)),
-            Trained("tiger", ("tiger_small",), ONE, epochs=35, rows=1_850_000),
-            Trained("sid_mlp", ("sid_mlp_small",), ONE, teacher="tiger", rows=400_000),
+            Trained("sasrec", ("sasrec",), epochs=30),
+            Trained("tiger", ("tiger_small",), ONE, epochs=35),
+            Trained("sid_mlp", ("sid_mlp_small",), ONE, teacher="tiger"),
         ),
         extra="sids",
     ),
     "search": Flow(
         (
             Trained("boosted", ("search/boosted",)),
-            Trained("base", ("search/base",), STEPS, epochs=6, rows=500_000),
-            Trained(
-                "qgs", ("qgs", "search/small", "search/history"), epochs=6, rows=500_000
-            ),
+            Trained("base", ("search/base",), STEPS, epochs=6),
+            Trained("qgs", ("qgs", "search/small", "search/history"), epochs=6),
         ),
         extra="text",
         simulate=("--taste", "class", "--disliked_click", "0.05"),
@@ -178,7 +177,7 @@ class Config:
     encoder: str = "tfidf"
     """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or path."""
     epochs: int | None = None
-    """Epochs of each model; by default what its size and that of the log are worth in minutes on two cores."""
+    """Epochs of each model; by default what fits some ten minutes in all on this machine, by timed steps of each."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
@@ -233,43 +232,58 @@ class Folders:
     """Folder of the runs."""
 
 
-def measure(config: Config, folders: Folders, steps: Steps, trained: Trained) -> None:
-    """Trains a model, and evaluates it on test."""
-    entry, seed = (
-        registry.find(trained.model),
-        f"-{config.seed}" if config.seed != SEED else "",
-    )
+@dataclass(frozen=True)
+class Run:
+    """A training as a command line."""
+
+    name: str
+    """Name of the run."""
+    inputs: tuple[str, ...]
+    """Options that name what the model reads, for jobs.train and jobs.evaluate."""
+    words: tuple[str, ...]
+    """Options of jobs.train, without those of its `Schedule`."""
+
+
+def run_of(config: Config, folders: Folders, trained: Trained) -> Run:
+    """Return the training of a model as a command line."""
+    entry = registry.find(trained.model)
+    seed = f"-{config.seed}" if config.seed != SEED else ""
     name = (trained.name or trained.model) + (seed if entry.gradient else "")
-    made = FLOWS[folders.family].extra
-    where = ["--tables", folders.tables]
-    where += [
-        word
-        for option in entry.reads
-        if made
-        for word in (f"--{option}", folders.extra)
-    ]
-    teacher = (
-        ["--model.teacher", f"{folders.runs}/{trained.teacher}{seed}"]
-        if trained.teacher
-        else []
-    )
-    options = [*trained.options, *teacher]
+    inputs = ["--tables", folders.tables]
+    if FLOWS[folders.family].extra:
+        for option in entry.reads:
+            inputs += [f"--{option}", folders.extra]
+    words = []
+    for file in trained.configs:
+        words += ["--config", str(CONFIGS / f"{file}.yaml")]
+    words += [*inputs, "--storage", folders.runs, "--name", name, *trained.options]
+    if trained.teacher:
+        words += ["--model.teacher", f"{folders.runs}/{trained.teacher}{seed}"]
     if entry.gradient:
-        epochs = config.epochs or epochs_of(trained, folders.tables)
-        options += ["--fit.max_epochs", str(epochs), "--fit.seed", str(config.seed)]
-    configs = [
-        word
-        for file in trained.configs
-        for word in ("--config", str(CONFIGS / f"{file}.yaml"))
-    ]
-    train = [*configs, *where, "--storage", folders.runs, "--name", name]
+        words += ["--fit.seed", str(config.seed)]
+    return Run(name, tuple(inputs), tuple(words))
+
+
+def measure(
+    config: Config,
+    folders: Folders,
+    steps: Steps,
+    trained: Trained,
+    schedule: Schedule,
+) -> None:
+    """Train a model, and evaluate it on test."""
+    run = run_of(config, folders, trained)
+    name, where = run.name, run.inputs
     steps.run(
-        f"{'Distil' if trained.teacher else 'Train'} {name}", "train", *train, *options
+        f"{'Distil' if trained.teacher else 'Train'} {name}",
+        "train",
+        *run.words,
+        *schedule.training.get(name, []),
     )
-    checkpoint = ["--checkpoint", f"{folders.runs}/{name}"]
+    checkpoint = ["--checkpoint", f"{folders.runs}/{name}", *schedule.evaluation]
     evaluate = [*checkpoint, *where, "--split", "test"]
     steps.run(f"Evaluate {name} on test", "evaluate", *evaluate)
-    if entry.recommends:
+    if registry.find(trained.model).recommends:
         title = f"Evaluate {name} on test, known items left out"
         steps.run(title, "evaluate", *evaluate, "--unseen", "true")
 
@@ -279,11 +293,50 @@ def steps_of(trained: Trained) -> int:
     return 3 if registry.find(trained.model).recommends else 2
 
 
-def epochs_of(trained: Trained, tables: str) -> int:
-    """The epochs that a log of this size is worth: fewer of a large one, so that all end within minutes."""
-    return min(
-        trained.epochs, max(1, round(trained.rows / max(1, parts(tables)["train"])))
+def make_schedule(
+    config: Config, folders: Folders, models: Sequence[Trained], steps: Steps
+) -> Schedule:
+    """Choose how much each model is trained: as `--epochs` says, as an earlier start of the same flow chose, or what
+    fits the time budget by timed steps of each model. Print what was chosen."""
+    learned = [one for one in models if registry.find(one.model).gradient]
+    runs = [run_of(config, folders, one) for one in learned]
+    if config.epochs:
+        epochs = ["--fit.max_epochs", str(config.epochs)]
+        return Schedule({run.name: epochs for run in runs})
+    tables = read_manifest(join(folders.tables, "sequences"), "sequences").hash
+    file = Path(folders.runs).parent / f"schedule-{config.seed}.json"
+    earlier = Schedule.read(str(file), tables)
+    if earlier and all(run.name in earlier.training for run in runs):
+        print(f"\nepochs as chosen before, in {file}", flush=True)
+        return earlier
+    print("\nTiming some steps of each model, to choose its epochs", flush=True)
+    probes = []
+    with TemporaryDirectory(prefix="trieline-") as scratch:
+        for one, run in zip(learned, runs, strict=True):
+            words = [*run.words]
+            if one.teacher:
+                words += ["--model.teacher", f"{scratch}/{one.teacher}"]
+            taught = any(other.teacher == one.model for other in learned)
+            save = f"{scratch}/{one.model}" if taught else None
+            options = cli.options_for(importlib.import_module("jobs.train"), words)
+            probes.append(time_budget.probe(options, save))
+    schedule, lines = time_budget.make_schedule(
+        {run.name: probe for run, probe in zip(runs, probes, strict=True)},
+        [one.epochs for one in learned],
+        split_sizes(folders.tables),
+        others=len(models) - len(learned),
+        elapsed_s=time.monotonic() - steps.started,
     )
+    for line in lines:
+        print(line, flush=True)
+    schedule.write(str(file), tables)
+    return schedule
+
+
+def split_sizes(tables: str) -> time_budget.SplitSizes:
+    """Return the sizes of the test split, by which its evaluation is planned."""
+    rows = read_manifest(join(tables, "sequences"), "sequences").rows
+    return time_budget.SplitSizes(rows, parts(tables)["train"], parts(tables)["test"])
 
 
 def parts(tables: str) -> dict[str, int]:
@@ -490,8 +543,9 @@ def run(config: Config) -> None:
         print(
             f"note: {folders.source} names no texts of items to make {made} of; models of these are left out"
         )
+    schedule = make_schedule(config, folders, models, steps)
     for trained in models:
-        measure(config, folders, steps, trained)
+        measure(config, folders, steps, trained, schedule)
     uri = resolve_uri(None, folders.runs)  # where the trainings logged
     page = Path(folders.runs).parent / "compare.html"
     experiment = f"{folders.family}/{folders.dataset}"
@@ -512,7 +566,7 @@ def run(config: Config) -> None:
     )
     print(f"\nDone in {time.monotonic() - steps.started:.0f} s.{label}")
     print(
-        "Sizes and epochs are for minutes on two cores; the configs that the commands name say what is for figures."
+        "Sizes and epochs are for minutes; the configs that the commands name say what is for figures."
     )
     print(f"  tables        {folders.tables}")
     if len(models) == len(flow.models) and flow.extra:

@@ -56,6 +56,15 @@ def pluralize(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def duration(seconds: float) -> str:
+    """Format a duration as seconds, minutes or hours, whichever reads as a number of two digits or so."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"
+
+
 def naming(config: type, *what: str) -> set[str]:
     """Options of a config dataclass that name a place: a `checkpoint`, a `folder`, or an `encoder`, which is a folder
     or a name of the model hub. Their fields declare it: `metadata={"names": "checkpoint"}`."""

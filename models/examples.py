@@ -583,11 +583,15 @@ class Sharded:
             found.append(rows[shard.counts(self.user_rows(rows))])
         return self.ordered(np.concatenate(found))
 
-    @property
-    def users(self) -> int:
-        """Users who have a row here and are of no other worker's evaluation."""
+    def of_users(self, rows: NDArray[np.int64], stride: int) -> NDArray[np.int64]:
+        """Return those of `rows` that belong to every `stride`-th user of the table, the same users for all models."""
+        return rows[self.user_rows(rows) % stride == 0] if stride > 1 else rows
+
+    def users(self, stride: int = 1) -> int:
+        """Return the number of users, of every `stride`-th user of the table, who have a row here and are of no other
+        worker's evaluation."""
         users = (
-            (shard, np.unique(self.user_rows(rows)))
+            (shard, np.unique(self.user_rows(self.of_users(rows, stride))))
             for shard, rows in self._shard_rows()
         )
         return sum(int(shard.counts(rows).sum()) for shard, rows in users)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import fsdp
+from models.config import duration
 from models.fit_config import FitConfig
 from models.gpu.graphs import Graphs, compiled
 from models.optimizers import make_optimizer, set_rate, state_of
@@ -786,12 +787,3 @@ def describe(event: Event, config: FitConfig, counted: Counted = REQUESTS) -> st
     if event.seconds_left is None:
         return line
     return f"{line}  at most {duration(event.seconds_left)} left"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration as seconds, minutes or hours, whichever reads as a number of two digits or so."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h"

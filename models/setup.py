@@ -477,17 +477,20 @@ def score(
     limit: int = 0,
     options: dict[str, Any] | None = None,
     stopping: Callable[[], bool] = lambda: False,
+    user_stride: int = 1,
 ) -> tuple[Sums, int, float]:
     """Measures the model on the examples' rows, in float32: bfloat16 ties scores that are close, and swaps them.
 
     Returns the sums of the metrics, the number of rows, and the seconds spent in measuring. With `limit` it takes
     its part of that many rows of all workers, evenly spread over the lengths of their histories. `options` go to
-    `measure`. Raises ValidationStopped as soon as `stopping()` is true between two batches.
+    `measure`. Only the rows of every `user_stride`-th user of the table are measured. Raises ValidationStopped as soon
+    as `stopping()` is true between two batches.
     """
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    for rows in examples.bounded(examples.chosen(limit), batch_size):
+    chosen = examples.of_users(examples.chosen(limit), user_stride)
+    for rows in examples.bounded(chosen, batch_size):
         if stopping():
             raise ValidationStopped
         batch = to_device(examples.collate(rows), device)

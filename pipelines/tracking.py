@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault(
@@ -113,7 +115,7 @@ def resolve_uri(option: str | None, storage: str) -> str:
                 f"there is no tracking URI, and SQLite cannot live in {storage}; give --tracking_uri or set "
                 f"MLFLOW_TRACKING_URI to a tracking server"
             )
-        return f"sqlite:///{Path(storage).expanduser().absolute()}/mlflow.db"
+        return sqlite_uri(Path(storage).expanduser() / "mlflow.db")
     if uri.startswith("file:") or "://" not in uri:
         raise UserError(
             f"the tracking URI {uri} is a folder, which MLflow no longer writes; use sqlite:///ABSOLUTE/PATH/mlflow.db "
@@ -122,9 +124,25 @@ def resolve_uri(option: str | None, storage: str) -> str:
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         raise UserError(
             f"the tracking URI {uri} is relative, so workers elsewhere would write other files; use "
-            f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+            f"{sqlite_uri(Path(sqlite_file(uri)))}"
         )
     return uri
+
+
+SQLITE = "sqlite:///"
+"""What the URI of a SQLite store begins with; the path of its file follows, percent-encoded."""
+
+
+def sqlite_uri(file: Path) -> str:
+    """Return the URI of a SQLite store. SQLAlchemy decodes `%20` in it, and `?` would begin options."""
+    return SQLITE + quote(str(file.absolute()))
+
+
+def sqlite_file(uri: str) -> str:
+    """Return the path of the file of a SQLite store, or an empty text for another store."""
+    if not uri.startswith(SQLITE):
+        return ""
+    return unquote(uri.removeprefix(SQLITE).partition("?")[0])
 
 
 def named_store(option: str | None) -> str:
@@ -134,11 +152,9 @@ def named_store(option: str | None) -> str:
         raise UserError(
             "no MLflow store is named; give --tracking_uri, as jobs.train prints it"
         )
-    uri = resolve_uri(uri or f"sqlite:///{Path('runs/mlflow.db').absolute()}", ".")
-    if (
-        uri.startswith("sqlite:///")
-        and not Path(uri.removeprefix("sqlite:///")).is_file()
-    ):  # MLflow would make it
+    uri = resolve_uri(uri or sqlite_uri(Path("runs/mlflow.db")), ".")
+    file = sqlite_file(uri)
+    if file and not Path(file).is_file():  # MLflow would make it
         raise UserError(
             f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train prints"
         )
@@ -169,7 +185,7 @@ def viewer(uri: str, mlflow: str = "mlflow") -> str:
     return (
         uri
         if uri.startswith(("http://", "https://"))
-        else f"{mlflow} ui --backend-store-uri {uri}"
+        else f"{mlflow} ui --backend-store-uri {shlex.quote(uri)}"
     )
 
 
@@ -207,13 +223,13 @@ def connect(uri: str) -> MlflowClient:
 
     User and password of a server are MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
     """
-    file = uri.removeprefix("sqlite:///")
-    if file == uri and uri in _reached:
+    file = sqlite_file(uri)
+    if not file and uri in _reached:
         return MlflowClient(uri)
     try:
         # Of several that start together one makes the tables of a file: MLflow's own lock leaves some out.
-        with locked(f"{file}.lock", "", math.inf) if file != uri else nullcontext():
-            if file != uri and not Path(file).exists():
+        with locked(f"{file}.lock", "", math.inf) if file else nullcontext():
+            if file and not Path(file).exists():
                 make_store(file)
             client = MlflowClient(uri)
             try:
@@ -243,7 +259,7 @@ def make_store(file: str) -> None:
     """Makes a SQLite store under another name first: MLflow goes on from no half-made one, as a kill leaves it."""
     Path(new := f"{file}.new").unlink(missing_ok=True)
     Path(new).parent.mkdir(parents=True, exist_ok=True)
-    MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+    MlflowClient(sqlite_uri(Path(new))).search_experiments(max_results=1)
     os.replace(new, file)
 
 
@@ -314,12 +330,10 @@ def _experiment(client: MlflowClient, uri: str, name: str, storage: str) -> str:
 
 def artifacts_in(storage: str) -> str:
     """Where the runs' artifacts are, of a store that is a file: in the storage folder, which may be a URI."""
-    place = (
-        storage.rstrip("/")
-        if "://" in storage
-        else str(Path(storage).expanduser().absolute())
-    )
-    return f"{place}/mlartifacts"
+    if "://" in storage:
+        return f"{storage.rstrip('/')}/mlartifacts"
+    place = Path(storage).expanduser().absolute() / "mlartifacts"
+    return place.as_uri()  # MLflow decodes a path with % as it does a URI
 
 
 def open_run(

@@ -121,6 +121,7 @@ def runs_table(comparison: Comparison) -> Table:
                 f"{name} {value[:12]}" for name, value in row.settings.items()
             )
             notes.append(f"{row.name}: {shown}")
+        notes += training_notes(row)
         if unfinished := sum(not run.finished for run in row.runs):
             notes.append(
                 f"{row.name}: {unfinished} of {pluralize(len(row.runs), 'run')} not finished"
@@ -128,6 +129,24 @@ def runs_table(comparison: Comparison) -> Table:
     return Table(
         comparison.selection.title, header, cells, notes + comparison.selection.notes
     )
+
+
+def training_notes(row: Row) -> list[str]:
+    """Return notes on a row whose training was not trained to its end: validation still rose at the last epoch, or only
+    a share of the training examples was drawn. A row that its validation ended has none."""
+    best, done = row.mean("val/epoch"), row.mean("epoch")
+    notes = []
+    if best == done and str(row.params.get("fit.max_epochs")) == f"{done:.0f}":
+        notes.append(
+            f"{row.name}: not trained to its end, the last of its {pluralize(int(done), 'epoch')} is the best; "
+            f"a larger fit.max_epochs may be better"
+        )
+    examples = row.params.get("fit.train_examples", "0")
+    if examples not in ("0", ""):
+        notes.append(
+            f"{row.name}: trained on {int(examples):,} of its training examples alone (fit.train_examples)"
+        )
+    return notes
 
 
 def best_table(comparisons: Sequence[Comparison]) -> Table | None:

@@ -153,6 +153,7 @@ def rank_shard(
     batch_size: int,
     options: dict[str, Any],
     device: str,
+    user_stride: int,
     threads: int,
     shard: tuple[int, int],
 ) -> tuple[dict[str, Any], int, int, float, str, int]:
@@ -183,7 +184,9 @@ def rank_shard(
         asked["shown"] = torch.zeros(
             loaded.catalogue.num_items, dtype=torch.long, device=where
         )
-    sums, count, seconds = score(model, measure, examples, options=asked, **common)
+    sums, count, seconds = score(
+        model, measure, examples, options=asked, user_stride=user_stride, **common
+    )
     if loaded.entry.recommends:
         sums |= {
             SHOWN: asked["shown"].cpu(),
@@ -194,7 +197,8 @@ def rank_shard(
         if where.type == "cuda"
         else f"cpu, {torch.get_num_threads()} threads"
     )
-    return sums, count, examples.skipped, seconds, label, examples.users
+    users = examples.users(user_stride)
+    return sums, count, examples.skipped, seconds, label, users
 
 
 def evaluate(
@@ -207,14 +211,15 @@ def evaluate(
     device: str = "auto",
     options: dict[str, Any] | None = None,
     remote: bool = False,
+    user_stride: int = 1,
 ) -> tuple[Result, Checkpoint]:
-    """Ranks and measures, in this process, or where `shards` is above 1 or with `remote` in Ray tasks. Writes
-    nothing."""
+    """Rank and measure, in this process, or where `shards` is above 1 or with `remote` in Ray tasks. Write nothing.
+    Only every `user_stride`-th user of the table is measured, the same users for every model."""
     began = time.monotonic()
     if split not in SPLITS:
         raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
     uri, about, chosen, given = check(uri, inputs, options or {})
-    arguments = (uri, inputs, split, batch_size, chosen, device)
+    arguments = (uri, inputs, split, batch_size, chosen, device, user_stride)
     if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, (0, 1))]
     else:
@@ -251,7 +256,11 @@ def evaluate(
             users_per_s=sum(part[1] / part[3] for part in parts if part[3] > 0),
             seconds=time.monotonic() - began,
             seed=about.fit.get("seed"),
-            options={**chosen, "batch_size": batch_size},
+            options={
+                **chosen,
+                "batch_size": batch_size,
+                **({"user_stride": user_stride} if user_stride > 1 else {}),
+            },
             hashes={name: given[name] for name in about.hashes if name in given},
             device=parts[0][4] if shards == 1 else f"{shards} x {parts[0][4]}",
             by_user={
@@ -278,7 +287,7 @@ def record(
     suffix = "".join(
         f"-{key}-{value}"
         for key, value in sorted(result.options.items())
-        if key != "batch_size" and about.model.get(key) != value
+        if key not in ("batch_size", "user_stride") and about.model.get(key) != value
     )
     if result.is_fresh(about):
         suffix += f"-fresh-{result.hashes['sequences'][:8]}"

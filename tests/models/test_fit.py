@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from models.config import duration
 from models.fit import (
     CONTINUE,
     SAVE,
@@ -29,7 +30,6 @@ from models.fit import (
     StillEvent,
     ValidationStopped,
     describe,
-    duration,
     fit,
     learning_rate,
     prefetch,

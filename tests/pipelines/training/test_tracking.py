@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import time
@@ -85,7 +86,7 @@ def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
     client = tracking.connect(uri)
     experiment = client.get_experiment_by_name("retrieval/x")
     assert experiment is not None
-    assert experiment.artifact_location == f"{tmp_path}/mlartifacts"
+    assert experiment.artifact_location == f"file://{tmp_path}/mlartifacts"
     runs = client.search_runs([experiment.experiment_id])
     assert len(runs) == 4
     for run in runs:
@@ -238,7 +239,7 @@ def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(
     nowhere.write_text("no folder")
     with pytest.raises(
         UserError,
-        match=rf"cannot write to {nowhere}/.*experiment 'y' keeps its artifacts; make that",
+        match=rf"cannot write to file://{nowhere}/.*experiment 'y' keeps its artifacts; make that",
     ):
         tracking.open_run(uri, "y", "b", str(nowhere), config={}, hashes={})
     client = tracking.connect(uri)
@@ -292,3 +293,22 @@ def test_the_numbers_of_a_manifest_become_metrics() -> None:
         "sids/levels/1/use": 0.5,
     }
     assert figures(info, "sids") == {**expected, "sids/conflict_level": 1.0}
+
+
+@pytest.mark.parametrize(
+    "name", ["a%20b", "what?", "a#b", "a b", "a'b", "a&b;c", "ü", "a%2Fb"]
+)
+def test_a_storage_folder_of_any_name_holds_its_store_and_artifacts(
+    name: str, tmp_path: Path
+) -> None:
+    storage = tmp_path / name
+    uri = tracking.resolve_uri(None, str(storage))
+    run = tracking.open_run(
+        uri, "retrieval/small", "one", str(storage), config={"a": 1}, hashes={}
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (storage / "mlflow.db").is_file()
+    assert len(list(storage.glob(f"mlartifacts/{run.run_id}/artifacts/*"))) == 1
+    assert tracking.sqlite_file(uri) == str(storage / "mlflow.db")
+    assert tracking.named_store(uri) == uri
+    assert shlex.split(tracking.viewer(uri))[-1] == uri

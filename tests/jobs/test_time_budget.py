@@ -1,0 +1,137 @@
+"""The quickstart's trainings share out the time that is left, by measured speeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs import cli, train
+from jobs.time_budget import (
+    BUDGET_S,
+    EVAL_EXAMPLES,
+    LEAST_USERS,
+    Probe,
+    Schedule,
+    SplitSizes,
+    make_schedule,
+    probe,
+    share_out,
+)
+
+
+def speed(
+    step_s: float = 0.1,
+    steps: int = 100,
+    request_s: float = 0.0,
+    val_requests: int = 100,
+) -> Probe:
+    return Probe(
+        setup_s=1.0,
+        step_s=step_s,
+        steps_per_epoch=steps,
+        examples=1000,
+        request_s=request_s,
+        val_requests=val_requests,
+    )
+
+
+def test_a_small_log_gets_its_most_epochs() -> None:
+    plans = share_out([speed(), speed()], [30, 20], seconds=1000)
+    assert [(plan.epochs, plan.examples) for plan in plans] == [(30, 0), (20, 0)]
+    assert plans[0].seconds == pytest.approx(300)
+
+
+def test_time_that_a_quick_model_leaves_goes_to_the_others() -> None:
+    quick, slow = speed(step_s=0.01), speed()
+    plans = share_out([slow, quick], [100, 10], seconds=110)
+    assert [plan.epochs for plan in plans] == [10, 10]
+
+
+def test_where_no_epoch_fits_a_share_of_the_requests_is_trained_on() -> None:
+    (plan,) = share_out([speed()], [30], seconds=3.5)
+    assert (plan.epochs, plan.examples, plan.share) == (1, 350, 0.35)
+    assert plan.seconds == pytest.approx(3.5)
+    assert plan.describe() == "1 epoch of 35% of the training requests"
+    assert plan.options(100) == [
+        *("--fit.max_epochs", "1"),
+        *("--fit.train_examples", "350"),
+    ]
+
+
+def test_validations_count_as_time_and_large_ones_are_cut() -> None:
+    slow_to_rank = speed(request_s=0.005, val_requests=100_000)
+    assert slow_to_rank.epoch_s == pytest.approx(10 + EVAL_EXAMPLES * 0.005)
+    (plan,) = share_out([slow_to_rank], [30], seconds=100)
+    assert plan.epochs == 5
+    assert plan.options(slow_to_rank.val_requests)[-2:] == [
+        "--fit.eval_examples",
+        str(EVAL_EXAMPLES),
+    ]
+
+
+def test_a_large_test_split_is_measured_on_fewer_users_and_all_stays_in_the_budget() -> (
+    None
+):
+    sizes = SplitSizes(users=2449, train=1_122_612, test=138_937)
+    probes = {
+        "sasrec": speed(0.4, 592, 0.0004, 139_953),
+        "tiger": speed(0.025, 8539, 0.0006, 139_953),
+    }
+    schedule, lines = make_schedule(probes, [30, 35], sizes, others=4, elapsed_s=120)
+    _, stride = schedule.evaluation
+    assert 1 < int(stride) <= sizes.users // LEAST_USERS
+    assert lines[0].startswith("the whole takes some 10 min on this machine")
+    assert set(schedule.training) == {"sasrec", "tiger"}
+    assert any("of the training requests" in line for line in lines)
+
+
+def test_a_small_test_split_is_measured_whole() -> None:
+    sizes = SplitSizes(users=1500, train=12_000, test=1_500)
+    schedule, lines = make_schedule(
+        {"sasrec": speed()}, [30], sizes, others=1, elapsed_s=20
+    )
+    assert schedule.evaluation == []
+    assert schedule.training["sasrec"][:2] == ["--fit.max_epochs", "30"]
+    assert not any("test" in line for line in lines)
+
+
+def test_late_tables_leave_trainings_half_of_the_budget() -> None:
+    sizes = SplitSizes(users=1500, train=12_000, test=1_500)
+    schedule, _ = make_schedule(
+        {"slow": speed()}, [1000], sizes, others=0, elapsed_s=10 * BUDGET_S
+    )
+    assert schedule.training["slow"][1] == str(int(BUDGET_S / 2 / 10))
+
+
+def test_the_same_line_goes_on_with_the_schedule_of_the_same_tables(
+    tmp_path: Path,
+) -> None:
+    file = str(tmp_path / "schedule.json")
+    schedule = Schedule({"sasrec": ["--fit.max_epochs", "3"]}, ["--user_stride", "2"])
+    assert Schedule.read(file, "hash") is None
+    schedule.write(file, "hash")
+    assert Schedule.read(file, "hash") == schedule
+    assert Schedule.read(file, "other") is None
+
+
+@pytest.mark.long
+def test_a_probe_times_real_steps_of_a_model_and_of_its_student(
+    small: tuple[str, str], tmp_path: Path
+) -> None:
+    words = ["--tables", small[0], "--sids", small[1]]
+    words += ["--storage", str(tmp_path), "--name", "none", "--config"]
+    configs = "jobs/configs"
+    teacher = cli.options_for(train, [*words, f"{configs}/tiger_small.yaml"])
+    student = [*words, f"{configs}/sid_mlp_small.yaml"]
+    student += ["--model.teacher", f"{tmp_path}/teacher"]
+    probes = [
+        probe(teacher, f"{tmp_path}/teacher"),
+        probe(cli.options_for(train, student)),
+    ]
+    for found in probes:
+        assert found.examples == 450
+        assert found.val_requests == 60
+        assert found.step_s > 0
+        assert found.request_s > 0
+    assert not (tmp_path / "none").exists()
