@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault(
@@ -130,12 +130,16 @@ def resolve_uri(option: str | None, storage: str) -> str:
 
 
 SQLITE = "sqlite:///"
-"""What the URI of a SQLite store begins with; the path of its file follows, percent-encoded."""
+"""What the URI of a SQLite store begins with; the path of its file follows."""
 
 
 def sqlite_uri(file: Path) -> str:
-    """Return the URI of a SQLite store. SQLAlchemy decodes `%20` in it, and `?` would begin options."""
-    return SQLITE + quote(str(file.absolute()))
+    """Return the URI of a SQLite store.
+
+    SQLAlchemy decodes `%20` in it and takes `?` for the beginning of options, so only `%` and `?` are encoded: MLflow
+    makes a folder, which stays empty, of the encoded name.
+    """
+    return SQLITE + str(file.absolute()).replace("%", "%25").replace("?", "%3F")
 
 
 def sqlite_file(uri: str) -> str:

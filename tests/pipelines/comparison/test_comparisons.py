@@ -14,7 +14,7 @@ from pipelines import tracking
 from pipelines.comparison.plots import pareto, plots, points_of, settings
 from pipelines.comparison.rows import Row, evaluations, lower_is_better, rows_of
 from pipelines.comparison.runs import select
-from pipelines.comparison.tables import paired_tables
+from pipelines.comparison.tables import paired_tables, runs_table
 
 
 def test_a_run_from_before_an_option_stands_with_those_at_its_default(
@@ -222,3 +222,23 @@ def test_a_label_with_at_in_its_name_keeps_its_columns() -> None:
         "val/looked_at_it/gauc": 0.6,
     }
     assert found["beam-5"] == {"test/ndcg@10": 0.1}
+
+
+def test_a_row_says_where_its_training_was_cut_short() -> None:
+    def trained(best: float, done: float, **params: str) -> Row:
+        values = {"val/epoch": best, "epoch": done, "val/ndcg@10": 0.5}
+        return row("sasrec", values, fit__max_epochs="3", **params)
+
+    rising, ended, early, share = (
+        "\n".join(runs_table(compared([one])).notes)
+        for one in (
+            trained(3, 3),
+            trained(2, 3),
+            trained(1, 2),
+            trained(2, 3, fit__train_examples="1076"),
+        )
+    )
+
+    assert "not trained to its end, the last of its 3 epochs is the best" in rising
+    assert "not trained to its end" not in ended + early + share
+    assert "trained on 1,076 of its training examples alone" in share
