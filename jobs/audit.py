@@ -16,7 +16,6 @@ from jobs import cli
 from models.config import pluralize
 from models.places import reach
 from models.tables import UserError
-from pipelines.data.audit.rules import audit, report
 
 
 @dataclass
@@ -29,6 +28,8 @@ class Config:
 
 def run(config: Config) -> None:
     """Audits and prints; raises UserError where a rule is broken."""
+    from pipelines.data.audit.rules import audit, report
+
     start = time.monotonic()
     reach(tables=config.tables)
     rules = audit(

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 SLOW = ("torch", "ray", "mlflow")
 IMPORTED = f"; import sys; print([name for name in {SLOW} if name in sys.modules])"
-LIGHT = ["cli", "train", "evaluate", "compare", "daily", "sweep"]
+LIGHT = ["cli", "audit", "train", "evaluate", "compare", "daily", "sweep"]
 
 
 @pytest.mark.parametrize("job", LIGHT)
