@@ -273,8 +273,8 @@ class Rows:
         self.reject(~number.is_finite().fill_null(True), f"{what}: not finite")
         self.reject(
             (number.abs() > LARGEST_NUMBER).fill_null(False),
-            f"{what}: over {LARGEST_NUMBER:g}, which stands for none; write "
-            f"case when abs({what}) < {LARGEST_NUMBER:g} then {what} end",
+            f"{what}: over {LARGEST_NUMBER:g}, which stands for none; write case when "
+            f"abs(cast({what} as double)) < 1e18 then cast({what} as double) end",
         )
         if span is not None:
             out = ((number < span[0]) | (number > span[1])).fill_null(False)

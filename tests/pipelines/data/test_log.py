@@ -845,3 +845,17 @@ def test_columns_that_no_file_of_a_section_has_are_missing(tmp_path: Path) -> No
     assert log.items
     (block,) = log.items.read(str(tmp_path), "items.csv")
     assert "nearest is 'title'" in block.missing["titel"]
+
+
+def test_a_number_that_stands_for_none_is_rejected_with_an_expression_that_helps(
+    tmp_path: Path,
+) -> None:
+    rows = [{"u": "u", "i": "x", "t": n, "n": v} for n, v in enumerate([1, -3.4e38])]
+    write(tmp_path / "log.csv", rows)
+    _, rejects = read(plain(numbers=["n"]), tmp_path)
+    [reason] = [reject["reason"] for reject in rejects]
+
+    events, rejects = read(plain(numbers={"n": reason.split("write ")[1]}), tmp_path)
+
+    assert not rejects
+    assert [event["num_n"] for event in events] == [1.0, None]

@@ -65,7 +65,7 @@ def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None
     model = {"name": "boosted"}
     setup = set_up(model, FitConfig(batch_size=8, metric="gauc"), tables)
     place = str(tmp_path / "model")
-    setup.model.fit_counts(setup.train(0, 0))
+    setup.fit_counts()
     checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
 
     manifest, _ = infer_all(place, tables, str(tmp_path / "scores"))
