@@ -109,36 +109,3 @@ def test_a_node_taken_away_with_notice_is_no_failure(
     ]
     training.terminate()
     assert training.wait() == 143
-
-
-def test_sigterm_to_a_node_is_a_notice_to_the_training(
-    world: faults.World, undisturbed: dict[str, faults.Undisturbed]
-) -> None:
-    """As Kubernetes ends the pod of a spot node, in which KubeRay runs `ray start --block`."""
-    start = ["start", "--address", world.cluster.address, "--block", "--num-cpus", "4"]
-    start += ["--object-store-memory", str(200 << 20), "--disable-usage-stats"]
-    start += ["--min-worker-port", "0", "--max-worker-port", "0"]
-    start += ["--dashboard-agent-listen-port", "0"]
-    with open(world.folder / "spot.log", "w") as log:
-        spot = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), *start],
-            env=world.environment,
-            stdout=log,
-            stderr=log,
-        )
-    words = faults.STEPS["train"].words(world, world.folder / "sigterm")
-    words += ["--fit.max_epochs", "100000", "--ray.num_workers", "1"]
-    words += ["--ray.cpus_per_worker", "4"]  # which no other node has
-    try:
-        training = world.start(words)
-        lines = iter(training.stdout or [])
-        next(line for line in lines if line.startswith("epoch"))
-
-        spot.terminate()
-
-        noticed = "a node is to be taken away: saving a checkpoint"
-        assert any(noticed in line for line in lines)
-        training.terminate()
-        assert training.wait() == 143
-    finally:
-        spot.kill()
