@@ -133,6 +133,9 @@ FLOWS = {
     ),
     "search": Flow(
         (
+            Trained("pair_ctr", ("search/pair_ctr",)),
+            Trained("item_ctr", ("search/item_ctr",)),
+            Trained("log_order", ("search/log_order",)),
             Trained("boosted", ("search/boosted",)),
             Trained("base", ("search/base",), STEPS, epochs=6),
             Trained("qgs", ("qgs", "search/small", "search/history"), epochs=6),
@@ -142,6 +145,8 @@ FLOWS = {
     ),
     "actions": Flow(
         (
+            Trained("base_rate", ("actions/base_rate",)),
+            Trained("item_rate", ("actions/item_rate",)),
             Trained(
                 "interleaved", ("attn_mvp", "actions/interleaved"), SMALL, epochs=12
             ),
@@ -248,7 +253,8 @@ def run_of(config: Config, folders: Folders, trained: Trained) -> Run:
     """Return the training of a model as a command line."""
     entry = registry.find(trained.model)
     seed = f"-{config.seed}" if config.seed != SEED else ""
-    name = (trained.name or trained.model) + (seed if entry.gradient else "")
+    seeded = entry.gradient or entry.early_stopping
+    name = (trained.name or trained.model) + (seed if seeded else "")
     inputs = ["--tables", folders.tables]
     if FLOWS[folders.family].extra:
         for option in entry.reads:
@@ -259,7 +265,7 @@ def run_of(config: Config, folders: Folders, trained: Trained) -> Run:
     words += [*inputs, "--storage", folders.runs, "--name", name, *trained.options]
     if trained.teacher:
         words += ["--model.teacher", f"{folders.runs}/{trained.teacher}{seed}"]
-    if entry.gradient:
+    if seeded:
         words += ["--fit.seed", str(config.seed)]
     return Run(name, tuple(inputs), tuple(words))
 

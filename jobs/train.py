@@ -148,13 +148,16 @@ def describe_floor(config: Config, trained: Any) -> str:
     from pipelines.comparison.floors import best_trained_floor
 
     entry = registry.find(trained.about.name)
-    names = [] if entry.floor else registry.floors(entry.family)
+    if entry.floor or entry.diagnostic:
+        return ""
+    names = registry.floors(entry.family)
     floor = best_trained_floor(trained.run, config.fit.metric) if names else None
     about = trained.about
     warning = learned_nothing(about.metrics, config.fit, floor, entry.gradient)
     if warning or floor or not names:
         return warning
-    lines = ", ".join(f"jobs/configs/{name}.yaml" for name in names)
+    folder = "" if entry.family is registry.RETRIEVAL else f"{entry.family.name}/"
+    lines = ", ".join(f"jobs/configs/{folder}{name}.yaml" for name in names)
     return (
         f"note: {trained.run.experiment} has no model without training to compare with; "
         f"train them in seconds: {lines}\n"

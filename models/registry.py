@@ -61,6 +61,7 @@ from models.search.floors import (
     LogOrder,
     LogOrderConfig,
     PairCtrConfig,
+    describe_rates,
 )
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
@@ -83,7 +84,7 @@ class Entry:
     gradient: bool = True
     """False: not trained by gradient; call `fit_counts(batches)` once instead."""
     early_stopping: bool = False
-    """Whether its `fit_counts(train, val)` stops on batches of the val split."""
+    """Whether its `fit_counts(train, val)` learns at random and stops on batches of val."""
     floor: bool = False
     """Whether it is a model without training that trained models have to clear."""
     sids: bool = False
@@ -167,10 +168,15 @@ GENERATIVE: dict[str, Any] = {
 SEARCH_FLOOR: dict[str, Any] = {
     "unit": "request",
     "gradient": False,
+    "floor": True,
     "tables_alone": True,
     "first_label": True,
+    "precompute": describe_rates,
 }
 """Search models that are counted and not trained, by the click alone."""
+
+ACTIONS_FLOOR: dict[str, Any] = {"unit": "user", "gradient": False, "floor": True}
+"""Models of actions that are counted and not trained."""
 
 
 def teacher_of(config: TaughtConfig, catalogue: Catalogue) -> Retriever:
@@ -347,7 +353,10 @@ MODELS: dict[str, Entry] = {
         LogOrderConfig,
         LogOrder,
         SEARCH,
-        **SEARCH_FLOOR,
+        unit="request",
+        gradient=False,
+        tables_alone=True,
+        first_label=True,
         diagnostic=True,
         own_measured=log_order_metrics,
     ),
@@ -368,8 +377,8 @@ MODELS: dict[str, Entry] = {
         HLLMConfig, HLLM, SEARCH, unit="user", resolve=hllm.resolve, teach=hllm.teach
     ),
     "qgs": Entry(QGSConfig, QGS, SEARCH, **GENERATIVE),
-    "base_rate": Entry(BaseRateConfig, BaseRate, ACTIONS, unit="user", gradient=False),
-    "item_rate": Entry(ItemRateConfig, ItemRate, ACTIONS, unit="user", gradient=False),
+    "base_rate": Entry(BaseRateConfig, BaseRate, ACTIONS, **ACTIONS_FLOOR),
+    "item_rate": Entry(ItemRateConfig, ItemRate, ACTIONS, **ACTIONS_FLOOR),
     "interleaved": Entry(
         fusions.InterleavedConfig, fusions.Interleaved, ACTIONS, unit="user"
     ),

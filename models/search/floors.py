@@ -9,7 +9,8 @@ the item after any query:
     rate = (clicks + prior * strength) / (exposures + strength)
 
 with `ctr_prior` and `ctr_strength` of the source file's `search` section. A trained
-search model has to clear the better of the two.
+search model has to clear the better of the two. Without clock times or windows the tables
+have no rates, and all results tie.
 
 `log_order` ranks results as the log showed them. The shown position is unknown when a
 search is ranked, so this model is a diagnostic of the log and not a floor: its metrics
@@ -24,14 +25,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from models.own_features import Standardised
 from models.search.data import SearchCatalogue
-from models.tables import UserError
 
 Batch = dict[str, Tensor]
 
@@ -86,19 +86,29 @@ class ClickRate(SearchFloor):
     ) -> None:
         super().__init__(config, catalogue)
         rates = rate_columns(catalogue.features, config.by)
-        if not rates:
-            raise UserError(
-                f"the tables have no click rates by {config.by}: the log has no clock "
-                f"times, or search.windows_days is empty; leave out '{config.by}_ctr'"
-            )
-        self.column = catalogue.features.index(rates[-1])
+        self.column = catalogue.features.index(rates[-1]) if rates else None
 
     def fit_counts(self, batches: Iterable[Batch]) -> None:
         """Do nothing: the tables have the rates of every request."""
 
     def score(self, batch: Batch) -> Tensor:
-        """Return (N, 1) log-odds of a click."""
-        return batch["features"][:, self.column, None].logit(eps=1e-6)
+        """Return (N, 1) log-odds of a click, 0 for all without click rates."""
+        features = batch["features"]
+        if self.column is None:
+            return features.new_zeros(len(features), 1)
+        return features[:, self.column, None].logit(eps=1e-6)
+
+
+def describe_rates(
+    model: ClickRate, config: Any, catalogue: SearchCatalogue, examples: Any
+) -> list[str]:
+    """Return a line that says which column ranks, shown once before training."""
+    if model.column is None:
+        return [
+            f"the tables have no click rates by {config.by} (the log has no clock times, "
+            "or search.windows_days is empty): all results tie"
+        ]
+    return [f"ranks by {catalogue.features[model.column]}"]
 
 
 def rate_columns(features: Iterable[str], by: str) -> list[str]:

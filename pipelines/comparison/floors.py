@@ -26,6 +26,7 @@ from pipelines.comparison.over_users import (
 )
 from pipelines.comparison.rows import (
     ALL_ITEMS,
+    CANDIDATES,
     KNOWN_LEFT_OUT,
     Comparison,
     Row,
@@ -138,8 +139,11 @@ def judge_result(
         raise ValueError(f"{best.name} was measured on other users than the model")
     interval, users = compared
     first = result["metrics"].get("first/examples", 0.0)
+    ranking = KNOWN_LEFT_OUT if result["options"].get("unseen") else ALL_ITEMS
+    if "first/examples" not in result["metrics"]:
+        ranking = CANDIDATES
     return {
-        "ranking": KNOWN_LEFT_OUT if result["options"].get("unseen") else ALL_ITEMS,
+        "ranking": ranking,
         "repeats": 1 - first / result["examples"],
         "metric": metric,
         "value": result["metrics"][metric],

@@ -56,6 +56,9 @@ UNSEEN = re.compile(r"(?:^|-)unseen-True(?:-|$)")
 ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
 """Which items an evaluation ranks."""
 
+CANDIDATES = "candidates"
+"""What an evaluation of a model of search or actions ranks."""
+
 REPEATS = 0.05
 """Share of test requests for an item of the history above which repeats belong to the task."""
 

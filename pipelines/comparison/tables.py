@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from scipy.stats import t as student_t
 
+from models import registry
 from models.config import pluralize
 from pipelines.comparison.floors import floor_tables
 from pipelines.comparison.over_users import over_users_tables
@@ -26,6 +27,7 @@ SHOWN = (
     "test/ndcg@10",
     "val/gauc",
     "test/gauc",
+    "test/with_position/gauc",
     "test/auc",
     "test/normalised_entropy",
     "test/log_loss",
@@ -113,6 +115,13 @@ def runs_table(comparison: Comparison) -> Table:
         notes.append(
             "±: sample standard deviation over the runs of a row, which differ in their seed alone."
         )
+    for row in rows:
+        if row.model in registry.MODELS and registry.MODELS[row.model].diagnostic:
+            notes.append(
+                f"{row.name}: results in the order that the log showed, a diagnostic of "
+                "the log. A position is unknown when a search is ranked, so this is no "
+                "floor, and it is never the best model."
+            )
     for row in rows:
         if row.options:
             continue

@@ -21,8 +21,8 @@ from models.retrieval.recommend import history_to_give
 from models.setup import score, set_up
 from models.tables import read_manifest
 
-BATCH_SIZE = 8192
-"""Behaviours per batch of counting."""
+BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
+"""Rows per batch of counting, by the unit of a model's training rows."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def measure_floors(
     """
     floors: list[list[Floor]] = [[] for _ in rankings]
     for name in registry.floors(registry.find(model).family):
-        setup = set_up({"name": name}, FitConfig(batch_size=BATCH_SIZE), inputs)
+        batch_size = BATCH_SIZES[registry.find(name).unit]
+        setup = set_up({"name": name}, FitConfig(batch_size=batch_size), inputs)
         setup.fit_counts()
         for options, of_ranking in zip(rankings, floors, strict=True):
             of_ranking.append(measure_floor(setup, name, inputs, split, options))

@@ -198,7 +198,7 @@ def test_searches_without_texts_are_ranked_by_the_models_that_read_none(
         "names no texts of items to make embeddings of; models of these are left out"
         in printed
     )
-    assert "[5/5] Compare" in printed
+    assert "[11/11] Compare" in printed
     assert (tmp_path / "visits/compare.html").is_file()
 
 

@@ -20,6 +20,7 @@ from models.search.floors import (
     LogOrder,
     LogOrderConfig,
     PairCtrConfig,
+    describe_rates,
     rate_columns,
 )
 from models.setup import set_up
@@ -60,9 +61,14 @@ def test_windows_are_ordered_by_their_days() -> None:
     assert rate_columns(("query_ctr_7d", "pair_clicks_7d"), "pair") == []
 
 
-def test_tables_without_click_rates_are_refused() -> None:
-    with pytest.raises(UserError, match="the tables have no click rates by item"):
-        ClickRate(ItemCtrConfig(), small_catalogue(("pair_ctr_7d",)))
+def test_all_results_tie_in_tables_without_click_rates() -> None:
+    config, catalogue = ItemCtrConfig(), small_catalogue(("pair_ctr_7d",))
+
+    model = ClickRate(config, catalogue)
+
+    assert model.score({"features": torch.rand(4, 1)}).tolist() == [[0.0]] * 4
+    (line,) = describe_rates(model, config, catalogue, {})
+    assert line.startswith("the tables have no click rates by item")
 
 
 def test_the_log_s_order_ranks_by_position_with_the_first_one_s_click_rate() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from models import registry
 from models.by_user import ByUser
 from pipelines import tracking
 from pipelines.comparison.floors import (
@@ -16,14 +17,17 @@ from pipelines.comparison.floors import (
     CLEARS,
     NOT_TOLD,
     best_trained_floor,
+    describe_verdict,
     explain_ranking,
     floor_tables,
     interval_of,
     judge,
+    judge_result,
 )
 from pipelines.comparison.over_users import Interval
 from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run, compare
 from pipelines.comparison.runs import select
+from pipelines.evaluation.floors import Floor
 
 USERS = 600
 
@@ -135,3 +139,23 @@ def test_a_training_finds_the_floors_of_its_own_tables(
     log_run(uri, tmp_path, "ease", {}, here, 0.2)
     log_run(uri, tmp_path, "own_items", {}, other, 0.3)
     assert best_trained_floor(run, "ndcg@10") == ("ease", 0.2)
+
+
+def test_a_search_model_is_judged_by_click_rates_and_not_by_the_log_s_order() -> None:
+    by_user = ByUser.of(torch.arange(USERS), torch.full((USERS,), 0.8), 1).packed()
+    base = ByUser.of(torch.arange(USERS), torch.linspace(0.5, 0.7, USERS), 1).packed()
+    result = {
+        "metrics": {"gauc": 0.8},
+        "by_user": {"gauc": by_user},
+        "options": {},
+        "examples": USERS,
+    }
+    assert registry.floors(registry.SEARCH) == ["pair_ctr", "item_ctr"]
+    assert registry.floors(registry.ACTIONS) == ["base_rate", "item_rate"]
+
+    floors = [Floor("pair_ctr", {"gauc": 0.6}, {"gauc": base})]
+    verdict = judge_result(result, floors, "gauc")
+
+    line = describe_verdict(verdict)
+    assert line.startswith("candidates: gauc 0.8000, pair_ctr without training 0.6000")
+    assert line.endswith("clears it")
