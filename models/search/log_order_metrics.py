@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.by_user import PREFIX
 from models.search import metrics
-from models.search.metrics import WITH_POSITION, means, summary
+from models.search.metrics import WITH_POSITION, summary
 
 __all__ = ["SHOWN", "means", "measure", "names", "summary"]
 
@@ -34,4 +34,10 @@ def _rename(name: str) -> str:
 
 def names(catalogue: Any) -> list[str]:
     """Return the names of the metrics of the first label."""
-    return [f"{WITH_POSITION}{name}" for name in metrics.NAMES]
+    return ["requests", *(f"{WITH_POSITION}{name}" for name in metrics.NAMES)]
+
+
+def means(sums: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics, and the number of requests under its plain name."""
+    found = metrics.means(sums)
+    return {"requests": found[f"{WITH_POSITION}requests"], **found}

@@ -40,7 +40,7 @@ SHOWN = (
 )
 """Metrics of the table, in order; those that no run has are left out."""
 
-ENTROPY = re.compile(r"test/(?!mean/)\w+/normalised_entropy")
+ENTROPY = re.compile(r"test/(?!mean/|with_position/)\w+/normalised_entropy")
 """The metric of one task."""
 
 

@@ -97,8 +97,9 @@ def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
     sums, _ = setup.validate(setup.model)
 
     metrics = setup.means(sums)
-    assert all(name.startswith("with_position/") for name in metrics)
     assert set(setup.entry.measured.names(setup.catalogue)) == set(metrics)
+    assert metrics.pop("requests") == len(setup.val)
+    assert all(name.startswith("with_position/") for name in metrics)
     assert setup.entry.measured.summary(metrics)[0].startswith("  with_position/")
     examples = SearchExamples.of_model(setup.config).load(
         join(tables, "sequences"), "val", unit="request"
