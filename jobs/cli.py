@@ -30,6 +30,7 @@ from jobs import leave
 from jobs.options import parse
 from models.config import pluralize
 from models.tables import UserError
+from models.uri import check_first_contact
 from pipelines.faults import explain, first_line, user_error_in
 from pipelines.training.stop import STOP_REQUEST
 
@@ -330,6 +331,7 @@ def main(
     `parse_()` is for jobs whose options are more than those of `config`.
     """
     catch_signals()
+    check_first_contact()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for those who watch a file or a pipe
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:

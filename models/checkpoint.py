@@ -7,17 +7,21 @@ Nothing in it is pickled code: `state.pt` holds tensors and numbers and is read 
 `config.json` is written last and lists the files with their sizes and SHA-256, so a half-written checkpoint is none;
 sizes are checked wherever a checkpoint is looked at, hashes when a file of it is loaded.
 
-A run's folder, local or a URI, has the checkpoints `step-*` that `keep` makes, the last one and the best one: none is
-written over, so whenever the process is killed `last` finds a whole one. `publish` ends the run with `best`.
+A run's folder, local or a URI, has the checkpoints `step-N-aATTEMPT` that `keep` makes, the last one and the best one:
+none is written over, so whenever the process is killed `last` finds a whole one. An attempt at the training
+(`models/attempts.py`) writes only folders of its own number and removes none of a newer one. `publish` ends the run
+with `best`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +32,7 @@ import torch.distributed as dist
 from pyarrow import fs
 from torch import nn
 
+from models.attempts import UNNUMBERED, Attempt, require_current
 from models.tables import (
     UserError,
     Version,
@@ -65,9 +70,13 @@ class Checkpoint:
     step: int = 0
     """Optimizer steps done."""
     best: dict[str, Any] = field(default_factory=dict)
-    """The best validation so far: `value`, `epoch` and `step`."""
+    """The best validation so far: `value`, `epoch` and `step`, and the `folder` of its checkpoint."""
+    attempt: str = str(UNNUMBERED)
+    """Number of the attempt that wrote it (`models/attempts.py`)."""
     tracking: dict[str, str] = field(default_factory=dict)
     """MLflow `run_id`, `uri` and `experiment` of the training run, where there is one."""
+    code: str = ""
+    """Version of the code that wrote it (`code_version`)."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds and examples per second so far."""
     shards: list[int] = field(default_factory=list)
@@ -82,6 +91,23 @@ class Checkpoint:
     @property
     def name(self) -> str:
         return str(self.model.get("name"))
+
+    @property
+    def folder(self) -> str:
+        """Folder of this checkpoint in its run's folder."""
+        return folder_name(self.step, Attempt.parse(self.attempt))
+
+    @property
+    def best_folder(self) -> str:
+        """Folder of the run's best checkpoint so far."""
+        return str(self.best.get("folder") or folder_name(self.best["step"]))
+
+    def follow(self, before: Checkpoint | None) -> None:
+        """Note the folder of the best checkpoint, given the run's checkpoint before this one."""
+        if before is None or self.best["step"] in (0, self.step):  # 0: no validation
+            self.best["folder"] = self.folder
+        else:
+            self.best["folder"] = before.best_folder
 
     def to_json(self) -> str:
         return sealed(asdict(self))
@@ -113,11 +139,22 @@ def save(
     after: Callable[[], None] = lambda: None,
     uploads: Uploads | None = None,
     shares: Sequence[Written] = (),
+    extra: Mapping[str, bytes] | None = None,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
-    """Makes or replaces the checkpoint at a path or URI, `config.json` last, and then does what comes `after`.
+    """Make or replace the checkpoint at a path or URI.
 
-    The state of a model that has but a shard of its weights holds them all as `weights`. With `uploads` a checkpoint at
-    a URI is on its way when this returns. `shares` are what `write_shares` has written there."""
+    Args:
+        uri: Folder of the checkpoint.
+        model: Model whose weights are saved.
+        about: Content of `config.json`, which is written last.
+        state: State to resume from. That of a model with a shard of its weights holds all of them as `weights`.
+        after: Called when the checkpoint is complete.
+        uploads: Thread that sends a checkpoint to a URI, so that this returns at once.
+        shares: Files that `write_shares` has written there.
+        extra: Further files, by name.
+        before: Called right before `config.json` is written.
+    """
     filesystem, path = open_uri(str(uri))
     is_local = isinstance(filesystem, fs.LocalFileSystem)
     if is_local and not shares:
@@ -133,7 +170,10 @@ def save(
         )  # keeps tied weights once
     if state is not None:
         torch.save(state, folder / STATE)
-    there = [name for name in (WEIGHTS, STATE) if (folder / name).exists()]
+    for name, content in (extra or {}).items():
+        (folder / name).write_bytes(content)
+    names = (WEIGHTS, STATE, *(extra or {}))
+    there = [name for name in names if (folder / name).exists()]
     about.files = {name: (folder / name).stat().st_size for name in there}
     about.sha256 = {name: _hash(folder / name) for name in there}
     about.files |= {name: size for name, size, _ in shares}
@@ -151,6 +191,7 @@ def save(
                     source_filesystem=fs.LocalFileSystem(),
                     destination_filesystem=filesystem,
                 )
+        before()
         write_file(join(str(uri), CONFIG), config)
         after()
 
@@ -159,6 +200,9 @@ def save(
     else:
         upload()
 
+
+SHARE = re.compile(r"state-\d+\.pt")
+"""File of a checkpoint with one rank's share of the optimizer's state."""
 
 Written = tuple[str, int, str]
 """A file's name, size and SHA-256."""
@@ -169,7 +213,7 @@ def write_shares(
 ) -> list[Written]:
     """Every rank but 0, whose own is in its state, writes its share of the optimizer's state into a checkpoint that
     `save` then ends. All ranks call this at once, and get what was written."""
-    filesystem, path = open_uri(join(folder, step_name(about.step)))
+    filesystem, path = open_uri(join(folder, about.folder))
     if rank == 0:
         _make_anew(filesystem, path)
     dist.barrier()
@@ -208,45 +252,67 @@ def keep(
     state: dict[str, Any] | None,
     uploads: Uploads | None = None,
     shares: Sequence[Written] = (),
+    extra: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Saves where a run stands in its folder, and removes what was saved before but the best; `uploads` and `shares`
-    are those of `save`."""
-    stays = (step_name(about.step), step_name(about.best["step"]))
+    """Save a checkpoint of the run in `folder` and remove the run's older ones, except the best.
+
+    `uploads`, `shares` and `extra` are arguments of `save`. Raises SupersededError, and removes nothing, where a newer
+    attempt trains the run.
+    """
+    attempt = Attempt.parse(about.attempt)
+    check_attempt = partial(require_current, folder, attempt)
+    staying = (about.folder, about.best_folder)
 
     def remove() -> None:
+        check_attempt()
         filesystem, path = open_uri(folder)
         for name in _steps(folder):
-            if name not in stays:
+            if name not in staying and _attempt_and_step(name)[0] <= attempt:
                 filesystem.delete_dir(f"{path}/{name}")
 
     save(
-        join(folder, step_name(about.step)),
+        join(folder, about.folder),
         model,
         about,
         state,
         remove,
         uploads,
         shares,
+        extra,
+        check_attempt,
     )
 
 
-def step_name(step: int) -> str:
-    """Folder of a run's checkpoint at an optimizer step; the same on a second try, which writes over the first."""
-    return f"step-{step:08d}"
+STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
+"""Folder of a checkpoint: the step and the attempt, which Trieline 0.1 did not name at first."""
+
+
+def folder_name(step: int, attempt: Attempt = UNNUMBERED) -> str:
+    """Return the folder of a run's checkpoint at an optimizer step."""
+    return f"step-{step:08d}" + (f"-a{attempt}" if attempt > UNNUMBERED else "")
+
+
+def _attempt_and_step(name: str) -> tuple[Attempt, int]:
+    """Return what the folder name of a checkpoint says; it sorts checkpoints by age."""
+    found = STEP.fullmatch(name)
+    assert found
+    return Attempt.parse(found[2] or str(UNNUMBERED)), int(found[1])
 
 
 def _steps(folder: str) -> list[str]:
-    """Names of a run's checkpoints, whole or not, the newest first."""
+    """Return the names of a run's checkpoints, complete or not, the newest attempt and its newest first."""
     filesystem, path = open_uri(folder)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    return sorted(
-        (info.base_name for info in found if info.base_name.startswith("step-")),
-        reverse=True,
-    )
+    names = [info.base_name for info in found if STEP.fullmatch(info.base_name)]
+    return sorted(names, key=_attempt_and_step, reverse=True)
 
 
 def last(folder: str) -> Checkpoint | None:
-    """What a run's newest checkpoint says that was written to its end."""
+    """Return the newest complete checkpoint of the newest attempt that has one.
+
+    An older attempt may complete a checkpoint of a later step when a newer attempt has already removed the best one
+    that it refers to.
+    """
     for name in _steps(folder):
         with suppress(
             UserError
@@ -258,7 +324,7 @@ def last(folder: str) -> Checkpoint | None:
 def publish(folder: str, about: Checkpoint) -> str:
     """Copies the best checkpoint of a run that ended with `about` to `best`, without the state to resume from; where
     that is."""
-    source, target = join(folder, step_name(about.best["step"])), join(folder, BEST)
+    source, target = join(folder, about.best_folder), join(folder, BEST)
     best = read(source)
     best.files, best.sha256 = (
         {WEIGHTS: best.files[WEIGHTS]},
@@ -441,7 +507,7 @@ def load_state(uri: str | Path) -> dict[str, Any]:
             )
         state, *shares = [
             torch.load(whole(folder, name, uri), map_location="cpu", weights_only=True)
-            for name in [STATE, *sorted(read(uri).files.keys() - {WEIGHTS, STATE})]
+            for name in [STATE, *sorted(filter(SHARE.fullmatch, read(uri).files))]
         ]
     for share in shares:
         state["optimizer"]["state"] |= share

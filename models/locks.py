@@ -12,14 +12,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 from pyarrow import fs
 
-from models.uri import UserError, asked, open_uri
+from models.uri import OBSTORE_PATIENCE, UserError, asked, open_uri
 
 LOCK = ".lock"
 """File by which the folder is held that someone writes. A local one stays beside what was written."""
@@ -121,9 +121,8 @@ class _Lease:
 
         filesystem, path = open_uri(place)
         bucket, _, self.key = path.partition("/")
-        retries: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
         if isinstance(filesystem, fs.GcsFileSystem):
-            self.store: Any = store.GCSStore(bucket, retry_config=retries)
+            self.store: Any = store.GCSStore(bucket, **OBSTORE_PATIENCE)
         else:
             options = filesystem.__reduce__()[1][0]
             more: dict[str, Any] = {}
@@ -143,10 +142,11 @@ class _Lease:
                 bucket,
                 region=options["region"],
                 client_options={"allow_http": True},
-                retry_config=retries,
+                **OBSTORE_PATIENCE,
                 **more,
             )
         self.holder = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+        self.id = uuid.uuid4().hex
         self.version: Any = None
         """The version of the object that this process wrote last."""
 
@@ -176,15 +176,18 @@ class _Lease:
         }
 
     def write(self, over: Any) -> bool:
-        """Writes the object over this version of it, None: where there is none; False where it is another by then."""
+        """Write the object over this version of it, None: where there is none. Return whether it is ours then.
+
+        It may be ours after an error too: where an answer is lost, obstore writes again, and so does the next
+        heartbeat where obstore gave up.
+        """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        content = f"{self.holder}; {uuid.uuid4().hex}"
-        # It may be ours after an error too: where an answer is lost, obstore writes again.
+        content = f"{self.holder}; {self.id}.{uuid.uuid4().hex}"
         with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError):
             self.store.put(self.key, content.encode(), mode=over or "create")
         found = self.read()
-        if found is None or found[0] != content:
+        if found is None or not found[0].startswith(f"{self.holder}; {self.id}."):
             return False
         self.version = found[1]
         return True

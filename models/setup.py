@@ -27,7 +27,6 @@ from models.checkpoint import (
     load_state,
     load_weights,
     local,
-    step_name,
 )
 from models.config import hint
 from models.examples import Sharded, plan
@@ -46,7 +45,13 @@ from models.inputs import Inputs
 from models.own_features import adopt_scales
 from models.ranking_metrics import Histogram
 from models.shares import Share, shards_of
-from models.tables import UserError, family_of, join, read_manifest
+from models.tables import (
+    UserError,
+    code_version,
+    family_of,
+    join,
+    read_manifest,
+)
 
 
 @dataclass
@@ -168,6 +173,7 @@ class Setup:
             hashes=dict(self.catalogue.hashes),
             shards=[examples.share.shards, examples.buffers],
             learned=self.learned,
+            code=code_version(),
             **fields,
         )
 
@@ -185,7 +191,7 @@ class Setup:
     def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
         """Loads the checkpoint `about` of the run in `folder`; the state that `fit` goes on from, where there is one.
         UserError where it is of another model or of other tables."""
-        uri = join(folder, step_name(about.step))
+        uri = join(folder, about.folder)
         check(
             about,
             uri,

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
@@ -345,13 +346,39 @@ def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
     return [(path, kind)]
 
 
+RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")
+"""Folder into which Ray unpacks the code of a job, named by the hash of its content."""
+
+
+@cache
 def code_version() -> str:
-    """Package version and, in a checkout, the git commit."""
+    """Return the package version and what identifies the code that this process runs.
+
+    That is the git commit of a checkout without changes, else the package that Ray unpacked, else a hash of the
+    project's Python files.
+    """
     try:
         release = version("trieline")
     except PackageNotFoundError:
         release = "unknown"
-    return f"{release} {git('describe', '--always', '--dirty') or ''}".strip()
+    commit = git("describe", "--always", "--dirty") or ""
+    packages = [name for name in Path(__file__).parts if RAY_PACKAGE.fullmatch(name)]
+    if commit and not commit.endswith("-dirty"):
+        return f"{release} {commit}"
+    if packages:
+        return f"{release} {packages[-1]}"
+    return " ".join(filter(None, (release, commit, f"code {code_hash()[:12]}")))
+
+
+def code_hash() -> str:
+    """Return the SHA-256 of the Python files of this project's packages."""
+    root = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for package in ("models", "pipelines", "tuning", "jobs"):
+        for path in sorted((root / package).rglob("*.py")):
+            found.update(f"{path.relative_to(root)}\n".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def git(*words: str) -> str | None:

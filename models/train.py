@@ -18,7 +18,7 @@ os.environ.setdefault(
 
 import torch
 
-from models import checkpoint, registry
+from models import attempts, checkpoint, registry
 from models.checkpoint import BEST, Checkpoint
 from models.config import build, instead, read_configs, typed
 from models.fit import (
@@ -35,6 +35,7 @@ from models.places import reach
 from models.retrieval import teacher
 from models.setup import check_fit, set_up
 from models.tables import UserError, join
+from models.uri import check_first_contact
 
 SECTIONS = ["model", "fit", "ray"]
 """Of a config of jobs.train; what `ray` says is for clusters."""
@@ -85,6 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         help="checkpoint whose weights it begins with, of tables that these may extend",
     )
     options = parser.parse_args(argv)
+    check_first_contact()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         reach(tables=options.tables, sids=options.sids, text=options.text)
@@ -115,6 +117,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{error}; correct the config") from error
         output = options.output
         init = teacher.locate(options.init, "checkpoint") if options.init else None
+        attempt = attempts.begin(output)
         about = checkpoint.last(output)
         setup = set_up(chosen, config, inputs, device=device, goes_on=about, init=init)
         check_fit(config, name, setup.catalogue, setup.world)
@@ -148,10 +151,15 @@ def main(argv: list[str] | None = None) -> None:
                 print(describe(event, setup.fit, setup.counted), flush=True)
             if not event.state:
                 continue
+            before = about
             about = setup.checkpoint(
-                epoch=event.epoch, step=event.step, best=best_of(event.state)
+                epoch=event.epoch,
+                step=event.step,
+                metrics=defined(event.metrics),
+                best=best_of(event.state),
+                attempt=str(attempt),
             )
-            about.metrics = defined(event.metrics)
+            about.follow(before)
             if event.metrics or isinstance(event, EpochEvent):
                 print(describe(event, setup.fit, setup.counted), flush=True)
             checkpoint.keep(output, setup.model, about, event.state)

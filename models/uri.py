@@ -89,18 +89,60 @@ REMEDIES = {
 """What to do about a storage that does not answer, by its scheme; else: a local path."""
 
 
+S3_PATIENCE: dict[str, Any] = {
+    "connect_timeout": 10.0,
+    "request_timeout": 30.0,  # until the first byte, and between bytes
+    "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=9),
+}
+"""How long S3 may hesitate: by its waits of up to 20 s the nine attempts last for about a minute. What is forbidden or
+missing (403, 404) is not tried again."""
+
+GCS_PATIENCE: dict[str, Any] = {"retry_time_limit": timedelta(seconds=60)}
+"""How long GCS may hesitate."""
+
+OBSTORE_PATIENCE: dict[str, Any] = {
+    "retry_config": {"max_retries": 9, "retry_timeout": timedelta(seconds=60)},
+}
+"""How long S3 and GCS may hesitate where a lock is read or written."""
+
+_checks_first_contact = False
+"""Whether this process asks a bucket once, and impatiently, before it works with it."""
+
+
+def check_first_contact() -> None:
+    """Let this process end within seconds where a storage does not answer at all.
+
+    A job's own process calls this. Workers do not: the storage has answered their job, so they wait for it.
+    """
+    global _checks_first_contact
+    _checks_first_contact = True
+
+
 def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """The file system and the path in it for a local path or a URI such as `s3://bucket/key`. A process's first contact
-    with a bucket is tried with little patience: UserError where it does not answer."""
+    """Return the file system and the path in it for a local path or a URI such as `s3://bucket/key`.
+
+    This is the only place where file systems are opened. Raises UserError where the storage does not answer.
+    """
     uri = str(uri)
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
     refuse_secrets(uri)
     with asked(uri):
         filesystem, path = fs.FileSystem.from_uri(uri)
-        if not isinstance(filesystem, fs.LocalFileSystem):
+        if _checks_first_contact and not isinstance(filesystem, fs.LocalFileSystem):
             _meet(filesystem, path, uri)
-        return filesystem, path
+        return _with_options(filesystem, S3_PATIENCE, GCS_PATIENCE), path
+
+
+def _with_options(
+    filesystem: fs.FileSystem, s3: dict[str, Any], gcs: dict[str, Any]
+) -> fs.FileSystem:
+    """Return the file system of a bucket opened anew with other options."""
+    options = {"s3": s3, "gcs": gcs}.get(filesystem.type_name)
+    if not options:
+        return filesystem
+    settings = filesystem.__reduce__()[1][0]  # the same one, as it is pickled
+    return type(filesystem)(**{**settings, **options})
 
 
 @contextmanager
@@ -128,16 +170,15 @@ def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
     shape = urlsplit(uri)
     if (met := (shape.scheme, shape.netloc, shape.query)) in _met:
         return
-    options: dict[str, Any] = {}
-    if filesystem.type_name == "s3":
-        options = {
+    filesystem = _with_options(
+        filesystem,
+        {
             "connect_timeout": 5.0,
+            "request_timeout": 30.0,
             "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2),
-        }
-    elif filesystem.type_name == "gcs":
-        options = {"retry_time_limit": timedelta(seconds=5)}
-    if options:  # the same one, as it is pickled
-        filesystem = type(filesystem)(**{**filesystem.__reduce__()[1][0], **options})
+        },
+        {"retry_time_limit": timedelta(seconds=5)},
+    )
     bucket = path.split("/")[0]
     try:
         if filesystem.get_file_info(bucket).type == fs.FileType.NotFound:

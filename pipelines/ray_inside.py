@@ -41,6 +41,15 @@ def signals_as_they_are() -> Iterator[None]:
             utils.set_sigterm_handler = theirs
 
 
+def submission_id() -> str:
+    """Return the id by which `ray job` lists the job of this process, empty for another process.
+
+    Ray hands it to the driver of a submitted job with the job's settings, and has no public call for it.
+    """
+    settings = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    return str(settings.get("metadata", {}).get("job_submission_id", ""))
+
+
 def has_autoscaler() -> bool:
     """Return whether an autoscaler starts nodes of this cluster.
 

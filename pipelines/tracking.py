@@ -42,8 +42,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from models.config import flattened, hint
 from models.locks import locked
-from models.tables import UserError, git, join
-from models.uri import read_json, refuse_secrets, write_file
+from models.tables import UserError, code_version, git, join
+from models.uri import read_json, refuse_secrets
+from pipelines.ray_inside import submission_id
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -56,6 +57,12 @@ BATCH, PARAMS = 1000, 100
 
 COMMIT_TAG = "mlflow.source.git.commit"
 """MLflow's own tag with the git commit."""
+
+CODE_TAG = "trieline.code"
+"""Tag with the versions of the code that made the run, one after the other (`code_version`)."""
+
+SUBMISSION_TAG = "ray.submission_id"
+"""Tag with the ids of the Ray jobs that made the run, one after the other."""
 
 WEIGHTS_TAG = "checkpoint.weights"
 """Tag with the SHA-256 of the weights that were evaluated, by which a student's teacher is found."""
@@ -362,11 +369,14 @@ def open_run(
         "mlflow.source.name": Path(sys.argv[0]).name,
         "mlflow.source.type": "JOB",
         "command": command(),
+        CODE_TAG: code_version(),
         **{f"table.{table}": value for table, value in hashes.items()},
         **(tags or {}),
     }
     if commit := git("rev-parse", "HEAD"):
         labels[COMMIT_TAG] = commit
+    if submission := submission_id():
+        labels[SUBMISSION_TAG] = submission
     if parent:
         labels["mlflow.parentRunId"] = parent
     place = _experiment(client, uri, experiment, storage)
@@ -510,12 +520,24 @@ class Logger:
 
     Metrics are sent by a thread while the training goes on, all that have come together in one request, and `flush`
     waits for them. (MLflow's own queue has a request for every two seconds, whatever one takes.) A checkpoint has the
-    curves up to it (`write_curves`), so that a run that goes on from it sends what a kill kept back.
+    curves up to it (`CURVES`), so that a run that goes on from it sends what a kill kept back.
     """
 
-    def __init__(self, run: RunRef, curves: Curves | None = None) -> None:
-        """`curves`: those up to the checkpoint that the run goes on from."""
+    def __init__(
+        self,
+        run: RunRef,
+        curves: Curves | None = None,
+        check_attempt: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read what the run has already, and send what it lacks of `curves`.
+
+        Args:
+            run: Run to log to.
+            curves: Curves up to the checkpoint that the run goes on from.
+            check_attempt: Called before metrics are sent; raises where a newer attempt logs to the run.
+        """
         self.run, self.curves = run, curves or {}
+        self.check_attempt = check_attempt
         self.client = connect(run.uri)
         there = self.client.get_run(run.run_id).data
         self.tags = there.tags
@@ -596,6 +618,7 @@ class Logger:
     def _drain(self) -> None:
         """Sends what is pending; what MLflow does not take stays so."""
         while batch := self._pending[:BATCH]:
+            self.check_attempt()
             self.client.log_batch(self.run.run_id, metrics=batch)
             with self._lock:
                 del self._pending[: len(batch)]
@@ -635,22 +658,20 @@ def system_metrics(run: RunRef) -> Iterator[None]:
 
 
 CURVES = "curves.json"
-"""In a run's folder: its curves up to the last checkpoint."""
+"""File of a checkpoint with the curves of its run up to it."""
 
 
-def write_curves(folder: str, curves: Curves) -> None:
-    """Keeps the curves in the run's folder."""
-    write_file(join(folder, CURVES), json.dumps(curves).encode())
+def curves_to_bytes(curves: Curves) -> bytes:
+    """Return the content of `CURVES`."""
+    return json.dumps(curves).encode()
 
 
-def read_curves(folder: str, step: int) -> Curves:
-    """The curves in the run's folder, up to the checkpoint of that step."""
-    there = (read_json(join(folder, CURVES)) or {}).items()
-    found: Curves = {
-        name: [(at, value, ms) for at, value, ms in points if at <= step]
-        for name, points in there
+def read_curves(checkpoint: str) -> Curves:
+    """Return the curves of a run up to the checkpoint in the folder, none where it has no `CURVES`."""
+    content = read_json(join(checkpoint, CURVES)) or {}
+    return {
+        name: [tuple(point) for point in points] for name, points in content.items()
     }
-    return {name: points for name, points in found.items() if points}
 
 
 def log_curves(run: RunRef, curves: Curves) -> None:

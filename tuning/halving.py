@@ -86,7 +86,7 @@ def past_reports(plan: Plan) -> list[tuple[int, int, float, str]]:
         folder = join(plan.folder, name)
         if not read_record(folder) or not (last := checkpoint.last(folder)):
             continue
-        curves = tracking.read_curves(folder, last.step)
+        curves = tracking.read_curves(join(folder, last.folder))
         ends = [step for step, *_ in curves.get("epoch", [])]
         for step, value, time_ms in curves.get(f"val/{plan.metric}", []):
             found.append((time_ms, 1 + sum(end < step for end in ends), value, name))

@@ -15,7 +15,7 @@ import torch
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from models import checkpoint
+from models import attempts, checkpoint
 from models.fit import FitConfig, defined
 from models.inputs import Inputs
 from models.memory import resident_peak_mb
@@ -215,8 +215,12 @@ def measure(trial: Trial, plan: Plan) -> None:
 def stop(trial: Trial, plan: Plan) -> None:
     """Ends a trial that was told to stop at its last checkpoint."""
     folder = join(plan.folder, trial.name)
-    noted, last = read_record(folder), checkpoint.last(folder)
-    if noted and noted["status"] == "running" and last:
+    noted = read_record(folder)
+    if not noted or noted["status"] != "running":
+        return
+    attempts.begin(folder)  # its workers may go on for a while
+    last = checkpoint.last(folder)
+    if last:
         conclude(folder, noted, last, stopped=True)
 
 

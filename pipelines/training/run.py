@@ -31,17 +31,27 @@ from ray.train import (
     TrainingFailedError,
     UserCallback,
 )
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from models import checkpoint, registry
+from models import attempts, checkpoint, registry
+from models.attempts import Attempt
 from models.checkpoint import BEST, Checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.locks import locked
-from models.tables import UserError, has_manifest, join, open_uri, read_manifest
+from models.tables import (
+    UserError,
+    code_version,
+    has_manifest,
+    join,
+    open_uri,
+    read_manifest,
+)
 from pipelines import cluster, faults, tracking
+from pipelines.ray_inside import submission_id
 from pipelines.serving import package
+from pipelines.training.fencing import FencedTorchConfig
 from pipelines.training.ray_options import FEWER, RayOptions
 from pipelines.training.record import (
     RUN,
@@ -60,6 +70,9 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 WATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # A local Ray's node is not taken away with notice: one process fewer.
 os.environ.setdefault(WATCH, "1" if os.environ.get("RAY_ADDRESS") else "0")
+
+RETRY_PAUSE_S = 5.0
+"""Seconds between the loss of workers and their next start."""
 
 LOOK, WORD = 5.0, 30.0
 """Seconds after which it is looked again whether a training waits for a node, and after which it is said again."""
@@ -236,6 +249,8 @@ def run_training(
                 "created": created,
                 "inputs": inputs.given(),
                 "given": checked.given,
+                "code": code_version(),
+                "submission_id": submission_id(),
             }
             write_record(folder, record)
         else:
@@ -255,7 +270,9 @@ def run_training(
                 )  # params never change
             tracking.reopen(run)
             record = {**record, "inputs": inputs.given()}  # tables may have moved
+            record = note_code(folder, record, run, say)
 
+        attempt = attempts.begin(folder)
         task = Task(
             config["model"],
             config["fit"],
@@ -265,9 +282,11 @@ def run_training(
             ray_options.threads,
             checked.init,
             ray_options.fsdp,
+            hashes,
         )
         try:
             if here:
+                task.attempt = str(attempts.start(folder, attempt))
                 device = torch.device("cuda" if use_gpu else "cpu")
                 report = heard or (lambda about: None)
                 perform(task, WorkerContext(0, 1, device, 1, report, say))
@@ -275,14 +294,25 @@ def run_training(
                     raise KeyboardInterrupt
             else:
                 run_workers(
-                    task, storage, name, workers, use_gpu, ray_options, say, callbacks
+                    task,
+                    attempt,
+                    storage,
+                    name,
+                    workers,
+                    use_gpu,
+                    ray_options,
+                    say,
+                    callbacks,
                 )
+            attempts.require_job(folder, attempt)
             if (last := checkpoint.last(folder)) is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")
             if log_model and entry.family.logged:
                 say("logging the model to MLflow")
             about = conclude(folder, record, last, log_model)
         except SystemExit:  # told to stop where it stands
+            raise
+        except attempts.SupersededError:  # the other job has the MLflow run
             raise
         except BaseException as error:
             tracking.Logger(run).end(
@@ -292,6 +322,32 @@ def run_training(
     return Trained(
         name, join(folder, BEST), about, run, last.epoch, time.monotonic() - began
     )
+
+
+def note_code(
+    folder: str,
+    record: dict[str, Any],
+    run: tracking.RunRef,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Return the record of a run that goes on, with the code and the job that it goes on with.
+
+    A run that goes on with other code says so, also in MLflow: its results are those of no single version.
+    """
+    before, code = record.get("code", "unknown"), code_version()
+    if code != before:
+        say(f"note: this run was trained by the code {before}, and goes on with {code}")
+    record = {**record, "code": code, "submission_id": submission_id()}
+    write_record(folder, record)
+    logger = tracking.Logger(run)
+    for tag, value in (
+        (tracking.CODE_TAG, code),
+        (tracking.SUBMISSION_TAG, submission_id()),
+    ):
+        values = [one for one in logger.tags.get(tag, "").split(", ") if one]
+        if value and value not in values[-1:]:
+            logger.tag(**{tag: ", ".join([*values, value])})
+    return record
 
 
 def conclude(
@@ -318,7 +374,7 @@ def conclude(
     )
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
-    tracking.log_curves(run, tracking.read_curves(folder, last.step))
+    tracking.log_curves(run, tracking.read_curves(join(folder, last.folder)))
     if (
         log_model
         and registry.find(about.name).family.logged
@@ -334,6 +390,7 @@ def conclude(
 
 def run_workers(
     task: Task,
+    attempt: Attempt,
     storage: str,
     name: str,
     workers: int,
@@ -359,7 +416,11 @@ def run_workers(
                     "progress": progress,
                     "watch": os.environ[WATCH] != "0",
                 },
-                torch_config=TorchConfig("nccl" if use_gpu else "gloo"),
+                torch_config=FencedTorchConfig(
+                    "nccl" if use_gpu else "gloo",
+                    folder=task.folder,
+                    attempt=str(attempt),
+                ),
                 scaling_config=ScalingConfig(  # type: ignore[call-arg]  # label_selector is of version 2
                     num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
                     use_gpu=use_gpu,
@@ -388,9 +449,9 @@ def run_workers(
             except TrainingFailedError as error:
                 if mistake := faults.user_error_in(error):
                     raise mistake from error
-                last = checkpoint.last(task.folder)
-                step = last.step if last else 0
-                failures, reached = (1 if step > reached else failures + 1), step
+                step = last_step(task.folder)
+                failures = 1 if step > reached else failures + 1
+                reached = max(step, reached)
                 if failures > options.max_failures or faults.lasting(error):
                     raise
                 why = faults.explain(error) or faults.first_line(
@@ -400,6 +461,7 @@ def run_workers(
                 say(
                     f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}"
                 )
+                time.sleep(RETRY_PAUSE_S)
             finally:
                 thread.shutdown(wait=False)
 
@@ -411,6 +473,15 @@ def save_before_stop(progress: Any, training: Future[Any]) -> None:
             return
         while not training.done() and not ray.get(progress.is_saved.remote()):
             time.sleep(0.1)
+
+
+def last_step(folder: str) -> int:
+    """Return the step of the run's last checkpoint, -1 while its storage cannot be read."""
+    try:
+        last = checkpoint.last(folder)
+    except (OSError, UserError):
+        return -1
+    return last.step if last else 0
 
 
 def waiting(workers: int, each: dict[str, float]) -> str | None:
@@ -506,11 +577,14 @@ def figures(content: Any, name: str) -> dict[str, float]:
 
 
 def remove(folder: str, say: Callable[[str], None]) -> None:
-    """Removes a run's folder, and its MLflow run from comparisons; refuses a folder that holds something else."""
+    """Remove what a run's folder holds, and its MLflow run from comparisons.
+
+    The number of its last attempt stays, as a worker of that attempt may still be alive. Raises UserError for a folder
+    that holds something else.
+    """
     filesystem, path = open_uri(folder)
-    kind = filesystem.get_file_info(path).type
-    if kind == fs.FileType.NotFound:
-        return
+    there = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    entries = [entry for entry in there if entry.base_name != attempts.ATTEMPT]
     record: dict[str, Any] | None
     try:
         record = read_record(folder)
@@ -519,7 +593,7 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
         say(
             f"note: {folder}/{RUN} is damaged and does not tell the MLflow run, which stays in comparisons"
         )
-    if record is None and filesystem.get_file_info(fs.FileSelector(path)):
+    if record is None and entries:
         raise UserError(
             f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name"
         )
@@ -531,14 +605,13 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
                 tracking.delete(tracking.RunRef(**record["tracking"]))
         except UserError as error:
             say(f"note: {error}")
-    for entry in filesystem.get_file_info(
-        fs.FileSelector(path)
-    ):  # run.json last, or what is left is nobody's
+    for entry in entries:  # run.json last, or what is left is nobody's
         if entry.type == fs.FileType.Directory:
             filesystem.delete_dir(entry.path)
         elif entry.base_name != RUN:
             filesystem.delete_file(entry.path)
-    filesystem.delete_dir(path)
+    if record is not None:
+        filesystem.delete_file(f"{path}/{RUN}")
 
 
 @contextmanager

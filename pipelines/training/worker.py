@@ -14,15 +14,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 from ray import train
 from ray.exceptions import RayError
 from ray.train.torch import get_device
 
-from models import checkpoint
+from models import attempts, checkpoint
+from models.attempts import UNNUMBERED, Attempt
 from models.checkpoint import Checkpoint
 from models.config import pluralize
 from models.fit import (
@@ -43,8 +46,11 @@ from models.fit import (
 )
 from models.inputs import Inputs
 from models.ranking_metrics import format_metric
-from models.setup import Setup, set_up
+from models.setup import Setup, hashes_of, set_up
+from models.tables import UserError
+from models.uri import join
 from pipelines import tracking
+from pipelines.training.fencing import worker_attempt
 from pipelines.training.stop import STOP_REQUEST
 
 
@@ -174,6 +180,10 @@ class Task:
     """The checkpoint whose weights it begins with."""
     fsdp: bool = False
     """Whether the model is cut over the workers."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Hashes of the tables that the driver checked."""
+    attempt: str = str(UNNUMBERED)
+    """Number of this attempt at the training (`models/attempts.py`)."""
 
 
 def threads_per_worker(option: int, workers_here: int) -> int:
@@ -210,6 +220,7 @@ def worker(config: dict[str, Any]) -> None:
     taken away with notice}: plain values, as Ray's controller reads them too, and a Task would have it load this module
     with all of PyTorch and MLflow."""
     task = Task(**config["task"])
+    task.attempt = worker_attempt()
     context = train.get_context()
     leaving: list[str] = []
 
@@ -246,7 +257,8 @@ def perform(task: Task, place: WorkerContext) -> None:
     """Train, from the last checkpoint in the run's folder where there is one, to the end or until
     a stop is requested."""
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
-    about = checkpoint.last(task.folder)
+    check_tables(task)
+    about = find_last_checkpoint(task.folder, place)
     setup = set_up(
         task.model,
         FitConfig(**task.fit),
@@ -258,6 +270,7 @@ def perform(task: Task, place: WorkerContext) -> None:
         init=task.init,
     )
     setup.check_metric()
+    check_tables(task)  # what was read in between is what is there now
     state = setup.resume(task.folder, about) if about else None
     if place.rank == 0:
         parameters = sum(p.numel() for p in setup.model.parameters())
@@ -298,7 +311,14 @@ def perform(task: Task, place: WorkerContext) -> None:
             with tracking.said(run.uri, place.say):
                 log = tracking.Logger(
                     run,
-                    tracking.read_curves(task.folder, about.step) if about else None,
+                    tracking.read_curves(join(task.folder, about.folder))
+                    if about
+                    else None,
+                    partial(
+                        attempts.require_current,
+                        task.folder,
+                        Attempt.parse(task.attempt),
+                    ),
                 )
                 log.tag(
                     hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else "")
@@ -318,6 +338,26 @@ def perform(task: Task, place: WorkerContext) -> None:
             by_counts(setup, task, place, log)
         if log and (waited := log.flush()) >= 1:
             place.say(f"waited {waited:.0f} s for MLflow to take the metrics")
+
+
+def check_tables(task: Task) -> None:
+    """Raise UserError where a table is another one than the driver has checked."""
+    found = hashes_of(task.model["name"], Inputs(**task.inputs))
+    for table, checked in task.hashes.items():
+        if found.get(table) != checked:
+            raise UserError(
+                f"the table '{table}' was replaced while this training started: {checked[:12]} was checked, "
+                f"{str(found.get(table))[:12]} is there now; to train on the new tables run the same line with "
+                f"--overwrite, or with another --name"
+            )
+
+
+def find_last_checkpoint(folder: str, place: WorkerContext) -> Checkpoint | None:
+    """Return the checkpoint that all workers go on from: the last one that rank 0 finds."""
+    last = [checkpoint.last(folder) if place.rank == 0 else None]
+    if place.world > 1:
+        dist.broadcast_object_list(last, device=place.device)
+    return last[0]
 
 
 def by_gradient(
@@ -403,7 +443,10 @@ def by_gradient(
             best=best_of(event.state),
             timing=spent,
             tracking=task.tracking or {},
+            attempt=task.attempt,
         )
+        about.follow(before)
+        before = about
         hand_in(setup, task, about, event.state, place, log)
 
 
@@ -430,7 +473,9 @@ def by_counts(
         best=best,
         timing={"train_seconds": seconds},
         tracking=task.tracking or {},
+        attempt=task.attempt,
     )
+    about.follow(None)
     hand_in(setup, task, about, None, place, log)
 
 
@@ -442,15 +487,19 @@ def hand_in(
     place: WorkerContext,
     log: tracking.Logger | None,
 ) -> None:
-    """Rank 0 saves the curves and the checkpoint, of a sharded model with what other ranks write. It may still be on
-    its way to the storage when every rank reports it."""
-    if log:
-        tracking.write_curves(task.folder, log.curves)
+    """Save the checkpoint, with the curves up to it, and report it.
+
+    Rank 0 saves; of a sharded model the other ranks write their shares. The checkpoint may still be on its way to the
+    storage when every rank reports it.
+    """
+    curves = {tracking.CURVES: tracking.curves_to_bytes(log.curves)} if log else {}
     shares = []
     if state and "weights" in state:
         shares = checkpoint.write_shares(task.folder, about, state, place.rank)
     if place.rank == 0:
-        checkpoint.keep(task.folder, setup.model, about, state, place.uploads, shares)
+        checkpoint.keep(
+            task.folder, setup.model, about, state, place.uploads, shares, curves
+        )
     place.report(about)
 
 

@@ -232,8 +232,9 @@ def test_a_stopped_training_goes_on_within_the_epoch_to_the_same_weights(
     assert again.returncode == 0, again.stderr
     assert f", step {saved[1]}\n" in again.stdout
     weights = [
-        (tmp_path / name / "step-00000120/model.safetensors").read_bytes()
+        path.read_bytes()
         for name in ("whole", "cut")
+        for path in (tmp_path / name).glob("step-00000120*/model.safetensors")
     ]
     assert weights[0] == weights[1] or workers > 1
     if workers > 1:  # sums of two workers differ by rounding from run to run

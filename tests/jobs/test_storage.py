@@ -30,6 +30,12 @@ def closed() -> str:
     return f"s3://bucket/{{}}?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first contact with a bucket be as impatient as in a job's process."""
+    monkeypatch.setattr("models.uri._checks_first_contact", True)
+
+
 @pytest.fixture
 def mapping(tmp_path: Path) -> str:
     path = tmp_path / "source.yaml"

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import ray
 
+from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.tables import UserError
@@ -176,7 +177,10 @@ def test_a_finished_run_goes_on_for_more_epochs(
         rows_of(select(longer.run.uri, ["retrieval/small"]))[0].params["fit.max_epochs"]
         == "4"
     )
-    ends = [step for step, *_ in tracking.read_curves(f"{storage}/one", 10**9)["epoch"]]
+    last = checkpoint.last(f"{storage}/one")
+    assert last
+    curves = tracking.read_curves(f"{storage}/one/{last.folder}")
+    ends = [step for step, *_ in curves["epoch"]]
     assert (
         sorted(step for name, step in points_once(storage)["one"] if name == "epoch")
         == ends

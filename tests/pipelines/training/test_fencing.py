@@ -1,0 +1,189 @@
+"""A worker that was only paused when it counted as lost, and wakes up while another attempt trains the run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_tables import write_tables
+
+from models import checkpoint
+from models.fit import FitConfig
+from models.inputs import Inputs
+from models.tables import UserError
+from pipelines import tracking
+from pipelines.training import run as runs
+from pipelines.training.run import Trained, train
+from pipelines.training.settings import RayOptions
+from pipelines.training.worker import Task, WorkerContext, perform
+
+pytestmark = pytest.mark.long
+
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 12,
+}
+FIT = {"batch_size": 8, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
+
+
+def run_worker(task: Task, ended: Queue[str], reported: Any) -> None:
+    """A training worker as Ray's, without a lock of its own."""
+
+    def report(about: checkpoint.Checkpoint) -> None:
+        reported.set()
+
+    place = WorkerContext(0, 1, torch.device("cpu"), 1, report, lambda line: None)
+    try:
+        perform(task, place)
+    except UserError as error:
+        ended.put(str(error))
+    else:
+        ended.put("trained to the end")
+
+
+def is_locked(store: Path) -> bool:
+    """Return whether a process that may be paused holds the lock of the SQLite file."""
+    with closing(sqlite3.connect(store, timeout=0)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return True
+        connection.rollback()
+        return False
+
+
+def points(run: tracking.RunRef) -> Counter[tuple[str, int]]:
+    """How often MLflow has each point of the run's metrics."""
+    client = tracking.connect(run.uri)
+    keys = client.get_run(run.run_id).data.metrics
+    return Counter(
+        (key, point.step)
+        for key in keys
+        if not key.startswith("system/")
+        for point in client.get_metric_history(run.run_id, key)
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
+    small: tuple[str, str],
+    tmp_path: Path,
+    new_store: Callable[[Path], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    new_store(tmp_path)
+    context = multiprocessing.get_context("forkserver")
+    ended: Queue[str] = context.Queue()
+    reported = context.Event()
+    workers = []
+
+    def pause_worker(task: Task, place: WorkerContext) -> None:
+        """Train in another process, and lose it after its first checkpoint."""
+        worker = context.Process(target=run_worker, args=(task, ended, reported))
+        worker.start()
+        workers.append(worker)
+        assert reported.wait(600)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        while is_locked(tmp_path / "mlflow.db"):
+            os.kill(worker.pid, signal.SIGCONT)
+            time.sleep(0.05)
+            os.kill(worker.pid, signal.SIGSTOP)
+        raise RuntimeError("the worker is lost")
+
+    def trained(name: str) -> Trained:
+        return train(
+            model=MODEL,
+            fit=FitConfig(**FIT),
+            ray_options=RayOptions(threads=1),
+            inputs=Inputs(small[0]),
+            storage=str(tmp_path),
+            name=name,
+            log_model=False,
+            say=lambda line: None,
+            heard=lambda about: None,
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "perform", pause_worker)
+        with pytest.raises(RuntimeError, match="the worker is lost"):
+            trained("one")
+    again = trained("one")
+    files, logged = content(tmp_path / "one"), points(again.run)
+
+    (worker,) = workers
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGCONT)
+    words = ended.get(timeout=600)
+    worker.join()
+
+    assert "attempt 2.1 trains the run in" in words
+    assert "so attempt 1.1 ends without changing it" in words
+    left = content(tmp_path / "one")
+    assert files.items() <= left.items()
+    assert not any(
+        name.endswith(checkpoint.CONFIG) for name in left.keys() - files.keys()
+    )
+    assert points(again.run) == logged
+    assert max(logged.values()) == 1
+    whole = trained("undisturbed")
+    ours, expected = (
+        load_file(Path(run.checkpoint) / checkpoint.WEIGHTS) for run in (again, whole)
+    )
+    assert all(torch.equal(ours[key], value) for key, value in expected.items())
+
+
+def test_tables_replaced_after_the_check_are_refused_in_one_line(
+    tmp_path: Path, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, _ = write_tables(tmp_path / "small")
+    other, _ = write_tables(tmp_path / "other", parts=3)
+    new_store(tmp_path)
+    lines: list[str] = []
+
+    def replace_then_perform(task: Task, place: WorkerContext) -> None:
+        """Train after another job has replaced the tables."""
+        for source in Path(other, "sequences").iterdir():
+            shutil.copy(source, Path(tables, "sequences"))
+        perform(task, place)
+
+    monkeypatch.setattr(runs, "perform", replace_then_perform)
+    with pytest.raises(UserError) as caught:
+        train(
+            model=MODEL,
+            fit=FitConfig(**FIT),
+            ray_options=RayOptions(threads=1),
+            inputs=Inputs(tables),
+            storage=str(tmp_path),
+            name="one",
+            say=lines.append,
+        )
+
+    words = str(caught.value)
+    assert words.startswith("the table 'sequences' was replaced while this training")
+    assert words.endswith("run the same line with --overwrite, or with another --name")
+    assert not list((tmp_path / "one").glob("step-*"))
+    assert not any("epoch" in line for line in lines)
