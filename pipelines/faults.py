@@ -23,6 +23,12 @@ FULL = re.compile(
 )
 """What a full disk says through Python, Arrow, SQLite, safetensors and PyTorch."""
 
+NO_MEMORY = re.compile(
+    r"can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc|enforce fail at alloc_cpu",
+    re.I,
+)
+"""How PyTorch and C++ report that this machine's memory does not suffice."""
+
 FORBIDDEN = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP response code 403")
 """What Arrow says where S3 or GCS refuses."""
 
@@ -41,6 +47,9 @@ DEAD = {
 
 BOTO = {"BotoCoreError", "ClientError", "Boto3Error"}
 """Errors of boto3, by which MLflow reads and writes artifacts on S3."""
+
+LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+"""PyTorch's errors where a worker, or what they meet by, is gone; NCCL's errors are among them."""
 
 PEER = re.compile(r"^\[\S*/gloo/\S*\] *(.*?)(?:\. This is typically|$)")
 """What a training worker says where another one is gone that it sums gradients with."""
@@ -91,6 +100,16 @@ def explain(error: BaseException) -> str | None:
         if is_full(one):
             return f"{describe_full_disk(one, error)}; free some space, {AGAIN}"
     for one in found:
+        if is_gpu_too_small(one):
+            return (
+                f"the GPU's memory does not suffice ({first_line(one)}); use smaller batches, a smaller model, "
+                f"or in a training more workers, which share each batch, {AGAIN}"
+            )
+        if is_memory_too_small(one):
+            return (
+                f"the memory does not suffice ({first_line(one)}); use smaller batches, a smaller model, fewer "
+                f"workers on a node or nodes with more memory, {AGAIN}"
+            )
         if "OutOfMemoryError" in names(one):
             return (
                 f"the memory ran out and Ray ended a process ({first_line(one)}); use fewer workers or smaller "
@@ -98,6 +117,8 @@ def explain(error: BaseException) -> str | None:
             )
         if "MlflowException" in names(one):
             return f"MLflow fails ({first_line(one)}); see that its store can be reached, {AGAIN}"
+        if names(one) & LOST_PEER:
+            return f"a training worker lost another one ({first_line(one)}); see that the machines are well, {AGAIN}"
         if gone := PEER.match(first_line(one)):
             return f"a training worker lost another one ({gone[1]}); see that the machines are well, {AGAIN}"
         if names(one) & BOTO:
@@ -138,10 +159,23 @@ def describe_full_disk(full: BaseException, error: BaseException) -> str:
 
 
 def lasting(error: BaseException) -> bool:
-    """Whether the same would happen again at once: trying again is for what was lost."""
+    """Return whether the same would happen again at once: trying again is for what was lost."""
+    permanent = (is_full, is_closed, is_gpu_too_small, is_memory_too_small)
     return user_error_in(error) is not None or any(
-        is_full(one) or is_closed(one) for one in causes(error)
+        check(one) for one in causes(error) for check in permanent
     )
+
+
+def is_gpu_too_small(error: BaseException) -> bool:
+    """Return whether a model or its batch does not fit on a GPU: PyTorch's error is named as one of Ray's."""
+    is_torch = type(error).__module__.startswith("torch")
+    return is_torch and "OutOfMemoryError" in names(error)
+
+
+def is_memory_too_small(error: BaseException) -> bool:
+    """Return whether a process got no memory from its machine."""
+    text = isinstance(error, RuntimeError) and NO_MEMORY.search(first_line(error))
+    return isinstance(error, MemoryError) or bool(text)
 
 
 def is_full(error: BaseException) -> bool:

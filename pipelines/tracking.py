@@ -464,17 +464,27 @@ def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
         )
 
 
-def end_dead(client: MlflowClient, run: Any) -> None:
-    """Ends a run as KILLED that says RUNNING while nobody holds its folder, which is on this machine."""
-    folder = run.data.tags.get(FOLDER_TAG, "")
-    if (
-        run.info.status == "RUNNING"
-        and folder
-        and "://" not in folder
-        and Path(folder).is_dir()
-    ):
+def end_dead(client: MlflowClient, runs: Iterable[Any]) -> None:
+    """End those runs as KILLED that say RUNNING while nobody holds their folder.
+
+    The lock of a folder at a URI has to be watched for some seconds, all of them at once. A local folder is one of
+    this machine, or its lock would say nothing.
+    """
+    folders = {
+        run.info.run_id: run.data.tags.get(FOLDER_TAG, "")
+        for run in runs
+        if run.info.status == "RUNNING"
+    }
+
+    def end(run_id: str) -> None:
+        folder = folders[run_id]
+        if not folder or ("://" not in folder and not Path(folder).is_dir()):
+            return
         with suppress(UserError), locked(lock_of(folder), "it is alive"):
-            client.set_terminated(run.info.run_id, "KILLED")
+            client.set_terminated(run_id, "KILLED")
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(end, folders))
 
 
 def command() -> str:

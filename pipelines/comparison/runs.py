@@ -72,8 +72,7 @@ def select(
             raise UserError(unknown("experiment", name, uri, known))
     chosen = {known[name]: name for name in experiments or known}
     there = search(client, list(chosen))
-    for run in there:
-        tracking.end_dead(client, run)
+    tracking.end_dead(client, there)
     if sweep:
         sweeps = [run for run in there if is_sweep(run)]
         parent = only(sweeps, sweep, "sweep", uri)

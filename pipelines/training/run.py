@@ -656,10 +656,17 @@ def shown(
             now = time.monotonic()
             if not lost and now - looked >= LOOK:
                 looked = now
-                if (line := waits()) and now - said >= WORD:
+                line = "" if now - said < WORD or is_alive() else waits()
+                if line:
                     said = now
                     say(line)
                 end_hung()
+
+    def is_alive() -> bool:
+        try:
+            return bool(ray.get(progress.is_alive.remote(), timeout=60))
+        except RayError:
+            return True  # nothing is known, so nothing is said
 
     def end_hung() -> None:
         with suppress(RayError):

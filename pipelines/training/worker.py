@@ -91,6 +91,11 @@ class Progress:
         """Return whether a stopped training has saved its checkpoint."""
         return self.saved
 
+    def is_alive(self) -> bool:
+        """Return whether a worker has given a pulse just now, so that this training waits for no room."""
+        recent = time.monotonic() - ALIVE_S
+        return any(at > recent for *_, at in self.pulses.values())
+
     def hung(self, seconds: float) -> list[tuple[int, str, Any]]:
         """Rank, node and actor of workers that gave no pulse for so long; where all do, of those that took no step.
         They are told of once."""
@@ -155,6 +160,9 @@ class Pulse:
 
 BEAT = 0.5
 """Seconds between two pulses: a stopped job has 3 seconds by default until Ray kills it, its checkpoint included."""
+
+ALIVE_S = 20.0
+"""Seconds for which a worker counts as alive after a pulse."""
 
 NOTICE_S = 2.0
 """Seconds between two questions whether a node is to be taken away."""

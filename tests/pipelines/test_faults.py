@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from pyarrow import fs
+from ray.train import WorkerGroupError
 
 from models.tables import UserError
 from pipelines.faults import explain, lasting, user_error_in
@@ -176,3 +177,32 @@ def test_a_job_ends_with_one_line_and_keeps_the_traceback(tmp_path: Path) -> Non
     )
     kept = Path(said.rpartition("traceback in ")[2].rstrip(")"))
     assert "Traceback (most recent call last)" in kept.read_text()
+
+
+def test_memory_that_does_not_suffice_is_told_and_not_tried_again() -> None:
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(1 << 60, dtype=np.uint8)
+    of_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    of_worker = WorkerGroupError("Training failed", {1: of_torch.value})
+
+    lines = [
+        explain(error) for error in (of_torch.value, of_numpy.value, of_gpu, of_worker)
+    ]
+
+    assert [str(line).partition(" (")[0] for line in lines] == [
+        "the memory does not suffice",
+        "the memory does not suffice",
+        "the GPU's memory does not suffice",
+        "the memory does not suffice",
+    ]
+    assert all("use smaller batches" in str(line) for line in lines)
+    assert all(map(lasting, (of_torch.value, of_numpy.value, of_gpu, of_worker)))
+
+
+def test_a_lost_peer_of_nccl_is_told() -> None:
+    error = torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp")
+
+    assert str(explain(error)).startswith("a training worker lost another one (NCCL")
+    assert not lasting(error)

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models import locks
 from models.tables import UserError
+from models.uri import write_file
 from pipelines import tracking
 from pipelines.tracking import metric_name, resolve_uri, shown_name
 from pipelines.training.run import figures
@@ -310,3 +312,30 @@ def test_a_storage_folder_of_any_name_holds_its_store_and_artifacts(
     assert tracking.sqlite_file(uri) == str(storage / "mlflow.db")
     assert tracking.named_store(uri) == uri
     assert shlex.split(tracking.viewer(uri))[-1] == uri
+
+
+def test_a_run_at_s3_whose_job_is_gone_is_ended(
+    s3: str, tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "BEAT", 0.5)
+    monkeypatch.setattr(locks, "SILENT", 5.0)
+    client = tracking.connect(uri)
+    runs = {
+        name: tracking.open_run(
+            uri,
+            "retrieval/x",
+            name,
+            str(tmp_path),
+            config={},
+            hashes={},
+            tags={tracking.FOLDER_TAG: f"{s3}/runs/{name}"},
+        ).run_id
+        for name in ("alive", "killed", "gone")
+    }
+    write_file(tracking.lock_of(f"{s3}/runs/killed"), b"process 1 on a lost node")
+
+    with locks.locked(tracking.lock_of(f"{s3}/runs/alive"), "it is alive"):
+        tracking.end_dead(client, [client.get_run(run) for run in runs.values()])
+
+    states = {name: client.get_run(run).info.status for name, run in runs.items()}
+    assert states == {"alive": "RUNNING", "killed": "KILLED", "gone": "KILLED"}
