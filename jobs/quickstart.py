@@ -306,7 +306,7 @@ def make_schedule(
     fits the time budget by timed steps of each model. Print what was chosen."""
     learned = [one for one in models if registry.find(one.model).gradient]
     runs = [run_of(config, folders, one) for one in learned]
-    if config.epochs:
+    if config.epochs or not runs:
         epochs = ["--fit.max_epochs", str(config.epochs)]
         return Schedule({run.name: epochs for run in runs})
     tables = read_manifest(join(folders.tables, "sequences"), "sequences").hash
