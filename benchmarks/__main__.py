@@ -4,6 +4,7 @@
     python -m benchmarks search_encoder                   encoders of search models, by mode and length
     python -m benchmarks actions                          models of actions, by mode and length
     python -m benchmarks sequences                        events per second of the sequence step, beside polars
+    python -m benchmarks floors                           fitting item_knn and ease, by items
     python -m benchmarks.gpu                              steps and searches as CUDA graphs, and without (options there)
 
 --json FILE also writes the lines to a file. Those of models need PyTorch alone.
@@ -23,6 +24,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "search_encoder": ("runs", "threads"),
     "actions": ("runs", "threads"),
     "sequences": ("runs", "sizes", "store_mb"),
+    "floors": ("sizes",),
 }
 """By benchmark, which is a module, the options that its function of the same name takes."""
 
@@ -48,7 +50,9 @@ def main() -> None:
     parser.add_argument(
         "--sids", help="decode: the semantic IDs that the checkpoints were trained with"
     )
-    parser.add_argument("--sizes", nargs="+", type=int, help="sequences: events")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, help="sequences: events; floors: items"
+    )
     parser.add_argument(
         "--store_mb", type=int, help="sequences: MiB of Ray's object store"
     )

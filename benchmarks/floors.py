@@ -1,0 +1,78 @@
+"""Fitting item_knn and ease on logs of 10,000, 30,000 and 100,000 items.
+
+    python -m benchmarks floors --sizes 10000 30000 100000
+
+Users are drawn 2 for each item, with 10 behaviours each: an item by a Zipf-like popularity,
+half of the behaviours within the user's part of the catalogue. Each fit is a process of its
+own, so that its peak memory is its own; `cpu_s` is processor time, which other work on the
+machine changes less than `median_s`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from models import registry
+from models.retrieval.data import Catalogue
+
+BEHAVIOURS_PER_USER, PARTS = 10, 100
+MODELS = ("item_knn", "ease")
+
+
+def draw_batch(items: int) -> dict[str, torch.Tensor]:
+    """Return all training behaviours of a log as one batch."""
+    rng = np.random.default_rng(items)
+    users = np.repeat(np.arange(2 * items), BEHAVIOURS_PER_USER)
+    popular = (items ** rng.random(len(users))).astype(np.int64) - 1
+    part = items // PARTS
+    within = (
+        users % PARTS * part + (part ** rng.random(len(users))).astype(np.int64) - 1
+    )
+    target = np.where(rng.random(len(users)) < 0.5, popular, within)
+    return {"user_row": torch.from_numpy(users), "target": torch.from_numpy(target)}
+
+
+def fit(name: str, items: int, results: Any) -> None:
+    """Fit one model and put seconds, processor seconds and MB of peak memory."""
+    catalogue, batch = Catalogue(items), draw_batch(items)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    config = registry.resolve(registry.config_from_dict({"name": name}), catalogue)
+    model: Any = registry.build(config, catalogue)
+    began, cpu = time.perf_counter(), time.process_time()
+    model.fit_counts([batch])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    results.put((seconds, cpu, (peak - before) / 1024))
+
+
+def floors(
+    sizes: Sequence[int] = (10_000, 30_000, 100_000),
+) -> Iterator[dict[str, Any]]:
+    """Yield a line per model and number of items."""
+    context = multiprocessing.get_context("spawn")
+    for items in sizes:
+        for name in MODELS:
+            results = context.Queue()
+            process = context.Process(target=fit, args=(name, items, results))
+            process.start()
+            seconds, cpu, memory = results.get()
+            process.join()
+            yield {
+                "benchmark": "floors",
+                "variant": name,
+                "params": {"items": items, "behaviours": 20 * items},
+                "runs": 1,
+                "median_s": seconds,
+                "min_s": seconds,
+                "max_s": seconds,
+                "cpu_s": cpu,
+                "items_per_s": items / seconds,
+                "peak_memory_mb": memory,
+            }
