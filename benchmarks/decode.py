@@ -41,7 +41,7 @@ from benchmarks.harness import (
 from models import checkpoint, registry
 from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
-from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.data import PAD, Catalogue, RetrievalDataset
 from models.retrieval.recommend import allow
 from models.retrieval.teacher import locate
 from models.retrieval.tiger import TigerConfig
@@ -147,7 +147,9 @@ def random_histories(
 def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
     """The latest `longest` items of test requests of the folder `tables` of jobs.prepare, shortest first; `users` of
     them, evenly over the lengths, or all where there are fewer."""
-    examples = Examples.load(join(tables, "sequences"), "test", max_history=longest)
+    examples = RetrievalDataset.load(
+        join(tables, "sequences"), "test", max_history=longest
+    )
     if len(examples) == 0:
         raise UserError(
             f"{tables} has no test requests to take histories from; give other tables"

@@ -175,7 +175,7 @@ def probe(config: Any, save: str | None = None) -> Probe:
         setup_s,
         step_s,
         setup.train.steps(0),
-        len(setup.train.examples),
+        len(setup.train.dataset),
         request_s,
         len(examples),
     )

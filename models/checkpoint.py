@@ -79,8 +79,6 @@ class Checkpoint:
     """Version of the code that wrote it (`code_version`)."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds and examples per second so far."""
-    shards: list[int] = field(default_factory=list)
-    """Shards of the training table and buffers of each, which the order of examples depends on."""
     learned: dict[str, Any] = field(default_factory=dict)
     """What it knows of its tables beside weights (`models/carry.py`)."""
     files: dict[str, int] = field(default_factory=dict)

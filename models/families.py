@@ -15,18 +15,18 @@ from models.actions import batch as actions_batch
 from models.actions import metrics as actions_metrics
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
-from models.examples import Sharded
+from models.dataset.dataset import RequestDataset
 from models.inputs import Inputs
 from models.requests import Requests
 from models.retrieval import data as retrieval_data
 from models.retrieval import metrics as retrieval_metrics
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval.data import Catalogue, RetrievalDataset
 from models.retrieval.requests import RetrievalRequests
 from models.search import data as search_data
 from models.search import metrics as search_metrics
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.search.requests import SearchRequests
 
 
@@ -53,8 +53,8 @@ class Family:
     """Folder under `models/`, and the kind of request of its tables."""
     tables: Mapping[str, Sequence[str]]
     """Tables that a catalogue comes from, by folder of `Inputs`."""
-    examples: type[Sharded]
-    """`examples.load(sequences, split, unit=, max_history=)` gives what batches are made of."""
+    dataset: type[RequestDataset]
+    """Its `load(sequences, split, unit=, max_history=)` makes batches."""
     eval_unit = "request"
     """What a row of an evaluation batch is; `user` where all candidates of a user are one request."""
     reads: ClassVar[Mapping[str, bool]] = {}
@@ -100,10 +100,10 @@ class Family:
 class Retrieval(Family):
     """Which item comes next, out of the whole catalogue?"""
 
-    name, tables, examples, requests = (
+    name, tables, dataset, requests = (
         "retrieval",
         retrieval_data.TABLES,
-        Examples,
+        RetrievalDataset,
         RetrievalRequests,
     )
     measured = retrieval_metrics
@@ -134,10 +134,10 @@ class Retrieval(Family):
 class Search(Family):
     """Which of these candidates will this user click for this query?"""
 
-    name, tables, examples, requests = (
+    name, tables, dataset, requests = (
         "search",
         search_data.TABLES,
-        SearchExamples,
+        SearchDataset,
         SearchRequests,
     )
     measured = search_metrics
@@ -161,10 +161,10 @@ class Search(Family):
 class Actions(Family):
     """What will this user do with this item?"""
 
-    name, tables, examples, requests = (
+    name, tables, dataset, requests = (
         "actions",
         actions_batch.TABLES,
-        ActionsExamples,
+        ActionsDataset,
         ActionsRequests,
     )
     measured = actions_metrics

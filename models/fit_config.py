@@ -26,13 +26,6 @@ class FitConfig:
     """After the warm-up: fall to 0 along a half cosine by the last planned step, or stay."""
     batch_size: int = 256
     """Examples per step, over all workers together: requests or users, as the model trains on."""
-    shard_mb: float = 32.0
-    """MiB of the table, as it is on disk, in each of the shards that are dealt out to workers, at least. The order of
-    examples depends on it: a table below twice this is one shard, shuffled as a whole and read by every worker."""
-    memory_budget_gb: float = 8.0
-    """GiB of training examples that a worker holds; of a larger share it holds two buffers at a time and reads the
-    next while it trains on one, so that rows are shuffled within a buffer. 0: no limit. What validation needs and
-    texts come on top."""
     eval_batch_size: int = 256
     """Requests per validation batch and worker."""
     max_epochs: int = 150
@@ -87,17 +80,14 @@ class FitConfig:
             "patience",
         )
         check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
-        check_least(self, ("weight_decay", "clip_norm", "memory_budget_gb"), 0, "fit.")
+        check_least(self, ("weight_decay", "clip_norm"), 0, "fit.")
         if isinstance(self.eval_options, str) or not all(
             isinstance(key, str) for key in self.eval_options
         ):
             raise ValueError(
                 f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as {{beam: 20}}"
             )
-        for name, usual in {"lr": 0.001, "shard_mb": 32}.items():
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"fit.{name} is {getattr(self, name)}, it must be above 0; try {usual}"
-                )
+        if not self.lr > 0:
+            raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
         check_shares(self, ["warmup_share", "replay"], "fit.")
         check_choices(self, "fit.")

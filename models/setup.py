@@ -8,14 +8,12 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import checkpoint, registry
@@ -29,7 +27,8 @@ from models.checkpoint import (
     local,
 )
 from models.config import hint
-from models.examples import Sharded, plan
+from models.dataset.columns import cache_folder
+from models.dataset.dataset import NewExamples, RequestDataset
 from models.fit import (
     REQUESTS,
     Counted,
@@ -37,14 +36,12 @@ from models.fit import (
     Sums,
     ValidationStopped,
     captures,
-    reduce,
     to_device,
     validation,
 )
 from models.inputs import Inputs
 from models.own_features import adopt_scales
 from models.ranking_metrics import Histogram
-from models.shares import Share, shards_of
 from models.tables import (
     UserError,
     code_version,
@@ -56,27 +53,28 @@ from models.tables import (
 
 @dataclass
 class Batches:
-    """A worker's share of the train split, as `fit` takes it."""
+    """A worker's share of the batches of the train split, as `fit` takes them."""
 
-    examples: Sharded
-    """The family's examples of the train split, of the shards that this rank holds."""
+    dataset: RequestDataset
+    """Examples of the train split."""
     batch_size: int
-    """Rows per batch of all workers together."""
+    """Weight of a batch of all workers together, such as its number of requests."""
     seed: int
     """Seed of the order."""
-    few_shapes: bool = False
-    """Whether batches come in few shapes, for which a GPU has its kernels in graphs."""
+    pad_to_buckets: bool = False
+    """Whether batches come in few shapes, as CUDA graphs need them."""
 
     def steps(self, epoch: int) -> int:
-        return self.examples.steps(self.batch_size)
+        """Return the number of steps of an epoch."""
+        return self.dataset.num_steps(self.batch_size)
 
     def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
-        return self.examples.epoch(
+        return self.dataset.epoch(
             self.batch_size,
             seed=self.seed,
             epoch=epoch,
             skip=skip,
-            few_shapes=self.few_shapes,
+            pad_to_buckets=self.pad_to_buckets,
         )
 
 
@@ -93,9 +91,9 @@ class Setup:
     model: nn.Module
     """The model, on its device, freshly initialised from the seed."""
     train: Batches
-    """Training data of this rank."""
-    val: Sharded
-    """Examples of the validation split, of the shards that this rank holds."""
+    """Training batches of this rank."""
+    val: RequestDataset
+    """Examples of the validation split."""
     fit: FitConfig
     """How it is trained."""
     device: torch.device
@@ -137,9 +135,11 @@ class Setup:
             model.fit_counts(self.train(0, 0))
 
     def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
-        rows = self.val.chosen(self.fit.eval_examples)
-        for batch_rows in self.val.bounded(rows, self.fit.eval_batch_size):
-            yield to_device(self.val.collate(batch_rows), self.device)
+        batches = self.val.evaluation_batches(
+            self.fit.eval_batch_size, self.fit.eval_examples
+        )
+        for rows in batches:
+            yield to_device(self.val.collate(rows), self.device)
 
     def means(self, sums: Sums) -> dict[str, float]:
         """Metrics from the sums of all ranks."""
@@ -166,12 +166,10 @@ class Setup:
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """`config.json` of a checkpoint of this run, with `fields` filled in."""
-        examples = self.train.examples
         return Checkpoint(
             model=registry.config_to_dict(self.config),
             fit=vars(self.fit).copy(),
             hashes=dict(self.catalogue.hashes),
-            shards=[examples.share.shards, examples.buffers],
             learned=self.learned,
             code=code_version(),
             **fields,
@@ -180,12 +178,12 @@ class Setup:
     @cached_property
     def learned(self) -> dict[str, Any]:
         """What a checkpoint knows beside weights."""
-        scales, names = self.catalogue.scales(), names_of(self.model)
+        new = self.train.dataset.new
         return {
-            "scales": scales,
-            "names": names,
+            "scales": self.catalogue.scales(),
+            "names": names_of(self.model),
             "until": self.until,
-            "since": self.train.examples.since,
+            "since": new.since if new else 0,
         }
 
     def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
@@ -297,16 +295,32 @@ class Loaded:
         return cls(about, registry.find(about.name), config, model, catalogue)
 
     def examples(
-        self, inputs: Inputs, split: str, max_history: int | None = None, **share: Any
+        self,
+        inputs: Inputs,
+        split: str,
+        max_history: int | None = None,
+        rank: int = 0,
+        world: int = 1,
     ) -> Any:
-        """Those of a split, with as much history as the model reads."""
-        kind, longest = (
-            self.entry.family,
-            self.config.max_history if max_history is None else max_history,
-        )
-        of_model = kind.examples.of_model(self.config)
-        return of_model.load(
-            inputs.sequences, split, unit=kind.eval_unit, max_history=longest, **share
+        """Load the examples of one split, with histories of at most `config.max_history` behaviours.
+
+        Args:
+            inputs: Where the tables are.
+            split: The split.
+            max_history: Behaviours of a history at most, in place of the config's.
+            rank: Number of this worker, which evaluates its part of the users.
+            world: Number of workers.
+        """
+        family = self.entry.family
+        longest = self.config.max_history if max_history is None else max_history
+        return family.dataset.load(
+            inputs.sequences,
+            split,
+            unit=family.eval_unit,
+            max_history=longest,
+            rank=rank,
+            world=world,
+            **family.dataset.dataset_options(self.config),
         )
 
 
@@ -346,25 +360,13 @@ def set_up(
     if not entry.gradient:  # counted in one pass, by one worker
         rank, world = 0, 1
     since = goes_on.learned.get("since", 0) if goes_on else since_of(first, fit)
-    train, val = read_share(
-        entry,
-        sequences,
-        fit,
-        config,
-        rank,
-        world,
-        goes_on.shards if goes_on else None,
-        since,
-    )
+    train, val = load_datasets(entry, sequences, fit, config, since, rank, world)
     examples: dict[str, Any] = {"train": train, "val": val}
-    if world > 1 and train.share.shards > 1:
-        for part in (train, val):
-            part.agree(lambda rows: reduce(rows, world, device, dist.ReduceOp.MAX))
-    if since and not train.rows_per_buffer.any():
+    if since and not len(train):
         raise UserError(
             f"nothing is newer than what {init or 'it'} was trained on; wait for more days, or raise fit.replay"
         )
-    if not train.rows_per_buffer.any():
+    if not len(train):
         raise UserError(
             f"{sequences} has no train request with a history; check the split of jobs.prepare"
         )
@@ -375,16 +377,17 @@ def set_up(
     if first and init:
         check_init(first, init, catalogue.hashes, model["name"])
         carried = carry(module, init, first, catalogue.num_items, learns=True)
-        notes = [f"weights of {init}", *carried, *warnings]
+        notes += [f"weights of {init}", *carried, *warnings]
     entry.teach(module, config, catalogue)
     notes += entry.precompute(module, config, catalogue, examples)
-    counted = Counted(train.learned_per_row(), train.learned_unit)
+    counted = Counted(train.num_learned / len(train), train.learned_unit)
     if (
         fit.train_examples
     ):  # after the teacher's outputs, which runs on other examples share
-        train.limit_to(fit.train_examples)
+        train.keep_random(fit.train_examples)
+    megabytes = train.cache_bytes / 2**20
+    notes.append(f"decoded tables: {megabytes:,.1f} MiB in the cache {cache_folder()}")
     batches = Batches(train, fit.batch_size, fit.seed, captures(fit, device, world))
-    notes += train.notes()
     until = (
         read_manifest(sequences, "sequences").info.get("split", {}).get("val_start_ms")
     )
@@ -442,41 +445,36 @@ def since_of(first: Checkpoint | None, fit: FitConfig) -> int:
     return int(until)
 
 
-def read_share(
+def load_datasets(
     entry: registry.Entry,
     sequences: str,
     fit: FitConfig,
     config: Any,
+    since: int,
     rank: int,
     world: int,
-    shards: Sequence[int] | None = None,
-    since: int = 0,
-) -> tuple[Sharded, Sharded]:
-    """This rank's examples of training and of validation. The order of training depends on the number of shards and of
-    buffers, so a run that goes on keeps it (`shards`); of a new one it is found by the table and the memory budget."""
-    family, manifest = (
-        entry.family.examples.of_model(config),
-        read_manifest(sequences, "sequences"),
-    )
-    if since:
-        family = type(
-            family.__name__,
-            (family,),
-            {"since": since, "replay": fit.replay, "seed": fit.seed},
-        )
-    number, buffers = shards or check_budget(entry, fit, sequences, config, world)
-    # buffers are of about equally many parts
-    sizes = np.array([part.bytes if buffers == 1 else 1 for part in manifest.files])
-    share = Share.of(sizes, number, rank, world)
-    units = {"train": entry.unit, "val": entry.family.eval_unit}
-    examples = family.load_share(sequences, units, config.max_history, share, buffers)
-    return examples["train"], examples["val"]
+) -> tuple[RequestDataset, RequestDataset]:
+    """Load this worker's datasets of training and validation.
+
+    `since` is the time in ms up to which a model that this one continues was trained; 0 for a new model.
+    """
+    family = entry.family
+    common = {
+        "max_history": config.max_history,
+        "rank": rank,
+        "world": world,
+        **family.dataset.dataset_options(config),
+    }
+    new = NewExamples(since, fit.replay, fit.seed)
+    train = family.dataset.load(sequences, "train", unit=entry.unit, new=new, **common)
+    val = family.dataset.load(sequences, "val", unit=family.eval_unit, **common)
+    return train, val
 
 
 def score(
     model: Any,
     measure: Callable[..., Sums],
-    examples: Sharded,
+    examples: RequestDataset,
     *,
     batch_size: int,
     device: torch.device,
@@ -495,8 +493,8 @@ def score(
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    chosen = examples.of_users(examples.chosen(limit), user_stride)
-    for rows in examples.bounded(chosen, batch_size):
+    chosen = examples.keep_users(examples.evaluation_rows(limit), user_stride)
+    for rows in examples.cut_batches(chosen, batch_size):
         if stopping():
             raise ValidationStopped
         batch = to_device(examples.collate(rows), device)
@@ -536,26 +534,6 @@ def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
             raise UserError(
                 f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {what}"
             )
-
-
-def check_budget(
-    entry: registry.Entry, fit: FitConfig, sequences: str, config: Any, world: int
-) -> tuple[int, int]:
-    """Shards of the training table and buffers of each; UserError for a memory budget below the least."""
-    family = entry.family.examples.of_model(config)
-    shards = shards_of(
-        read_manifest(sequences, "sequences"), fit.shard_mb, fit.batch_size
-    )
-    budget = fit.memory_budget_gb * 2**30
-    return plan(
-        family,
-        sequences,
-        entry.unit,
-        config.max_history,
-        shards=shards,
-        budget=budget,
-        world=world,
-    )
 
 
 def check_batch(fit: FitConfig, world: int) -> None:

@@ -306,7 +306,7 @@ class Days:
         )
         if steps:
             epochs = -(-steps // setup.train.steps(0))
-            setup.train.examples.limit_to(round(steps / epochs * options.batch_size))
+            setup.train.dataset.keep_random(round(steps / epochs * options.batch_size))
             options = replace(options, max_epochs=epochs)
         last = 0
         for event in fit(

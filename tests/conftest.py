@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sqlite3
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ os.environ.setdefault(
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
 )  # on loopback alone, as jobs.cli has it
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TRIELINE_CACHE", tempfile.mkdtemp(prefix="trieline-test-cache-"))
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault(
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"

@@ -1,20 +1,20 @@
 """Users' sequences as batches for models of actions: what was done before, and what is to be predicted.
 
-    examples = ActionsExamples.load("tables/sequences", "train", unit="user", max_history=1024)
-    for rows in examples.batches(64, seed=1, epoch=0, shuffle=True):
-        batch = examples.collate(rows)      # as models/actions/batch.py says
+    dataset = ActionsDataset.load("tables/sequences", "train", unit="user", max_history=1024)
+    for batch in dataset.epoch(64, seed=1, epoch=0): ...     # tensors as models/actions/batch.py says
 
-Training takes batches of like length and of equally many events, so that little is padding and every step
-weighs its events alike. A user with more than `max_history` training events gives several rows, cut from the end, which
-overlap by `window_overlap` of it: what two rows share is learned from in the earlier one, and history in the later one.
+Training takes batches of similar length and of equally many events, so that there is little padding and every step
+weighs its events alike. A user with more than `max_history` training events gives several examples, cut from the end,
+which overlap by `window_overlap` of it: events that two examples share are learned from in the earlier one, and history
+in the later one.
 
-Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features.
+Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features, `n` examples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,321 +25,227 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.actions.batch import any_tied
-from models.examples import Sharded
+from models.dataset.columns import Columns
+from models.dataset.dataset import RequestDataset
 from models.gpu.graphs import rung
 from models.own_features import OwnFeatures
-from models.shares import (
-    Shard,
-    Share,
-    compact,
-    equal_parts,
-    joined,
-    runs,
-    spans,
-    starts,
+from models.ragged import (
+    lengths_to_starts,
+    pad_indices,
+    pad_ragged,
+    row_numbers,
 )
-from models.tables import Manifest, sequences_manifest
-
-JITTER = 1.1
-"""Rows of a training batch are neighbours by length times a random factor of 1 to this: other ones each epoch."""
+from models.tables import Manifest
 
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples lie evenly within 0 to 1, and so do the cuts of a batch's rows."""
 
-MOST_PAIRS = 1 << 24
+MAX_PAIRS = 1 << 24
 """Largest B x C x (T + 1) of an evaluation batch of several rows: its candidates by what they may attend to, which
-bounds the scores."""
+bounds the memory of attention scores."""
+
+EVENT_COLUMNS = ("item", "time", "action", "label", "feature", "viewer", "own")
+"""Columns by event; `viewer` and `own` where the log has some."""
+
+TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
+"""Types of a batch's tensors that are not float32."""
 
 
-class ActionsExamples(Sharded):
-    """The events of one split, in rows of one user.
+class ActionsDataset(RequestDataset):
+    """The events of one split, in examples of one user.
 
-    Training, `user`: a row is a sequence of training events, all context, each learned from in one row.
+    Training, `user`: an example is a sequence of training events, all context, each learned from in one example.
     Training, `cut`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
-    The share of the context is another one for each row, drawn anew in each epoch, uniformly, and evenly over the rows
-    of a batch, which so learns from about half of its events; at least one event is a candidate, and none of those
-    that another row learns from.
-    Validation and test: the context is the latest `max_history` events before the split's time, the
-    candidates are all of the user's events in it, also of users without a context.
-
-    Only events of the split and before it are held, of users who have a row, from its first event on.
+    The share of the context is drawn anew for each example and epoch, uniformly, and evenly over the rows of a batch,
+    which so learns from about half of its events; at least one event is a candidate, and none of the events that
+    another example learns from.
+    Validation and test: the context is the latest `max_history` events before the split's time, the candidates are all
+    of the user's events in it, also of users without a context.
     """
 
-    events: dict[str, NDArray[Any]]
-    """Of this rank's users, flat: item, time, action, label, feature, viewer and own where the log has some; and an
-    event of zeros at the end."""
-    begin: NDArray[np.int64]
-    """Of each row, its first event."""
-    context: NDArray[np.int64]
-    """Of each row, events of the context."""
-    candidates: NDArray[np.int64]
-    """Of each row, its candidates after the context; 0 in training."""
-    shared: NDArray[np.int64]
-    """Of each row, first events of the context that another row learns from."""
-    lengths: NDArray[np.int64]
-    """Of each row, context and candidates together."""
-    user: NDArray[np.int64]
-    """Of each row, the row of its user in the table."""
     kind = "actions"
-    unit = "user"
+    default_unit = "user"
+    default_max_history = 1024
     counted = "sequences of events"
     learned_unit = "events"
-    max_history = 1024
-    window_overlap: ClassVar[float] = 0.5
-    """Share of `max_history` by which rows of a user overlap in training, as a model's config says."""
+    window_overlap: float = 0.5
+    """Share of `max_history` by which examples of a user overlap in training."""
 
-    def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
-        super().__init__(split, unit, max_history, share)
-        self._events: list[dict[str, NDArray]] = []
-        self._rows: list[dict[str, NDArray]] = []
-        self._held = 0
-
-    @classmethod
-    def of_model(cls, config: Any) -> type[Self]:
-        return type(cls.__name__, (cls,), {"window_overlap": config.window_overlap})
+    begin: NDArray[np.int64]
+    """(n,) index of each example's first event in the columns."""
+    context: NDArray[np.int64]
+    """(n,) events of the context."""
+    shared: NDArray[np.int64]
+    """(n,) first events of the context that another example learns from."""
 
     @classmethod
-    def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
-        manifest = sequences_manifest(uri, "actions")
-        carried = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
-        carried += OwnFeatures.of(manifest.info).names
+    def dataset_options(cls, config: Any) -> dict[str, Any]:
+        return {"window_overlap": config.window_overlap}
+
+    @classmethod
+    def parquet_columns(cls, manifest: Manifest) -> list[str]:
+        viewers = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
+        own = OwnFeatures.of(manifest.info).names
         vectors = ("actions", "tasks", "features")
-        return manifest, [
-            "item_index",
-            "timestamp_ms",
-            *carried,
-            *vectors,
-            "train_end",
-            "val_end",
-        ]
+        ends = ("train_end", "val_end")
+        return ["item_index", "timestamp_ms", *viewers, *own, *vectors, *ends]
 
     @classmethod
-    def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, Any]:
-        widths = {
-            name: len(manifest.info[name]) for name in ("actions", "tasks", "features")
-        }
-        lengths = (
-            pc.list_value_length(table["item_index"].combine_chunks())
-            .to_numpy()
-            .astype(np.int64)
-        )
-        ends = {
-            name: table[f"{name}_end"].to_numpy().astype(np.int64)
-            for name in ("train", "val")
-        }
-        events = read_part(
-            table,
-            widths,
-            manifest.info.get("viewers", {}),
-            OwnFeatures.of(manifest.info),
-        )
-        return {"events": events, "lengths": lengths, "ends": ends | {"test": lengths}}
-
-    def _add(self, part: dict[str, Any], first_user: int, shard: Shard) -> int:
-        lengths, ends = part["lengths"], part["ends"]
-        begin, context, candidates, shared, owner = self._windows(ends)
-        if (
-            self.split == "train" and self.since
-        ):  # of a row learn the new events, unless all are to be
-            time, at = part["events"]["time"], starts(lengths)[owner] + begin
-            old = np.append(0, np.cumsum(time < self.since))
-            known = np.maximum(shared, old[at + context] - old[at])
-            again = self.left(np.full(len(owner), self.since - 1), first_user)
-            shared = np.where(again, shared, known)
-            some = np.flatnonzero(shared < context)
-            begin, context, candidates, shared, owner = (
-                x[some] for x in (begin, context, candidates, shared, owner)
-            )
-        users, local, low, count = spans(owner, begin, begin + context + candidates)
-        kept = runs(starts(lengths)[users] + low, count)
-        self._events.append(
-            {name: value[kept] for name, value in part["events"].items()}
-        )
-        self._rows.append(
-            {
-                "begin": self._held + (starts(count) - low)[local] + begin,
-                "context": context.astype(np.int32),
-                "candidates": candidates.astype(np.int32),
-                "shared": shared.astype(np.int32),
-                "user": first_user + owner,
-            }
-        )
-        self._held += len(kept)
-        self.requests += len(owner)
-        self.learned += int((context - shared).sum())
-        return len(owner)
-
-    def _close(self) -> None:
-        self._take(joined(self._events), **joined(self._rows))
-        del self._events, self._rows
+    def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+        return decode_sequences(table, manifest)
 
     @classmethod
-    def of(
-        cls, events: dict[str, NDArray], context: NDArray, candidates: NDArray
-    ) -> Self:
-        """Requests in memory: of each the `context` (B,) events before it and then its `candidates` (B,), end to end
-        in `events` as `read_part` gives them."""
+    def decoder_settings(cls, manifest: Manifest) -> Any:
+        names = ("actions", "tasks", "features", "viewers", "own")
+        return {name: manifest.info.get(name) for name in names}
+
+    @classmethod
+    def from_requests(
+        cls, events: Columns, context: NDArray, candidates: NDArray
+    ) -> ActionsDataset:
+        """Return served requests as a dataset.
+
+        Args:
+            events: The columns of all events, end to end: of each request its context, then its candidates.
+            context: (R,) events of each context.
+            candidates: (R,) candidates of each request.
+        """
         sizes = context + candidates
-        self = cls.in_memory(
-            "test", "user", max(1, int(context.max(initial=1))), len(sizes)
-        )
-        self._take(
-            dict(events),
-            starts(sizes),
-            context,
-            candidates,
-            context,
-            np.arange(len(sizes)),
-        )
-        return self
+        columns = {
+            **events,
+            "behaviours_per_user": sizes,
+            "train_end": np.zeros(len(sizes), np.int64),
+            "val_end": context,
+        }
+        return cls(columns, "test", "user", max(1, int(context.max(initial=1))))
 
-    def _take(
-        self,
-        events: dict[str, NDArray],
-        begin: NDArray,
-        context: NDArray,
-        candidates: NDArray,
-        shared: NDArray,
-        user: NDArray,
-    ) -> None:
-        """Takes `events` over; one column at a time is there twice."""
-        self.events = events
-        for name in list(
-            events
-        ):  # padding is gathered from an event of zeros behind the last one
-            values = events.pop(name)
-            events[name] = np.concatenate(
-                [values, np.zeros((1, *values.shape[1:]), values.dtype)]
-            )
-        self.begin, self.context, self.candidates, self.shared, self.user = (
-            begin,
-            context,
-            candidates,
-            shared,
-            user,
-        )
-        self.lengths = self.context + self.candidates
-
-    def _windows(self, ends: dict[str, NDArray]) -> tuple[NDArray, ...]:
-        """(first event within the user, events of the context, candidates, events of the context that are not learned
-        from, user within the part) of the part's rows.
-
-        `ends` has, by split, how many events of each user are in it or before it."""
-        known = ends[self.split]
+    def _plan(self) -> None:
         if self.split == "train":
-            stride = max(
-                1, self.max_history - int(self.window_overlap * self.max_history)
+            owner, begin, context, shared = self._training_windows()
+            candidates = np.zeros_like(context)
+        else:
+            owner, begin, context, candidates = self._evaluation_windows()
+            shared = context
+        begin = self.offsets[owner] + begin
+        if self.split == "train" and self.new:
+            shared = self._skip_old(begin, context, shared)
+            some_new = np.flatnonzero(shared < context)
+            owner, begin, context, candidates, shared = (
+                values[some_new]
+                for values in (owner, begin, context, candidates, shared)
             )
-            windows = np.where(
-                known > 0, 1 - (-np.maximum(known - self.max_history, 0) // stride), 0
-            )
-            owner = np.repeat(np.arange(len(known)), windows)
-            place = np.arange(len(owner)) - np.repeat(starts(windows), windows)
-            end = known[owner] - (windows[owner] - 1 - place) * stride
-            begin = np.maximum(end - self.max_history, 0)
-            return (
-                begin,
-                end - begin,
-                np.zeros_like(end),
-                np.where(place > 0, end - begin - stride, 0),
-                owner,
-            )
+        self.user, self.begin = owner, begin
+        self.context, self.shared = context, shared
+        self.lengths = context + candidates
+        self.weights = self.lengths if self.split == "train" else np.ones_like(context)
+        self.num_requests = len(owner)
+        self.num_learned = int((context - shared).sum())
+
+    def _training_windows(self) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """Return user, first event within the user, events, and shared events of each training example."""
+        known = self.columns["train_end"].astype(np.int64)
+        overlap = int(self.window_overlap * self.max_history)
+        stride = max(1, self.max_history - overlap)
+        excess = np.maximum(known - self.max_history, 0)
+        windows = np.where(known > 0, 1 + (excess + stride - 1) // stride, 0)
+        owner = row_numbers(windows)
+        window = np.arange(len(owner)) - np.repeat(lengths_to_starts(windows), windows)
+        end = known[owner] - (windows[owner] - 1 - window) * stride
+        begin = np.maximum(end - self.max_history, 0)
+        shared = np.where(window > 0, end - begin - stride, 0)
+        return owner, begin, end - begin, shared
+
+    def _evaluation_windows(self) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """Return user, first event within the user, context and candidates of each example of val or test."""
+        columns = self.columns
+        ends = {
+            "train": columns["train_end"].astype(np.int64),
+            "val": columns["val_end"].astype(np.int64),
+            "test": columns["behaviours_per_user"].astype(np.int64),
+        }
+        known = ends[self.split]
         past = ends["train" if self.split == "val" else "val"]
         owner = np.flatnonzero(known > past)
         begin = np.maximum(past[owner] - self.max_history, 0)
-        return (
-            begin,
-            past[owner] - begin,
-            (known - past)[owner],
-            past[owner] - begin,
-            owner,
-        )
+        return owner, begin, past[owner] - begin, (known - past)[owner]
 
-    def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.user[rows]
-
-    def _arrange(
-        self,
-        rows: NDArray[np.int64],
-        shard: int,
-        batch_size: int,
-        steps: int,
-        rng: np.random.Generator,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """By length times a random factor, in steps of equally many events and `batch_size` rows in the mean."""
-        order = rows[rng.permutation(len(rows))]
-        order = order[
-            np.argsort(
-                self.lengths[order] * rng.uniform(1, JITTER, len(order)), kind="stable"
-            )
-        ]
-        return order, equal_parts(self.lengths[order], steps)
-
-    def drawn(
-        self,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        rng: np.random.Generator,
+    def _skip_old(
+        self, begin: NDArray, context: NDArray, shared: NDArray
     ) -> NDArray[np.int64]:
-        """Of unit `cut` (B, 2): row, size of the context."""
+        """Return the events of each example that are not learned from, with the old events that are not replayed."""
+        assert self.new is not None
+        old_before = np.append(0, np.cumsum(self.columns["time"] < self.new.since))
+        num_old = old_before[begin + context] - old_before[begin]
+        replayed = self.new.mask(np.full(len(begin), self.new.since - 1))
+        return np.where(replayed, shared, np.maximum(shared, num_old))
+
+    def num_steps(self, batch_size: int) -> int:
+        """Return the steps of an epoch: `batch_size` counts examples, and steps have equally many events."""
+        return -(-len(self) // batch_size)
+
+    def _draw(
+        self, rows: NDArray[np.int64], rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Return for unit `cut` (B, 2): the example, and the size of its context."""
         if self.unit != "cut":
             return rows
-        share = (rng.random() + places * GOLDEN) % 1
+        share = (rng.random() + np.arange(len(rows)) * GOLDEN) % 1
         shared = self.shared[rows]
-        return np.stack(
-            [rows, shared + (share * (self.lengths[rows] - shared)).astype(np.int64)], 1
-        )
+        context = shared + (share * (self.lengths[rows] - shared)).astype(np.int64)
+        return np.stack([rows, context], 1)
 
-    def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Contexts within a factor of two together, and of those like numbers of candidates."""
-        octave = np.log2(self.context[rows] + 1).astype(np.int64)
-        return rows[np.lexsort((self.context[rows], self.candidates[rows], octave))]
+    def sort_for_evaluation(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return contexts within a factor of two together, and of these similar numbers of candidates."""
+        context = self.context[rows]
+        candidates = self.lengths[rows] - context
+        octave = np.log2(context + 1).astype(np.int64)
+        return rows[np.lexsort((context, candidates, octave))]
 
-    def bounded(
-        self, order: NDArray[np.int64], batch_size: int
+    def cut_batches(
+        self, rows: NDArray[np.int64], batch_size: int
     ) -> Iterator[NDArray[np.int64]]:
-        """The rows of `order` in batches of at most `batch_size` rows and, unless of one row, MOST_PAIRS."""
+        """Yield the examples in batches of at most `batch_size` and, unless of one example, `MAX_PAIRS`."""
         first, longest, most = 0, 1, 0
-        for i, row in enumerate(order):
-            context, candidates = (
-                max(1, int(self.context[row])),
-                int(self.candidates[row]),
-            )
+        for i, row in enumerate(rows):
+            context = max(1, int(self.context[row]))
+            candidates = int(self.lengths[row] - self.context[row])
             longest, most = max(longest, context), max(most, candidates)
-            if i > first and (
-                i - first == batch_size
-                or (i - first + 1) * most * (longest + 1) > MOST_PAIRS
-            ):
-                yield order[first:i]
+            pairs = (i - first + 1) * most * (longest + 1)
+            if i > first and (i - first == batch_size or pairs > MAX_PAIRS):
+                yield rows[first:i]
                 first, longest, most = i, context, candidates
-        if len(order):
-            yield order[first:]
+        if len(rows):
+            yield rows[first:]
 
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The rows as the tensors of `models/actions/batch.py`; and `user_row` (B,), the row in the table."""
-        row, context = (
-            (rows[:, 0], rows[:, 1]) if rows.ndim == 2 else (rows, self.context[rows])
-        )
-        candidates = self.lengths[row] - context
-        batch = {"user_row": torch.from_numpy(self.user[row])}
-        past, batch["valid"] = padded(self.begin[row], context, 1)
-        asked, batch["candidate_valid"] = padded(
-            self.begin[row] + context, candidates, 0
-        )
-        for name, values in self.events.items():
-            for prefix, index in (("", past), ("candidate_", asked)):
-                if prefix + name != "candidate_action":
-                    found = torch.from_numpy(values[index])
-                    batch[prefix + name] = found.to(KINDS.get(name, torch.float32))
-        batch["learn"] = batch["valid"] & torch.from_numpy(
-            np.arange(past.shape[1]) >= self.shared[row, None]
-        )
+        """Return the examples as the tensors of `models/actions/batch.py`, and `user_row` (B,)."""
+        if rows.ndim == 2:
+            rows, context = rows.T
+        else:
+            context = self.context[rows]
+        begin = self.begin[rows]
+        batch = {"user_row": torch.from_numpy(self.user[rows])}
+        past = pad_indices(begin, context)
+        shown = pad_indices(begin + context, self.lengths[rows] - context, 0)
+        batch["valid"] = torch.from_numpy(past[1])
+        batch["candidate_valid"] = torch.from_numpy(shown[1])
+        for name in EVENT_COLUMNS:
+            if name not in self.columns:
+                continue
+            values, dtype = self.columns[name], TENSOR_TYPES.get(name, torch.float32)
+            batch[name] = torch.from_numpy(pad_ragged(values, *past, 0)).to(dtype)
+            if name != "action":
+                gathered = torch.from_numpy(pad_ragged(values, *shown, 0))
+                batch[f"candidate_{name}"] = gathered.to(dtype)
+        position = np.arange(past[0].shape[1])
+        learned_here = torch.from_numpy(position >= self.shared[rows, None])
+        batch["learn"] = batch["valid"] & learned_here
         if not any_tied(batch):
             batch["untied"] = torch.zeros(0)
         return batch
 
-    def asked(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A request is what a user was shown at one time."""
+    def candidate_keys(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the keys of the candidates; a request is what a user was shown at one time."""
         valid = batch["candidate_valid"]
         time = batch["candidate_time"][valid]
         return {
@@ -351,79 +257,84 @@ class ActionsExamples(Sharded):
             "labels": batch["candidate_label"][valid],
         }
 
-    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With more rows, and positions of context and candidates, that hold no event."""
+    def pad_to_buckets(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Pad rows, and positions of context and candidates, with positions that hold no event."""
         rows, context = batch["item"].shape
         candidates = batch["candidate_item"].shape[1]
-        more = rung(rows) - rows
-        wide = {
-            True: rung(candidates) - candidates if candidates else 0,
-            False: min(rung(context), max(context, self.max_history)) - context,
-        }
+        more_rows = rung(rows) - rows
+        more_context = min(rung(context), max(context, self.max_history)) - context
+        more_candidates = rung(candidates) - candidates if candidates else 0
 
-        def padded(name: str, value: Tensor) -> Tensor:
-            beside = () if value.ndim == 1 else (0, wide[name.startswith("candidate_")])
-            return functional.pad(value, (*(0, 0) * (value.ndim - 2), *beside, 0, more))
+        def pad(name: str, value: Tensor) -> Tensor:
+            if value.ndim == 1:
+                return functional.pad(value, (0, more_rows))
+            is_candidate = name.startswith("candidate_")
+            more = more_candidates if is_candidate else more_context
+            inner = (0, 0) * (value.ndim - 2)
+            return functional.pad(value, (*inner, 0, more, 0, more_rows))
 
         return {
-            name: value if name == "untied" else padded(name, value)
+            name: value if name == "untied" else pad(name, value)
             for name, value in batch.items()
         }
 
 
-KINDS = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
-"""Types of a batch's tensors that are not float32."""
+def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
+    """Decode one part of the sequences of a log of actions.
 
+    Returns:
+        By user (U,): behaviours_per_user, train_end and val_end, the events before validation and before test. By
+        event (E, ...): item, time, action (A), label (K), feature (F); where the log has some, viewer (V), the number
+        of each value in the manifest's `viewers` from 1, or 0, and own, as `OwnFeatures.matrix` has them.
+    """
+    info, own = manifest.info, OwnFeatures.of(manifest.info)
+    item_lists = table["item_index"].combine_chunks()
 
-def padded(
-    begin: NDArray, count: NDArray, least: int
-) -> tuple[NDArray[np.int64], Tensor]:
-    """(index, valid), each (B, width of the largest `count`, at least `least`): begin, begin + 1, ... and -1 behind."""
-    place = np.arange(max(least, int(count.max(initial=0))))
-    inside = place < count[:, None]
-    return np.where(inside, begin[:, None] + place, -1), torch.from_numpy(inside)
-
-
-def read_part(
-    table: pa.Table,
-    widths: dict[str, int],
-    viewers: dict[str, list[str]],
-    own: OwnFeatures | None = None,
-) -> dict[str, NDArray]:
-    """Flat arrays over the events of one part. `viewer` (E, V): the number of each value in `viewers`, from 1, or 0."""
-    own = own or OwnFeatures()
-
-    def flat(name: str) -> pa.Array:
+    def by_event(name: str) -> pa.Array:
         return table[name].combine_chunks().flatten()
 
     def vectors(name: str) -> NDArray:
-        values = flat(name).flatten().to_numpy(zero_copy_only=False)
-        return values.reshape(-1, max(1, widths[name]))[:, : widths[name]]
+        width = len(info[name])
+        values = by_event(name).flatten().to_numpy(zero_copy_only=False)
+        return values.reshape(-1, max(1, width))[:, :width]
 
-    item = flat("item_index").to_numpy().astype(np.int32)
-    feature = (
-        vectors("features")
-        if widths["features"]
-        else np.zeros((len(item), 0), np.float32)
-    )
-    known = {
-        name: pc.index_in(flat(f"cat_{name}"), pa.array(values, pa.string()))
-        for name, values in viewers.items()
-    }
-    codes = [
-        pc.fill_null(place, -1).to_numpy(zero_copy_only=False) + 1
-        for place in known.values()
-    ]
-    return {
-        **({"viewer": np.stack(codes, 1).astype(np.int32)} if codes else {}),
-        **(
-            {"own": own.matrix({name: flat(name) for name in own.names}, len(item))}
-            if own.names
-            else {}
-        ),
+    item = item_lists.flatten().to_numpy().astype(np.int32)
+    feature = np.zeros((len(item), 0), np.float32)
+    if info["features"]:
+        feature = vectors("features")
+    columns = {
+        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
+        "train_end": table["train_end"].to_numpy().astype(np.int32),
+        "val_end": table["val_end"].to_numpy().astype(np.int32),
         "item": item,
-        "time": flat("timestamp_ms").to_numpy(),
-        "action": compact(vectors("actions")),
-        "label": compact(vectors("tasks")),
-        "feature": compact(feature),
+        "time": by_event("timestamp_ms").to_numpy(),
+        "action": _narrow(vectors("actions")),
+        "label": _narrow(vectors("tasks")),
+        "feature": _narrow(feature),
     }
+    if viewers := info.get("viewers"):
+        codes = [
+            _category_codes(by_event(f"cat_{name}"), values)
+            for name, values in viewers.items()
+        ]
+        columns["viewer"] = np.stack(codes, 1)
+    if own.names:
+        own_columns = {name: by_event(name) for name in own.names}
+        columns["own"] = own.matrix(own_columns, len(item))
+    return columns
+
+
+def _category_codes(strings: pa.Array, values: list[str]) -> NDArray[np.int32]:
+    """Return the number of each string in `values`, from 1; 0 for another one."""
+    index = pc.fill_null(pc.index_in(strings, pa.array(values, pa.string())), -1)
+    return index.to_numpy(zero_copy_only=False).astype(np.int32) + 1
+
+
+def _narrow(values: NDArray) -> NDArray:
+    """Return the same numbers as uint8 or float16 where every number fits exactly; else as they are."""
+    for dtype in (np.uint8, np.float16):
+        with np.errstate(invalid="ignore", over="ignore"):
+            narrow = values.astype(dtype)
+        if np.array_equal(narrow, values, equal_nan=dtype is np.float16):
+            return narrow
+    return values

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.actions.batch import ActionsCatalogue
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.config import hint
 from models.inputs import Inputs
 from models.item_ids import item_id
 from models.own_features import CATEGORY, NUMBER
+from models.ragged import concat_columns
 from models.requests import Columns, Request, Requests, Row, bundled
-from models.shares import joined
 from models.tables import Manifest, UserError, join, read_manifest
 from models.text_encoder import (
     MAX_CACHED_TEXTS,
@@ -321,7 +321,7 @@ class ActionsRequests(Requests):
                 stacklevel=2,
             )
         sizes = [len(request.parts["item"]) for request in requests]
-        events = joined([dict(request.parts) for request in requests])
+        events = concat_columns([dict(request.parts) for request in requests])
         before = np.repeat(
             [*accumulate((len(request.new) for request in requests), initial=0)][:-1],
             sizes,
@@ -330,7 +330,7 @@ class ActionsRequests(Requests):
             events["item"] >= len(self.index), before, 0
         )  # each request numbers its own
         context = np.array([request.events for request in requests])
-        batch = ActionsExamples.of(events, context, np.array(sizes) - context).collate(
-            np.arange(len(requests))
-        )
+        batch = ActionsDataset.from_requests(
+            events, context, np.array(sizes) - context
+        ).collate(np.arange(len(requests)))
         return batch | (self.new.read(posts) if posts else {})

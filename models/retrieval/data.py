@@ -1,12 +1,11 @@
-"""What retrieval models are built on and trained on: the catalogue, and examples as flat arrays.
+"""What retrieval models are built on and trained on: the catalogue, and the dataset of requests.
 
     catalogue = Catalogue.load("tables", "sids")
-    examples = Examples.load("tables/sequences", "train", unit="request", max_history=20)
-    for rows in examples.batches(256, seed=1, epoch=0, shuffle=True):
-        batch = examples.collate(rows)
+    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
+    for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
-A history is a slice of the user's behaviours, found when a batch is made; nothing is copied per
-request. Shapes: `B` rows of a batch, `T` positions (the batch's own maximum), `M` targets of a batch.
+Shapes: `B` rows of a batch, `T` positions (the batch's own maximum), `M` targets of a batch, `n` examples, `m`
+requests.
 """
 
 from __future__ import annotations
@@ -23,18 +22,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from models.examples import Sharded
+from models.dataset.columns import Columns
+from models.dataset.dataset import SPLITS, RequestDataset
 from models.gpu.graphs import rung
 from models.inputs import Inputs
+from models.ragged import (
+    find_sorted,
+    gather_ranges,
+    lengths_to_offsets,
+    lengths_to_starts,
+    pad_indices,
+    pad_ragged,
+    row_numbers,
+    run_starts,
+)
 from models.retrieval.search.trie import Trie
-from models.shares import Shard, Share, joined, quotas, runs, starts
 from models.tables import (
     Manifest,
     UserError,
     join,
     read_manifest,
     read_table,
-    sequences_manifest,
 )
 
 PAD = -1
@@ -42,9 +50,6 @@ PAD = -1
 
 TABLES = {"tables": ("items", "sequences"), "sids": ("sids", "trie")}
 """Tables that a catalogue comes from, by folder of `Inputs`."""
-
-BUCKET = 64
-"""Batches whose rows are sorted by length together when shuffling."""
 
 
 @dataclass(frozen=True)
@@ -153,262 +158,163 @@ def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
     return ((value ^ (value >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
 
 
-def request_number(user_row: NDArray, place: NDArray) -> NDArray[np.int64]:
-    """Number of a request in the sequences table: by its user's row and its place among the user's requests, so that
-    it is known without the parts before. No two share one, below 16 million requests of a user."""
+def request_number(
+    user_row: NDArray[np.integer], place: NDArray[np.integer]
+) -> NDArray[np.int64]:
+    """Return the number of a request: its user's row in the table and its index among the user's requests.
+
+    No two requests share a number, below 16 million requests of a user.
+    """
     return (np.asarray(user_row, np.int64) << 24) + place
 
 
-def request_place(number: NDArray) -> NDArray[np.int64]:
-    """Return the place of a request among its user's requests, from its `request_number`."""
+def request_place(number: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the index of a request among its user's requests, from its `request_number`."""
     return np.asarray(number, np.int64) & ((1 << 24) - 1)
 
 
-class Examples(Sharded):
-    """The requests of one split as flat arrays, in rows of one `unit`.
+class RetrievalDataset(RequestDataset):
+    """The requests of one split, as examples of one `unit`.
 
-    `request`: a row is one request, its history the latest `max_history` behaviours before it.
-    `behaviour`: a row is the target of one request, with its user and without a history; requests without a history
-    are rows too.
-    `user`: a row is a user's history with all of the split's requests in it, so that one causal pass
-    serves them all. A user with more than `max_history` behaviours has overlapping windows, each request
-    in exactly one of them and with at least half of `max_history` behaviours before it.
-
-    Only requests of the split are read as targets, and only behaviours before a request as its history.
-    Other requests with no history are skipped and counted (`skipped`). Of the users only those with a row are held,
-    and of their behaviours those from the first to the last that a row has.
+    `request`: an example is one request, its history the latest `max_history` behaviours before it.
+    `behaviour`: an example is the target of one request, with its user and without a history; requests without a
+    history are examples too.
+    `user`: an example is a window of a user's history with all of the split's requests in it, so that one causal pass
+    serves them all. A user with more than `max_history` behaviours has overlapping windows; each request is in exactly
+    one of them and has at least half of `max_history` behaviours before it.
 
     The split `next` has one request per user that follows all behaviours and has no target (-1), for recommending to
     all users.
     """
 
     kind = "retrieval"
-    splits: ClassVar[tuple[str, ...]] = ("train", "val", "test", "next")
-    unit = "request"
+    splits: ClassVar[tuple[str, ...]] = (*SPLITS, "next")
+    default_unit = "request"
+    default_max_history = 20
     counted = "requests with a history"
-    max_history = 20
 
-    behaviours: NDArray[np.int32]
-    """Items of this rank's users, user after user."""
-    lengths: NDArray[np.int32]
-    """Of each row, the behaviours in its history."""
-    # by user: place of its first behaviour, were it held; hash of the id; row in the table
-    _user_start: NDArray[np.int64]
-    _user_hash: NDArray[np.int64]
-    _user_row: NDArray[np.int64]
-    # by request: its user, behaviours before it, target, place among its user's requests; in val and test, whether the
-    # target is among all behaviours before it
-    _owner: NDArray[np.int32]
-    _end: NDArray[np.int32]
-    _target: NDArray[np.int32]
-    _place: NDArray[np.int32]
-    _repeats: NDArray[np.bool_] | None
-    # of each row and one more, its first request; by row: behaviours before the last of its requests
-    _first: NDArray[np.int32]
-    _row_end: NDArray[np.int32]
-
-    def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
-        super().__init__(split, unit, max_history, share)
-        self.skipped = 0
-        self._users = self.requests = self._behaviours = 0
-        self._parts: list[dict[str, NDArray]] = []
+    requests: NDArray[np.int64]
+    """(m,) index of each request of the split in the columns."""
+    end: NDArray[np.int32]
+    """(n,) behaviours of the user before an example's last request."""
+    first: NDArray[np.int64]
+    """(n + 1,) index in `requests` of each example's first request."""
 
     @classmethod
-    def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
-        manifest = sequences_manifest(uri, "retrieval")
-        return manifest, [
-            "user_id",
-            "item_index",
-            *of_requests(
-                *["timestamp_ms"] * bool(cls.since),
-                "history_end",
-                "candidates",
-                "split",
-            ),
-        ]
+    def parquet_columns(cls, manifest: Manifest) -> list[str]:
+        fields = ("timestamp_ms", "history_end", "candidates", "split")
+        return ["user_id", "item_index", *request_columns(*fields)]
 
     @classmethod
-    def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
-        return _read_part(table, uri)
+    def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+        return decode_sequences(table, uri)
 
-    def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
+    def _plan(self) -> None:
         if self.split == "next":
-            end = part["lengths"]
-            owner, target, place = (
-                np.arange(len(end)),
-                np.full(len(end), PAD),
-                np.zeros(len(end), np.int64),
-            )
+            self.columns = add_next_requests(self.columns)
+        columns = self.columns
+        self.request_offsets = lengths_to_offsets(columns["requests_per_user"])
+        if self.split == "next":
+            chosen = np.arange(len(columns["history_end"]))
         else:
-            chosen = (
-                pc.equal(part["split"], self.split)
-                .to_numpy(zero_copy_only=False)
-                .nonzero()[0]
-            )
-            if self.split == "train" and self.since:
-                chosen = chosen[self.left(part["time"][chosen], first_user)]
-            owner, end, target, place = (
-                part[name][chosen] for name in ("owner", "end", "target", "place")
-            )
-        usable = (end > 0) | (self.unit == "behaviour")
-        self.skipped += int((~usable & shard.counts(first_user + owner)).sum())
-        owner, end, target, place = (
-            owner[usable],
-            end[usable],
-            target[usable],
-            place[usable],
-        )
-        self.without_history += int((end == 0).sum())
-        measured = (
-            {"repeats": seen_before(part, owner, end, target)}
-            if self.split in ("val", "test")
-            else {}
-        )
-        first = np.flatnonzero(self._first_of_row(owner, end))
-        row_end = np.maximum.reduceat(end, first) if len(first) else end[:0]
-        users, local = np.unique(owner, return_inverse=True)
-        # of each user, behaviours from the first of its first row to the last of any
-        new = (
-            np.flatnonzero(np.append(True, owner[first][1:] != owner[first][:-1]))
-            if len(first)
-            else first
-        )
-        low = (
-            np.minimum.reduceat(np.maximum(row_end - self.max_history, 0), new)
-            if len(first)
-            else end[:0]
-        )
-        count = (np.maximum.reduceat(row_end, new) if len(first) else end[:0]) - low
-        self._parts.append(
-            {
-                "behaviours": part["items"][
-                    runs(part["user_start"][users] + low, count)
-                ].astype(np.int32),
-                "user_start": self._behaviours + starts(count) - low,
-                "user_hash": part["user_hash"][users],
-                "user_row": first_user + users,
-                "owner": (self._users + local).astype(np.int32),
-                "end": end.astype(np.int32),
-                "target": target.astype(np.int32),
-                "place": place.astype(np.int32),
-                "first": (self.requests + first).astype(np.int32),
-                "row_end": row_end.astype(np.int32),
-                **measured,
-            }
-        )
-        self._users += len(users)
-        self.requests += len(end)
-        self.learned += len(end)
-        self._behaviours += int(count.sum())
-        return len(first)
+            chosen = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
+        if self.split == "train" and self.new:
+            chosen = chosen[self.new.mask(columns["request_time"][chosen])]
+        owner = np.searchsorted(self.request_offsets, chosen, side="right") - 1
+        end = columns["history_end"][chosen]
+        has_history = (end > 0) | (self.unit == "behaviour")
+        self.skipped_users = owner[~has_history]
+        self.requests = chosen[has_history]
+        owner, end = owner[has_history], end[has_history]
+        first = self._window_starts(owner, end)
+        self.num_requests = self.num_learned = len(self.requests)
+        self.num_without_history = int((end == 0).sum())
+        self.user = owner[first]
+        self.end = np.maximum.reduceat(end, first) if len(first) else end[:0]
+        self.first = np.append(first, self.num_requests)
+        self.lengths = np.minimum(self.end, np.int32(self.max_history))
+        self.weights = np.ones(len(first), np.int8)
 
-    def _close(self) -> None:
-        columns = joined(self._parts)
-        del self._parts
-        self.behaviours = columns["behaviours"]
-        self._user_start, self._user_hash, self._user_row = (
-            columns[name] for name in ("user_start", "user_hash", "user_row")
-        )
-        self._owner, self._end, self._target, self._place = (
-            columns[name] for name in ("owner", "end", "target", "place")
-        )
-        self._repeats = columns.get("repeats")
-        self._first = np.append(columns["first"], np.int32(self.requests))
-        self._row_end = columns["row_end"]
-        self.lengths = np.minimum(self._row_end, np.int32(self.max_history))
-
-    def _first_of_row(self, owner: NDArray, end: NDArray) -> NDArray[np.bool_]:
-        """Marks the requests that start a new row. Requests come user by user, `end` never falling."""
+    def _window_starts(
+        self, owner: NDArray[np.int64], end: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
+        """Return the indices of the requests at which an example begins. Requests come user by user, in time."""
         if self.unit != "user" or len(owner) == 0:
-            return np.ones(len(owner), bool)
-        new_user = np.append(True, owner[1:] != owner[:-1])
-        users = np.flatnonzero(new_user)
-        longest = np.repeat(
-            np.maximum.reduceat(end, users), np.diff(np.append(users, len(owner)))
-        )
+            return np.arange(len(owner))
+        first_of_user = run_starts(owner)
+        requests_of_user = np.diff(np.append(first_of_user, len(owner)))
+        longest = np.repeat(np.maximum.reduceat(end, first_of_user), requests_of_user)
         stride = max(1, self.max_history // 2)
         window = np.where(longest <= self.max_history, 0, (longest - end) // stride)
-        return new_user | np.append(True, window[1:] != window[:-1])
+        return run_starts(owner, window)
 
     @property
     def targets(self) -> NDArray[np.int32]:
-        """Targets of the requests on this rank."""
-        return self._target
+        """(m,) target of each request."""
+        return self.columns["target"][self.requests]
 
     @property
     def request_numbers(self) -> NDArray[np.int64]:
-        """Numbers, in the sequences table, of the requests on this rank: no two splits share one, but for `next`."""
-        return request_number(self._user_row[self._owner], self._place)
+        """(m,) `request_number` of each request; no two splits share one, but for `next`."""
+        counts = np.diff(self.first)
+        user = np.repeat(self.user, counts)
+        return request_number(user, self.requests - self.request_offsets[user])
 
-    def _arrange(
-        self,
-        rows: NDArray[np.int64],
-        shard: int,
-        batch_size: int,
-        steps: int,
-        rng: np.random.Generator,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """At random, and by length within the rows of `BUCKET` steps."""
-        order = rows[rng.permutation(len(rows))]
-        total = int(self.rows_per_buffer.sum())
-        edges = quotas(len(rows), total, batch_size, steps, shard, self.share.shards)
-        bucket = np.repeat(np.arange(steps) // BUCKET, np.diff(edges))
-        return order[np.lexsort((self.lengths[order], bucket))], edges
-
-    def ordered(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Shortest history first."""
-        return rows[np.argsort(self.lengths[rows], kind="stable")]
-
-    def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._user_row[self._owner[self._first[rows]]]
+    def visited_items(self) -> NDArray[np.int64]:
+        """Return the items in the histories and targets of the requests, ascending."""
+        last = np.append(run_starts(self.user)[1:], len(self.user)) - 1
+        user, longest = self.user[last], self.end[last].astype(np.int64)
+        behaviours = gather_ranges(self.offsets[user], longest)
+        return np.union1d(self.columns["item"][behaviours], self.targets)
 
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The rows as tensors, right-padded with -1 to their own longest history.
+        """Return the examples as tensors, histories right-padded with -1 to the longest.
 
-        history (B, T) item_index; history_length (B,); user (B,) hash of the user id; user_row (B,) row
-        in the sequences table; request (B,) `request_number` of the (first) request. Unit `behaviour`
-        has user_row and target (B,) alone. For unit `request` target (B,)
-        and, in val and test, repeats (B,), 1 where the target is among all of
-        the user's behaviours before the request, be they in `history` or not; for unit `user` the targets of all its
-        requests: target (M,), target_row (M,) in the batch, target_position (M,) of the last behaviour before it.
+        Returns:
+            Unit `behaviour`: target (B,) and user_row (B,), row in the table. Other units: history (B, T) item_index;
+            history_length (B,); user (B,) hash of the user id; user_row (B,); request (B,) `request_number` of the
+            (first) request. For unit `request` target (B,) and, in val and test, repeats (B,), 1 where the target is
+            among all of the user's behaviours before the request, also before `history`. For unit `user` the targets
+            of all requests: target (M,), target_row (M,) in the batch, target_position (M,) of the last behaviour
+            before the request.
         """
-        first = self._first[rows].astype(np.int64)
-        user = self._owner[first]
+        columns, user = self.columns, self.user[rows]
+        first = self.first[rows]
         if self.unit == "behaviour":
-            target, user_row = self._target[first], self._user_row[user]
-            return tensors({"target": target, "user_row": user_row})
+            target = columns["target"][self.requests[first]]
+            return to_tensors({"target": target, "user_row": user})
         length = self.lengths[rows].astype(np.int64)
-        begin = self._user_start[user] + self._row_end[rows] - length
+        window_start = self.end[rows] - length
+        index, inside = pad_indices(self.offsets[user] + window_start, length)
+        first_request = self.requests[first]
         batch: dict[str, NDArray[Any]] = {
-            "history": padded(self.behaviours, begin, length),
+            "history": pad_ragged(columns["item"], index, inside, PAD),
             "history_length": length,
-            "user": self._user_hash[user],
-            "user_row": self._user_row[user],
-            "request": request_number(self._user_row[user], self._place[first]),
+            "user": columns["user_hash"][user],
+            "user_row": user,
+            "request": request_number(user, first_request - self.request_offsets[user]),
         }
         if self.unit != "user":
-            batch["target"] = self._target[first]
-            if self._repeats is not None:
-                batch["repeats"] = self._repeats[first]
+            batch["target"] = columns["target"][first_request]
+            if self.split in ("val", "test"):
+                batch["repeats"] = columns["repeats"][first_request]
         else:
-            count = self._first[rows + 1] - first
-            batch["target_row"] = np.repeat(np.arange(len(rows)), count)
-            request = runs(first, count)
-            batch["target"] = self._target[request]
-            window_start = np.repeat(self._row_end[rows] - length, count)
-            batch["target_position"] = self._end[request] - window_start - 1
-        return tensors(batch)
+            count = self.first[rows + 1] - first
+            request = self.requests[gather_ranges(first, count)]
+            batch["target"] = columns["target"][request]
+            batch["target_row"] = row_numbers(count)
+            position = columns["history_end"][request] - np.repeat(window_start, count)
+            batch["target_position"] = position - 1
+        return to_tensors(batch)
 
-    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With longer histories, up to `max_history`, and of unit `user` with targets that are none."""
+    def pad_to_buckets(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Pad histories up to `max_history`, and for unit `user` the targets with `PAD`."""
         if self.unit == "behaviour":
             return batch
         length = batch["history"].shape[1]
-        wide = min(rung(length), max(length, self.max_history)) - length
-        batch = {
-            **batch,
-            "history": functional.pad(batch["history"], (0, wide), value=PAD),
-        }
+        more_positions = min(rung(length), max(length, self.max_history)) - length
+        history = functional.pad(batch["history"], (0, more_positions), value=PAD)
+        batch = {**batch, "history": history}
         if self.unit == "user":
             more = rung(len(batch["target"])) - len(batch["target"])
             batch["target"] = functional.pad(batch["target"], (0, more), value=PAD)
@@ -417,92 +323,122 @@ class Examples(Sharded):
         return batch
 
 
-def seen_before(
-    part: dict[str, NDArray],
-    owner: NDArray[np.int64],
+def add_next_requests(columns: Columns) -> Columns:
+    """Replace the requests by one per user that follows all behaviours and has no target."""
+    users = len(columns["behaviours_per_user"])
+    return {
+        **columns,
+        "requests_per_user": np.ones(users, np.int32),
+        "history_end": columns["behaviours_per_user"],
+        "target": np.full(users, PAD, np.int32),
+    }
+
+
+def find_repeats(
+    items: NDArray[np.int64],
+    behaviours_per_user: NDArray[np.int64],
+    requests_per_user: NDArray[np.int64],
     end: NDArray[np.int64],
     target: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """(R,) whether the target is among the first `end` behaviours, of which there is one, of the user `owner`, each
-    (R,)."""
-    size = 1 + max(part["items"].max(initial=0), target.max(initial=0))
-    user = np.repeat(np.arange(len(part["lengths"])), part["lengths"])
-    pairs, place = np.unique(
-        user * size + part["items"], return_index=True
-    )  # of each user's item, its first place
-    wanted = owner * size + target
-    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    return (pairs[at] == wanted) & (place[at] < part["user_start"][owner] + end)
+    """Return whether each request's target is among the user's first `end` behaviours.
+
+    Args:
+        items: (E,) items of all users' behaviours, end to end.
+        behaviours_per_user: (U,) number of behaviours.
+        requests_per_user: (U,) number of requests.
+        end: (R,) behaviours before each request.
+        target: (R,) item of each request.
+    """
+    size = 1 + max(items.max(initial=0), target.max(initial=0))
+    pairs = row_numbers(behaviours_per_user) * size + items
+    first_pairs, first_index = np.unique(pairs, return_index=True)
+    owner = row_numbers(requests_per_user)
+    index, is_there = find_sorted(first_pairs, owner * size + target)
+    user_start = lengths_to_starts(behaviours_per_user)[owner]
+    if not len(first_index):
+        return is_there
+    return is_there & (first_index[index] < user_start + end)
 
 
-def padded(
-    items: NDArray, begin: NDArray[np.int64], length: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """(B, T) `length` (B,) of the `items` from `begin` (B,) on, then PAD; T is the longest, at least 1."""
-    place = np.arange(int(length.max(initial=1)))
-    inside = place < length[:, None]
-    return np.where(
-        inside, items[np.where(inside, begin[:, None] + place, 0)], PAD
-    ).astype(np.int64)
-
-
-def tensors(batch: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """The arrays as int64 tensors."""
+def to_tensors(batch: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
+    """Return the arrays as int64 tensors."""
     return {
         name: torch.from_numpy(np.ascontiguousarray(value, np.int64))
         for name, value in batch.items()
     }
 
 
-def batch_of(
+def collate_histories(
     histories: Sequence[Sequence[int]], user: NDArray[np.int64]
 ) -> dict[str, Tensor]:
-    """What `Examples.collate` gives of histories in no table, for `recommend`: `item_index` of at least one of each
-    request, and the hash of its user."""
+    """Return histories of no table as the batch that `RetrievalDataset.collate` makes, for `recommend`.
+
+    Args:
+        histories: The items of each request's history, at least one.
+        user: (B,) hash of each request's user.
+    """
     length = np.array([len(history) for history in histories], np.int64)
     items = np.array([item for history in histories for item in history], np.int64)
-    return tensors(
-        {
-            "history": padded(items, starts(length), length),
-            "history_length": length,
-            "user": user,
-        }
-    )
+    index, inside = pad_indices(lengths_to_starts(length), length)
+    batch = {
+        "history": pad_ragged(items, index, inside, PAD),
+        "history_length": length,
+        "user": user,
+    }
+    return to_tensors(batch)
 
 
-def of_requests(*names: str) -> list[str]:
-    """Paths, in the Parquet files, of fields of the requests: the others are not decoded."""
+def request_columns(*names: str) -> list[str]:
+    """Return the Parquet paths of fields of the requests; other fields are not decoded."""
     return [f"requests.list.element.{name}" for name in names]
 
 
-def _read_part(table: pa.Table, name: str) -> dict[str, Any]:
-    """Of one part: items end to end; by user lengths, user_start, user_hash; by request owner, place, end, target,
-    (as an Arrow array) split and, where it was read, time."""
+def decode_splits(splits: pa.Array) -> NDArray[np.int8]:
+    """Return the index of each split in `SPLITS`; -1 for another one."""
+    index = pc.index_in(splits, pa.array(SPLITS, splits.type))
+    return pc.fill_null(index, -1).to_numpy(zero_copy_only=False).astype(np.int8)
+
+
+def decode_sequences(table: pa.Table, name: str) -> Columns:
+    """Decode one part of the sequences of a retrieval log.
+
+    Returns:
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour (E,): item. By request (R,):
+        history_end, target, repeats, request_time, split.
+
+    Raises:
+        UserError: If a request has other than one candidate.
+    """
     lists = table["item_index"].combine_chunks()
-    lengths = pc.list_value_length(lists).to_numpy().astype(np.int64)
-    requests = table["requests"].combine_chunks()
-    counts = pc.list_value_length(requests).to_numpy().astype(np.int64)
-    asked = requests.flatten()
-    candidates = pc.struct_field(asked, "candidates")
-    if len(candidates) and pc.min_max(pc.list_value_length(candidates)).as_py() != {
-        "min": 1,
-        "max": 1,
-    }:
+    behaviours_per_user = pc.list_value_length(lists).to_numpy()
+    items = lists.flatten().to_numpy()
+    request_lists = table["requests"].combine_chunks()
+    requests_per_user = pc.list_value_length(request_lists).to_numpy()
+    requests = request_lists.flatten()
+    candidates = pc.struct_field(requests, "candidates")
+    num_candidates = pc.min_max(pc.list_value_length(candidates)).as_py()
+    if len(candidates) and num_candidates != {"min": 1, "max": 1}:
         raise UserError(
             f"{name} has requests with other than one candidate; retrieval needs the target alone"
         )
-    return {
-        "items": lists.flatten().to_numpy(),
-        "lengths": lengths,
-        "user_start": starts(lengths),
-        "user_hash": hash_strings(table["user_id"].combine_chunks()),
-        "owner": np.repeat(np.arange(len(counts)), counts),
-        "place": runs(np.zeros_like(counts), counts),
-        "end": pc.struct_field(asked, "history_end").to_numpy().astype(np.int64),
-        "target": candidates.flatten().to_numpy().astype(np.int64),
-        "split": pc.struct_field(asked, "split"),
-    } | (
-        {"time": pc.struct_field(asked, "timestamp_ms").to_numpy()}
-        if "timestamp_ms" in asked.type.names
-        else {}
+    target = candidates.flatten().to_numpy()
+    history_end = pc.struct_field(requests, "history_end").to_numpy()
+    repeats = find_repeats(
+        items.astype(np.int64),
+        behaviours_per_user.astype(np.int64),
+        requests_per_user.astype(np.int64),
+        history_end.astype(np.int64),
+        target.astype(np.int64),
     )
+    return {
+        "behaviours_per_user": behaviours_per_user.astype(np.int32),
+        "requests_per_user": requests_per_user.astype(np.int32),
+        "user_hash": hash_strings(table["user_id"].combine_chunks()),
+        "item": items.astype(np.int32),
+        "history_end": history_end.astype(np.int32),
+        "target": target.astype(np.int32),
+        "repeats": repeats,
+        "request_time": pc.struct_field(requests, "timestamp_ms").to_numpy(),
+        "split": decode_splits(pc.struct_field(requests, "split")),
+    }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.item_ids import clean_id, item_ids
 from models.requests import Columns, Requests, Row
-from models.retrieval.data import batch_of, hash_strings
+from models.retrieval.data import collate_histories, hash_strings
 from models.tables import UserError
 
 EVERY = ["*"]
@@ -51,7 +51,7 @@ class RetrievalRequests(Requests):
         users = hash_strings(
             pa.array([request.user for request in requests], pa.string())
         )
-        return batch_of([request.items for request in requests], users)
+        return collate_histories([request.items for request in requests], users)
 
     def allowed(self, ids: Sequence[Any]) -> Tensor:
         """(N,) bool, by item_index, of a set of items; ids that the catalogue does not have are skipped."""

@@ -7,8 +7,8 @@ tokens, for the requests of training and validation; `decoder` has the decoder's
 for those of training, from which its output layer gives the teacher's logits over any part of the vocabulary (128
 numbers a code at the published sizes, where a vocabulary has a thousand). Each stands in a folder named after all
 that it depends on, so one folder serves all teachers, tokenizers and variants of the student. Its `manifest.json` is
-written last, so a half-written table is made anew. Workers each make the rows of their own requests; in training
-they read them from a memory-mapped file, so the rows need not fit in memory.
+written last, so a half-written table is made anew. Each worker makes its share of the rows; in training all workers of
+a node read them from memory-mapped columns, so the rows need not fit in memory.
 
 Shapes: `B` requests, `S` vectors of the longest, `D` width, `L` levels.
 """
@@ -16,7 +16,6 @@ Shapes: `B` requests, `S` vectors of the longest, `D` width, `L` levels.
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,15 +24,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from models.config import pluralize
+from models.dataset.columns import Columns, open_columns
 from models.fit import to_device
 from models.locks import LOCK, locked
-from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.data import PAD, Catalogue, RetrievalDataset
 from models.retrieval.parts import History, real_positions
 from models.tables import (
     Manifest,
@@ -43,9 +44,7 @@ from models.tables import (
     fingerprint,
     has_manifest,
     join,
-    part_uris,
     read_manifest,
-    read_parquet,
     write_part,
 )
 
@@ -134,7 +133,7 @@ class States:
 
 @torch.no_grad()
 def precompute(
-    model: Any, config: Any, catalogue: Catalogue, examples: dict[str, Examples]
+    model: Any, config: Any, catalogue: Catalogue, examples: dict[str, RetrievalDataset]
 ) -> list[str]:
     """Gives a student the tables of its `teacher_cache`, for this rank's `examples` of each split; a line about each.
 
@@ -144,13 +143,9 @@ def precompute(
     """
     if not config.teacher_cache:
         return []
-    if examples["train"].buffers > 1:
-        raise UserError(
-            f"model.teacher_cache holds the states of all training requests, and these are streamed in "
-            f"{examples['train'].buffers} buffers; raise fit.memory_budget_gb, or leave model.teacher_cache out"
-        )
     model.eval()  # without dropout
-    device, share = next(model.parameters()).device, examples["train"].share
+    device = next(model.parameters()).device
+    rank, world = examples["train"].rank, examples["train"].world
     known, lines = {}, []
     for query in model.teacher_queries():
         parts = [examples[split] for split in query.splits]
@@ -163,12 +158,12 @@ def precompute(
         uri = join(
             config.teacher_cache, f"{query.name}-{fingerprint(settings, inputs)[:16]}"
         )
-        with _held(uri) if share.rank == 0 else nullcontext() as there:
-            there = _agree(there, share.world)
+        with _held(uri) if rank == 0 else nullcontext() as there:
+            there = _agree(there, world)
             if not there:
                 began = time.monotonic()
-                ranks = _all(_write(uri, query.outputs, parts, device), share.world)
-                if share.rank == 0:
+                ranks = _all(_write(uri, query.outputs, parts, device), world)
+                if rank == 0:
                     timings = {"seconds": round(time.monotonic() - began, 3)}
                     written = [part for of_rank in ranks for part in of_rank]
                     commit(
@@ -180,7 +175,7 @@ def precompute(
                         inputs=inputs,
                         timings=timings,
                     )
-                _agree(None, share.world)
+                _agree(None, world)
         known[query.name], manifest = _open(uri, query, parts)
         size = sum(part.bytes for part in manifest.files) / 2**20
         what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
@@ -193,13 +188,18 @@ def precompute(
 
 
 def _write(
-    uri: str, outputs: Outputs, parts: list[Examples], device: torch.device | str
+    uri: str,
+    outputs: Outputs,
+    parts: list[RetrievalDataset],
+    device: torch.device | str,
 ) -> list[Part]:
     """Writes the rows of this rank's requests."""
     made: list[Part] = []
     tables: list[pa.Table] = []
     for examples in parts:
-        for rows in examples.batches(BATCH):
+        rows = examples.sort_for_evaluation(examples.rows())
+        mine = rows[examples.rank :: examples.world]
+        for rows in examples.cut_batches(mine, BATCH):
             batch = examples.collate(rows)
             states, lengths = outputs(to_device(batch, torch.device(device)))
             inside = real_positions(lengths, states.shape[1])
@@ -226,44 +226,40 @@ def _write(
     return made
 
 
-def _open(uri: str, query: Query, parts: list[Examples]) -> tuple[States, Manifest]:
-    """The rows of the examples' requests."""
+def _decode_states(table: pa.Table, width: int) -> Columns:
+    """Decode one part: request (R,), length (R,) in vectors, and the vectors (S, D) end to end."""
+    lists = table["states"].combine_chunks()
+    values = lists.flatten().to_numpy().reshape(-1, width)
+    length = pc.list_value_length(lists).to_numpy() // width
+    return {"request": table["request"].to_numpy(), "length": length, "states": values}
+
+
+def _open(
+    uri: str, query: Query, parts: list[RetrievalDataset]
+) -> tuple[States, Manifest]:
+    """Open the rows of the examples' requests."""
     wanted = np.concatenate([part.request_numbers for part in parts])
-    requests, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     width = int(query.config["width"])
     try:
         manifest = read_manifest(uri, query.name)
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, it is gone with the last who has it open
-        for part in part_uris(uri, manifest):
-            table = read_parquet(part)
-            numbers, lists = (
-                table["request"].to_numpy(),
-                table["states"].combine_chunks(),
-            )
-            ends = lists.offsets.to_numpy().astype(np.int64)
-            mine = np.isin(numbers, wanted)
-            requests.append(numbers[mine])
-            lengths.append((np.diff(ends) // width)[mine])
-            file.write(
-                lists.values.to_numpy()[np.repeat(mine, np.diff(ends))].tobytes()
-            )
-        known = np.concatenate(requests)
-        if missing := len(np.setdiff1d(wanted, known)):
+        columns = open_columns(
+            uri,
+            "teacher_states",
+            None,
+            lambda table: _decode_states(table, width),
+            manifest=manifest,
+            settings=width,
+        )
+        made = columns.get("request", np.zeros(0, np.int64))
+        missing = len(np.setdiff1d(wanted, made))
+        if missing:
             raise UserError(f"it lacks {missing:,} of {len(wanted):,} requests")
-        file.flush()
-    except OSError as error:
-        raise UserError(
-            f"cannot lay out {uri} in {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a folder with room"
-        ) from error
     except UserError as error:
         raise UserError(
             f"the teacher cache {uri} cannot be used ({error}); remove the folder {uri}, and the next training makes it"
         ) from error
-    return States(
-        known,
-        np.concatenate(lengths),
-        np.memmap(file, np.float16, "r").reshape(-1, width),
-    ), manifest
+    states = States(columns["request"], columns["length"], columns["states"])
+    return states, manifest
 
 
 @contextmanager

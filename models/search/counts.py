@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from models.shares import find_in
+from models.ragged import find_sorted
 from models.tables import UserError, read_manifest, read_table
 
 Floats = NDArray[np.float32]
@@ -143,7 +143,7 @@ class Counts:
         """Writes what is counted of `items` (N,) and of their pairs with the query to `vectors` (N, F)."""
         item = np.array([self.items.get(id_, -1) for id_ in items], np.int64)
         asked = self.queries.get(query or "", -1)
-        place, there = find_in(self.pairs, item * len(self.queries) + asked)
+        place, there = find_sorted(self.pairs, item * len(self.queries) + asked)
         there &= (item >= 0) & (asked >= 0)
         for of, row in {
             "item": item,

@@ -1,12 +1,11 @@
-"""What search models are built on and trained on: the catalogue with its text, and a user's requests as batches.
+"""What search models are built on and trained on: the catalogue with its text, and the dataset of requests.
 
     catalogue = SearchCatalogue.load("tables", "text")
-    examples = SearchExamples.load("tables/sequences", "train", unit="user", max_history=100)
-    batch = examples.collate(next(examples.batches(100)))
+    dataset = SearchDataset.load("tables/sequences", "train", unit="user", max_history=100)
+    for batch in dataset.epoch(100, seed=1, epoch=0): ...
 
-A row is a history with all requests that it serves, so one encoder pass serves them all. Histories are
-slices of the user's behaviours, found when a batch is made. Candidates are flat over a batch: each knows its
-request, each request its row and how many of the row's behaviours lie before it.
+An example is a history with all requests that it serves, so one encoder pass serves them all. Candidates are flat over
+a batch: each knows its request, each request its row and how many of the row's behaviours lie before it.
 
 Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `F` features, `K` labels, `W` width of text.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -25,26 +24,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from models.dataset.columns import Columns
+from models.dataset.dataset import SPLITS, RequestDataset
 from models.gpu.graphs import rung
 from models.inputs import Inputs
 from models.own_features import OwnFeatures
-from models.retrieval.data import (
-    BUCKET,
-    PAD,
-    Examples,
-    hash_strings,
-    of_requests,
-    request_number,
+from models.ragged import (
+    find_sorted,
+    gather_ranges,
+    lengths_to_offsets,
+    pad_indices,
+    pad_ragged,
+    row_numbers,
+    run_starts,
 )
-from models.shares import (
-    Shard,
-    Share,
-    find_in,
-    joined,
-    parts_by_turns,
-    runs,
-    spans,
-    starts,
+from models.retrieval.data import (
+    PAD,
+    decode_splits,
+    hash_strings,
+    request_columns,
+    request_number,
+    to_tensors,
 )
 from models.tables import (
     Manifest,
@@ -58,8 +58,8 @@ from models.tables import (
 )
 from models.text_tables import size_of, vectors_of
 
-MOST_REQUESTS = 64
-"""Requests that share a row at most, so that many searches without a click are no row that a batch cannot hold."""
+MAX_REQUESTS = 64
+"""Requests of an example at most, so that a batch can hold the example of a user with many searches."""
 
 TABLES = {
     "tables": ("items", "queries", "sequences"),
@@ -69,9 +69,6 @@ TABLES = {
 
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
-
-OF_BEHAVIOURS = ("item", "time", "query", "history_features")
-"""What is held of behaviours."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ class SearchCatalogue:
 
     def of_pairs(self, keys: NDArray[np.int64]) -> Self:
         """The same with the text of the pairs at `keys` alone, where it has it; of one pair at least."""
-        place, found = find_in(self.pair_keys.numpy(), keys)
+        place, found = find_sorted(self.pair_keys.numpy(), keys)
         rows = torch.from_numpy(
             place[found]
             if found.any()
@@ -200,13 +197,13 @@ class SearchCatalogue:
             self, pair_keys=self.pair_keys[rows], pairs=self.pairs[rows], joint=joint
         )
 
-    def leave_pairs_to(self, examples: Iterable[SearchExamples], config: Any) -> Self:
+    def leave_pairs_to(self, examples: Iterable[SearchDataset], config: Any) -> Self:
         """The same without text of pairs, which `examples` bring with their batches from now on, for a model of
         `config`. They keep that of their own pairs alone; so none is on the device but a batch's."""
         if not self.items.shape[1]:
             return self
         for part in examples:
-            part.bring(self, config.history_pairs)
+            part.attach_text(self, config.history_pairs)
         none = self.pairs[:0].clone()
         joint = None if self.joint is None else none
         return replace(
@@ -319,41 +316,53 @@ def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:
     raise UserError(f"{uri} has no train request; check the split of jobs.prepare")
 
 
-class SearchExamples(Examples):
-    """The requests of one split, in rows that share a history.
+class SearchDataset(RequestDataset):
+    """The requests of one split, in examples that share a history.
 
-    `request`: every request sees exactly the latest `max_history` behaviours before it; requests whose
-    histories begin at the same behaviour (all of a user with at most `max_history`) share a row.
-    `user`: longer histories have windows that overlap, so that far fewer passes serve all requests, each with at least
-    `window_overlap` of `max_history` behaviours before it. A behaviour is learned in the earliest row that has others
-    before it, and in no other one (`history_new`).
-    No row has more than `MOST_REQUESTS`.
+    `request`: every request sees exactly the latest `max_history` behaviours before it; requests whose histories begin
+    at the same behaviour (all of a user with at most `max_history`) share an example.
+    `user`: longer histories have overlapping windows, so that far fewer passes serve all requests, each with at least
+    `window_overlap` of `max_history` behaviours before it. A behaviour is learned in the earliest example that has
+    behaviours before it, and in no other one (`history_new`).
+    No example has more than `MAX_REQUESTS` requests.
 
-    Requests with an empty history are kept, as a search has its query. Only requests of the split and
-    behaviours before them are held, and only users who have some.
+    Requests with an empty history are kept, as a search has its query.
     """
 
     kind = "search"
-    splits = ("train", "val", "test")
-    unit = "user"
-    counted = "requests"
-    max_history = 1000
-    window_overlap: ClassVar[float] = 0.75
-    """Share of `max_history` that a search of a longer history reads at least in training, as a model's config says."""
-    batch_of: ClassVar[str] = "requests"
-    """What a batch counts: `requests`, or rows of `users`; likewise."""
+    default_unit = "user"
+    default_max_history = 1000
+    window_overlap: float = 0.75
+    """Share of `max_history` that a search of a longer history reads at least in training."""
+    batch_of: str = "requests"
+    """What a batch counts in training: `requests`, or examples of `users`."""
 
-    columns: dict[str, NDArray]
-    """Of this rank: flat arrays by behaviour, user, request, row and candidate."""
-    brought: SearchCatalogue | None = None
+    requests: NDArray[np.int64]
+    """(m,) index of each request of the split in the columns."""
+    begin: NDArray[np.int64]
+    """(n,) first behaviour of each example, within its user."""
+    end: NDArray[np.int64]
+    """(n,) behaviours of the user before an example's last request."""
+    first: NDArray[np.int64]
+    """(n + 1,) index in `requests` of each example's first request."""
+    first_new: NDArray[np.int64]
+    """(n,) the first behaviour of an example that no earlier one has learned; at least 1, as the first behaviour has
+    nothing before it."""
+    catalogue: SearchCatalogue | None = None
     """Text of the pairs that batches bring along, where the model does not hold it."""
     history_pairs = False
-    """Whether they bring that of behaviours too."""
+    """Whether batches bring the text of behaviours' pairs too."""
 
     @classmethod
-    def _open(cls, uri: str) -> tuple[Manifest, list[str]]:
-        manifest = sequences_manifest(uri, "search")
-        asked = (
+    def dataset_options(cls, config: Any) -> dict[str, Any]:
+        return {"window_overlap": config.window_overlap, "batch_of": config.batch_of}
+
+    @classmethod
+    def parquet_columns(cls, manifest: Manifest) -> list[str]:
+        own = OwnFeatures.of(manifest.info).names
+        labels = [f"label_{name}" for name in manifest.info["labels"]]
+        by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
+        by_request = [
             "timestamp_ms",
             "query_index",
             "history_end",
@@ -361,272 +370,199 @@ class SearchExamples(Examples):
             "candidates",
             "positions",
             "features",
-        )
-        labels = (f"label_{name}" for name in manifest.info["labels"])
-        own = OwnFeatures.of(manifest.info).names
-        mine = [
-            "user_id",
-            "item_index",
-            "timestamp_ms",
-            "query_index",
-            "features",
-            *own,
         ]
-        return manifest, [*mine, *of_requests(*asked, *labels, *own)]
+        return [*by_user, *own, *request_columns(*by_request, *labels, *own)]
 
     @classmethod
-    def _read(cls, table: pa.Table, manifest: Manifest, uri: str) -> dict[str, NDArray]:
+    def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
         labels = [f"label_{name}" for name in manifest.info["labels"]]
-        part = read_part(
-            table, labels, len(manifest.info["features"]), OwnFeatures.of(manifest.info)
-        )
-        return part | {"user_hash": hash_strings(table["user_id"].combine_chunks())}
-
-    def _add(self, part: dict[str, NDArray], first_user: int, shard: Shard) -> int:
-        chosen = np.flatnonzero(part["split"] == self.split)
-        if self.split == "train" and self.since:
-            chosen = chosen[self.left(part["request_time"][chosen], first_user)]
-        owner, end = part["owner"][chosen], part["end"][chosen]
-        begin = self._begin(end)
-        first = np.ones(len(chosen), bool)
-        first[1:] = (owner[1:] != owner[:-1]) | (begin[1:] != begin[:-1])
-        number = np.arange(len(chosen))
-        first |= (
-            number - np.maximum.accumulate(np.where(first, number, 0))
-        ) % MOST_REQUESTS == 0
-        users, local, low, count = spans(owner, begin, end)
-        behaviour = runs(starts(part["lengths"])[users] + low, count)
-        counts = part["counts"][chosen]
-        flat = runs(part["candidate_start"][chosen], counts)
-        first = np.flatnonzero(first)
-        self._parts.append(
-            {
-                **{name: part[name][behaviour] for name in OF_BEHAVIOURS},
-                "user_start": self._behaviours + starts(count) - low,
-                "user_hash": part["user_hash"][users],
-                "user_row": first_user + users,
-                "owner": (self._users + local).astype(np.int32),
-                "end": end.astype(np.int32),
-                "place": part["place"][chosen].astype(np.int32),
-                "first": (self.requests + first).astype(np.int32),
-                "begin": begin[first].astype(np.int32),
-                "request_query": part["request_query"][chosen].astype(np.int32),
-                "request_time": part["request_time"][chosen],
-                "counts": counts.astype(np.int32),
-                "candidate_start": self._candidates + starts(counts),
-                **{
-                    name: part[name][flat]
-                    for name in ("candidate", "position", "labels", "features")
-                },
-            }
-        )
-        self._users += len(users)
-        self.requests += len(end)
-        self.learned += len(end)
-        self._behaviours += len(behaviour)
-        self._candidates += len(flat)
-        return len(first)
+        num_features = len(manifest.info["features"])
+        own = OwnFeatures.of(manifest.info)
+        return decode_sequences(table, labels, num_features, own)
 
     @classmethod
-    def of_model(cls, config: Any) -> type[Self]:
-        settings = {
-            "window_overlap": config.window_overlap,
-            "batch_of": config.batch_of,
-        }
-        return type(cls.__name__, (cls,), settings)
-
-    def __init__(self, split: str, unit: str, max_history: int, share: Share) -> None:
-        super().__init__(split, unit, max_history, share)
-        self._stride = (
-            1
-            if unit == "request"
-            else max(1, int(max_history * (1 - self.window_overlap)))
-        )
-        self._by_requests = self.batch_of == "requests" or split != "train"
-        self._candidates = 0
-
-    def _close(self) -> None:
-        columns = joined(self._parts)
-        del self._parts
-        self._take(columns)
+    def decoder_settings(cls, manifest: Manifest) -> Any:
+        names = ("labels", "features", "own")
+        return {name: manifest.info.get(name) for name in names}
 
     @classmethod
-    def of(cls, columns: dict[str, NDArray], lengths: NDArray, counts: NDArray) -> Self:
-        """Requests in memory, each with a history and a row of its own, without labels.
+    def from_requests(
+        cls, columns: Columns, lengths: NDArray, counts: NDArray
+    ) -> SearchDataset:
+        """Return served requests as a dataset, each with a history and an example of its own, without labels.
 
-        `columns` holds item, time, query and history_features, (behaviours, ...) end to end, `lengths` (R,) of each;
-        the request_query (R,); and, end to end, the candidate and features (N, ...), `counts` (R,) of each.
+        Args:
+            columns: item, time, query and history_features by behaviour, end to end; request_query (R,); candidate and
+                features by candidate, end to end.
+            lengths: (R,) behaviours of each request.
+            counts: (R,) candidates of each request.
         """
-        self = cls.in_memory(
-            "test", "request", max(1, int(lengths.max(initial=1))), len(lengths)
-        )
-        number, none = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
-        self._take(
-            {
-                **columns,
-                "counts": counts,
-                "user_start": starts(lengths),
-                "user_hash": none,
-                "user_row": number,
-                "owner": number,
-                "begin": none,
-                "end": lengths,
-                "first": number,
-                "place": none,
-                "request_time": none,
-                "candidate_start": starts(counts),
-                "position": np.zeros(len(columns["candidate"]), np.int64),
-                "labels": np.zeros((len(columns["candidate"]), 0), bool),
-            }
-        )
-        return self
+        requests = len(lengths)
+        candidates = len(columns["candidate"])
+        whole = {
+            **columns,
+            "behaviours_per_user": lengths,
+            "requests_per_user": np.ones(requests, np.int64),
+            "user_hash": np.zeros(requests, np.int64),
+            "history_end": lengths,
+            "split": np.full(requests, SPLITS.index("test"), np.int8),
+            "request_time": np.zeros(requests, np.int64),
+            "candidates_per_request": counts,
+            "position": np.zeros(candidates, np.int64),
+            "labels": np.zeros((candidates, 0), bool),
+        }
+        return cls(whole, "test", "request", max(1, int(lengths.max(initial=1))))
 
-    def _take(self, columns: dict[str, NDArray]) -> None:
-        self.columns = columns
-        self._owner, self._end, self._place = (
-            columns[name] for name in ("owner", "end", "place")
+    def _plan(self) -> None:
+        columns = self.columns
+        self.request_offsets = lengths_to_offsets(columns["requests_per_user"])
+        self.candidate_offsets = lengths_to_offsets(columns["candidates_per_request"])
+        chosen = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
+        if self.split == "train" and self.new:
+            chosen = chosen[self.new.mask(columns["request_time"][chosen])]
+        owner = np.searchsorted(self.request_offsets, chosen, side="right") - 1
+        end = columns["history_end"][chosen].astype(np.int64)
+        begin = self._window_begin(end)
+        first = _limit_runs(run_starts(owner, begin), len(chosen), MAX_REQUESTS)
+        self.requests = chosen
+        self.num_requests = self.num_learned = len(chosen)
+        self.user = owner[first]
+        self.begin = begin[first]
+        self.end = np.maximum.reduceat(end, first) if len(first) else end[:0]
+        self.first = np.append(first, len(chosen))
+        self.lengths = self.end - self.begin
+        self.first_new = self._first_new()
+        counts_requests = self.batch_of == "requests" or self.split != "train"
+        requests_per_example = np.diff(self.first)
+        self.weights = (
+            requests_per_example if counts_requests else np.ones(len(first), np.int8)
         )
-        self._user_row, first = columns["user_row"], columns["first"]
-        self._first = np.append(first, len(self._end))
-        self._row_end = (
-            np.maximum.reduceat(self._end, first) if len(first) else self._end[:0]
-        )
-        self.lengths = self._row_end - columns["begin"]
-        again = (
-            np.append(False, self._owner[first[1:]] == self._owner[first[:-1]])
-            if len(first)
-            else first == -1
-        )
-        learned = np.where(again, np.append(0, self._row_end[:-1]), 0)[: len(first)]
-        self._new = np.clip(learned - columns["begin"], 1, None)
 
-    def _bring(self, catalogue: SearchCatalogue, history: bool, complete: bool) -> None:
-        """Lets batches bring the text of their candidates' pairs, and with `history` of their behaviours'. UserError
-        where the catalogue lacks one, unless it need not be `complete`."""
-        c, self.history_pairs = self.columns, history
-        asked = np.repeat(c["request_query"], c["counts"])
-        own = _keys(c["candidate"], asked, catalogue.num_queries)
+    def _window_begin(self, end: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first behaviour of the example that serves a request with `end` behaviours before it."""
+        stride = 1
+        if self.unit == "user":
+            stride = max(1, int(self.max_history * (1 - self.window_overlap)))
+        excess = np.maximum(end - self.max_history, 0)
+        return (excess + stride - 1) // stride * stride
+
+    def _first_new(self) -> NDArray[np.int64]:
+        """Return the first behaviour of each example that the user's examples before it have not learned."""
+        learned = np.zeros(len(self.user), np.int64)
+        if len(self.user):
+            same_user = self.user[1:] == self.user[:-1]
+            learned[1:] = np.where(same_user, self.end[:-1], 0)
+        return np.clip(learned - self.begin, 1, None)
+
+    def attach_text(
+        self, catalogue: SearchCatalogue, history: bool, complete: bool = True
+    ) -> None:
+        """Let batches bring the text of their candidates' pairs, and with `history` of their behaviours' pairs.
+
+        Raises:
+            UserError: If the catalogue lacks a pair, unless it need not be `complete`.
+        """
+        columns, self.history_pairs = self.columns, history
+        counts = columns["candidates_per_request"][self.requests]
+        candidates = gather_ranges(self.candidate_offsets[self.requests], counts)
+        query = np.repeat(columns["request_query"][self.requests], counts)
+        keys = _pair_keys(
+            columns["candidate"][candidates], query, catalogue.num_queries
+        )
         if history:
-            own = np.union1d(own, _keys(c["item"], c["query"], catalogue.num_queries))
-        self.brought = catalogue.of_pairs(own)
-        if complete and len(
-            missing := np.setdiff1d(own, self.brought.pair_keys.numpy())
-        ):
-            item, query = divmod(int(missing[0]), catalogue.num_queries + 1)
+            behaviours = self._visited_behaviours()
+            past = _pair_keys(
+                columns["item"][behaviours],
+                columns["query"][behaviours],
+                catalogue.num_queries,
+            )
+            keys = np.union1d(keys, past)
+        self.catalogue = catalogue.of_pairs(keys)
+        missing = np.setdiff1d(keys, self.catalogue.pair_keys.numpy())
+        if complete and len(missing):
+            lost_item, lost_query = divmod(int(missing[0]), catalogue.num_queries + 1)
             raise UserError(
-                f"the text has no embedding of item {item} with query {query - 1}; run jobs.encode again on these "
-                f"tables"
+                f"the text has no embedding of item {lost_item} with query {lost_query - 1}; "
+                f"run jobs.encode again on these tables"
             )
 
-    def _begin(self, end: NDArray) -> NDArray[np.int64]:
-        """First behaviour of the row that serves a request with `end` behaviours before it."""
-        return -(-np.maximum(end - self.max_history, 0) // self._stride) * self._stride
-
-    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Requests of each row, unless batches count users."""
-        return (
-            np.diff(self._first).astype(np.int64)[rows]
-            if self._by_requests
-            else super().sizes(rows)
-        )
-
-    def _arrange(
-        self,
-        rows: NDArray[np.int64],
-        shard: int,
-        batch_size: int,
-        steps: int,
-        rng: np.random.Generator,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """At random, and by length within the requests of `BUCKET` steps."""
-        if not self._by_requests:
-            return super()._arrange(rows, shard, batch_size, steps, rng)
-        order = rows[rng.permutation(len(rows))]
-        bucket = (
-            np.cumsum(self.sizes(order))
-            * steps
-            // (BUCKET * max(1, int(self.sizes(order).sum())))
-        )
-        order = order[np.lexsort((self.lengths[order], bucket))]
-        return order, parts_by_turns(self.sizes(order), steps, shard, self.share.shards)
+    def _visited_behaviours(self) -> NDArray[np.int64]:
+        """Return the index of the behaviours that examples have as history, from each user's first to the last."""
+        first = run_starts(self.user)
+        if not len(first):
+            return first
+        begin = np.minimum.reduceat(self.begin, first)
+        end = np.maximum.reduceat(self.end, first)
+        return gather_ranges(self.offsets[self.user[first]] + begin, end - begin)
 
     def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
-        """The rows as tensors, histories right-padded with -1 to their own longest.
+        """Return the examples as tensors, histories right-padded with -1 to the longest.
 
-        By row: history (B, T) item_index, history_query (B, T), history_time (B, T) ms, history_features (B, T, F),
-        history_length (B,), history_new (B,) the first behaviour that no
-        other row has learned (at least 1, as the first one has nothing before it), user (B,) hash of the id, user_row
-        (B,). By request: request_row (R,), request_end (R,) behaviours of the row before it, request_query (R,),
-        request_time (R,) ms, request (R,) its `request_number`. By candidate: candidate (N,) item_index,
-        candidate_request (N,), candidate_position (N,), labels (N, K) bool, features (N, F). With `bring` also, of P
-        distinct pairs, pair_keys (P,), pairs (P, W) and, where there is one, joint (P, W).
+        Returns:
+            By row: history (B, T) item_index, history_query (B, T), history_time (B, T) ms, history_features (B, T, F),
+            history_length (B,), history_new (B,) the first behaviour that no other example has learned, user (B,) hash
+            of the id, user_row (B,). By request: request_row (R,), request_end (R,) behaviours of the row before it,
+            request_query (R,), request_time (R,) ms, request (R,) its `request_number`. By candidate: candidate (N,)
+            item_index, candidate_request (N,), candidate_position (N,), labels (N, K) bool, features (N, F). After
+            `attach_text` also, of P distinct pairs, pair_keys (P,), pairs (P, W) and, where there is one, joint (P, W).
         """
-        c = self.columns
-        first = self._first[rows].astype(np.int64)
-        count, length, begin = (
-            self._first[rows + 1] - first,
-            self.lengths[rows],
-            c["begin"][rows],
-        )
-        user = self._owner[first]
-        place = np.arange(max(1, int(length.max(initial=1))))
-        inside = place < length[:, None]
-        index = np.where(inside, (c["user_start"][user] + begin)[:, None] + place, 0)
-
-        def history(name: str, empty: int) -> NDArray:
-            values = (
-                c[name][index]
-                if len(c[name])
-                else np.zeros((*index.shape, *c[name].shape[1:]), c[name].dtype)
-            )
-            return np.where(
-                inside.reshape(inside.shape + (1,) * (values.ndim - 2)), values, empty
-            )
-
-        request = runs(first, count)
-        counts = c["counts"][request]
-        candidate = runs(c["candidate_start"][request], counts)
+        columns, user = self.columns, self.user[rows]
+        begin, length = self.begin[rows], self.lengths[rows]
+        index, inside = pad_indices(self.offsets[user] + begin, length)
+        first = self.first[rows]
+        count = self.first[rows + 1] - first
+        request = self.requests[gather_ranges(first, count)]
+        request_user = np.repeat(user, count)
+        place = request - self.request_offsets[request_user]
+        num_candidates = columns["candidates_per_request"][request].astype(np.int64)
+        candidate = gather_ranges(self.candidate_offsets[request], num_candidates)
         batch = {
-            "history": history("item", PAD),
-            "history_query": history("query", NO_QUERY),
-            "history_time": history("time", 0),
+            "history": pad_ragged(columns["item"], index, inside, PAD),
+            "history_query": pad_ragged(columns["query"], index, inside, NO_QUERY),
+            "history_time": pad_ragged(columns["time"], index, inside, 0),
             "history_length": length,
-            "history_new": self._new[rows],
-            "user": c["user_hash"][user],
-            "user_row": self._user_row[user],
-            "request_row": np.repeat(np.arange(len(rows)), count),
-            "request_end": self._end[request] - np.repeat(begin, count),
-            "request_query": c["request_query"][request],
-            "request_time": c["request_time"][request],
-            "request": request_number(
-                self._user_row[self._owner[request]], self._place[request]
-            ),
-            "candidate": c["candidate"][candidate],
-            "candidate_request": np.repeat(np.arange(len(request)), counts),
-            "candidate_position": c["position"][candidate],
+            "history_new": self.first_new[rows],
+            "user": columns["user_hash"][user],
+            "user_row": user,
+            "request_row": row_numbers(count),
+            "request_end": columns["history_end"][request] - np.repeat(begin, count),
+            "request_query": columns["request_query"][request],
+            "request_time": columns["request_time"][request],
+            "request": request_number(request_user, place),
+            "candidate": columns["candidate"][candidate],
+            "candidate_request": row_numbers(num_candidates),
+            "candidate_position": columns["position"][candidate],
         }
-        tensors = {
-            name: torch.from_numpy(np.ascontiguousarray(value, np.int64))
-            for name, value in batch.items()
-        }
-        tensors["history_features"] = torch.from_numpy(history("history_features", 0))
-        tensors["labels"] = torch.from_numpy(c["labels"][candidate])
-        tensors["features"] = torch.from_numpy(c["features"][candidate])
-        if self.brought:
-            asked = np.repeat(batch["request_query"], counts)
-            keys = _keys(batch["candidate"], asked, self.brought.num_queries)
-            if self.history_pairs:
-                past = _keys(
-                    batch["history"], batch["history_query"], self.brought.num_queries
-                )
-                keys = np.union1d(keys, past)
-            text = self.brought.of_pairs(keys)
-            tensors |= {"pair_keys": text.pair_keys, "pairs": text.pairs}
-            if text.joint is not None:
-                tensors["joint"] = text.joint
+        tensors = to_tensors(batch)
+        past = pad_ragged(columns["history_features"], index, inside, 0)
+        tensors["history_features"] = torch.from_numpy(past)
+        tensors["labels"] = torch.from_numpy(columns["labels"][candidate])
+        tensors["features"] = torch.from_numpy(columns["features"][candidate])
+        if self.catalogue:
+            tensors |= self._pair_text(self.catalogue, batch, num_candidates)
         return tensors
 
-    def asked(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _pair_text(
+        self,
+        catalogue: SearchCatalogue,
+        batch: dict[str, NDArray],
+        num_candidates: NDArray[np.int64],
+    ) -> dict[str, Tensor]:
+        """Return the text of the pairs in a batch."""
+        query = np.repeat(batch["request_query"], num_candidates)
+        keys = _pair_keys(batch["candidate"], query, catalogue.num_queries)
+        if self.history_pairs:
+            past = _pair_keys(
+                batch["history"], batch["history_query"], catalogue.num_queries
+            )
+            keys = np.union1d(keys, past)
+        text = catalogue.of_pairs(keys)
+        tensors = {"pair_keys": text.pair_keys, "pairs": text.pairs}
+        if text.joint is not None:
+            tensors["joint"] = text.joint
+        return tensors
+
+    def candidate_keys(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         request = batch["candidate_request"]
         return {
             "user_row": batch["user_row"][batch["request_row"]][request],
@@ -637,10 +573,10 @@ class SearchExamples(Examples):
             "labels": batch["labels"],
         }
 
-    def filled(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With more rows, behaviours, requests, candidates and pairs, that are none; `real` (N,) are the candidates."""
+    def pad_to_buckets(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Pad rows, behaviours, requests, candidates and pairs; `real` (N,) marks the candidates."""
         length = batch["history"].shape[1]
-        wide = min(rung(length), max(length, self.max_history)) - length
+        more_positions = min(rung(length), max(length, self.max_history)) - length
         more = {
             name: rung(len(batch[name])) - len(batch[name])
             for name in SIZED
@@ -650,22 +586,20 @@ class SearchExamples(Examples):
             "history": PAD,
             "history_query": NO_QUERY,
             "request_query": NO_QUERY,
-            "pair_keys": 2**62,  # above all; a larger one would be rounded
+            "pair_keys": 2**62,  # above all keys; a larger one would be rounded
         }
 
-        def padded(name: str, value: Tensor) -> Tensor:
+        def pad(name: str, value: Tensor) -> Tensor:
             rows = next(
                 more[of] for of, named in SIZED.items() if name.startswith(named)
             )
-            beside = (
-                (*(0, 0) * (value.ndim - 2), 0, wide)
-                if name in HISTORIES
-                else (0, 0) * (value.ndim - 1)
-            )
-            return functional.pad(value, (*beside, 0, rows), value=empty.get(name, 0))
+            inner = (0, 0) * (value.ndim - 1)
+            if name in HISTORIES:
+                inner = (*(0, 0) * (value.ndim - 2), 0, more_positions)
+            return functional.pad(value, (*inner, 0, rows), value=empty.get(name, 0))
 
         batch = {**batch, "real": torch.ones(len(batch["candidate"]), dtype=torch.bool)}
-        return {name: padded(name, value) for name, value in batch.items()}
+        return {name: pad(name, value) for name, value in batch.items()}
 
 
 HISTORIES = ("history", "history_query", "history_time", "history_features")
@@ -676,72 +610,84 @@ SIZED = {
     "user": ("user", "history"),
     "candidate": ("candidate", "labels", "features", "real"),
 }
-"""A tensor of each size of a batch, and the beginnings of the names of those of that size."""
+"""A tensor of each size of a batch, and the beginnings of the names of the tensors of that size."""
 
 
-def _keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:
-    """Ascending `pair_key` of the pairs that have an item and a query."""
+def _limit_runs(
+    starts: NDArray[np.int64], total: int, longest: int
+) -> NDArray[np.int64]:
+    """Cut runs that begin at `starts` and end at `total` into runs of at most `longest`; return where they begin."""
+    is_start = np.zeros(total, bool)
+    is_start[starts] = True
+    number = np.arange(total)
+    within_run = number - np.maximum.accumulate(np.where(is_start, number, 0))
+    return np.flatnonzero(within_run % longest == 0)
+
+
+def _pair_keys(item: NDArray, query: NDArray, num_queries: int) -> NDArray[np.int64]:
+    """Return the ascending `pair_key` of the pairs that have an item and a query."""
     there = (item >= 0) & (query != NO_QUERY)
-    return np.unique(
-        pair_key(
-            item[there].astype(np.int64), query[there].astype(np.int64), num_queries
-        )
-    )
+    item, query = item[there].astype(np.int64), query[there].astype(np.int64)
+    return np.unique(pair_key(item, query, num_queries))
 
 
-def read_part(
-    table: pa.Table, labels: list[str], features: int, own: OwnFeatures | None = None
-) -> dict[str, NDArray]:
-    """Flat arrays of one part: of its behaviours, its requests and their candidates. `features` counts those of the
-    table's vectors, beside which `own` ones have columns of their own."""
-    own = own or OwnFeatures()
-    items = table["item_index"].combine_chunks()
-    lists = table["requests"].combine_chunks()
-    requests = lists.flatten()
-    per_user = pc.list_value_length(lists).to_numpy().astype(np.int64)
-    shown = pc.struct_field(requests, "candidates")
-    counts = pc.list_value_length(shown).to_numpy().astype(np.int64)
+def decode_sequences(
+    table: pa.Table, labels: list[str], num_features: int, own: OwnFeatures
+) -> Columns:
+    """Decode one part of the sequences of a search log.
 
-    def flat(column: str) -> NDArray[np.int64]:
-        return table[column].combine_chunks().flatten().to_numpy().astype(np.int64)
+    Args:
+        table: The part.
+        labels: Fields of a request that hold the labels of its candidates.
+        num_features: Length of the table's feature vectors.
+        own: Features of the log that have columns of their own.
 
-    def of_request(name: str) -> NDArray[np.int64]:
-        return pc.struct_field(requests, name).to_numpy().astype(np.int64)
+    Returns:
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour: item, time, query,
+        history_features. By request: history_end, split, request_query, request_time, candidates_per_request. By
+        candidate: candidate, position, labels, features.
+    """
+    item_lists = table["item_index"].combine_chunks()
+    items = item_lists.flatten().to_numpy()
+    request_lists = table["requests"].combine_chunks()
+    requests = request_lists.flatten()
+    candidate_lists = pc.struct_field(requests, "candidates")
+    candidates = candidate_lists.flatten().to_numpy()
 
-    def of_candidate(name: str) -> NDArray:
+    def by_behaviour(column: str) -> NDArray:
+        return table[column].combine_chunks().flatten().to_numpy()
+
+    def by_request(name: str) -> NDArray:
+        return pc.struct_field(requests, name).to_numpy()
+
+    def by_candidate(name: str) -> NDArray:
         values = pc.struct_field(requests, name).flatten()
         return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type))
 
-    vectors = table["features"].combine_chunks().flatten().flatten().to_numpy()
+    def features(vectors: NDArray, columns: dict[str, pa.Array], rows: int) -> NDArray:
+        counted = vectors.astype(np.float32).reshape(rows, num_features)
+        if not own.names:
+            return counted
+        return np.concatenate([counted, own.matrix(columns, rows)], 1)
+
     past = {name: table[name].combine_chunks().flatten() for name in own.names}
     now = {name: pc.struct_field(requests, name).flatten() for name in own.names}
-
-    def with_own(
-        vectors: NDArray, columns: dict[str, pa.Array], rows: int
-    ) -> NDArray[np.float32]:
-        built_in = vectors.astype(np.float32).reshape(rows, features)
-        return (
-            np.concatenate([built_in, own.matrix(columns, rows)], 1)
-            if own.names
-            else built_in
-        )
-
+    past_vectors = table["features"].combine_chunks().flatten().flatten().to_numpy()
     return {
-        "lengths": pc.list_value_length(items).to_numpy().astype(np.int64),
-        "item": items.flatten().to_numpy(),
-        "time": flat("timestamp_ms"),
-        "query": flat("query_index").astype(np.int32),
-        "history_features": with_own(vectors, past, len(items.flatten())),
-        "owner": np.repeat(np.arange(len(per_user)), per_user),
-        "place": runs(np.zeros_like(per_user), per_user),
-        "end": of_request("history_end"),
-        "split": pc.struct_field(requests, "split").to_numpy(zero_copy_only=False),
-        "request_query": of_request("query_index"),
-        "request_time": of_request("timestamp_ms"),
-        "counts": counts,
-        "candidate_start": starts(counts),
-        "candidate": shown.flatten().to_numpy(),
-        "position": of_candidate("positions"),
-        "labels": np.stack([of_candidate(name) for name in labels], 1),
-        "features": with_own(of_candidate("features"), now, int(counts.sum())),
+        "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
+        "requests_per_user": pc.list_value_length(request_lists).to_numpy(),
+        "user_hash": hash_strings(table["user_id"].combine_chunks()),
+        "item": items,
+        "time": by_behaviour("timestamp_ms"),
+        "query": by_behaviour("query_index").astype(np.int32),
+        "history_features": features(past_vectors, past, len(items)),
+        "history_end": by_request("history_end").astype(np.int32),
+        "split": decode_splits(pc.struct_field(requests, "split")),
+        "request_query": by_request("query_index").astype(np.int32),
+        "request_time": by_request("timestamp_ms"),
+        "candidates_per_request": pc.list_value_length(candidate_lists).to_numpy(),
+        "candidate": candidates,
+        "position": by_candidate("positions"),
+        "labels": np.stack([by_candidate(name) for name in labels], 1),
+        "features": features(by_candidate("features"), now, len(candidates)),
     }

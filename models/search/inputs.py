@@ -41,7 +41,7 @@ class Text(nn.Module):
         self.of_query = nn.Linear(catalogue.items.shape[1], width)
 
     def take_pairs(self, batch: dict[str, Tensor]) -> None:
-        """Reads pairs in the tables that the batch brings, where it brings some (`SearchExamples.bring`), and queries
+        """Reads pairs in the tables that the batch brings, where it brings some (`attach_text`), and queries
         in that of a served request, whose numbers are the request's own."""
         if "queries" in batch:
             self.queries, self.num_queries = batch["queries"], len(batch["queries"])

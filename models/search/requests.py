@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.own_features import OwnFeatures
+from models.ragged import concat_columns, find_sorted
 from models.requests import Columns, Request, Requests, Row
 from models.search.counts import HOURS, Counts, hours
-from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples, pair_key
-from models.shares import find_in, joined
+from models.search.data import NO_QUERY, SearchCatalogue, SearchDataset, pair_key
 from models.tables import UserError, read_manifest, read_table
 from models.text_encoder import (
     MAX_CACHED_TEXTS,
@@ -81,7 +81,7 @@ class RequestText:
         of_item, of_query = np.divmod(keys, count + 1)
         of_query -= 1
         before = number[of_query]
-        place, found = find_in(
+        place, found = find_sorted(
             whole.pair_keys.numpy(), pair_key(of_item, before, whole.num_queries)
         )
         found &= before >= 0
@@ -234,7 +234,7 @@ class SearchRequests(Requests):
                     f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
                     stacklevel=2,
                 )
-        parts = joined([dict(row) for row in rows])
+        parts = concat_columns([dict(row) for row in rows])
         texts = [
             q
             for q in dict.fromkeys([*parts["asked"], *parts["query"]])
@@ -257,9 +257,10 @@ class SearchRequests(Requests):
         )
         for what, (item, query) in read.items():
             self.warn(what, item, query, text)
-        examples = SearchExamples.of({**parts, "request_query": asked}, lengths, counts)
-        examples.bring(text, self.config.history_pairs, complete=False)
-        return {**examples.collate(np.arange(len(requests))), "queries": text.queries}
+        columns = {**parts, "request_query": asked}
+        dataset = SearchDataset.from_requests(columns, lengths, counts)
+        dataset.attach_text(text, self.config.history_pairs, complete=False)
+        return {**dataset.collate(np.arange(len(requests))), "queries": text.queries}
 
     def warn(
         self,

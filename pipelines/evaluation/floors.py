@@ -66,11 +66,12 @@ def measure_floor(
 ) -> Floor:
     """Measure one computed model on a split."""
     family = setup.entry.family
-    examples = family.examples.of_model(setup.config).load(
+    examples = family.dataset.load(
         inputs.sequences,
         split,
         unit=family.eval_unit,
         max_history=history_to_give(setup.config.max_history, options),
+        **family.dataset.dataset_options(setup.config),
     )
     stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
     sums, _, _ = score(

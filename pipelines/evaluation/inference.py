@@ -6,7 +6,7 @@ after the history of each of its requests, with the request's time and target. A
 computed again from the table of its split.
 
 A unit of work is a run of the users of one file of `sequences`. Units are ranked one after the other in this process,
-or by Ray Data actors that each hold the model; beside that and the catalogue one file is held.
+or by Ray Data actors that each hold the model; beside that, the catalogue and the user ids of one file are held.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models import checkpoint, registry
-from models.examples import Sharded
+from models.dataset.dataset import RequestDataset
 from models.fit import to_device
 from models.inputs import Inputs
-from models.retrieval.data import request_place
+from models.retrieval.data import RetrievalDataset, request_place
 from models.retrieval.recommend import allow, history_to_give
 from models.scores import check_finite
 from models.setup import Loaded
-from models.shares import Shard, Share
 from models.tables import (
     Manifest,
     Part,
@@ -123,10 +122,8 @@ class Kernel:
 
     table: ClassVar[str]
     """Kind of the table that it writes."""
-    request_columns: Sequence[str] = ()
-    """Fields of requests that `hold` reads beside the users."""
-    examples: Sharded
-    """What is ranked for of the file that is held."""
+    examples: RequestDataset
+    """The requests to rank for."""
 
     def __init__(
         self,
@@ -160,7 +157,9 @@ class Kernel:
         self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])[
             "item_id"
         ].combine_chunks()
-        self.file = -1  # the one that is held
+        self.examples = self.load_examples()
+        self.user_rows = self.examples.user_rows(self.examples.rows())
+        self.file = -1  # the one whose user ids are held
 
     def __call__(self, block: dict[str, NDArray]) -> dict[str, NDArray]:
         units = zip(
@@ -175,13 +174,11 @@ class Kernel:
         what `ranked` counts."""
         if file != self.file:
             self.hold(file)
-        rows = np.arange(len(self.examples))
-        place = self.examples.user_rows(rows) - self.first_user
-        rows = rows[(first <= place) & (place < last)]
+        place = self.user_rows - self.first_user
+        rows = self.examples.rows()[(first <= place) & (place < last)]
         found = []
-        for chosen in self.examples.bounded(
-            self.examples.ordered(rows), self.batch_size
-        ):
+        ordered = self.examples.sort_for_evaluation(rows)
+        for chosen in self.examples.cut_batches(ordered, self.batch_size):
             batch = to_device(self.examples.collate(chosen), self.device)
             with torch.no_grad():
                 found.append([value.cpu().numpy() for value in self.rank(batch)])
@@ -191,23 +188,16 @@ class Kernel:
         return write_part(self.output, pa.table(columns, schema=self.schema)), count
 
     def hold(self, file: int) -> None:
-        """Reads a file of `sequences` in place of the one before."""
+        """Read the user ids of a file of `sequences` in place of the file before."""
         sequences = self.inputs.sequences
         manifest = read_manifest(sequences, "sequences")
-        share = Share(1, (Shard(0, range(file, file + 1), 0, 1),), 0, 1)
-        self.examples = self.read(share)
         uri, sha256 = part_uris(sequences, manifest)[file], manifest.files[file].sha256
-        read = read_parquet(uri, ["user_id", *self.request_columns], sha256)
-        self.users = read["user_id"].combine_chunks()
-        if self.request_columns:
-            requests = read["requests"].combine_chunks()
-            self.request_offsets = requests.offsets.to_numpy()
-            self.request_times = pc.struct_field(requests.values, "timestamp_ms")
+        self.users = read_parquet(uri, ["user_id"], sha256)["user_id"].combine_chunks()
         self.first_user = sum(part.rows for part in manifest.files[:file])
         self.file = file
 
-    def read(self, share: Share) -> Sharded:
-        """The examples of a share."""
+    def load_examples(self) -> RequestDataset:
+        """Load the requests to rank for."""
         raise NotImplementedError
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
@@ -224,15 +214,11 @@ class Recommender(Kernel):
 
     table = "recommendations"
 
-    def read(self, share: Share) -> Sharded:
-        return self.examples_of("next", share)
-
-    def examples_of(self, split: str, share: Share) -> Sharded:
-        """Load the requests of a split, with as much history as the model reads."""
+    def load_examples(self) -> RequestDataset:
+        """Load the requests of the split, by default those after all behaviours, with as much history as is read."""
         longest = history_to_give(self.loaded.config.max_history, self.options)
-        family = self.loaded.entry.family.examples
-        units = {split: "request"}
-        return family.load_share(self.inputs.sequences, units, longest, share)[split]
+        split = self.ask.get("split", "next")
+        return self.loaded.examples(self.inputs, split, longest)
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         items, scores = self.model.recommend(batch, self.ask["k"], **self.options)
@@ -260,10 +246,7 @@ class Recommender(Kernel):
 class RequestRecommender(Recommender):
     """Rank the catalogue after the history of each request of a split, as an evaluation does."""
 
-    request_columns = ("requests.list.element.timestamp_ms",)
-
-    def read(self, share: Share) -> Sharded:
-        return self.examples_of(self.ask["split"], share)
+    examples: RetrievalDataset
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         of_request = (batch[name] for name in ("request", "target", "repeats"))
@@ -272,14 +255,15 @@ class RequestRecommender(Recommender):
 
     def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
         order = np.argsort(found[0], kind="stable")  # by user, then by place
-        row = user[order] - self.first_user
+        user = user[order]
         number, target, repeats, item, score = (values[order] for values in found)
         place = request_place(number)
+        request = self.examples.request_offsets[user] + place
         rankings, short = self.rankings(item, score)
         of_request = [
-            pc.take(self.users, pa.array(row)),
+            pc.take(self.users, pa.array(user - self.first_user)),
             pa.array(place, pa.int32()),
-            pc.take(self.request_times, pa.array(self.request_offsets[row] + place)),
+            pa.array(self.examples.columns["request_time"][request]),
             pc.take(self.items, pa.array(target)),
             pa.array(repeats.astype(bool)),
         ]
@@ -296,18 +280,11 @@ class Scorer(Kernel):
         if "query" in self.schema.names:
             self.queries = read_queries(self.inputs.tables)
 
-    def read(self, share: Share) -> Sharded:
-        family, split = self.loaded.entry.family, self.ask["split"]
-        of_model, longest = (
-            family.examples.of_model(self.loaded.config),
-            self.loaded.config.max_history,
-        )
-        return of_model.load_share(
-            self.inputs.sequences, {split: family.eval_unit}, longest, share
-        )[split]
+    def load_examples(self) -> RequestDataset:
+        return self.loaded.examples(self.inputs, self.ask["split"])
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        asked = self.examples.asked(batch)
+        asked = self.examples.candidate_keys(batch)
         chances = torch.sigmoid(check_finite(self.model.score(batch).float()))
         labels = asked["labels"][:, : chances.shape[1]]  # some models learn the first
         names = ("user_row", "request", "time", "query", "item")

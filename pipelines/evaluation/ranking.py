@@ -133,17 +133,17 @@ def takes_gpu(option: str, at_once: int) -> bool:
 
 def trained(loaded: Loaded, inputs: Inputs, rank: int, world: int) -> torch.Tensor:
     """(N,) behaviours in training of each item, by the users of shard (rank, world)."""
-    kind, size = loaded.entry.family.examples, loaded.catalogue.num_items
-    train: Any = kind.load(
+    family, size = loaded.entry.family, loaded.catalogue.num_items
+    train: Any = family.dataset.load(
         inputs.sequences,
         "train",
         unit="behaviour",
         max_history=1,
         rank=rank,
         world=world,
-        shards=world,
     )
-    return torch.from_numpy(np.bincount(train.targets[train.chosen()], minlength=size))
+    targets = train.targets[train.evaluation_rows()]
+    return torch.from_numpy(np.bincount(targets, minlength=size))
 
 
 def rank_shard(
@@ -164,9 +164,7 @@ def rank_shard(
     where = device_of(device)
     loaded = Loaded.of(uri, inputs, where)
     history = history_to_give(loaded.config.max_history, options)
-    examples = loaded.examples(
-        inputs, split, history, rank=rank, world=world, shards=world
-    )
+    examples = loaded.examples(inputs, split, history, rank, world)
     model, measure = loaded.model, loaded.entry.measured.measure
     stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
     common: dict[str, Any] = {"batch_size": batch_size, "device": where}
@@ -197,7 +195,7 @@ def rank_shard(
         if where.type == "cuda"
         else f"cpu, {torch.get_num_threads()} threads"
     )
-    users = examples.users(user_stride)
+    users = examples.count_users(user_stride)
     return sums, count, examples.skipped, seconds, label, users
 
 

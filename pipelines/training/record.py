@@ -17,7 +17,6 @@ MAY_CHANGE = {
     "log_every_steps",
     "eval_batch_size",
     "checkpoint_every_steps",
-    "memory_budget_gb",
     "ray.num_workers",
 }
 """Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""

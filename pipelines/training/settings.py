@@ -11,7 +11,7 @@ from models.fit import FitConfig
 from models.inputs import Inputs
 from models.places import CHECKPOINT
 from models.retrieval import teacher
-from models.setup import check_budget, check_fit, check_init, load_catalogue, since_of
+from models.setup import check_fit, check_init, load_catalogue, since_of
 from models.tables import UserError, join, read_manifest
 from models.text_encoder import located
 from models.uri import absolute
@@ -127,10 +127,7 @@ def check(
         config["init"] = first.sha256[checkpoint.WEIGHTS]
     since_of(first, fit)
     notes = []
-    if record is None:  # a run that has begun keeps its buffers
-        check_budget(
-            entry, fit, inputs.sequences, registry.config_from_dict(model), workers
-        )
+    if record is None:
         about_log = read_manifest(inputs.sequences, "sequences").info
         if unread := entry.family.unread(about_log):
             notes = [

@@ -288,8 +288,8 @@ def perform(task: Task, place: WorkerContext) -> None:
             f"{pluralize(parameters, 'parameter')}"
         )
         train, val = (
-            examples.requests - examples.without_history
-            for examples in (setup.train.examples, setup.val)
+            dataset.num_requests - dataset.num_without_history
+            for dataset in (setup.train.dataset, setup.val)
         )
         requests = f"{train:,} training and {val:,} validation {setup.val.counted} here"
         place.say(f"{requests}, {pluralize(setup.train.steps(0), 'step')} per epoch")

@@ -14,7 +14,7 @@ from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.memory import resident_peak_mb
-from models.retrieval.data import PAD, Examples
+from models.retrieval.data import PAD, RetrievalDataset
 from models.retrieval.search.trie import Trie
 from models.setup import set_up
 from models.tables import UserError
@@ -138,7 +138,7 @@ def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
 
 def test_real_histories_are_those_of_test_requests(tmp_path):
     tables, _ = write_tables(tmp_path, users=40)
-    every = Examples.load(f"{tables}/sequences", "test", max_history=4)
+    every = RetrievalDataset.load(f"{tables}/sequences", "test", max_history=4)
     found = decode.real_histories(100, tables, longest=4)
     assert (
         sorted(map(len, found))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from jobs.prepare import parse, run
-from models.retrieval.data import Examples
+from models.retrieval.data import RetrievalDataset
 from models.tables import UserError, read_manifest
 from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
@@ -179,9 +179,9 @@ def test_options_win_over_the_source_file(
     for split, requests in statistics[
         "requests"
     ].items():  # what prepare says is left out is what a training lacks
-        examples = Examples.load(str(tmp_path / "out" / "sequences"), split)
+        examples = RetrievalDataset.load(str(tmp_path / "out" / "sequences"), split)
         assert examples.counted == "requests with a history"
-        without[split] = requests - examples.requests
+        without[split] = requests - examples.num_requests
     said = ", ".join(f"{rows} {split}" for split, rows in without.items())
     assert (
         f"\nno history, such as each user's first request: {said}; models neither train on them nor rank them\n"

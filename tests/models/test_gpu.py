@@ -18,15 +18,15 @@ from torch import Tensor
 from models import fit as fit_module
 from models import registry
 from models.actions.batch import ActionsCatalogue
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.cpu import fast
 from models.fit import FitConfig, Meter, fit
 from models.gpu.graphs import Graphs, rung
 from models.optimizers import CapturableAdagrad
-from models.retrieval.data import Examples
+from models.retrieval.data import RetrievalDataset
 from models.retrieval.recommend import _replayed, allow, filled
 from models.retrieval.student import TaughtConfig
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.tables import join
 from tests import small_retrieval
 from tests.actions_tables import write_actions
@@ -96,16 +96,16 @@ def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
 
 def search_model(
     name: str, log: tuple[str, str], **options: Any
-) -> tuple[Any, SearchExamples]:
+) -> tuple[Any, SearchDataset]:
     config = registry.config_from_dict(
         {"name": name} | SMALL["search"] | ({} if name == "base" else DEEP) | options
     )
     catalogue = SearchCatalogue.load(*log)
     torch.manual_seed(0)
     model = registry.build(config, catalogue)
-    return model, SearchExamples.of_model(config).load(
-        join(log[0], "sequences"), "train", max_history=8
-    )
+    options = SearchDataset.dataset_options(config)
+    uri = join(log[0], "sequences")
+    return model, SearchDataset.load(uri, "train", max_history=8, **options)
 
 
 logging.getLogger(
@@ -229,7 +229,7 @@ def test_no_step_of_search_waits(name, search_log, without_values):
     model, examples = search_model(
         name, search_log, **({} if name == "base" else {"num_layers": 1})
     )
-    batch = examples.filled(examples.collate(np.arange(9)))
+    batch = examples.pad_to_buckets(examples.collate(np.arange(9)))
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
     empty = without_values(batch, model)
     model.train()(empty)["loss"].backward()
@@ -240,13 +240,17 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
-def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsExamples]:
+def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsDataset]:
     entry = registry.find(name)
     config = registry.config_from_dict({"name": name} | SMALL["actions"] | options)
     torch.manual_seed(0)
     model = registry.build(config, ActionsCatalogue.load(feed))
-    examples = ActionsExamples.of_model(config).load(
-        join(feed, "sequences"), "train", unit=entry.unit, max_history=10
+    examples = ActionsDataset.load(
+        join(feed, "sequences"),
+        "train",
+        unit=entry.unit,
+        max_history=10,
+        **ActionsDataset.dataset_options(config),
     )
     return model, examples
 
@@ -257,7 +261,7 @@ def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsExa
 )
 def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values):
     model, examples = actions_model(name, feed, num_layers=1)
-    batch = next(examples.epoch(5, seed=1, epoch=0, few_shapes=True))
+    batch = next(examples.epoch(5, seed=1, epoch=0, pad_to_buckets=True))
     batch.pop("untied", None)
     batch |= {} if tied else {"untied": torch.zeros(0)}
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
@@ -296,22 +300,24 @@ def alike(model: Any, plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None
 def test_nothing_is_learned_from_what_fills_a_batch_of_actions(name, feed):
     model, examples = actions_model(name, feed, dropout=0.0, category_dropout=0.0)
     plain = next(examples.epoch(5, seed=1, epoch=0))
-    alike(model, plain, examples.filled(plain))
+    alike(model, plain, examples.pad_to_buckets(plain))
 
 
 @pytest.mark.parametrize("name", OF["search"])
 def test_nothing_is_learned_from_what_fills_a_batch_of_searches(name, search_log):
     model, examples = search_model(name, search_log)
-    examples.bring(SearchCatalogue.load(*search_log), True)
+    examples.attach_text(SearchCatalogue.load(*search_log), True)
     plain = examples.collate(np.arange(9))
-    alike(model, plain, examples.filled(plain))
+    alike(model, plain, examples.pad_to_buckets(plain))
 
 
 @pytest.mark.parametrize("name", ["tiger", "sasrec"])
 def test_nothing_is_learned_from_what_fills_a_batch_of_histories(name):
     model, plain = retrieval_model(name)
-    examples = Examples.in_memory("train", registry.find(name).unit, 6, 8)
-    alike(model, plain, examples.filled(plain))
+    names = ("behaviours_per_user", "requests_per_user", "history_end", "split")
+    no_users = {name: np.zeros(0, np.int64) for name in names}
+    examples = RetrievalDataset(no_users, "train", registry.find(name).unit, 6)
+    alike(model, plain, examples.pad_to_buckets(plain))
 
 
 @pytest.mark.parametrize("name", ["tiger", "sid_mlp", "sasrec"])
@@ -381,9 +387,9 @@ def test_requests_of_several_threads_get_their_own_answers():
 def test_rows_that_fill_a_batch_are_no_examples(feed):
     _, examples = actions_model("attn_lfa", feed)
     found = []
-    for few_shapes in (False, True):
+    for pad_to_buckets in (False, True):
         meter = Meter(torch.device("cpu"), 1)
-        batches = examples.epoch(5, seed=1, epoch=0, few_shapes=few_shapes)
+        batches = examples.epoch(5, seed=1, epoch=0, pad_to_buckets=pad_to_buckets)
         for _ in range(3):
             meter.take(batches)
         found.append(meter.examples)

@@ -18,7 +18,7 @@ from models.label_loss import (
     weights_of,
 )
 from models.search import metrics
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
 from models.tables import UserError, join
 from tests.search_tables import write_search
@@ -148,7 +148,7 @@ def search(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[SearchCatalogue, dict[str, torch.Tensor]]:
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
-    examples = SearchExamples.load(join(tables, "sequences"), "train", max_history=8)
+    examples = SearchDataset.load(join(tables, "sequences"), "train", max_history=8)
     return SearchCatalogue.load(tables, text), examples.collate(np.arange(12))
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import ray
 import torch
 
-from models.retrieval.data import Examples
+from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
 from models.retrieval.tokenizers.codes import (
@@ -152,10 +152,7 @@ class TokenizerConfig:
 
 def train_items(sequences_uri: str) -> np.ndarray:
     """(n,) the items that training requests have as target or in their history, ascending."""
-    examples = Examples.load(
-        sequences_uri, "train", unit="request", max_history=np.iinfo(np.int32).max
-    )
-    return np.union1d(examples.behaviours, examples.targets)
+    return RetrievalDataset.load(sequences_uri, "train").visited_items()
 
 
 def _train_task(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsCatalogue, Attributes
-from models.actions.data import ActionsExamples
-from models.shares import equal_parts
+from models.actions.data import ActionsDataset
+from models.ragged import split_evenly
 from models.tables import UserError, join, read_table
 from tests.actions_tables import SEEN, TASKS, user, write_actions, write_rows
 from tests.training_tables import write_tables
@@ -25,15 +25,22 @@ def tables(tmp_path_factory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
-def load(tables: str, split: str, overlap: float = 0.5, **options) -> ActionsExamples:
-    kind = ActionsExamples.of_model(ActionsConfig(window_overlap=overlap))
-    return kind.load(join(tables, "sequences"), split, **{"max_history": 10, **options})
+def load(tables: str, split: str, overlap: float = 0.5, **options) -> ActionsDataset:
+    settings = ActionsDataset.dataset_options(ActionsConfig(window_overlap=overlap))
+    chosen = {"max_history": 10, **settings, **options}
+    return ActionsDataset.load(join(tables, "sequences"), split, **chosen)
 
 
 def batches(
-    examples: ActionsExamples, batch_size: int = 7, **options
+    examples: ActionsDataset, batch_size: int = 7, epoch: int | None = None
 ) -> list[dict[str, torch.Tensor]]:
-    return [examples.collate(rows) for rows in examples.batches(batch_size, **options)]
+    """Batches of an evaluation, or of an epoch of training."""
+    rows = (
+        examples.evaluation_batches(batch_size)
+        if epoch is None
+        else examples.epoch_rows(batch_size, epoch=epoch)
+    )
+    return [examples.collate(chosen) for chosen in rows]
 
 
 def events_of(
@@ -104,9 +111,7 @@ def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
 ):
     """Whatever the overlap of windows, of which each but a user's first has so much of history at least."""
     learned: dict[int, list] = {}
-    for batch in batches(
-        load(tables, "train", max_history=limit), shuffle=True, epoch=3
-    ):
+    for batch in batches(load(tables, "train", max_history=limit), epoch=3):
         for row, number in enumerate(batch["user_row"].tolist()):
             new = batch["learn"][row][batch["valid"][row]].tolist()
             events = events_of(batch, row)
@@ -125,7 +130,7 @@ def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
 
 def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
     examples = load(tables, "train", unit="cut")
-    found = [batches(examples, shuffle=True, epoch=epoch) for epoch in (0, 0, 1)]
+    found = [batches(examples, epoch=epoch) for epoch in (0, 0, 1)]
     cuts = []
     for epoch in found:
         cuts.append({})
@@ -156,8 +161,8 @@ def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
     )
     assert len(examples) == 128
     of_row, means = {}, []
-    for epoch in range(40):
-        for batch in examples.batches(16, seed=1, epoch=epoch, shuffle=True):
+    for epoch in range(80):
+        for batch in examples.epoch_rows(16, seed=1, epoch=epoch):
             cuts = batch[:, 1] / 50
             assert len(set(cuts)) > 8
             means.append(cuts.mean())
@@ -201,7 +206,7 @@ def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tm
         assert batch["learn"][0, -found[-1][2] :].all()
     assert found == expected
     cut = load(tables, "train", overlap, max_history=10, unit="cut")
-    for rows in cut.batches(2, shuffle=True):
+    for rows in cut.epoch_rows(2):
         assert (
             rows[:, 1] >= cut.shared[rows[:, 0]]
         ).all()  # a candidate is one that no other row learns from
@@ -226,32 +231,30 @@ def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
         )
     examples = load(write_rows(tmp_path, rows, 9), "train", max_history=1024)
     for epoch in (0, 1):
-        order = list(examples.batches(32, shuffle=True, epoch=epoch))
-        assert len(order) == examples.steps(32) == 19
+        order = list(examples.epoch_rows(32, epoch=epoch))
+        assert len(order) == examples.num_steps(32) == 19
         assert sorted(np.concatenate(order).tolist()) == list(range(600))
         valid = [examples.collate(chosen)["valid"] for chosen in order]
         events = [int(each.sum()) for each in valid]
         assert 1 - sum(events) / sum(each.numel() for each in valid) < 0.1
         assert max(events) < 1.5 * np.mean(events)
-    again = list(examples.batches(32, shuffle=True, epoch=1))
+    again = list(examples.epoch_rows(32, epoch=1))
     assert all(np.array_equal(a, b) for a, b in zip(order, again, strict=True))
-    assert not np.array_equal(
-        order[0], next(examples.batches(32, shuffle=True, epoch=0))
-    )
+    assert not np.array_equal(order[0], next(examples.epoch_rows(32, epoch=0)))
 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
-def test_equal_parts_hold_every_row_and_none_is_empty(lengths, data):
+def test_split_evenly_hold_every_row_and_none_is_empty(lengths, data):
     parts = data.draw(st.integers(1, len(lengths)))
-    edges = equal_parts(np.array(lengths), parts)
+    edges = split_evenly(np.array(lengths), parts)
     assert (edges[0], edges[-1], len(edges)) == (0, len(lengths), parts + 1)
     assert (np.diff(edges) > 0).all()
 
 
 def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
-    monkeypatch.setattr("models.actions.data.MOST_PAIRS", 200)
-    order = list(load(tables, "val", max_history=100).batches(1000))
+    monkeypatch.setattr("models.actions.data.MAX_PAIRS", 200)
+    order = list(load(tables, "val", max_history=100).evaluation_batches(1000))
     assert len(order) > 3
     assert sorted(np.concatenate(order).tolist()) == list(
         range(len(load(tables, "val")))
@@ -267,9 +270,9 @@ def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypat
     ]
     examples = load(write_rows(tmp_path, rows, 9), "test")
     monkeypatch.setattr(
-        "models.actions.data.MOST_PAIRS", 3 * 20 * (1 + 1) - 1
+        "models.actions.data.MAX_PAIRS", 3 * 20 * (1 + 1) - 1
     )  # a context is padded to one event
-    assert [len(order) for order in examples.batches(1000)] == [2] * 5
+    assert [len(order) for order in examples.evaluation_batches(1000)] == [2] * 5
 
 
 def test_what_does_not_belong_is_refused(tables, tmp_path):
@@ -277,10 +280,6 @@ def test_what_does_not_belong_is_refused(tables, tmp_path):
         UserError, match="actions have no split 'next'; choose train, val or test"
     ):
         load(tables, "next")
-    rows = [sequence_of(9, np.random.default_rng(0), cuts) for cuts in ((9, 9), (0, 9))]
-    late = write_rows(tmp_path / "late", rows, 9, parts=2)
-    with pytest.raises(UserError, match="worker 1 of 2 has no rows to train on"):
-        next(load(late, "train", rank=1, world=2, shards=2).batches(4, shuffle=True))
     retrieval, _ = write_tables(tmp_path)
     with pytest.raises(
         UserError,

@@ -232,7 +232,7 @@ def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(
     setup, events = world.train(
         {"name": name, "teacher": str(world.tiger), **SMALL}, tmp_path, 3
     )
-    batch = setup.val.collate(next(setup.val.batches(40)))
+    batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
     assert events[-1].loss < 0.9 * events[0].loss
     metrics = events[-1].metrics
     assert 0 < metrics["acceptance"] <= 1

@@ -174,7 +174,7 @@ def test_a_training_with_and_without_the_teachers_tables(
         {**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small)
     )
     assert any("encoder states" in note for note in kept.notes)
-    batch = plain.train.examples.collate(np.arange(16))
+    batch = plain.train.dataset.collate(np.arange(16))
     for setup in (plain, kept):
         setup.model.eval()
     torch.testing.assert_close(

@@ -11,7 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.data import Catalogue, Examples, hash_strings, seen_before
+from models.retrieval.data import (
+    Catalogue,
+    RetrievalDataset,
+    find_repeats,
+    hash_strings,
+)
 from models.tables import UserError
 
 LOG = st.dictionaries(
@@ -50,7 +55,12 @@ def expected(log, split, max_history):
 def unpack(examples, seed=None):
     """The same of what the batches hold."""
     found = []
-    for rows in examples.batches(4, seed=seed or 0, epoch=1, shuffle=seed is not None):
+    order = (
+        examples.evaluation_batches(4)
+        if seed is None
+        else examples.epoch_rows(4, seed=seed, epoch=1)
+    )
+    for rows in order:
         batch = {k: v.tolist() for k, v in examples.collate(rows).items()}
         if examples.unit == "request":
             repeats = (
@@ -90,24 +100,17 @@ def unpack(examples, seed=None):
 def test_requests_are_those_of_the_tables(write_tables, log, max_history, world):
     uri = str(write_tables(log, 10) / "sequences")
     for split in ("train", "val", "test"):
-        for shards in (1, 2, 9):
-            ranks = [
-                Examples.load(
-                    uri,
-                    split,
-                    max_history=max_history,
-                    rank=r,
-                    world=world,
-                    shards=shards,
-                )
-                for r in range(world)
-            ]
-            assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(
-                log, split, max_history
+        ranks = [
+            RetrievalDataset.load(
+                uri, split, max_history=max_history, rank=r, world=world
             )
-            assert sum(rank.users for rank in ranks) == len(
-                {row for row, *_ in expected(log, split, max_history)}
-            )
+            for r in range(world)
+        ]
+        wanted = expected(log, split, max_history)
+        assert sorted(chain.from_iterable(map(unpack, ranks))) == wanted
+        assert sum(rank.count_users() for rank in ranks) == len(
+            {row for row, *_ in wanted}
+        )
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=5), st.data())
@@ -128,12 +131,11 @@ def test_what_was_seen_before_is_what_a_loop_finds(users, data):
         if owners
         else []
     )
-    part = {
-        "items": np.array(list(chain.from_iterable(users)), np.int32),
-        "lengths": lengths,
-        "user_start": np.cumsum(lengths) - lengths,
-    }
-    found = seen_before(part, *np.array(requests, np.int64).reshape(-1, 3).T)
+    requests.sort(key=lambda request: request[0])  # as the table has them, user by user
+    owner, end, target = np.array(requests, np.int64).reshape(-1, 3).T
+    items = np.array(list(chain.from_iterable(users)), np.int64)
+    counts = np.bincount(owner, minlength=len(users))
+    found = find_repeats(items, lengths, counts, end, target)
     assert found.tolist() == [
         target in users[user][:end] for user, end, target in requests
     ]
@@ -146,7 +148,7 @@ def test_one_pass_per_user_serves_each_train_request_once(
 ):
     uri = str(write_tables(log, 10) / "sequences")
     ranks = [
-        Examples.load(
+        RetrievalDataset.load(
             uri, "train", unit="user", max_history=max_history, rank=r, world=world
         )
         for r in range(world)
@@ -169,16 +171,18 @@ def test_one_pass_per_user_serves_each_train_request_once(
         assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(
             log, "train", 99
         )
-        assert sum(len(rank.chosen()) for rank in ranks) == len(
+        assert sum(len(rank.evaluation_rows()) for rank in ranks) == len(
             {row for row, _, _ in expected(log, "train", 99)}
         )
 
 
 def test_windows_keep_half_the_history(write_tables):
     uri = str(write_tables({"u": [(t, t % 10) for t in range(40)]}, 10) / "sequences")
-    examples = Examples.load(uri, "train", unit="user", max_history=8)
+    examples = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
     histories = {history for _, history, _ in unpack(examples)}
-    assert examples.requests == 37  # of 38 train behaviours the first has no history
+    assert (
+        examples.num_requests == 37
+    )  # of 38 train behaviours the first has no history
     assert min(len(h) for h in histories if h[-1] >= 4) >= 4
     assert max(map(len, histories)) <= 8
 
@@ -186,22 +190,20 @@ def test_windows_keep_half_the_history(write_tables):
 def test_shuffling_is_deterministic_and_even_across_workers(write_tables):
     log = {f"u{i}": [(t, (i + t) % 10) for t in range(3 + i)] for i in range(11)}
     uri = str(write_tables(log, 10) / "sequences")
-    ranks = [Examples.load(uri, "train", rank=r, world=2) for r in range(2)]
+    ranks = [RetrievalDataset.load(uri, "train", rank=r, world=2) for r in range(2)]
     orders = [
-        [b.tolist() for b in rank.batches(4, seed=3, epoch=e, shuffle=True)]
+        [b.tolist() for b in rank.epoch_rows(4, seed=3, epoch=e)]
         for rank in ranks
         for e in (0, 1)
     ]
     again = [
-        [b.tolist() for b in rank.batches(4, seed=3, epoch=e, shuffle=True)]
+        [b.tolist() for b in rank.epoch_rows(4, seed=3, epoch=e)]
         for rank in ranks
         for e in (0, 1)
     ]
     assert orders == again
     assert orders[0] != orders[1]
-    assert (
-        {len(order) for order in orders} == {ranks[0].steps(4)} == {ranks[1].steps(4)}
-    )
+    assert {len(order) for order in orders} == {rank.num_steps(4) for rank in ranks}
     assert {len(batch) for order in orders for batch in order} == {
         2,
         1,
@@ -215,10 +217,13 @@ def test_next_follows_all_behaviours_and_skipped_are_counted(write_tables):
     uri = str(
         write_tables({"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}, 10) / "sequences"
     )
-    assert unpack(Examples.load(uri, "next")) == [(0, (4,), -1), (1, (2, 3, 5), -1)]
-    assert Examples.load(uri, "train").skipped == 2
+    assert unpack(RetrievalDataset.load(uri, "next")) == [
+        (0, (4,), -1),
+        (1, (2, 3, 5), -1),
+    ]
+    assert RetrievalDataset.load(uri, "train").skipped == 2
     assert (
-        Examples.load(uri, "val").skipped == 1
+        RetrievalDataset.load(uri, "val").skipped == 1
     )  # tied with the first, so nothing is strictly earlier
 
 
@@ -263,4 +268,4 @@ def test_tables_that_do_not_belong_together_are_refused(write_tables, write_sids
 
 def test_missing_table_is_named(tmp_path: Path):
     with pytest.raises(UserError, match="is not a table"):
-        Examples.load(str(tmp_path), "train")
+        RetrievalDataset.load(str(tmp_path), "train")

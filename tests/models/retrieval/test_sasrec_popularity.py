@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import registry
-from models.retrieval.data import PAD, Catalogue, Examples
+from models.retrieval.data import PAD, Catalogue, RetrievalDataset
 from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
 
@@ -55,9 +55,9 @@ def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
 def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tables):
     log = {f"u{i}": [(t, (3 * i + t) % ITEMS) for t in range(4 + i)] for i in range(4)}
     uri = str(write_tables(log, ITEMS) / "sequences")
-    together = Examples.load(uri, "train", unit="user", max_history=8)
-    single = Examples.load(uri, "train", unit="request", max_history=8)
-    (rows,) = together.batches(100)
+    together = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
+    single = RetrievalDataset.load(uri, "train", unit="request", max_history=8)
+    (rows,) = together.evaluation_batches(100)
     losses = []
     for row in range(len(single)):
         batch = single.collate(torch.tensor([row]).numpy())
@@ -75,15 +75,15 @@ def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tab
 def test_it_learns_a_cycle(sasrec, write_tables):
     log = {f"u{i}": [(t, (i + t) % ITEMS) for t in range(9)] for i in range(ITEMS)}
     uri = str(write_tables(log, ITEMS) / "sequences")
-    train = Examples.load(uri, "train", unit="user", max_history=8)
+    train = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
     optimizer = torch.optim.AdamW(sasrec.train().parameters(), 1e-2)
     for epoch in range(80):
-        for rows in train.batches(12, epoch=epoch, shuffle=True):
+        for rows in train.epoch_rows(12, epoch=epoch):
             optimizer.zero_grad()
             sasrec(train.collate(rows))["loss"].backward()
             optimizer.step()
-    test = Examples.load(uri, "test", max_history=8)
-    (rows,) = test.batches(100)
+    test = RetrievalDataset.load(uri, "test", max_history=8)
+    (rows,) = test.evaluation_batches(100)
     batch = test.collate(rows)
     assert (sasrec.recommend(batch, 1)[0][:, 0] == batch["target"]).float().mean() > 0.9
 
@@ -98,7 +98,7 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
         "c": [(4, 5)],
     }
     entry, uri = registry.find("popularity"), str(write_tables(log, 10) / "sequences")
-    train = Examples.load(
+    train = RetrievalDataset.load(
         uri, "train", unit=entry.unit, max_history=PopularityConfig().max_history
     )
     model = Popularity(PopularityConfig(), Catalogue(10))

@@ -92,7 +92,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     setup = set_up(config, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids))
     assert setup.config.teacher == str(gone / "best")
     checkpoint.save(tmp_path / "student", setup.model, setup.checkpoint(epoch=1))
-    batch = setup.val.collate(next(setup.val.batches(40)))
+    batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
     expected = setup.model.eval().recommend(batch, 20)
     shutil.rmtree(gone)
     loaded, about = registry.load(tmp_path / "student", setup.catalogue, "sid_mlp")

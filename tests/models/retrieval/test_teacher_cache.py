@@ -25,7 +25,7 @@ from models import checkpoint
 from models.fit import EpochEvent, FitConfig, fit
 from models.inputs import Inputs
 from models.locks import LOCK, locked
-from models.retrieval.data import Examples
+from models.retrieval.data import RetrievalDataset
 from models.retrieval.teacher_cache import States
 from models.setup import Setup, set_up
 from models.tables import (
@@ -109,8 +109,8 @@ def run(setup: Setup) -> list[EpochEvent]:
     return [event for event in events if isinstance(event, EpochEvent)]
 
 
-def requests(world: World, split: Any) -> Examples:
-    return Examples.load(f"{world.tables}/sequences", split, max_history=6)
+def requests(world: World, split: Any) -> RetrievalDataset:
+    return RetrievalDataset.load(f"{world.tables}/sequences", split, max_history=6)
 
 
 def tables(cache: Path) -> list[str]:
@@ -181,7 +181,7 @@ def test_epochs_and_validation_ask_neither_encoder_nor_teacher(
     )
     for split in ("test", "next"):  # the numbers of `next` are those of other requests
         examples = requests(world, split)
-        batch = examples.collate(next(examples.batches(8)))
+        batch = examples.collate(next(examples.evaluation_batches(8)))
         assert setup.model.teacher_outputs("encoder", batch) is None
 
 
@@ -212,7 +212,7 @@ def test_it_holds_each_request_once_without_padding_at_half_precision(
 
     setup = world.set_up(cache)
     counts = {"encoder": len(train) + len(val), "decoder": len(train)}
-    for line, (name, count) in zip(setup.notes, counts.items(), strict=True):
+    for line, (name, count) in zip(setup.notes[:2], counts.items(), strict=True):
         assert f"{name} states of {count:,} requests, " in line
         assert "MiB at half precision, found" in line
     batch = train.collate(np.array([5, 0, 9]))
@@ -258,8 +258,9 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
 
 
 def test_a_wrong_one_is_refused_with_what_to_do(
-    world: World, cache: Path, tmp_path: Path
+    world: World, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "decoded"))
     copy = tmp_path / "cache"
     shutil.copytree(cache, copy)
     tables = (
@@ -351,7 +352,7 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
     }
     setup = set_up(options, FIT, Inputs(world.tables, world.sids), rank=rank, world=2)
     mine = np.concatenate(
-        [setup.train.examples.request_numbers, setup.val.request_numbers]
+        [setup.train.dataset.request_numbers, setup.val.request_numbers]
     )
     assert sorted(setup.model._teacher_outputs["encoder"].requests) == sorted(mine)
     dist.destroy_process_group()
@@ -412,7 +413,7 @@ def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
             run.start()
         for _ in runs:
             began.get()
-    said = [notes.get() for _ in runs]
+    said = [notes.get()[:2] for _ in runs]  # the lines about the teacher cache
     for run in runs:
         run.join()
     for name, lines in zip(

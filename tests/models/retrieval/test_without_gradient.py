@@ -17,7 +17,7 @@ from models import checkpoint, registry
 from models.carry import carry
 from models.checkpoint import Checkpoint
 from models.retrieval import item_knn
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval.data import Catalogue, RetrievalDataset
 from models.tables import UserError
 
 ITEMS, USERS = 12, 40
@@ -214,7 +214,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     config = registry.config_from_dict({"name": name})
     catalogue = Catalogue.load(small[0])
     model: Any = registry.build(registry.resolve(config, catalogue), catalogue)
-    train = Examples.load(uri, "train", unit=registry.find(name).unit)
+    train = RetrievalDataset.load(uri, "train", unit=registry.find(name).unit)
 
     model.fit_counts(train.epoch(64, seed=0, epoch=0))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.search.qgs import QGSConfig
 from models.tables import join
 from tests.search_tables import write_search
 
-READ = SearchExamples.of_model(QGSConfig())
+OPTIONS = SearchDataset.dataset_options(QGSConfig())
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +25,9 @@ def catalogue(search) -> SearchCatalogue:
 
 
 @pytest.fixture(scope="session")
-def examples(search) -> SearchExamples:
-    return READ.load(join(search[0], "sequences"), "train", max_history=8)
+def examples(search) -> SearchDataset:
+    uri = join(search[0], "sequences")
+    return SearchDataset.load(uri, "train", max_history=8, **OPTIONS)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from search_tables import request, write_tables
 
 from models.search import metrics
-from models.search.data import NO_QUERY, SearchCatalogue, SearchExamples
+from models.search.data import NO_QUERY, SearchCatalogue, SearchDataset
 from models.search.qgs import QGS, QGSConfig
 from models.tables import UserError, join, sealed, unsealed
 
@@ -88,7 +88,7 @@ def test_a_log_without_queries_is_trained_on(tmp_path: Path) -> None:
     ]
     catalogue = SearchCatalogue.load(*write_tables(tmp_path, rows, 8, 0))
     assert catalogue.queries.shape == (0, catalogue.items.shape[1])
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(str(tmp_path / "tables"), "sequences"), "train", unit="user", max_history=4
     )
     options = {
@@ -122,7 +122,7 @@ def test_text_of_several_encoders_is_refused(
 
 def test_nothing_is_lost_and_what_has_no_auc_is_counted(odd: tuple[str, str]) -> None:
     tables, text = odd
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "train", unit="user", max_history=4
     )
     batch = examples.collate(np.arange(len(examples)))
@@ -160,7 +160,7 @@ def test_nothing_is_lost_and_what_has_no_auc_is_counted(odd: tuple[str, str]) ->
 
 def test_a_batch_of_searches_that_showed_nothing(odd: tuple[str, str]) -> None:
     tables, text = odd
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "train", unit="user", max_history=4
     )
     batch = examples.collate(np.arange(len(examples)))

@@ -11,9 +11,7 @@ import torch
 
 from models import registry
 from models.retrieval.data import request_number
-from models.search.data import MOST_REQUESTS, SearchCatalogue, SearchExamples, pair_key
-from models.search.ranker import RankerConfig
-from models.shares import parts_by_turns
+from models.search.data import MAX_REQUESTS, SearchCatalogue, SearchDataset, pair_key
 from models.tables import UserError, join, read_table
 from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
 
@@ -46,10 +44,10 @@ def seen(batch: dict[str, torch.Tensor]) -> dict[int, dict]:
 )
 def test_batches_hold_what_the_table_says(search, split, unit, limit):
     uri = join(search[0], "sequences")
-    examples = SearchExamples.load(uri, split, unit=unit, max_history=limit)
+    examples = SearchDataset.load(uri, split, unit=unit, max_history=limit)
     assert examples.counted == "requests"  # those without a history too
     found = {}
-    for rows in examples.batches(7):
+    for rows in examples.evaluation_batches(7):
         batch = examples.collate(rows)
         assert batch["history"].shape[1] <= limit
         padding = (
@@ -91,27 +89,30 @@ def test_batches_hold_what_the_table_says(search, split, unit, limit):
             labels = [asked[f"label_{name}"] for name in LABELS]
             assert got["labels"] == [list(pair) for pair in zip(*labels, strict=True)]
             assert got["features"].flatten().tolist() == asked["features"]
-    assert len(found) == wanted == examples.requests
+    assert len(found) == wanted == examples.num_requests
 
 
 def test_one_row_serves_all_requests_of_a_user_with_a_short_history(search):
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(search[0], "sequences"), "train", unit="user", max_history=100
     )
     assert len(examples) == 40
-    assert examples.requests == 320
-    longer = SearchExamples.load(
+    assert examples.num_requests == 320
+    longer = SearchDataset.load(
         join(search[0], "sequences"), "train", unit="request", max_history=4
     )
-    kind = SearchExamples.of_model(RankerConfig(window_overlap=0.5))
-    windows = kind.load(
-        join(search[0], "sequences"), "train", unit="user", max_history=4
+    windows = SearchDataset.load(
+        join(search[0], "sequences"),
+        "train",
+        unit="user",
+        max_history=4,
+        window_overlap=0.5,
     )
-    assert 40 < len(windows) < len(longer) < longer.requests
+    assert 40 < len(windows) < len(longer) < longer.num_requests
 
 
 def test_many_searches_without_a_click_are_several_rows(tmp_path):
-    count = 2 * MOST_REQUESTS + 5
+    count = 2 * MAX_REQUESTS + 5
     asked = [
         request(5 + t, 0, 0, "train", [0, 1], [False, True], np.zeros((2, 6)))
         for t in range(count)
@@ -127,11 +128,11 @@ def test_many_searches_without_a_click_are_several_rows(tmp_path):
     users = [others[0], {"user_id": "b", **empty, "requests": asked}, others[1]]
     tables, _ = write_tables(tmp_path, users, 2, 1)
     for unit in ("user", "request"):
-        examples = SearchExamples.load(join(tables, "sequences"), "train", unit=unit)
+        examples = SearchDataset.load(join(tables, "sequences"), "train", unit=unit)
         batch = examples.collate(np.arange(len(examples)))
         assert batch["user_row"].tolist() == [0, 1, 1, 1, 2]
         sizes = torch.bincount(batch["request_row"]).tolist()
-        assert sizes == [3, MOST_REQUESTS, MOST_REQUESTS, 5, 3]
+        assert sizes == [3, MAX_REQUESTS, MAX_REQUESTS, 5, 3]
         assert len(seen(batch)) == count + 6  # each request once
 
 
@@ -140,14 +141,13 @@ def test_many_searches_without_a_click_are_several_rows(tmp_path):
 )
 def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
     """Each search is in one row and reads its share of a history; each behaviour but a user's first is learned once."""
-    uri, kind = (
-        join(search[0], "sequences"),
-        SearchExamples.of_model(RankerConfig(window_overlap=overlap)),
+    uri = join(search[0], "sequences")
+    examples = SearchDataset.load(
+        uri, "train", unit="user", max_history=limit, window_overlap=overlap
     )
-    examples = kind.load(uri, "train", unit="user", max_history=limit)
     asked, learned, wanted = Counter(), Counter(), Counter()
     users = read_table(uri).to_pylist()
-    for rows in examples.batches(20, seed=3, shuffle=True):
+    for rows in examples.epoch_rows(20, seed=3):
         batch = examples.collate(rows)
         asked.update(batch["request"].tolist())
         for row, user in enumerate(batch["user_row"].tolist()):
@@ -173,7 +173,7 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
         ]
         wanted.update((row, *behaviour) for behaviour in past)
     assert set(asked.values()) == {1}
-    assert len(asked) == examples.requests
+    assert len(asked) == examples.num_requests
     if (
         overlap > 0 and limit > 3
     ):  # rows that only touch have behaviours with nothing before them
@@ -187,32 +187,6 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
             if request["timestamp_ms"] == found["time"]
         )
         assert min(end, overlap * limit) <= len(found["history"]) <= min(end, limit)
-
-
-def test_batches_are_of_so_many_searches_and_none_is_empty():
-    """Of users with very unequal numbers of searches; rows of users, where batches count these."""
-    rng = np.random.default_rng(0)
-    sizes = np.minimum(rng.geometric(0.08, 500), MOST_REQUESTS)
-    for shards in (1, 7):
-        rows = np.array_split(sizes, shards)
-        steps = int(sizes.sum()) // 200
-        edges = np.array(
-            [
-                parts_by_turns(part, steps, shard, shards)
-                for shard, part in enumerate(rows)
-            ]
-        )
-        per_step = [
-            sum(
-                part[a:b].sum()
-                for part, a, b in zip(rows, edges[:, s], edges[:, s + 1], strict=True)
-            )
-            for s in range(steps)
-        ]
-        assert sum(per_step) == sizes.sum()
-        assert min(per_step) > 0
-        assert abs(np.array(per_step) - 200).mean() < 40
-    assert (np.diff(parts_by_turns(np.array([900, 1, 1, 1]), 4, 0, 1)) == 1).all()
 
 
 def test_a_table_in_which_nobody_clicked(tmp_path):
@@ -230,7 +204,7 @@ def test_a_table_in_which_nobody_clicked(tmp_path):
     tables, text = write_tables(
         tmp_path, [{"user_id": "u", **empty, "requests": asked}], 2, 1
     )
-    batch = SearchExamples.load(join(tables, "sequences"), "train").collate(
+    batch = SearchDataset.load(join(tables, "sequences"), "train").collate(
         np.array([0])
     )
     assert batch["history_features"].shape == (1, 1, 6)
@@ -264,7 +238,7 @@ def test_tables_that_do_not_belong_are_refused(search, tmp_path):
     ):
         SearchCatalogue.load(other, search[1])
     with pytest.raises(UserError, match="no split 'next'"):
-        SearchExamples.load(join(search[0], "sequences"), "next")
+        SearchDataset.load(join(search[0], "sequences"), "next")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +259,7 @@ def test_batches_bring_the_text_of_their_pairs(search, token, condition):
         {**options, "token": token, "query_condition": condition}
     )
     plain, bringing = (
-        SearchExamples.load(
+        SearchDataset.load(
             join(search[0], "sequences"), "train", unit="user", max_history=8
         )
         for _ in range(2)
@@ -296,7 +270,7 @@ def test_batches_bring_the_text_of_their_pairs(search, token, condition):
     for made in (catalogue, without):
         torch.manual_seed(0)
         models.append(registry.build(config, made))
-    for rows in plain.batches(7):
+    for rows in plain.evaluation_batches(7):
         batch = bringing.collate(rows)
         pairs = {
             (i, q)
@@ -330,7 +304,7 @@ def test_a_pair_without_text_is_still_an_error(search):
         catalogue, pairs=catalogue.pairs[:5], pair_keys=catalogue.pair_keys[:5]
     )
     config = registry.config_from_dict({"name": "base"})
-    examples = SearchExamples.load(join(search[0], "sequences"), "train", max_history=8)
+    examples = SearchDataset.load(join(search[0], "sequences"), "train", max_history=8)
     with pytest.raises(
         UserError, match=r"the text has no embedding of item \d+ with query \d+"
     ):

@@ -13,7 +13,7 @@ from models import checkpoint, registry
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.ranking_metrics import request_auc
-from models.search.data import SearchCatalogue, SearchExamples, no_text
+from models.search.data import SearchCatalogue, SearchDataset, no_text
 from models.search.floors import (
     ClickRate,
     ItemCtrConfig,
@@ -101,9 +101,8 @@ def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
     assert metrics.pop("requests") == len(setup.val)
     assert all(name.startswith("with_position/") for name in metrics)
     assert setup.entry.measured.summary(metrics)[0].startswith("  with_position/")
-    examples = SearchExamples.of_model(setup.config).load(
-        join(tables, "sequences"), "val", unit="request"
-    )
+    uri = join(tables, "sequences")
+    examples = SearchDataset.load(uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
     auc, valid = request_auc(
         -batch["candidate_position"], batch["labels"][:, 0], batch["candidate_request"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.tables import UserError, read_manifest, read_table
 from pipelines.data.audit.rules import audit
 from pipelines.data.log import load_source
@@ -210,7 +210,7 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
         "age": ["70"],
     }
     assert not [rule.name for rule in audit(tables) if rule.violations]
-    examples = ActionsExamples.load(tables + "/sequences", "test")
+    examples = ActionsDataset.load(tables + "/sequences", "test")
     batch = examples.collate(np.arange(len(examples)))
     seen = {
         int(user): batch["candidate_viewer"][row][there].tolist()

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from models.retrieval.data import Examples
+from models.retrieval.data import RetrievalDataset
 from models.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
 from pipelines.data.log import load_source
@@ -142,7 +142,7 @@ def test_a_user_with_very_many_events(tmp_path: Path) -> None:
     long = table["all"]
     assert len(long["item_index"]) == len(long["requests"]) == many
     assert long["timestamp_ms"] == sorted(long["timestamp_ms"])
-    examples = Examples.load(f"{tables}/sequences", "train", max_history=20)
+    examples = RetrievalDataset.load(f"{tables}/sequences", "train", max_history=20)
     batch = examples.collate(examples.ordered(np.arange(len(examples)))[-64:])
     assert batch["history"].shape == (64, 20)
     cut = made(

@@ -16,7 +16,7 @@ from models import checkpoint, registry
 from models.checkpoint import weights_hash
 from models.fit import FitConfig
 from models.inputs import Inputs
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval.data import Catalogue, RetrievalDataset
 from models.retrieval.search.export import load_exported
 from models.setup import set_up
 from models.tables import UserError
@@ -149,7 +149,7 @@ def test_an_exported_student_ranks_as_it_did(
     model, _ = registry.load(
         world[0] / "student-1", Catalogue.load(world[1][1], world[1][3])
     )
-    batch = Examples.load(f"{world[1][1]}/sequences", "test").collate(
+    batch = RetrievalDataset.load(f"{world[1][1]}/sequences", "test").collate(
         np.array([3, 17, 29])
     )
     items, scores = load_exported(file)(

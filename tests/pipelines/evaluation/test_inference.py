@@ -16,7 +16,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from jobs.evaluate import Config, run
 from models import checkpoint
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.fit import FitConfig
 from models.inputs import Inputs
 from models.setup import set_up
@@ -168,7 +168,7 @@ def test_feeds(tmp_path: Path) -> None:
 
     devices, examples = (
         ["watch", *SEEN],
-        ActionsExamples.load(f"{tables}/sequences", "test", max_history=12),
+        ActionsDataset.load(f"{tables}/sequences", "test", max_history=12),
     )
     users = {
         row["user_id"]: i

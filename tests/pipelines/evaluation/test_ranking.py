@@ -19,7 +19,7 @@ from models import checkpoint, registry
 from models.by_user import unpacked
 from models.fit import FitConfig
 from models.inputs import Inputs
-from models.retrieval.data import Catalogue, Examples
+from models.retrieval.data import Catalogue, RetrievalDataset
 from models.setup import Loaded, set_up
 from models.tables import UserError, read_manifest, read_table, writing
 from pipelines import tracking
@@ -96,7 +96,7 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
     model, about = registry.load(
         world.place(name), Catalogue.load(world.tables, world.sids)
     )
-    examples = Examples.load(
+    examples = RetrievalDataset.load(
         f"{world.tables}/sequences",
         "test",
         max_history=about.model.get("max_history", 20),
@@ -317,7 +317,7 @@ def test_all_users_to_a_table(
     model, _ = registry.load(
         world.place("tiger"), Catalogue.load(world.tables, world.sids)
     )
-    examples = Examples.load(f"{world.tables}/sequences", "next")
+    examples = RetrievalDataset.load(f"{world.tables}/sequences", "next")
     for user in (0, 31, 59):
         items, scores = model.recommend(
             examples.collate(torch.tensor([user]).numpy()), 5
@@ -363,7 +363,9 @@ def test_allowed_items_alone_to_a_table(
     model, _ = registry.load(
         world.place("tiger"), Catalogue.load(world.tables, world.sids)
     )
-    examples = Examples.load(f"{world.tables}/sequences", "next", max_history=1000)
+    examples = RetrievalDataset.load(
+        f"{world.tables}/sequences", "next", max_history=1000
+    )
     every, _ = model.recommend(
         examples.collate(torch.arange(60).numpy()), 24, unseen=True
     )
@@ -391,7 +393,7 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
     checkpoint.save(tmp_path / "short", setup.model, setup.checkpoint(epoch=1))
     arguments = (str(tmp_path / "short"), Inputs(world.tables))
     result = run(Config(checkpoint=arguments[0], tables=world.tables, unseen=True))
-    whole = Examples.load(f"{world.tables}/sequences", "test", max_history=1000)
+    whole = RetrievalDataset.load(f"{world.tables}/sequences", "test", max_history=1000)
     hits, repeats, longest = 0, 0, 0
     for row in range(len(whole)):
         batch = whole.collate(torch.tensor([row]).numpy())
@@ -415,7 +417,7 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
     infer_all(*arguments, str(tmp_path / "out"), k=24, options=options)
     found = read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"]
     names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
-    after = Examples.load(f"{world.tables}/sequences", "next", max_history=1000)
+    after = RetrievalDataset.load(f"{world.tables}/sequences", "next", max_history=1000)
     for row, items in enumerate(found):
         history = after.collate(torch.tensor([row]).numpy())["history"][0].tolist()
         assert sorted(items) == sorted(set(names) - {names[item] for item in history})

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from models import checkpoint, registry
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.fit import EpochEvent, FitConfig, fit
 from models.inputs import Inputs
 from models.setup import set_up
@@ -102,7 +102,7 @@ def test_a_category_with_too_many_values_is_hashed(
     ]
     assert info["own"]["categories"] == hashed
     assert broken(tables) == {}
-    batch = ActionsExamples.load(
+    batch = ActionsDataset.load(
         join(tables, "sequences"), "test", max_history=16
     ).collate(np.arange(8))
     assert len(batch["own"][batch["valid"]][:, 2].unique()) == 2
@@ -144,7 +144,7 @@ def test_models_learn_from_them_and_serve_by_name(
     register(run, "mvp")
     with package.at(uri):
         served = mlflow.pyfunc.load_model("models:/mvp/1")
-    examples = ActionsExamples.load(join(tables, "sequences"), "test", max_history=16)
+    examples = ActionsDataset.load(join(tables, "sequences"), "test", max_history=16)
     batch = examples.collate(np.array([0]))
     valid, past = batch["candidate_valid"][0], batch["valid"][0]
     batch["candidate_viewer"][:] = batch["candidate_viewer"][:, :1]

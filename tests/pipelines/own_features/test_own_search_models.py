@@ -13,7 +13,7 @@ import torch
 from models.fit import EpochEvent, FitConfig, fit
 from models.inputs import Inputs
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
 from tests.own_features_log import SOURCE, make, make_text
@@ -87,7 +87,7 @@ def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(
     assert catalogue.features[count:] == ("num_bm25", "cat_city")
     assert catalogue.feature_mean.shape == (count,)
     values = info["own"]["categories"][0]["values"]
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "test", unit="request", max_history=8
     )
     rows = read_table(join(tables, "sequences")).to_pylist()
@@ -132,10 +132,10 @@ def test_a_candidate_is_ranked_by_its_own_features_alone(
         Inputs(tables, text=text),
     )
     model: Any = setup.model.eval()
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "test", unit="request", max_history=8
     )
-    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     batch = examples.collate(np.arange(10))
     places = [len(setup.catalogue.features) - 2, len(setup.catalogue.features) - 1]
     with torch.no_grad():
@@ -164,10 +164,10 @@ def test_what_is_unknown_when_ranking_is_not_read_then(
         {"name": "qgs", **SMALL, "position": "dropout"}, FIT, Inputs(tables, text=text)
     )
     model: Any = setup.model.eval()
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "test", unit="request", max_history=8
     )
-    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     batch = examples.collate(np.arange(10))
     other = batch["features"].clone()
     other[:, -1] = 3 - other[:, -1]

@@ -15,7 +15,7 @@ import torch
 from models import checkpoint, registry
 from models.fit import FitConfig
 from models.inputs import Inputs
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_table
 from pipelines import tracking
@@ -136,10 +136,10 @@ def test_own_features_are_served_by_name(
     setup, model = served(tmp_path, tables, text)
     assert model.metadata.metadata["numbers"] == ["bm25"]
     assert model.metadata.metadata["categories"] == ["city"]
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "test", unit="request", max_history=8
     )
-    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     number = int(np.flatnonzero(examples.lengths >= 3)[0])
     number = next(
         n
@@ -194,10 +194,10 @@ def test_counts_as_of_a_request_give_the_scores_of_its_row(
     tables = make(tmp_path, raw)
     text, uri = make_text(tmp_path, tables), f"sqlite:///{tmp_path}/mlflow.db"
     setup, plain = served(tmp_path, tables, text)
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "test", unit="request", max_history=8
     )
-    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     batches = (examples.collate(np.array([number])) for number in range(len(examples)))
     alone = [
         batch

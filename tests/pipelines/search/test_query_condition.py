@@ -9,7 +9,7 @@ import pytest
 import torch
 from search_tables import FEATURES, request, write_tables
 
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.search.qgs import QGS, QGSConfig
 from models.tables import join
 from pipelines.data.search.simulator import SearchSettings, draw_searches
@@ -31,7 +31,7 @@ SIZES = {
 
 def simulated(
     folder: Path, query_driven: float, seed: int = 0
-) -> tuple[SearchExamples, SearchCatalogue]:
+) -> tuple[SearchDataset, SearchCatalogue]:
     """The clicks of a simulated log as tables; text tells the cluster, features tell nothing."""
     world = make_world(Settings(USERS, ITEMS, SEARCHES, seed))
     log = draw_searches(
@@ -77,7 +77,7 @@ def simulated(
         )
     clusters = len(world.following_cluster)
     tables, text = write_tables(folder, rows, ITEMS, clusters, topic=world.cluster)
-    examples = SearchExamples.load(
+    examples = SearchDataset.load(
         join(tables, "sequences"), "train", unit="user", max_history=40
     )
     return examples, SearchCatalogue.load(tables, text)
@@ -90,7 +90,7 @@ def next_item_loss(model: QGS, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def held_out_loss(
-    examples: SearchExamples,
+    examples: SearchDataset,
     catalogue: SearchCatalogue,
     condition: str,
     token: str,

@@ -17,7 +17,7 @@ import torch
 
 from models import checkpoint, registry
 from models.actions.batch import ActionsCatalogue
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
 from models.checkpoint import Checkpoint
 from models.fit import FitConfig
@@ -101,7 +101,7 @@ def feeds(
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
     devices = ["watch", *SEEN]  # by number: no model knows the watch
     read, whole = (
-        ActionsExamples.load(join(tables, "sequences"), "test", max_history=longest)
+        ActionsDataset.load(join(tables, "sequences"), "test", max_history=longest)
         for longest in (8, 100)
     )
     rows, chances = [], []

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from models import checkpoint, registry
-from models.actions.data import ActionsExamples
+from models.actions.data import ActionsDataset
 from models.fit import FitConfig
 from models.inputs import Inputs
-from models.search.data import SearchCatalogue, SearchExamples
+from models.search.data import SearchCatalogue, SearchDataset
 from models.setup import Setup, set_up
 from models.tables import join, read_table
 from pipelines.serving.package import write_bundle
@@ -97,11 +97,14 @@ def searches(
         read_table(join(tables, name))[column].to_pylist()
         for name, column in (("items", "item_id"), ("queries", "query"))
     )
-    read = SearchExamples.of_model(setup.config)
-    examples = read.load(
-        join(tables, "sequences"), "test", unit="request", max_history=longest
+    examples = SearchDataset.load(
+        join(tables, "sequences"),
+        "test",
+        unit="request",
+        max_history=longest,
+        **SearchDataset.dataset_options(setup.config),
     )
-    examples.bring(SearchCatalogue.load(tables, text), history=True)
+    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     for number in range(8):
         batch = examples.collate(np.array([number]))
         past, query = int(batch["request_end"][0]), int(batch["request_query"][0])
@@ -131,7 +134,7 @@ def feeds(
     """The same of a feed: a user's candidates of one time, each item once."""
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
     devices = ["watch", *SEEN]
-    examples = ActionsExamples.load(
+    examples = ActionsDataset.load(
         join(tables, "sequences"), "test", max_history=longest
     )
     for number in range(12):

@@ -32,8 +32,6 @@ from training_tables import write_tables
 from models import checkpoint
 from models.fit import FitConfig
 from models.inputs import Inputs
-from models.shares import shards_of
-from models.tables import read_manifest
 from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training.run import Trained, train
@@ -100,7 +98,6 @@ FIT = {
     "seed": 3,
     "log_every_steps": 2,
     "checkpoint_every_steps": 8,
-    "shard_mb": 0.0005,
     "eval_examples": 31,
 }
 
@@ -209,7 +206,6 @@ def test_killed_with_two_workers_and_continued_with_one(
     store = new_store(storage)
     model, options = MODELS[family]
     fit = FitConfig(**{**FIT, **options})
-    assert shards_of(read_manifest(inputs.sequences), fit.shard_mb, fit.batch_size) > 2
     lines: list[str] = []
 
     def run(name: str, workers: int, failures: int = 0, **options: Any) -> Trained:

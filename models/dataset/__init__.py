@@ -1,0 +1,1 @@
+"""Examples of a `sequences` table: memory-mapped columns, the order of an epoch, and batches."""

@@ -1,0 +1,208 @@
+"""Flat arrays of a table, decoded once per node and memory-mapped by every process of the node.
+
+    columns = open_columns("tables/sequences", "retrieval", ["item_index"], decode)
+    columns["item"]    # (E,) int32, all behaviours end to end
+
+The arrays are files in a folder that is named by the hash of the table's content. The operating system's page cache
+shares them between processes and drops pages under memory pressure, so tables larger than memory can be read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from models.tables import Manifest, UserError, part_uris, read_manifest, read_parquet
+
+CACHE_VARIABLE = "TRIELINE_CACHE"
+"""Environment variable that names the cache folder."""
+
+MAX_UNUSED_S = 7 * 24 * 3600
+"""Seconds after which an entry that nobody opened is removed."""
+
+FORMAT_VERSION = 1
+"""Version of the decoded arrays; part of the name of an entry."""
+
+Columns = dict[str, NDArray[Any]]
+"""Arrays by name; those from `open_columns` are read-only."""
+
+Decoder = Callable[[pa.Table], Columns]
+"""Turn one part of a table into flat arrays. Arrays of several parts are concatenated by name."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of decoded tables: `$TRIELINE_CACHE`, by default below the user's cache folder."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user_cache) / "trieline"
+
+
+def open_columns(
+    uri: str,
+    layout: str,
+    parquet_columns: list[str] | None,
+    decode: Decoder,
+    *,
+    manifest: Manifest | None = None,
+    settings: Any = None,
+) -> Columns:
+    """Memory-map the decoded columns of a table. The first process of a node decodes them.
+
+    Args:
+        uri: The table.
+        layout: Name of the decoder, such as `retrieval`.
+        parquet_columns: The columns that `decode` reads; None for all.
+        decode: Decodes one part.
+        manifest: The table's manifest, where the caller has read it.
+        settings: JSON value that the decoded arrays depend on beside the table's content.
+
+    Raises:
+        UserError: If a part is missing or damaged, or the cache's disk is full or cannot be written.
+    """
+    manifest = manifest or read_manifest(uri)
+    uris = part_uris(uri, manifest)
+    hashes = [part.sha256 for part in manifest.files]
+    key = [FORMAT_VERSION, layout, hashes, parquet_columns, settings]
+    digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:32]
+    entry = cache_folder() / f"{layout}-{digest}"
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        if not (entry / "columns.json").exists():
+            with FileLock(f"{entry}.lock"):
+                if not (entry / "columns.json").exists():
+                    parts = _read_parts(uris, hashes, parquet_columns)
+                    _write_entry(entry, (decode(table) for table in parts))
+                    _remove_unused(entry.parent)
+        os.utime(entry / "columns.json")
+        return _map_entry(entry)
+    except OSError as error:
+        raise _cache_error(error, entry.parent) from error
+
+
+def columns_bytes(columns: Columns) -> int:
+    """Return the size of the arrays in bytes."""
+    return sum(array.nbytes for array in columns.values())
+
+
+def _read_parts(
+    uris: list[str], hashes: list[str], parquet_columns: list[str] | None
+) -> Iterable[pa.Table]:
+    """Yield the parts of a table, one at a time."""
+    for uri, sha256 in zip(uris, hashes, strict=True):
+        yield read_parquet(uri, parquet_columns, sha256)
+
+
+class _ColumnFile:
+    """A growing array file. Its type widens when a part needs a wider one."""
+
+    def __init__(self, path: Path, first: NDArray) -> None:
+        self.path = path
+        self.dtype = first.dtype
+        self.row_shape = first.shape[1:]
+        self.rows = 0
+        self.file = path.open("wb")
+
+    def append(self, values: NDArray) -> None:
+        """Write the rows of one part."""
+        wide = np.promote_types(self.dtype, values.dtype)
+        if wide != self.dtype:
+            self._widen(wide)
+        np.ascontiguousarray(values, self.dtype).tofile(self.file)
+        self.rows += len(values)
+
+    def _widen(self, dtype: np.dtype) -> None:
+        """Rewrite the file with a wider type."""
+        self.file.close()
+        old = _map_array(self.path, self.dtype, (self.rows, *self.row_shape))
+        wide_path = self.path.with_suffix(".wide")
+        self.file = wide_path.open("wb")
+        block_rows = 1 << 20
+        for first in range(0, self.rows, block_rows):
+            old[first : first + block_rows].astype(dtype).tofile(self.file)
+        self.file.flush()
+        wide_path.rename(self.path)
+        self.dtype = dtype
+
+    def close(self) -> dict[str, Any]:
+        """Close the file and return its type and shape as JSON."""
+        self.file.close()
+        return {"dtype": self.dtype.str, "shape": [self.rows, *self.row_shape]}
+
+
+def _write_entry(entry: Path, parts: Iterable[Columns]) -> None:
+    """Write the arrays of all parts. The entry appears under its name when it is whole."""
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
+    files: dict[str, _ColumnFile] = {}
+    try:
+        for columns in parts:
+            for name, values in columns.items():
+                if name not in files:
+                    files[name] = _ColumnFile(unfinished / name, values)
+                files[name].append(values)
+        shapes = {name: file.close() for name, file in files.items()}
+        (unfinished / "columns.json").write_text(json.dumps(shapes))
+        unfinished.rename(entry)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _map_entry(entry: Path) -> Columns:
+    """Memory-map the arrays of an entry."""
+    shapes = json.loads((entry / "columns.json").read_text())
+    return {
+        name: _map_array(entry / name, np.dtype(array["dtype"]), tuple(array["shape"]))
+        for name, array in shapes.items()
+    }
+
+
+def _map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> NDArray:
+    """Memory-map one array; an empty file cannot be mapped."""
+    if 0 in shape:
+        return np.zeros(shape, dtype)
+    return np.asarray(np.memmap(path, dtype, "r", shape=shape))
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove entries that nobody opened for `MAX_UNUSED_S`, and what killed processes left."""
+    oldest = time.time() - MAX_UNUSED_S
+    for entry in folder.iterdir():
+        marker = entry / "columns.json"
+        try:
+            used = (marker if marker.exists() else entry).stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if used >= oldest:
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _cache_error(error: OSError, folder: Path) -> Exception:
+    """Turn an error of the cache's disk into a one-line message; other errors stay as they are."""
+    if error.errno == errno.ENOSPC:
+        return UserError(
+            f"the disk of the cache {folder} is full; free some space, or set {CACHE_VARIABLE} to another folder"
+        )
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return UserError(
+            f"the cache {folder} cannot be written; set {CACHE_VARIABLE} to a folder that you may write"
+        )
+    return error

@@ -1,0 +1,101 @@
+"""Arrays of rows with different lengths, stored end to end (CSR).
+
+Row `i` of `values` is `values[offsets[i]:offsets[i + 1]]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def lengths_to_offsets(lengths: NDArray) -> NDArray[np.int64]:
+    """Return the (n + 1,) offsets of rows with these (n,) lengths."""
+    return np.append(0, np.cumsum(lengths, dtype=np.int64))
+
+
+def lengths_to_starts(lengths: NDArray) -> NDArray[np.int64]:
+    """Return the (n,) index of each row's first value."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def gather_ranges(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
+    """Return the indices `begin[i], ..., begin[i] + lengths[i] - 1` of all rows, end to end."""
+    total = int(lengths.sum())
+    return np.arange(total) + np.repeat(begin - lengths_to_starts(lengths), lengths)
+
+
+def row_numbers(lengths: NDArray) -> NDArray[np.int64]:
+    """Return the row of each value, given the (n,) lengths of the rows."""
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def run_starts(*keys: NDArray) -> NDArray[np.int64]:
+    """Return the indices at which a run of equal (n,) `keys` begins."""
+    length = len(keys[0])
+    is_start = np.zeros(length, bool)
+    is_start[:1] = True
+    for key in keys:
+        is_start[1:] |= key[1:] != key[:-1]
+    return np.flatnonzero(is_start)
+
+
+def pad_indices(
+    begin: NDArray, lengths: NDArray, min_width: int = 1
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return indices of rows of different lengths as a rectangle.
+
+    Args:
+        begin: (B,) index of each row's first value.
+        lengths: (B,) number of values of each row.
+        min_width: The least number of columns.
+
+    Returns:
+        (B, T) indices, 0 at padding, and a (B, T) mask that is false at padding.
+    """
+    column = np.arange(max(min_width, int(lengths.max(initial=0))))
+    inside = column < lengths[:, None]
+    return np.where(inside, begin[:, None] + column, 0), inside
+
+
+def pad_ragged(
+    values: NDArray, index: NDArray[np.int64], inside: NDArray[np.bool_], empty: int
+) -> NDArray:
+    """Gather the values (E, ...) at the (B, T) indices of `pad_indices`, with `empty` at padding."""
+    if not len(values):
+        return np.full((*index.shape, *values.shape[1:]), empty, values.dtype)
+    mask = inside.reshape(inside.shape + (1,) * (values.ndim - 1))
+    return np.where(mask, values[index], empty).astype(values.dtype, copy=False)
+
+
+def find_sorted(
+    values: NDArray, wanted: NDArray
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the index of each `wanted` value in ascending `values`, and whether it is there."""
+    index = np.minimum(np.searchsorted(values, wanted), max(0, len(values) - 1))
+    if not len(values):
+        return index, np.zeros(len(wanted), bool)
+    return index, values[index] == wanted
+
+
+def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:
+    """Return the (parts + 1,) edges of runs of rows with about equal sums of (n,) `weights`.
+
+    No run is empty if there are at least as many rows as parts.
+    """
+    number = np.arange(parts + 1)
+    if len(weights) < parts:
+        return len(weights) * number // parts
+    total = np.cumsum(weights)
+    inner = np.searchsorted(total, total[-1] * number[1:] / parts - 0.5) + 1
+    edges = np.concatenate([[0], inner])
+    edges = np.maximum.accumulate(edges - number) + number
+    return np.minimum(edges, len(weights) - parts + number)
+
+
+def concat_columns(parts: list[dict[str, Any]]) -> dict[str, NDArray]:
+    """Concatenate the arrays of all parts by name. The parts are emptied, which halves the peak memory."""
+    names = list(parts[0])
+    return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}

@@ -1,0 +1,73 @@
+"""Helpers for rows of different lengths, against loops."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import ragged
+
+LENGTHS = st.lists(st.integers(0, 5), max_size=8).map(
+    lambda lengths: np.array(lengths, np.int64)
+)
+
+
+@given(LENGTHS)
+def test_offsets_and_starts_delimit_the_rows(lengths):
+    offsets = ragged.lengths_to_offsets(lengths)
+    assert np.diff(offsets).tolist() == lengths.tolist()
+    assert ragged.lengths_to_starts(lengths).tolist() == offsets[:-1].tolist()
+
+
+@given(LENGTHS, st.data())
+def test_gathered_ranges_are_each_range_in_turn(lengths, data):
+    begin = data.draw(
+        st.lists(st.integers(0, 99), min_size=len(lengths), max_size=len(lengths))
+    )
+    expected = [
+        first + place
+        for first, length in zip(begin, lengths, strict=True)
+        for place in range(length)
+    ]
+    found = ragged.gather_ranges(np.array(begin, np.int64), lengths)
+    assert found.tolist() == expected
+    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+    assert ragged.row_numbers(lengths).tolist() == rows
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=12))
+def test_a_run_begins_where_any_key_changes(keys):
+    expected = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]]
+    first, second = np.array(keys, np.int64).reshape(-1, 2).T
+    assert ragged.run_starts(first, second).tolist() == expected
+
+
+@given(LENGTHS)
+def test_padding_keeps_each_row_and_fills_the_rest(lengths):
+    values = np.arange(100, 100 + lengths.sum())
+    starts = ragged.lengths_to_starts(lengths)
+    index, inside = ragged.pad_indices(starts, lengths)
+    padded = ragged.pad_ragged(values, index, inside, -1)
+    assert padded.shape == (len(lengths), max(1, lengths.max(initial=0)))
+    for row, length in enumerate(lengths):
+        expected = values[starts[row] : starts[row] + length].tolist()
+        assert padded[row, :length].tolist() == expected
+        assert (padded[row, length:] == -1).all()
+
+
+@given(st.sets(st.integers(0, 9)), st.lists(st.integers(0, 9)))
+def test_sorted_values_are_found_where_they_are(values, wanted):
+    ordered = np.array(sorted(values), np.int64)
+    index, is_there = ragged.find_sorted(ordered, np.array(wanted, np.int64))
+    assert is_there.tolist() == [value in values for value in wanted]
+    assert (ordered[index[is_there]] == np.array(wanted)[is_there]).all()
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
+def test_even_parts_hold_every_row_and_none_is_empty(weights, data):
+    parts = data.draw(st.integers(1, len(weights)))
+    edges = ragged.split_evenly(np.array(weights), parts)
+    assert (edges[0], edges[-1], len(edges)) == (0, len(weights), parts + 1)
+    assert (np.diff(edges) > 0).all()
