@@ -44,8 +44,9 @@ FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
 PACE_STEPS = 3
 """Timed steps from which the time left is estimated."""
 
-CONTINUE, SAVE, STOP = 0, 1, 2
-"""Answers of `wanted`: train on, save a state within the epoch and train on, save a state and end."""
+CONTINUE, ASK, SAVE, STOP = 0, 1, 2, 3
+"""Answers of `wanted`: train on; have all ranks ask `warned`; save a state within the epoch and train on; save a state
+and end."""
 
 State = dict[str, Any]
 Sums = dict[str, Any]
@@ -500,6 +501,7 @@ def fit(
     world: int = 1,
     clock: Callable[[], float] = time.monotonic,
     wanted: Callable[[], int] = lambda: CONTINUE,
+    warned: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepEvent | StillEvent | EpochEvent]:
     """Trains `model`, which is on `device` already, and yields events; by `clock`, not all ranks the same StillEvents.
 
@@ -507,9 +509,10 @@ def fit(
     group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
     of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `blocks` are parts
     of a model that is to be cut over the ranks (`models/fsdp.py`). `state` is that of the event at which an earlier run
-    was saved; the caller has loaded the weights. `wanted` is asked after every step for CONTINUE, SAVE or STOP; ranks
-    may answer differently, the largest answer counts. Raises UserError where the loss or the metric stops being a
-    number.
+    was saved; the caller has loaded the weights. `wanted` is asked after every step for CONTINUE, ASK, SAVE or STOP;
+    ranks may answer differently, the largest answer counts. After ASK all ranks call `warned` in the same step, which
+    may be a collective and returns the same on all ranks, and save a state where it is true. Raises UserError where
+    the loss or the metric stops being a number.
     """
     device = torch.device(device)
     sharded = bool(blocks) and world > 1
@@ -622,6 +625,8 @@ def fit(
             meter.add(found)
             cursor.step, cursor.step_in_epoch = cursor.step + 1, i + 1
             answer = agreement.largest(wanted())
+            if answer == ASK:
+                answer = SAVE if warned() else CONTINUE
             stop = answer == STOP
             inside = i + 1 < steps
             check = inside and not stop and due(config.eval_every_steps, cursor.step)

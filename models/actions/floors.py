@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch
 from models.config import check_least, check_positive
-from models.own_features import Standardised
+from models.layers.standardised import Standardised
 
 
 @dataclass

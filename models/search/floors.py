@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from models.own_features import Standardised
+from models.layers.standardised import Standardised
 from models.search.data import SearchCatalogue
 
 Batch = dict[str, Tensor]

@@ -221,9 +221,12 @@ def evaluate(
     if shards == 1 and not remote:
         parts = [rank_shard(*arguments, 0, (0, 1))]
     else:
-        task = ray.remote(num_cpus=1, num_gpus=1 if takes_gpu(device, 1) else 0)(
-            rank_shard
-        )
+        # not in the placement group of a sweep's trial, which holds no CPU
+        task = ray.remote(
+            num_cpus=1,
+            num_gpus=1 if takes_gpu(device, 1) else 0,
+            scheduling_strategy="DEFAULT",
+        )(rank_shard)
         parts = ray.get(
             [task.remote(*arguments, 1, (rank, shards)) for rank in range(shards)]
         )

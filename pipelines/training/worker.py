@@ -29,8 +29,8 @@ from models.attempts import UNNUMBERED, Attempt
 from models.checkpoint import Checkpoint
 from models.config import pluralize
 from models.fit import (
+    ASK,
     CONTINUE,
-    SAVE,
     STOP,
     EpochEvent,
     Event,
@@ -219,8 +219,9 @@ class WorkerContext:
     """Tells the driver that it moves, where that is another process."""
     uploads: checkpoint.Uploads = field(default_factory=checkpoint.Uploads)
     """Takes checkpoints to a storage elsewhere."""
-    warned: Callable[[], bool] = lambda: False
-    """Return whether there is a new notice that a node of the training is to be taken away."""
+    warned: Callable[[], bool] | None = None
+    """Return whether there is a new notice that a node of the training is to be taken away; a collective of all
+    workers. None where nodes are not taken away with notice."""
 
 
 def worker(config: dict[str, Any]) -> None:
@@ -254,7 +255,7 @@ def worker(config: dict[str, Any]) -> None:
         report,
         config["progress"].say.remote,
         pulse,
-        warned=warned if config["watch"] else lambda: False,
+        warned=warned if config["watch"] else None,
     )
     perform(task, place)
     if pulse.stopping and place.rank == 0:
@@ -391,21 +392,24 @@ def by_gradient(
         return STOP_REQUEST.requested or bool(pulse and pulse.stopping)
 
     def wanted() -> int:
-        """Return STOP for a stop, SAVE for a notice about a node, else CONTINUE."""
+        """Return STOP for a stop, on rank 0 ASK where it is time to ask for notices about nodes, else CONTINUE."""
         nonlocal asked_at
         if pulse:
             pulse.step()
         if stopping():
             return STOP
         now = time.monotonic()
-        if now - asked_at < NOTICE_S:
+        if place.warned is None or place.rank != 0 or now - asked_at < NOTICE_S:
             return CONTINUE
         asked_at = now
-        if not place.warned():
-            return CONTINUE
-        if place.rank == 0:
+        return ASK
+
+    def warned() -> bool:
+        """Ask all workers for a new notice that a node is to be taken away."""
+        is_new = bool(place.warned and place.warned())
+        if is_new and place.rank == 0:
             place.say("a node is to be taken away: saving a checkpoint")
-        return SAVE
+        return is_new
 
     setup.stopping = stopping
     for event in fit(
@@ -421,6 +425,7 @@ def by_gradient(
         rank=place.rank,
         world=place.world,
         wanted=wanted,
+        warned=warned,
     ):
         if isinstance(event, StillEvent):
             if place.rank == 0:

@@ -28,8 +28,9 @@ import pandas
 import pytest
 from pages import ROOT, Command, blocks, commands, jobs_of, section
 
-from jobs import cli, train
+from jobs import cli
 from models.tables import read_table
+from pipelines.training import run as training
 
 SMALLER = {
     "jobs.tokenize": "--encoder tfidf --pca 0 --rqkmeans.codebook_size 8",
@@ -47,9 +48,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     # Trainings are by this process: a worker of Ray takes ten seconds to start, and test_train.py has one.
-    monkeypatch.setattr(
-        train, "run_training", partial(train.run_training, heard=lambda about: None)
-    )
+    here_alone = partial(training.run_training, heard=lambda about: None)
+    monkeypatch.setattr(training, "run_training", here_alone)
     before = os.environ.pop("MLFLOW_TRACKING_URI", None)
     yield tmp_path
     mlflow.set_tracking_uri(

@@ -189,12 +189,14 @@ def add(copy: Path, file: str, content: str, imported: str, row: str) -> None:
 COMMANDS = """
 import importlib, json, sys
 from functools import partial
-from jobs import cli, train
+from jobs import cli
+from pipelines.training import run as training
 
-by_ray, here = train.run_training, partial(train.run_training, heard=lambda about: None)
+by_ray = training.run_training
+here = partial(training.run_training, heard=lambda about: None)
 for job, *words in json.loads(sys.argv[1]):
     print("$", *words, flush=True)
-    train.run_training = by_ray if job == "train by Ray" else here
+    training.run_training = by_ray if job == "train by Ray" else here
     module = importlib.import_module(f"jobs.{job.split()[0]}")
     module.run(cli.options_for(module, words))
 """

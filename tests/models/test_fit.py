@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.config import duration
 from models.fit import (
+    ASK,
     CONTINUE,
     SAVE,
     STOP,
@@ -466,6 +467,29 @@ def stopped_by(rank: int) -> dict:
     return ends
 
 
+def saved_after_notice(rank: int) -> list[int]:
+    """Return the steps at which a rank saves, where the first of two asks for notices by a collective."""
+    model, batches = start(dropout=0.0), Batches(rank=rank, world=2)
+    answers = iter([CONTINUE, ASK] if rank == 0 else [])
+
+    def warned() -> bool:
+        calls = torch.ones(1)
+        torch.distributed.all_reduce(calls)  # hangs unless both ranks are here
+        return calls.item() == 2
+
+    events = fit(
+        model,
+        batches,
+        validate,
+        FitConfig(max_epochs=1),
+        rank=rank,
+        world=2,
+        wanted=lambda: next(answers, CONTINUE),
+        warned=warned,
+    )
+    return [event.step for event in events if event.state]
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -475,6 +499,7 @@ def worker(rank: int, folder: str) -> None:
         {
             **{counts: trained_by(rank, counts) for counts in (EQUAL, UNEQUAL)},
             "stopped": stopped_by(rank),
+            "noticed": saved_after_notice(rank),
         },
         f"{folder}/{rank}.pt",
     )
@@ -524,6 +549,13 @@ def test_all_workers_save_and_stop_where_one_is_asked_to(two: list[dict]) -> Non
     assert ours == theirs
     # a step's answers are known after the next step; a validation ends at once, without metrics
     assert ours == {False: ([3, 5], True, 0), True: ([5], True, 0)}
+
+
+@pytest.mark.long
+def test_all_workers_ask_for_notices_in_the_same_step(two: list[dict]) -> None:
+    ours, theirs = (each["noticed"] for each in two)
+    assert ours == theirs
+    assert ours[0] == 3  # asked for after step 2, and known after the next one
 
 
 def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ import polars as pl
 import pytest
 from own_layouts import MAKERS
 
-from jobs import audit, cli, prepare, train
+from jobs import audit, cli, prepare
 from models.tables import UserError, read_manifest, read_table, sealed, unsealed
 from pipelines.data.audit.rules import audit as check
+from pipelines.training import run as training
 
 SOURCES = Path("jobs/configs/sources")
 
@@ -174,9 +175,8 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        train, "run_training", partial(train.run_training, heard=lambda about: None)
-    )  # here
+    here_alone = partial(training.run_training, heard=lambda about: None)
+    monkeypatch.setattr(training, "run_training", here_alone)  # here
     raw, runs = MAKERS["hm"](tmp_path / "raw"), tmp_path / "runs"
     new_store(runs)
 
