@@ -373,7 +373,9 @@ def read(uri: str | Path) -> Checkpoint:
         )
     try:
         with filesystem.open_input_stream(where) as stream:
-            about = Checkpoint(**unsealed(stream.read()))
+            content = unsealed(stream.read())
+        content.pop("shards", None)  # checkpoints before commit 61e80fa have it
+        about = Checkpoint(**content)
         about.model, about.files = dict(about.model), dict(about.files)
         check_inside(about.files)
     except (ValueError, TypeError) as error:
