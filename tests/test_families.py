@@ -21,6 +21,10 @@ PROBES = {
     "pipelines/data/sids/embed.py": "configs of Hugging Face",
     "models/text_encoder.py": "configs and modules of Hugging Face",
     "models/search/hllm.py": "configs of Hugging Face",
+    "models/retrieval/nearest.py": "models with vectors or neighbours of items",
+    "models/carry.py": "models with tasks",
+    "pipelines/serving/ray_serve.py": "versions registered before requests were checked",
+    "pipelines/serving/served_model.py": "MLflow's wrapped functions, which mark themselves",
     "models/uri.py": "named tuples, which have no class of their own",
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
 }

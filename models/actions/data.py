@@ -70,6 +70,8 @@ class ActionsDataset(RequestDataset):
     learned_unit = "events"
     window_overlap: float = 0.5
     """Share of `max_history` by which examples of a user overlap in training."""
+    keep_empty: bool = False
+    """Whether users without a candidate have an example in evaluation too."""
 
     begin: NDArray[np.int64]
     """(n,) index of each example's first event in the columns."""
@@ -117,7 +119,8 @@ class ActionsDataset(RequestDataset):
             "train_end": np.zeros(len(sizes), np.int64),
             "val_end": context,
         }
-        return cls(columns, "test", "user", max(1, int(context.max(initial=1))))
+        longest = max(1, int(context.max(initial=1)))
+        return cls(columns, "test", "user", longest, keep_empty=True)
 
     def _plan(self) -> None:
         if self.split == "train":
@@ -165,7 +168,7 @@ class ActionsDataset(RequestDataset):
         }
         known = ends[self.split]
         past = ends["train" if self.split == "val" else "val"]
-        owner = np.flatnonzero(known > past)
+        owner = np.flatnonzero((known > past) | self.keep_empty)
         begin = np.maximum(past[owner] - self.max_history, 0)
         return owner, begin, past[owner] - begin, (known - past)[owner]
 

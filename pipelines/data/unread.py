@@ -8,18 +8,25 @@ from models.tables import UserError
 from pipelines.data.log import Log
 from pipelines.data.read import list_files
 
+MAPPING_SUFFIXES = (".yaml", ".yml")
+"""Endings of files that are no data, such as the mapping file itself."""
+
 MAX_NAMES = 5
 """Names of files, or of groups of files, that one message has."""
 
 
 def list_unread(log: Log, input_uri: str) -> list[str]:
-    """Return the files of the folder that the mapping does not read, sorted."""
+    """Return the data files of the folder that the mapping does not read, sorted."""
     every = list_files(input_uri, "*", required=False, what="file")
     read = {*log.event_files(input_uri), *log.user_files(input_uri)}
     read |= {*log.item_files(input_uri)}
     for features in log.as_of.values():
         read |= {*features.listed(input_uri, "feature")}
-    return [file for file in every if file not in read]
+    return [
+        file
+        for file in every
+        if file not in read and not file.lower().endswith(MAPPING_SUFFIXES)
+    ]
 
 
 def find_alike(log: Log, input_uri: str, unread: list[str]) -> list[str]:

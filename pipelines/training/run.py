@@ -363,7 +363,8 @@ def conclude(
     """
     run = tracking.RunRef(**record["tracking"])
     about = checkpoint.read(checkpoint.publish(folder, last))
-    logger = tracking.Logger(run)
+    curves = tracking.read_curves(join(folder, last.folder))
+    logger = tracking.Logger(run, curves)  # a trial that was stopped may owe points
     values = {
         "best/epoch": last.best["epoch"],
         **{f"best/{name}": v for name, v in about.metrics.items()},
@@ -374,7 +375,7 @@ def conclude(
     )
     logger.update(values, last.step)
     logger.tag(checkpoint=join(folder, BEST))
-    tracking.log_curves(run, tracking.read_curves(join(folder, last.folder)))
+    tracking.log_curves(run, curves)
     if (
         log_model
         and registry.find(about.name).family.logged

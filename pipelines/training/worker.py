@@ -341,8 +341,14 @@ def perform(task: Task, place: WorkerContext) -> None:
                 0,
             )
         if setup.entry.gradient:
-            with STOP_REQUEST.awaited():
-                by_gradient(setup, task, state, about, place, log)
+            try:
+                with STOP_REQUEST.awaited():
+                    by_gradient(setup, task, state, about, place, log)
+            except SystemExit:  # a sweep stops the training
+                if log:
+                    with suppress(attempts.SupersededError):
+                        log.flush()
+                raise
         elif about is None:
             by_counts(setup, task, place, log)
         if log and (waited := log.flush()) >= 1:

@@ -234,10 +234,6 @@ class ActionsConfig:
             )
         check_names(tasks, "tasks")
         check_names(inputs, "inputs")
-        if "mean" in tasks:
-            raise ValueError(
-                "tasks.mean has the name of the metrics' mean over all tasks; give it another name"
-            )
         counts = self.counts
         for key in counts.keys:
             if key not in (USER, ITEM, *attributes):

@@ -365,7 +365,7 @@ def test_a_short_training_lowers_the_loss_and_finds_items(
         lr=5e-3,
         weight_decay=0.01,
         batch_size=32,
-        max_epochs=5,
+        max_epochs=8,
         patience=0,
         log_every_steps=5,
         seed=1,

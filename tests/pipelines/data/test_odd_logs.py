@@ -143,7 +143,7 @@ def test_a_user_with_very_many_events(tmp_path: Path) -> None:
     assert len(long["item_index"]) == len(long["requests"]) == many
     assert long["timestamp_ms"] == sorted(long["timestamp_ms"])
     examples = RetrievalDataset.load(f"{tables}/sequences", "train", max_history=20)
-    batch = examples.collate(examples.ordered(np.arange(len(examples)))[-64:])
+    batch = examples.collate(examples.sort_for_evaluation(examples.rows())[-64:])
     assert batch["history"].shape == (64, 20)
     cut = made(
         mapping, tmp_path / "cut"

@@ -184,7 +184,12 @@ def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
         None, pd.DataFrame({"history": [], "user_id": []})
     )
     assert nobody.empty
-    assert nobody.columns.tolist() == ["item_id", "score", "unknown_items"]
+    assert nobody.columns.tolist() == [
+        "item_id",
+        "score",
+        "unknown_items",
+        "note",
+    ]
     model, _ = registry.load(world.trained.checkpoint, Catalogue.load(world.tables))
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     items, scores = model.recommend(
