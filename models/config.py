@@ -18,8 +18,18 @@ from models.tables import UserError, open_uri
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The one of `known`, of which there must be one, that is most like `word`."""
-    return difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.0)[0]
+    """Return the name of `known` that is most like `word`, upper or lower case.
+
+    Args:
+        word: An unknown name.
+        known: At least one name.
+    """
+    by_lower: dict[str, list[str]] = {}
+    for name in known:
+        by_lower.setdefault(str(name).lower(), []).append(name)
+    word = str(word)
+    (lower,) = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.0)
+    return difflib.get_close_matches(word, by_lower[lower], n=1, cutoff=0.0)[0]
 
 
 ALSO_CALLED = {"device": "use_gpu", "learning_rate": "lr"}

@@ -60,11 +60,31 @@ def clean_id(text: str) -> str | None:
     return None if not text or text.lower() in NOTHING else text
 
 
-def item_ids(column: str, values: Iterable[Any]) -> list[str]:
-    """The ids of a served request as the catalogue has them. UserError for an entry that is none, and for no list."""
+WITHOUT_ALLOWED = "leave it out to rank all items"
+"""How a request sets no `allowed`."""
+
+
+def item_ids(
+    column: str, values: Iterable[Any], without: str = "[] for none"
+) -> list[str]:
+    """Return the ids of a served request as the catalogue has them.
+
+    Args:
+        column: Name of the column or param of the request.
+        values: Its value, a list of ids.
+        without: Half a sentence on how to request nothing.
+
+    Raises:
+        UserError: If `values` is no list, or has an entry that is no id.
+    """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise UserError(f"{column} is {values!r}; give a list of item ids, [] for none")
+        raise UserError(f"{column} is {values!r}; give a list of item ids, {without}")
     return [item_id(column, value) for value in values]
+
+
+def allowed_ids(values: Iterable[Any]) -> list[str]:
+    """Return the ids of the param `allowed` as the catalogue has them."""
+    return item_ids("allowed", values, f"or {WITHOUT_ALLOWED}")
 
 
 def item_id(column: str, value: Any) -> str:

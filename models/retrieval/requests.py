@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from models.item_ids import clean_id, item_ids
+from models.item_ids import WITHOUT_ALLOWED, allowed_ids, clean_id
 from models.requests import Columns, Requests, Row
 from models.retrieval.data import collate_histories, hash_strings
 from models.tables import UserError
@@ -55,12 +55,11 @@ class RetrievalRequests(Requests):
 
     def allowed(self, ids: Sequence[Any]) -> Tensor:
         """(N,) bool, by item_index, of a set of items; ids that the catalogue does not have are skipped."""
-        places = [
-            self.index[item] for item in item_ids("allowed", ids) if item in self.index
-        ]
+        allowed = allowed_ids(ids)
+        places = [self.index[item] for item in allowed if item in self.index]
         if not places:
             raise UserError(
-                f"allowed has {len(ids)} ids, and none of an item of the catalogue; leave it out to rank all items"
+                f"allowed has {len(ids)} ids, and none of an item of the catalogue; {WITHOUT_ALLOWED}"
             )
         return torch.zeros(len(self.items), dtype=torch.bool).index_fill(
             0, torch.tensor(places), True

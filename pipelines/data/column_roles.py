@@ -28,15 +28,17 @@ WORDS = {  # how the words of names begin, and with $ end
     "time": "time|ts$|t$|dat(e|um|etime)?$|zeit|when|created|at$|day$|fecha|hour|clock|uhr|order$|index|step|seq",
     "late": "birth|dob$|born|deliver|ship|expir|valid|updat|modif|regist|return|releas|upload|signup|joined|since|"
     "launch|end$|ended|first|last|due$|geb|liefer|ablauf|nacim|naiss",
-    "outcome": "rating|stars?$|score|overall|click|like|purchas|bought|buy|cart|quantit|qty|menge|anzahl|cantid|dwell|"
-    "watch|play|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|transaction|revenue|sales|spen[dt]|paid|"
-    "gmv|profit|conver|refund|skip|complet|finish|reward|umsatz",
+    "outcome": "rating|stars?$|score|overall|click|like|purchas|bought|buy|cart(?!oon|ridge)|quantit|qty|menge|anzahl|"
+    "cantid|dwell|watch(?!list)|play(?!list)|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|"
+    "transaction|revenue|sales|spen[dt]|paid|gmv|profit|conver(?!sation)|refund|skip|complet|finish|reward|umsatz",
     "amount": "price|cost|preis|precio|prix|duration|seconds|minutes|length|weight|gewicht|dauer|width|height|"
     "discount|amount|tax$|fee$|balance|age$|temperature|altitude|elevation|"
     "lat$|latitude|lon$|long$|lng$|longitude|coord",
     "attribute": "categ|type$|brand|colou?r|groups?$|class$|genre|depart|segment|status|level$|tier|count|size$|lang|"
     "city$|gender|agent|feature|year|position|pos$|rank$",
     "computed": "propens|prob$|probab|predict|pred$|estimat|logit|pscore|pctr|pcvr|confiden|similar|relevan|p$",
+    "supplier": "seller|supplier|vendor|merchant|channel|author|creator|publisher|uploader|owner|provider|advertiser|"
+    "driver|store|shop|brand|manufacturer|campaign",
     "beside": "index|sids?$|codes$|readme|licen|hist|past|previous",
 }
 DAYS = (
@@ -80,6 +82,12 @@ def says_id(name: str) -> bool:
     return any(word in ID_WORDS for word in split_name(name))
 
 
+def says_what(name: str) -> bool:
+    """Return whether a name says what an id is of: `store_id` does, `id` and `c2` do not."""
+    words = [word for word in split_name(name) if word not in ID_WORDS]
+    return any(len(word) > 1 for word in words)
+
+
 def is_attribute(name: str) -> bool:
     """Return whether a name says a property that several users or items share."""
     return any(re.match(WORDS["attribute"], word) for word in split_name(name))
@@ -88,13 +96,49 @@ def is_attribute(name: str) -> bool:
 def tell(name: str, role: str) -> int:
     """Return how strongly a name points to a role, 0 where it does not."""
     words = split_name(name)
-    hits = [word for word in words if re.match(WORDS[role], word)]
+    hits = find_hits(words, role)
     if role == "outcome" and not is_outcome(words, hits):
         return 0
     if role in ("user", "item") and is_attribute(name):
         return 0
     ids = sum(word in ID_WORDS for word in words)
     return max(1, 9 + 2 * ids + len(hits) - len(words)) if hits else 0
+
+
+def find_hits(words: list[str], role: str) -> list[str]:
+    """Return the words of a name that say a role.
+
+    A noun for who acts, such as `buyer` or `voter`, says a user and not what the user
+    did. A count such as `viewer_count` or `followers` stays an outcome.
+    """
+    hits = [word for word in words if re.match(WORDS[role], word)]
+    if any(word.startswith(("count", "total")) for word in words):
+        return hits
+    if role in ("outcome", "item"):
+        return [word for word in hits if not re.search("(er|or)$", word)]
+    if role == "user":
+        acting = [word for word in words if re.search("(er|or)$", word)]
+        hits += [
+            word
+            for word in acting
+            if word not in hits and re.match(WORDS["outcome"], word)
+        ]
+    return hits
+
+
+def says_whom(name: str) -> bool:
+    """Return whether a name with a word for an outcome says a user or an item by its last word.
+
+    `purchased_product_id` names an item, but `product_rating` does not. A plural, such
+    as `clicked_items`, names a list or a number.
+    """
+    if "ids" in split_name(name) or is_attribute(name):
+        return False
+    words = [word for word in split_name(name) if word not in ID_WORDS]
+    last = words[-1:]
+    if any(re.search("(?<!new)(?<!good)(?<!busines)s$", word) for word in last):
+        return False
+    return any(find_hits(last, role) for role in ("user", "item"))
 
 
 def is_outcome(words: list[str], hits: list[str]) -> bool:
@@ -211,9 +255,15 @@ class Column:
     @property
     def may_be_id(self) -> bool:
         """Whether a column that is no time may hold the ids of users or items."""
-        says_else = tell(self.name, "outcome") or tell(self.name, "amount")
+        outcome = tell(self.name, "outcome") and (self.flag or not says_whom(self.name))
+        says_else = outcome or tell(self.name, "amount")
+        return self.has_ids and not says_else
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the values, whatever the name, may be the ids of users or items."""
         is_else = self.comma or bool(self.list) or self.measure
-        return self.distinct > 1 and not (says_else or is_else)
+        return self.distinct > 1 and not is_else
 
     @property
     def late(self) -> bool:
@@ -330,13 +380,16 @@ def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
     ids = [c for c in columns if c.may_be_id and (not c.time or c in spare)]
     lists = [c for c in columns if c.list and not tell(c.name, "outcome")]
     lists.sort(key=lambda c: bool(tell(c.name, "beside")))
+    if lists:  # `clicked_item` beside a list of items is one of the list
+        ids = [c for c in ids if not tell(c.name, "outcome")]
     item = pick_described(ids, "item", shares)
     listed = lists[0] if lists and not (item and item.full) else None
     item = None if listed else item
     users = [c for c in ids if c is not item]
     user = pick_described(users, "user", shares) or pick(users, "request")
     roles = Roles(user, item, listed, times, 0)
-    unnamed = find_unnamed(users, roles, shares)
+    unnamed = find_unnamed(users, roles)
+    hidden = find_hidden(columns, ids)
     if roles.item is None and listed is None:
         roles.item = take_unnamed(unnamed, "item", shares, roles.user is None)
     if roles.user is None:
@@ -347,9 +400,13 @@ def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
     }
     roles.sure = bool(user or told["user"]) + bool(item or listed or told["item"])
     if roles.user:
-        roles.user_doubts = doubt_ids(roles, "user", ids, unnamed, rows, shares)
+        roles.user_doubts = doubt_ids(
+            roles, "user", ids, unnamed + hidden, rows, shares
+        )
     if roles.item:
-        roles.item_doubts = doubt_ids(roles, "item", ids, unnamed, rows, shares)
+        roles.item_doubts = doubt_ids(
+            roles, "item", ids, unnamed + hidden, rows, shares
+        )
     if listed:
         others = [c.name for c in lists[1:] if not tell(c.name, "beside")]
         roles.item_doubts = [f"or the list {name}?" for name in others]
@@ -369,7 +426,21 @@ def pick_described(ids: list[Column], role: str, shares: Shares) -> Column | Non
     return max(named, key=rank, default=None)
 
 
-def find_unnamed(ids: list[Column], roles: Roles, shares: Shares) -> list[Column]:
+def find_hidden(columns: list[Column], ids: list[Column]) -> list[Column]:
+    """Return the columns that are no ids by their names alone, such as `play_id`."""
+    return [
+        c
+        for c in columns
+        if c not in ids
+        and c.has_ids
+        and not c.time
+        and not c.flag
+        and c.share < 0.99
+        and any(word in ID_WORDS for word in split_name(c.name)[-1:])
+    ]
+
+
+def find_unnamed(ids: list[Column], roles: Roles) -> list[Column]:
     """Return the columns that may be users or items though no name says so."""
     others = [
         c
@@ -380,8 +451,13 @@ def find_unnamed(ids: list[Column], roles: Roles, shares: Shares) -> list[Column
         and not tell(c.name, "position")
     ]
     others = [c for c in others if c.share < 0.99 or roles.listed]
-    # of two columns, one of few values is less likely to be an id
-    return sorted(others, key=lambda c: (is_attribute(c.name), c.distinct <= 20))
+
+    def rank(c: Column) -> tuple[bool, bool, bool]:
+        supplies = roles.user is None and bool(tell(c.name, "supplier"))
+        # of two columns, one of few values is less likely to be an id
+        return is_attribute(c.name), supplies, c.distinct <= 20
+
+    return sorted(others, key=rank)
 
 
 def take_unnamed(
@@ -456,6 +532,8 @@ def doubt_unnamed(
         return [f"no name tells; or {role}: {list_names(rivals)}?"]
     if counterpart and not roles.sure and not tell(counterpart.name, other):
         return [f"no name tells; or {role}: {counterpart.name}?"]
+    if role == "user" and tell(column.name, "supplier"):
+        return ["its name says who offers items; is it the user?"]
     header = re.fullmatch(r"c\d+", column.name)
     is_id = header or (says_id(column.name) and not is_attribute(column.name))
     return [] if is_id else [f"no name says {role}; is it?"]

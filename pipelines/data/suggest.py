@@ -26,6 +26,7 @@ from pipelines.data.column_roles import (
     choose_roles,
     list_names,
     pick,
+    says_what,
     tell,
 )
 from pipelines.data.kinds import KINDS
@@ -339,8 +340,8 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
     user, item, shown = log.roles.user, log.roles.item, log.roles.listed
     listed = next((c for c in log.columns if c.list), None)
     assert user is not None
-    users = find_description("user", user, looks)
-    items = find_description("item", item or shown or listed, looks)
+    users = find_description("user", user, log, looks)
+    items = find_description("item", item or shown or listed, log, looks)
     draft = Draft()
     add_files(draft, log, looks, every)
     doubts = log.roles.user_doubts + users.doubts
@@ -706,16 +707,33 @@ class Description:
         return self.log_sql.format(name)
 
 
-def find_description(role: str, ids: Column | None, looks: list[Look]) -> Description:
-    """Return the files that describe these items or users best."""
+def find_description(
+    role: str, ids: Column | None, log: Look, looks: list[Look]
+) -> Description:
+    """Return the files that describe the users or the items of a log best.
+
+    A file of another name that has the same ids is a rival: the name of a file is weak
+    evidence, as ids that count up are in the files of other things too.
+
+    Args:
+        role: `user` or `item`.
+        ids: Column of the log with their ids, None where it has none.
+        log: The log.
+        looks: Files beside the log.
+    """
     if ids is None:
         return Description()
     values = ids.ids if ids.lists is None else ids.lists.explode().drop_nulls()
+    of_others = {c.name for c in log.columns if c is not ids and says_what(c.name)}
     found: list[tuple[int, Description]] = []
     for look in looks:
         for key in look.possible_keys:
             says = says_described(role, ids, look, key)
-            if says is None or not any(described_by(role, look, key).values()):
+            if (
+                says is None
+                or key.name in of_others
+                or not any(described_by(role, look, key).values())
+            ):
                 continue
             file_ids = look.read_ids()[key.name]
             made = match_ids(look, key, ids, values, file_ids)
@@ -724,12 +742,14 @@ def find_description(role: str, ids: Column | None, looks: list[Look]) -> Descri
     if not found:
         return Description()
     says, best = max(found, key=lambda pair: pair[0] + pair[1].share)
-    rivals = [
-        other
-        for other_says, other in found
-        if other_says == says and abs(other.share - best.share) <= 0.05
-    ]
-    for rival in rivals:
+    assert best.look is not None
+    assert best.key is not None
+    margin = 1
+    if best.key.name != ids.name and count_up(best.look.read_ids()[best.key.name].ids):
+        margin = 2
+    close = [pair for pair in found if abs(pair[1].share - best.share) <= 0.05]
+    rivals = [other for other_says, other in close if says - other_says <= margin]
+    for rival in [other for other_says, other in close if other_says == says]:
         if rival.look is best.look and rival.key and rival.key is not best.key:
             best.key_doubts.append(f"or {rival.key.name}?")
     files = [
@@ -737,7 +757,7 @@ def find_description(role: str, ids: Column | None, looks: list[Look]) -> Descri
         for rival in rivals
         if rival.look
         and rival.look is not best.look
-        and has_texts(role, rival) == has_texts(role, best)
+        and has_texts(role, rival) >= has_texts(role, best)
     ]
     best.file_doubts += [f"or {name}?" for name in dict.fromkeys(files)]
     if says == 0:

@@ -44,7 +44,7 @@ if (
 from models import checkpoint, registry
 from models.config import nearest, pluralize
 from models.fit import to_device
-from models.item_ids import item_ids
+from models.item_ids import allowed_ids
 from models.requests import Row, bundled
 from models.retrieval.recommend import allow
 from models.retrieval.requests import EVERY
@@ -323,7 +323,7 @@ def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
                 f"params has no value for '{name}'; give one or leave it out"
             )
     if "allowed" in params:
-        return params | {"allowed": item_ids("allowed", params["allowed"])}
+        return params | {"allowed": allowed_ids(params["allowed"])}
     return params
 
 

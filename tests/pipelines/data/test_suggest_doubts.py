@@ -395,6 +395,93 @@ def test_an_attribute_of_users_or_items_is_not_their_id(
     assert doubtful_keys(suggestion) == doubtful
 
 
+OFFERS = "its name says who offers items; is it the user?"
+
+
+@pytest.mark.parametrize(
+    ("names", "user", "item", "doubts"),
+    [
+        ("buyer_id,seller_id,product_id", "buyer_id", "product_id", []),
+        ("viewer_id,channel_id,video_id", "viewer_id", "video_id", []),
+        ("voter_id,author_id,post_id", "voter_id", "post_id", []),
+        ("commenter,channel_id,video_id", "commenter", "video_id", []),
+        ("liker_id,creator_id,song_id", "liker_id", "song_id", []),
+        (
+            "user_id,store_id,purchased_product_id",
+            "user_id",
+            "purchased_product_id",
+            [],
+        ),
+        ("customer,store_id,viewed_item", "customer", "viewed_item", []),
+        ("buyer_id,play_id,thing_id", "buyer_id", "thing_id", ["or item: play_id?"]),
+        ("purchase_key,seller_id,product_id", None, None, ["or user: purchase_key?"]),
+        ("like_id,channel_id,video_id", None, "video_id", ["or user: like_id?"]),
+        ("seller_id,reader_id,article_id", "reader_id", None, ["or user: seller_id?"]),
+        ("seller_id,price,product_id", "seller_id", "product_id", [OFFERS]),
+        ("device_id,likes,product_id", "device_id", "product_id", []),
+        ("user_id,followers_count,product_id", "user_id", "product_id", []),
+        ("user_id,viewers,product_id", "user_id", "product_id", []),
+        ("user_id,product_rating,spot_id", "user_id", "spot_id", []),
+    ],
+)
+def test_who_acts_is_the_user_and_not_an_outcome(
+    tmp_path: Path, names: str, user: str | None, item: str | None, doubts: list[str]
+) -> None:
+    others = [row * 7 % 50 for row in range(ROWS)]
+    log = csv(USERS, others, PLACES, SECONDS, names=f"{names},at")
+    suggestion, mapping = suggest_for(tmp_path, {"log.csv": log})
+    assert user in (None, mapping["user"])
+    assert item in (None, mapping["item"])
+    assert len(suggestion.doubts) == len(doubts), suggestion.text
+    for line, doubt in zip(suggestion.doubts, doubts, strict=True):
+        assert doubt in line
+
+
+def test_an_item_clicked_of_a_list_is_an_outcome(tmp_path: Path) -> None:
+    lists = [f"{place} {place + 1} {place + 2}" for place in PLACES]
+    log = csv(USERS, lists, PLACES, SECONDS, names="user,shown_items,clicked_item,at")
+    _, mapping = suggest_for(tmp_path, {"log.csv": log})
+    assert "clicked_item" in mapping["labels"]
+
+
+def rows_of(names: str, word: str) -> str:
+    """Return a file of 60 things with ids that count up."""
+    return names + "\n" + "".join(f"{n},{word} number {n}\n" for n in range(60))
+
+
+@pytest.mark.parametrize(
+    ("column", "named", "rival", "doubted"),
+    [
+        ("item_id", ("books.csv", "item_id,title"), ("games.csv", "item_id,title"), 1),
+        ("item_id", ("games.csv", "item_id,title"), ("books.csv", "item_id,title"), 1),
+        ("article", ("articles.csv", "id,title"), ("stores.csv", "id,name"), 1),
+        ("thing", ("books.csv", "id,title"), ("lists.csv", "id,title"), 1),
+        ("thing", ("books.csv", "book_id,title"), ("games.csv", "id,title"), 1),
+        ("item_id", ("items.csv", "item_id,title"), ("shops.csv", "shop_id,name"), 0),
+        ("item", ("items.csv", "id,title"), ("shops.csv", "store_id,name"), 0),
+        ("item", ("items.csv", "id,title"), ("people.csv", "user_id,name"), 0),
+    ],
+)
+def test_a_file_of_another_name_with_the_same_ids_is_a_rival(
+    tmp_path: Path,
+    column: str,
+    named: tuple[str, str],
+    rival: tuple[str, str],
+    doubted: bool,
+) -> None:
+    shops = [row * 7 % 50 for row in range(ROWS)]
+    names = f"user_id,{column},timestamp,store_id"
+    files: dict[str, str | bytes] = {
+        "log.csv": csv(USERS, ITEMS, SECONDS, shops, names=names),
+        named[0]: rows_of(named[1], "lamp"),
+        rival[0]: rows_of(rival[1], "shop"),
+    }
+    suggestion, _ = suggest_for(tmp_path, files)
+    lines = [line for line in suggestion.doubts if line.startswith("  files: ")]
+    assert len(lines) == doubted, suggestion.text
+    assert all(name in line for line in lines for name in (named[0], rival[0]))
+
+
 def test_two_columns_of_an_item_file_that_match_are_named(tmp_path: Path) -> None:
     rows = "".join(f"{1000 + n},{1059 - n},thing {n}\n" for n in range(60))
     files = {"sales.csv": SALES, "articles.csv": f"id,sort,title\n{rows}"}

@@ -94,7 +94,12 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     (
         "tiger",
         {"dataframe_records": [HISTORY], "params": {"allowed": "item-002"}},
-        "allowed is 'item-002'; give a list of item ids",
+        "allowed is 'item-002'; give a list of item ids, or leave it out",
+    ),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY], "params": {"K": 3}},
+        "params has 'K', which is not known there; the nearest is 'k'",
     ),
     (
         "tiger",
