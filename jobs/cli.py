@@ -46,6 +46,7 @@ def start_ray(num_cpus: int | None = None) -> None:
 
     Never joins a Ray that happens to run on this machine. A local one listens on loopback alone.
     """
+    say_loading("ray")
     import ray
 
     from pipelines.ray_inside import signals_as_they_are
@@ -106,9 +107,9 @@ def preflight(**places: str | None) -> None:
     options that name them, that its other nodes do not reach. Nothing without one: a job starts its own Ray later."""
     if not os.environ.get("RAY_ADDRESS"):
         return
+    start_ray()
     from pipelines.cluster import check_places, check_room
 
-    start_ray()
     check_places(places)
     check_room(1, {"CPU": 1}, "no task can run on it")
 

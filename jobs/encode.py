@@ -17,7 +17,7 @@ from models.tables import join, read_manifest
 from models.text_encoder import check_encoder
 from models.uri import check_writable
 from pipelines.data.kinds import KINDS
-from pipelines.data.sids.texts import TextConfig, encode_log
+from pipelines.data.sids.config import TextConfig
 
 
 @dataclass
@@ -40,8 +40,11 @@ class Config:
 
 def run(config: Config) -> None:
     """Encodes, and prints what was made and what to run next."""
-    reach(tables=config.tables)
     started = time.monotonic()
+    cli.say_loading("ray")
+    from pipelines.data.sids.texts import encode_log
+
+    reach(tables=config.tables)
 
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)

@@ -76,6 +76,7 @@ def run(given: Given) -> dict[str, object]:
         raise UserError(
             f"--append and {other} are both given; --append keeps the tables and their items: leave one out"
         )
+    print(f"reading {config.input}", flush=True)
     reach(input=config.input, catalogue=settings.catalogue)
     cli.preflight(
         input=config.input, output=config.output, catalogue=settings.catalogue

@@ -15,14 +15,6 @@ and is printed as such before it runs, so each can be repeated on its own.
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__" and not {"-h", "--help"} & set(sys.argv):
-    print(
-        "quickstart: loading PyTorch, Ray and MLflow, which takes some seconds",
-        flush=True,
-    )
-
 import importlib
 import shlex
 import time
@@ -34,7 +26,6 @@ from typing import Any, Literal, NoReturn
 
 from jobs import cli, simulate, time_budget
 from jobs.time_budget import Schedule
-from models import registry
 from models.config import check_positive, pluralize
 from models.places import reach
 from models.tables import UserError, join, read_manifest
@@ -42,7 +33,6 @@ from models.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
 from pipelines.data.log import load_source
 from pipelines.data.suggest import suggest
-from pipelines.tracking import resolve_uri
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -251,6 +241,8 @@ class Run:
 
 def run_of(config: Config, folders: Folders, trained: Trained) -> Run:
     """Return the training of a model as a command line."""
+    from models import registry
+
     entry = registry.find(trained.model)
     seed = f"-{config.seed}" if config.seed != SEED else ""
     seeded = entry.gradient or entry.early_stopping
@@ -278,6 +270,8 @@ def measure(
     schedule: Schedule,
 ) -> None:
     """Train a model, and evaluate it on test."""
+    from models import registry
+
     run = run_of(config, folders, trained)
     name, where = run.name, run.inputs
     steps.run(
@@ -296,6 +290,8 @@ def measure(
 
 def steps_of(trained: Trained) -> int:
     """Return the number of commands that train and evaluate a model."""
+    from models import registry
+
     return 3 if registry.find(trained.model).recommends else 2
 
 
@@ -304,6 +300,8 @@ def make_schedule(
 ) -> Schedule:
     """Choose how much each model is trained: as `--epochs` says, as an earlier start of the same flow chose, or what
     fits the time budget by timed steps of each model. Print what was chosen."""
+    from models import registry
+
     learned = [one for one in models if registry.find(one.model).gradient]
     runs = [run_of(config, folders, one) for one in learned]
     if config.epochs or not runs:
@@ -493,7 +491,11 @@ def codebook_size(items: int) -> int:
 
 def run(config: Config) -> None:
     """Runs the flow."""
-    folders = locate(config)
+    cli.say_loading("torch", "ray", "mlflow")
+    folders = locate(config)  # what is wrong with the log is said before the imports
+    from models import registry
+    from pipelines.tracking import resolve_uri
+
     kind, flow = KINDS[folders.family], FLOWS[folders.family]
     cli.preflight(output=config.output)
     steps = Steps(

@@ -80,6 +80,7 @@ def run(config: Any) -> None:
         print(f"{config.output} is up to date: {size}")
     else:
         started = time.monotonic()
+        print(f"simulating {config.events:,} {settings.unit}", flush=True)
         lines = list(kind.simulate(config.output, settings))
         print(
             f"simulated {size}, in {time.monotonic() - started:.1f} s\n  {config.output}"

@@ -15,21 +15,12 @@ from typing import Any, Literal
 from jobs import cli
 from models.config import pluralize
 from models.places import reach
-from models.retrieval.tokenizers.psid import PsidConfig
-from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
-from models.retrieval.tokenizers.rqvae import RqvaeConfig
+from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
 from models.tables import Manifest, join
 from models.text_encoder import check_encoder
 from models.uri import check_writable
-from pipelines.data.sids.embed import EmbedConfig, embed_origin
-from pipelines.data.sids.extend import Embedder, drift_lines, extend
+from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.own_embeddings import SUFFIXES, read_own
-from pipelines.data.sids.tokenize import (
-    TokenizerConfig,
-    check_folders,
-    check_items,
-    tokenize,
-)
 
 SMALL = 1000
 """Items below which a first training takes the small TIGER."""
@@ -134,7 +125,12 @@ def summary(sids: Manifest, trie: Manifest) -> list[str]:
 
 
 def run(config: Config) -> None:
+    """Make semantic IDs, and print what was made and what to run next."""
     started = time.monotonic()
+    cli.say_loading("torch", "ray")
+    from pipelines.data.sids.embed import embed_origin
+    from pipelines.data.sids.extend import Embedder, drift_lines, extend
+    from pipelines.data.sids.tokenize import check_folders, check_items, tokenize
 
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)

@@ -7,6 +7,8 @@ Kernels work on whole partitions with polars, numpy and Arrow, write their parts
 columns back. Stats, progress, backpressure, spilling and the retries of lost tasks are Ray Data's. What matters of its
 settings (measured on 20 million events, see docs/scale.md) is in `context`; a `kernel` has no `concurrency`, so that it
 fuses into the tasks that gather the shards of a partition.
+
+Functions import Ray when they use it. So a command line is parsed, and a log is looked at, without it.
 """
 
 from __future__ import annotations
@@ -21,18 +23,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import FunctionType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import ray
-import ray.data
-from ray.data import DataContext, ExecutionResources
 
 from models.config import check_choices, check_least
 from models.tables import UserError
 from pipelines.faults import user_error_in
-from pipelines.ray_inside import WORKERS
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
 
 
 @dataclass
@@ -99,6 +100,8 @@ Read = Callable[[int], Iterator[pa.Table]]
 
 def quiet_ray_data() -> None:
     """Leaves the terminal to what jobs say, and to Ray Data's bars of progress where it is one; errors are raised."""
+    from ray.data import DataContext
+
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
 
@@ -118,11 +121,18 @@ class Engine:
         the same processes, where Ray Data keeps those of its shuffle apart. start: starts Ray, before it is first used.
         """
         self.settings, self.here, self.start = settings or RayDataConfig(), here, start
-        self.processes: dict[str, Any] = {"runtime_env": WORKERS} if small else {}
-        if self.settings.memory_gb:
-            self.processes["memory"] = self.settings.memory_gb * 2**30
+        self.small = small
         self.stats: list[str] = []
         """`Dataset.stats()` of all that ran since `take_stats`."""
+
+    def processes(self) -> dict[str, Any]:
+        """Return the options of Ray for every task."""
+        from pipelines.ray_inside import WORKERS
+
+        options: dict[str, Any] = {"runtime_env": WORKERS} if self.small else {}
+        if self.settings.memory_gb:
+            options["memory"] = self.settings.memory_gb * 2**30
+        return options
 
     def _begin(self) -> None:
         if self.start is not None:
@@ -134,6 +144,8 @@ class Engine:
         if self.here:
             return value
         self._begin()
+        import ray
+
         return ray.put(value)
 
     def take_stats(self) -> str:
@@ -143,6 +155,9 @@ class Engine:
 
     def context(self, partitions: int) -> DataContext:
         """The settings of an exchange of so many partitions."""
+        import ray
+        from ray.data import DataContext, ExecutionResources
+
         quiet_ray_data()
         context = DataContext.get_current().copy()
         context.shuffle_strategy = "shuffle_v2"
@@ -182,8 +197,10 @@ class Engine:
             )
             return
         self._begin()
+        import ray
+
         task = ray.remote(function).options(
-            num_cpus=1, name=_name(function), **self.processes
+            num_cpus=1, name=_name(function), **self.processes()
         )
         yield from (task.remote(*shared, *call) for call in calls)
 
@@ -195,6 +212,9 @@ class Engine:
         if self.here:
             yield from every
             return
+        self._begin()
+        import ray
+
         waiting: dict[Any, int] = {}
         while waiting := waiting | {
             ref: number
@@ -235,6 +255,9 @@ class Engine:
             )
             return
         self._begin()
+        import ray
+        from ray.data import DataContext
+
         with DataContext.current(
             self.context(max(partitions, first[0] if first else 1))
         ):
@@ -244,7 +267,7 @@ class Engine:
             )
             every: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
             rows = rows.map_batches(
-                _named(_read, read), fn_args=(read,), **self.processes, **every
+                _named(_read, read), fn_args=(read,), **self.processes(), **every
             )
             if first:
                 rows = rows.repartition(first[0], keys=[KEY])
@@ -307,6 +330,8 @@ def _in_threads(work: Callable[[Any], Any], calls: Iterable[Any]) -> Iterator[An
 
 def fetch(shared: Shared) -> Any:
     """What `Engine.put` was given."""
+    import ray
+
     return ray.get(shared) if isinstance(shared, ray.ObjectRef) else shared
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SLOW = ("torch", "ray", "mlflow")
 IMPORTED = f"; import sys; print([name for name in {SLOW} if name in sys.modules])"
 LIGHT = ["cli", "audit", "train", "evaluate", "compare", "daily", "sweep"]
+LIGHT += ["quickstart", "simulate", "prepare", "tokenize", "encode"]
 
 
 @pytest.mark.parametrize("job", LIGHT)

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 
 from jobs import tokenize as job
-from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.tables import UserError, commit, read_manifest, read_table, write_part
 from pipelines.data.schemas import items_schema
-from pipelines.data.sids.tokenize import TokenizerConfig
+from pipelines.data.sids.config import TokenizerConfig
 
 
 @pytest.fixture

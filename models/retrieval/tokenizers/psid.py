@@ -12,27 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from models.config import check_least
 from models.retrieval.tokenizers.codes import collision_groups
+from models.retrieval.tokenizers.config import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import Quantized
 from models.tables import UserError
-
-
-@dataclass(frozen=True)
-class PsidConfig:
-    """Unique codes without a conflict code."""
-
-    width: int = 8
-    """Nearest centroids that an item may choose from per level; doubled for an item that finds none free."""
-    max_candidates: int = 200_000
-    """Most combinations that may be ranked for one item."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ("width", "max_candidates"), 1, "psid.")
 
 
 def _nearest_first(

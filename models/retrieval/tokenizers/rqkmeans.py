@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.config import check_least
+from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.tables import UserError
 
 ROWS = 16384
@@ -80,36 +80,6 @@ def paced(
         if not progress.within or clock() - told >= SILENCE:
             yield progress
             told = clock()
-
-
-@dataclass(frozen=True)
-class RqkmeansConfig:
-    """Residual k-means."""
-
-    levels: int = 3
-    """Codes per item before any conflict code (Sec. 2.1 of SID-MLP)."""
-    codebook_size: int = 256
-    """Codes per level (Sec. 2.1 of SID-MLP)."""
-    iterations: int = 100
-    """Most k-means iterations per level; it stops when no item changes its cluster."""
-    seed: int = 0
-    """Seed of the k-means++ draws."""
-    train_items: bool = False
-    """Whether codebooks are fitted on the items of training requests alone; the others get the nearest codes."""
-
-    def __post_init__(self) -> None:
-        check_codebooks(self.levels, self.codebook_size, "rqkmeans.")
-        check_least(self, ["iterations"], 1, "rqkmeans.")
-
-
-def check_codebooks(levels: int, size: int, section: str) -> None:
-    """ValueError for codebooks that no table of semantic IDs can hold."""
-    if not 1 <= levels <= 16:
-        raise ValueError(f"{section}levels is {levels}; it must be from 1 to 16")
-    if not 2 <= size <= 65536:
-        raise ValueError(
-            f"{section}codebook_size is {size}; codes are uint16: use 2 to 65536"
-        )
 
 
 def fit(

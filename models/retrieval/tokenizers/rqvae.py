@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import check_least, pluralize
+from models.config import pluralize
+from models.retrieval.tokenizers.config import RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     ROWS,
     Progress,
     Quantized,
     Training,
-    check_codebooks,
     encode,
     kmeans,
     nearest,
@@ -37,52 +36,6 @@ from models.retrieval.tokenizers.rqkmeans import (
 
 ITERATIONS = 50
 """Sinkhorn's iterations."""
-
-
-@dataclass(frozen=True)
-class RqvaeConfig:
-    """Residual-quantised autoencoder."""
-
-    levels: int = 3
-    """Codes per item before the conflict code (TIGER, Sec. 4)."""
-    codebook_size: int = 256
-    """Codes per level (TIGER, Sec. 4)."""
-    latent: int = 32
-    """Width of the quantised latent and of the codes (TIGER, Sec. 4)."""
-    hidden: list[int] = field(default_factory=lambda: [512, 256, 128])
-    """Widths of the encoder's hidden layers, ReLU; the decoder mirrors them (TIGER, Sec. 4)."""
-    commitment: float = 0.25
-    """Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""
-    lr: float = 1e-3
-    """AdamW learning rate, as followers of TIGER use; TIGER itself takes Adagrad at 0.4."""
-    weight_decay: float = 0.0
-    """AdamW weight decay of encoder and decoder; codebooks have none."""
-    batch_size: int = 1024
-    """Items per step (TIGER, Sec. 4)."""
-    epochs: int = 1000
-    """Passes over the items; TIGER trains 20,000, for a use of codes that k-means centres have at once."""
-    restart_every: int = 10
-    """Epochs between restarts of codes that no item has; 0 turns restarts off."""
-    sinkhorn: float = 0.0
-    """Epsilon of the transport that spreads the items of a batch evenly over the last level's codes, after which no two
-    items share all codes: LC-Rec's uniform semantic mapping (its Sec. 3.1.2; published 0.003). 0: nearest codes, as in
-    TIGER."""
-    seed: int = 0
-    """Seed of weights, batches and restarts."""
-
-    def __post_init__(self) -> None:
-        check_codebooks(self.levels, self.codebook_size, "rqvae.")
-        check_least(self, ("latent", "batch_size", "epochs"), 1, "rqvae.")
-        check_least(
-            self,
-            ("commitment", "weight_decay", "restart_every", "sinkhorn"),
-            0,
-            "rqvae.",
-        )
-        if self.lr <= 0 or min(self.hidden, default=1) < 1:
-            raise ValueError(
-                f"rqvae.lr is {self.lr} and rqvae.hidden {self.hidden}; all must be above 0"
-            )
 
 
 def _mlp(widths: list[int]) -> nn.Sequential:

@@ -15,14 +15,14 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import ray
 import ray.data
 
-from models.config import check_choices, check_least, pluralize
+from models.config import pluralize
 from models.tables import (
     Manifest,
     Part,
@@ -47,6 +47,7 @@ from models.text_encoder import (
 from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
+from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
 from pipelines.ray_inside import cpp_silenced, has_autoscaler
 
@@ -60,57 +61,6 @@ FIT_TEXTS = 1 << 20
 """Texts that TF-IDF and its SVD are fitted on, at most: of more a sample."""
 TRIES = 3
 """How often an encoder that is lost is started again, with the block that it had."""
-
-
-@dataclass(frozen=True)
-class EmbedConfig:
-    """Texts to embeddings."""
-
-    template: str = ""
-    """Item text, such as '{title}. {brand}'; empty: all text columns in the table's order, joined by a blank."""
-    empty: Literal["encode", "error"] = "encode"
-    """Items with no text: `encode` encodes the empty string and says how many, `error` stops with their count."""
-    pooling: Literal["mean", "cls"] = "mean"
-    """`mean` over tokens, or the `cls` token's state."""
-    normalize: bool = True
-    """Scale encoder outputs to length 1, as sentence encoders are trained with."""
-    max_tokens: int = 256
-    """Tokens per text; longer ones are cut."""
-    batch_size: int = 32
-    """Texts per forward pass, sorted by length and padded to the longest of their batch."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """`fp32`, or `bf16` for the encoder's products: faster where the processor has it, on GPUs and newer CPUs."""
-    workers: int = 0
-    """Encoder actors at most; 0: one per GPU or, without GPUs, one per CPU, and on a cluster with an autoscaler as many
-    as the texts keep busy, up to 32, so that it starts nodes for them."""
-    use_gpu: bool | Literal["auto"] = "auto"
-    """Whether each encoder takes a GPU; auto: if the cluster has any at the start. true makes an autoscaler start GPU
-    nodes."""
-    memory_gb: float = 0
-    """GiB of memory that Ray reserves for each encoder; 0: Ray counts CPUs and GPUs alone."""
-    svd: int = 256
-    """Width of the TF-IDF encoder's truncated SVD."""
-    whiten: bool = True
-    """Scale PCA's components to variance 1 (with jobs.tokenize --pca)."""
-
-    def __post_init__(self) -> None:
-        check_choices(self, "embed.")
-        check_least(self, ["max_tokens", "batch_size", "svd"], 1, "embed.")
-        check_least(self, ["workers", "memory_gb"], 0, "embed.")
-        if self.use_gpu not in (True, False, "auto"):
-            raise ValueError(
-                f"embed.use_gpu is {self.use_gpu!r}, it must be true, false or auto"
-            )
-
-    def encoder_options(self) -> tuple[str, int, int, bool, str]:
-        """What TextEncoder takes beside the encoder's name."""
-        return (
-            self.pooling,
-            self.max_tokens,
-            self.batch_size,
-            self.normalize,
-            self.precision,
-        )
 
 
 def item_texts(

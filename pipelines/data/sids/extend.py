@@ -41,8 +41,8 @@ from models.tables import (
 )
 from models.uri import absolute
 from pipelines.data.schemas import embeddings_schema
+from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import (
-    EmbedConfig,
     Projection,
     Say,
     embed_origin,
@@ -53,7 +53,6 @@ from pipelines.data.sids.embed import (
 )
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
 from pipelines.data.sids.tokenize import (
-    TokenizerConfig,
     read_codes,
     read_quantizer,
     write_quantizer,

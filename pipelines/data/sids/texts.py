@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -48,10 +48,10 @@ from models.uri import absolute
 from pipelines.data.engine import Engine
 from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import TOKENS, embeddings_schema
+from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     RUNS_ONLY,
-    EmbedConfig,
     as_lists,
     encode_texts,
     encoder_version,
@@ -75,20 +75,6 @@ WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
     "document: a model that is conditioned on it reads its own target; use it for comparison only"
 )
-
-
-@dataclass(frozen=True)
-class TextConfig(EmbedConfig):
-    """Texts of a log to embeddings."""
-
-    pooling: Literal["mean", "cls"] = "cls"
-    """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
-    max_tokens: int = 180
-    """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
-    svd: int = 64
-    """Width of the TF-IDF encoder's truncated SVD."""
-    query_condition: Literal["query", "joint"] = "query"
-    """Of searches. `query`: the query alone. `joint`: adds the [SEP] state over query and document, which leaks."""
 
 
 def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:

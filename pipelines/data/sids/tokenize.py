@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,16 +29,14 @@ from models.retrieval.tokenizers.codes import (
     level_measures,
     with_conflict_levels,
 )
-from models.retrieval.tokenizers.psid import PsidConfig, assign
+from models.retrieval.tokenizers.psid import assign
 from models.retrieval.tokenizers.published import codes_of, read_published
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
-    RqkmeansConfig,
     Training,
     paced,
     quantization_error,
 )
-from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import (
     Manifest,
     UserError,
@@ -56,8 +54,8 @@ from models.tables import (
     writing,
 )
 from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
+from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import (
-    EmbedConfig,
     Say,
     embed_items,
     embed_origin,
@@ -66,88 +64,6 @@ from pipelines.data.sids.embed import (
     read_embeddings,
 )
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
-
-SHARE_CODE = 4
-"""Items per code of the first level, in the mean, below which codes are too many."""
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """A tokenizer and the settings of all; those of the others are not looked at."""
-
-    tokenizer: str
-    """`rqvae`, `rqkmeans`, `psid` or `published`."""
-    published: str = ""
-    """File of published SIDs, for `published`."""
-    rqkmeans: RqkmeansConfig = field(default_factory=RqkmeansConfig)
-    rqvae: RqvaeConfig = field(default_factory=RqvaeConfig)
-    psid: PsidConfig = field(default_factory=PsidConfig)
-
-    def __post_init__(self) -> None:
-        if (self.tokenizer == "published") != bool(self.published):
-            raise ValueError(
-                f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; --tokenizer published and "
-                f"--published FILE go together"
-            )
-
-    @property
-    def quantizer(self) -> str:
-        """The tokenizer whose codebooks are trained."""
-        return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
-
-    def too_few_items(self, items_uri: str) -> str | None:
-        """What to say where the catalogue has fewer items than a codebook that k-means starts on them has codes."""
-        if self.quantizer == "published":
-            return None
-        size, items = (
-            getattr(self, self.quantizer).codebook_size,
-            read_manifest(items_uri, "items").rows,
-        )
-        if items >= size:
-            return None
-        if items < 2:
-            return (
-                f"{items_uri} has {items} item, and semantic IDs need 2 or more; lower --core of jobs.prepare, or give "
-                "a longer log"
-            )
-        return (
-            f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} items, too few for that; "
-            f"use a smaller one, such as {self._fitting(items)}"
-        )
-
-    def crowded_by_codes(self, items: int, used: int) -> str | None:
-        """Return advice where few items share one of the `used` first codes and a smaller codebook would help."""
-        if self.quantizer == "published" or items >= SHARE_CODE * used:
-            return None
-        if self._fitting_size(items) >= getattr(self, self.quantizer).codebook_size:
-            return None
-        return (
-            f"only {items / used:.1f} items share a first code; below {SHARE_CODE} a model learns little about an item "
-            f"from similar ones: try {self._fitting(items)}"
-        )
-
-    def _fitting(self, items: int) -> str:
-        """Return the option that sets `_fitting_size`."""
-        return f"--{self.quantizer}.codebook_size {self._fitting_size(items)}"
-
-    @staticmethod
-    def _fitting_size(items: int) -> int:
-        """Return the largest power of two of codes each of which SHARE_CODE items or more share, at least 2."""
-        return int(2 ** max(1, (items // SHARE_CODE).bit_length() - 1))
-
-    @property
-    def on_train_items(self) -> bool:
-        """Whether codebooks are fitted on the items of training requests alone."""
-        return self.quantizer == "rqkmeans" and self.rqkmeans.train_items
-
-    def used(self) -> dict[str, Any]:
-        """The settings that the SIDs depend on, for the table's fingerprint."""
-        used: dict[str, Any] = {"tokenizer": self.tokenizer}
-        if self.tokenizer == "psid":
-            used["psid"] = asdict(self.psid)
-        if self.quantizer != "published":
-            used[self.quantizer] = asdict(getattr(self, self.quantizer))
-        return used
 
 
 def train_items(sequences_uri: str) -> np.ndarray:

@@ -33,7 +33,8 @@ from pipelines.data.prepare import prepare
 from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
 from pipelines.data.sids import texts as log_texts
-from pipelines.data.sids.texts import TextConfig, encode_log, fitted_tfidf
+from pipelines.data.sids.config import TextConfig
+from pipelines.data.sids.texts import encode_log, fitted_tfidf
 from pipelines.data.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel

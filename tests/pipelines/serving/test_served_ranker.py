@@ -26,7 +26,8 @@ from models.requests import Row
 from models.setup import Setup, set_up
 from models.tables import UserError, join, read_manifest, read_table
 from pipelines import tracking
-from pipelines.data.sids.texts import TextConfig, encode_log
+from pipelines.data.sids.config import TextConfig
+from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from pipelines.serving.served_model import ServedModel

@@ -24,8 +24,8 @@ from models import text_encoder
 from models.tables import UserError
 from models.text_encoder import TextEncoder, locate_encoder
 from pipelines.data.sids import embed
+from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import (
-    EmbedConfig,
     encode_texts,
     encoder_version,
     fit_tfidf,

@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.retrieval.tokenizers.psid import PsidConfig
+from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.psid import extend as free_codes
-from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
-from models.retrieval.tokenizers.rqvae import RqvaeConfig
 from models.tables import UserError, commit, read_manifest, read_table, write_part
 from pipelines.data.schemas import items_schema
-from pipelines.data.sids.embed import EmbedConfig, read_embeddings
+from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
+from pipelines.data.sids.embed import read_embeddings
 from pipelines.data.sids.extend import DRIFT, Embedder, drift_lines, extend
 from pipelines.data.sids.own_embeddings import read_own
-from pipelines.data.sids.tokenize import TokenizerConfig, read_codes, tokenize
+from pipelines.data.sids.tokenize import read_codes, tokenize
 
 COUNT, KINDS, COLOURS = (
     60,

@@ -13,10 +13,11 @@ import pytest
 import ray
 import torch
 
-from models.retrieval.tokenizers.rqvae import RqvaeConfig
+from models.retrieval.tokenizers.config import RqvaeConfig
 from pipelines import faults
 from pipelines.data.sids import tokenize
-from pipelines.data.sids.tokenize import TokenizerConfig, train_codes
+from pipelines.data.sids.config import TokenizerConfig
+from pipelines.data.sids.tokenize import train_codes
 
 EMBEDDINGS = np.random.default_rng(0).normal(size=(90, 6)).astype(np.float32)
 RQVAE = TokenizerConfig(

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 
 from models.retrieval.tokenizers import codes
-from models.retrieval.tokenizers.psid import PsidConfig
-from models.retrieval.tokenizers.rqkmeans import RqkmeansConfig
+from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig
 from models.tables import (
     UserError,
     commit,
@@ -23,13 +22,9 @@ from models.tables import (
     writing,
 )
 from pipelines.data.schemas import SIDS, TRIE, items_schema
-from pipelines.data.sids.embed import EmbedConfig, read_embeddings
-from pipelines.data.sids.tokenize import (
-    TokenizerConfig,
-    read_codes,
-    tokenize,
-    train_items,
-)
+from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
+from pipelines.data.sids.embed import read_embeddings
+from pipelines.data.sids.tokenize import read_codes, tokenize, train_items
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]

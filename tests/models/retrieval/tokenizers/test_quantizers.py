@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from models.retrieval.tokenizers import rqkmeans, rqvae
+from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
-    RqkmeansConfig,
     encode,
     kmeans,
     nearest,
     paced,
 )
-from models.retrieval.tokenizers.rqvae import Rqvae, RqvaeConfig, spread, transport
+from models.retrieval.tokenizers.rqvae import Rqvae, spread, transport
 from models.tables import UserError
 
 BRANCHES = (4, 3, 2)
@@ -329,15 +329,11 @@ def test_what_is_within_a_step_is_shown_every_30_seconds() -> None:
 def test_k_means_and_epochs_say_how_far_they_are(kind: str) -> None:
     points = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
     if kind == "rqkmeans":
-        training = rqkmeans.fit(
-            points, rqkmeans.RqkmeansConfig(levels=2, codebook_size=16)
-        )
+        training = rqkmeans.fit(points, RqkmeansConfig(levels=2, codebook_size=16))
     else:
         training = rqvae.fit(
             points,
-            rqvae.RqvaeConfig(
-                levels=2, codebook_size=16, hidden=[8], latent=4, epochs=3
-            ),
+            RqvaeConfig(levels=2, codebook_size=16, hidden=[8], latent=4, epochs=3),
         )
     inside = [progress.message for progress in training if progress.within]
     assert any("level 2: k-means seed 16 of 16" in message for message in inside)

@@ -18,7 +18,8 @@ from models.retrieval.tokenizers.codes import (
     level_measures,
     with_conflict_levels,
 )
-from models.retrieval.tokenizers.psid import PsidConfig, assign
+from models.retrieval.tokenizers.config import PsidConfig
+from models.retrieval.tokenizers.psid import assign
 from models.retrieval.tokenizers.rqkmeans import Quantized, encode
 from models.tables import UserError
 
