@@ -17,7 +17,7 @@ import importlib
 import sys
 
 from benchmarks.harness import origin, write_rows
-from models.tables import UserError
+from models.storage.tables import UserError
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "decode": ("runs", "threads", "histories", "checkpoints", "sids"),

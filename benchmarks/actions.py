@@ -32,8 +32,8 @@ from benchmarks.harness import (
 from models import registry
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue, Batch
-from models.fit import autocast, to_device
 from models.layers.causal_product import causal_product, prefix_product
+from models.training.fit import autocast, to_device
 
 MODES = ("train", "forward")
 LENGTHS = (128, 512, 1024)

@@ -38,14 +38,15 @@ from benchmarks.harness import (
     paired,
     peaks,
 )
-from models import checkpoint, registry
+from models import registry
 from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue, RetrievalDataset
+from models.retrieval.distillation.teacher import locate
 from models.retrieval.recommend import allow
-from models.retrieval.teacher import locate
 from models.retrieval.tiger import TigerConfig
-from models.tables import UserError, join
+from models.storage import checkpoint
+from models.storage.tables import UserError, join
 
 Batch = dict[str, Tensor]
 

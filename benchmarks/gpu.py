@@ -3,7 +3,7 @@ numpy, safetensors, PyYAML and psutil.
 
     python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger sid_mlp]
 
-`train` drives `models.fit` on batches in memory: plain, captured (`fit.capture`), and compiled beforehand
+`train` drives `models.training.fit` on batches in memory: plain, captured (`fit.capture`), and compiled beforehand
 (`fit.compile`). Weights (seed 0, steps seed 3) and batches are random; the first `SKIPPED` steps are left out of times.
 `same` says whether the weights after them equal the plain run's, `off` by how much they differ. `search` times
 `recommend` without a graph, as one, and as one with products in TF32, in turn.
@@ -30,10 +30,10 @@ from torch import Tensor
 from benchmarks import actions, decode
 from benchmarks.harness import origin
 from models import registry
-from models.fit import EpochEvent, FitConfig, StepEvent, fit
-from models.gpu.graphs import Graphs
 from models.retrieval.data import Catalogue
-from models.retrieval.student import Student
+from models.retrieval.distillation.student import Student
+from models.training.cuda_graphs import Graphs
+from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
 
 Row = dict[str, Any]
 CUDA = torch.device("cuda")

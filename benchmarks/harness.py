@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar
 import psutil
 import torch
 
-from models.memory import resident_peak_mb
+from models.training.memory import resident_peak_mb
 
 Row = dict[str, Any]
 Call = Callable[[int], Any]

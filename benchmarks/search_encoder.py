@@ -25,8 +25,8 @@ from benchmarks.harness import (
     peaks,
 )
 from models.cpu.matmul import use_exact_onednn
-from models.fit import autocast
 from models.search.encoders import HSTULayer, LinearHSTU
+from models.training.fit import autocast
 
 MODES = ("forward", "train")
 LENGTHS = (100, 300, 1000, 4000, 16000)

@@ -27,12 +27,12 @@ from typing import Any
 import polars as pl
 
 from benchmarks.harness import Row, measured, row
-from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import log_of
 from pipelines.data.retrieval.simulator import simulate_retrieval
+from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.simulation import Settings
-from pipelines.data.splits import SplitConfig
 from pipelines.ray_inside import WORKERS
 
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from jobs import cli
 from models.config import pluralize
-from models.places import reach
-from models.tables import UserError
+from models.storage.input_folders import reach
+from models.storage.tables import UserError
 
 
 @dataclass

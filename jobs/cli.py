@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 from jobs import leave
 from jobs.options import parse
 from models.config import pluralize
-from models.tables import UserError
-from models.uri import check_first_contact
+from models.storage.tables import UserError
+from models.storage.uri import check_first_contact
 from pipelines.faults import explain, first_line, user_error_in
 from pipelines.training.stop import STOP_REQUEST
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from models.config import hint
-from models.inputs import Inputs
-from models.locks import locked
-from models.tables import UserError, has_manifest, join, read_manifest
-from models.uri import absolute, check_writable, read_json, write_file
+from models.storage.inputs import Inputs
+from models.storage.locks import locked
+from models.storage.tables import UserError, has_manifest, join, read_manifest
+from models.storage.uri import absolute, check_writable, read_json, write_file
 
 if TYPE_CHECKING:
     from pipelines import tracking
@@ -249,8 +249,8 @@ class Day:
 
     def explain_idle(self, name: str) -> None:
         """Print which files a new day needs, and which files of the folder it ignored."""
-        from pipelines.data.log import load_source
-        from pipelines.data.unread import describe_unread
+        from pipelines.data.reading.log import load_source
+        from pipelines.data.reading.unread import describe_unread
 
         source, _ = load_source(self.config.prepare["source"])
         print(
@@ -266,7 +266,8 @@ class Day:
         The ranking that fits the log comes first: all items where users come back to
         items. The list is empty for a family without floors and for a floor.
         """
-        from models import checkpoint, registry
+        from models import registry
+        from models.storage import checkpoint
         from pipelines.comparison.floors import judge_result
         from pipelines.comparison.rows import REPEATS
         from pipelines.evaluation.floors import measure_floors
@@ -299,8 +300,8 @@ class Day:
             The record of its day; None without a running model, and where it cannot go on with the tables, as after
             `jobs.prepare --overwrite`. A model is then trained anew.
         """
-        from models import checkpoint
         from models.setup import hashes_of
+        from models.storage import checkpoint
 
         running = next(
             (other for other in reversed(self.days) if other.get("accepted")), None
@@ -347,7 +348,8 @@ class Day:
 
     def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
         """Compares with the running model, and registers the day's where it may take its place."""
-        from models import checkpoint, registry
+        from models import registry
+        from models.storage import checkpoint
         from pipelines import tracking
         from pipelines.comparison.floors import BELOW, describe_verdict
         from pipelines.serving.registered_model import register

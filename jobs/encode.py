@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, field
 
 from jobs import cli
-from models.places import reach
-from models.tables import join, read_manifest
-from models.text_encoder import check_encoder
-from models.uri import check_writable
+from models.storage.input_folders import reach
+from models.storage.tables import join, read_manifest
+from models.storage.uri import check_writable
+from models.text.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
 from pipelines.data.sids.config import TextConfig
 

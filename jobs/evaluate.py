@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from jobs import cli
 from jobs.options import most_derived
 from models.config import check_positive, pluralize
-from models.inputs import Inputs
-from models.places import reach
 from models.retrieval.options import RECOMMEND_OPTIONS
-from models.uri import check_writable
+from models.storage.input_folders import reach
+from models.storage.inputs import Inputs
+from models.storage.uri import check_writable
 
 if TYPE_CHECKING:
     from pipelines.evaluation.ranking import Result
@@ -122,7 +122,7 @@ def repeats_of(result: Result) -> int:
 
 def first_lines(metrics: dict[str, float]) -> list[str]:
     """What is known of the requests whose target is new to the user, where they are measured apart."""
-    from models.ranking_metrics import format_metric
+    from models.metrics.ranking_metrics import format_metric
     from models.retrieval.metrics import EXAMPLES, FIRST
 
     if (count := metrics.get(FIRST + EXAMPLES)) is None:
@@ -265,10 +265,11 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
 
 def measure(config: Options, inputs: Inputs, name: str) -> Result:
     """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
-    from models import checkpoint, registry
-    from models.ranking_metrics import below_chance
+    from models import registry
+    from models.metrics.ranking_metrics import below_chance
     from models.retrieval.metrics import FIRST
     from models.setup import hashes_of
+    from models.storage import checkpoint
     from pipelines.evaluation.ranking import evaluate, record
 
     entry = registry.find(name)

@@ -24,8 +24,8 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 import yaml
 
 from models.config import build, instead, kinds_of, read_yaml, shown, wanted
-from models.tables import UserError
-from models.uri import refuse_secrets
+from models.storage.tables import UserError
+from models.storage.uri import refuse_secrets
 
 Config = TypeVar("Config")
 

@@ -25,17 +25,17 @@ from pyarrow import fs
 from jobs import cli
 from jobs.options import Given, check_whole, read
 from models.config import pluralize
-from models.places import reach
-from models.tables import UserError, open_uri
-from models.uri import write_file
+from models.storage.input_folders import reach
+from models.storage.tables import UserError, open_uri
+from models.storage.uri import write_file
 from pipelines.data.kinds import KINDS
-from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.preview import check_rejects, lines, preview, warnings
+from pipelines.data.reading.log import load_source
+from pipelines.data.reading.unread import describe_unread
 from pipelines.data.settings import check, read_config
-from pipelines.data.suggest import suggest
-from pipelines.data.unread import describe_unread
+from pipelines.data.suggestion.preview import check_rejects, lines, preview, warnings
+from pipelines.data.suggestion.suggest import suggest
 
 
 @dataclass

@@ -27,12 +27,12 @@ from typing import Any, Literal, NoReturn
 from jobs import cli, simulate, time_budget
 from jobs.time_budget import Schedule
 from models.config import check_positive, pluralize
-from models.places import reach
-from models.tables import UserError, join, read_manifest
-from models.text_encoder import check_encoder
+from models.storage.input_folders import reach
+from models.storage.tables import UserError, join, read_manifest
+from models.text.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
-from pipelines.data.log import load_source
-from pipelines.data.suggest import suggest
+from pipelines.data.reading.log import load_source
+from pipelines.data.suggestion.suggest import suggest
 
 CONFIGS = Path(__file__).parent / "configs"
 

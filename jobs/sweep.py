@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from models.config import naming, pluralize
-from models.inputs import Inputs
-from models.places import reach
-from models.tables import UserError
-from models.uri import check_writable
+from models.storage.input_folders import reach
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.storage.uri import check_writable
 from pipelines.training.ray_options import FEWER, RayOptions
 from tuning.options import Options
 

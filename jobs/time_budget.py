@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from models.config import duration
-from models.inputs import Inputs
-from models.uri import read_json, write_file
+from models.storage.inputs import Inputs
+from models.storage.uri import read_json, write_file
 
 if TYPE_CHECKING:
     from models.setup import Setup
@@ -142,8 +142,8 @@ def probe(config: Any, save: str | None = None) -> Probe:
     """
     import torch
 
-    from models import checkpoint
     from models.setup import score, set_up
+    from models.storage import checkpoint
     from pipelines.training.worker import threads_per_worker
 
     threads = torch.get_num_threads()
@@ -183,7 +183,7 @@ def probe(config: Any, save: str | None = None) -> Probe:
 
 def time_steps(setup: Setup) -> float:
     """Return the seconds per training step of a model that is thrown away."""
-    from models.fit import StepEvent, fit
+    from models.training.fit import StepEvent, fit
 
     moments = []
     for event in fit(

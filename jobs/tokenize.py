@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from jobs import cli
 from models.config import pluralize
-from models.places import reach
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.tables import Manifest, join
-from models.text_encoder import check_encoder
-from models.uri import check_writable
+from models.storage.input_folders import reach
+from models.storage.tables import Manifest, join
+from models.storage.uri import check_writable
+from models.text.text_encoder import check_encoder
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.own_embeddings import SUFFIXES, read_own
 

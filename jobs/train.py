@@ -19,11 +19,11 @@ from typing import Any
 from jobs import cli
 from jobs.options import read
 from models.config import pluralize
-from models.fit_config import FitConfig
-from models.inputs import Inputs
-from models.places import reach
-from models.tables import UserError
-from models.uri import check_writable
+from models.storage.input_folders import reach
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.storage.uri import check_writable
+from models.training.fit_config import FitConfig
 from pipelines.training.ray_options import FEWER, RayOptions
 
 
@@ -122,7 +122,7 @@ def learned_nothing(
             base rates and chance need none.
         gradient: whether the model is trained by gradient.
     """
-    from models.ranking_metrics import below_chance
+    from models.metrics.ranking_metrics import below_chance
 
     below = below_chance(found)
     value = found.get(fit.metric, math.nan)
@@ -168,7 +168,7 @@ def run(config: Config) -> Any:
     """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
     cli.say_loading("torch", "ray", "mlflow")
     from models import registry
-    from models.ranking_metrics import format_metric
+    from models.metrics.ranking_metrics import format_metric
     from pipelines import tracking
     from pipelines.training.run import run_training
     from pipelines.training.settings import check

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from models.tables import UserError, open_uri
+from models.storage.tables import UserError, open_uri
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

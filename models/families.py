@@ -18,7 +18,6 @@ from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
 from models.dataset.dataset import RequestDataset
-from models.inputs import Inputs
 from models.requests import Requests
 from models.retrieval import data as retrieval_data
 from models.retrieval import metrics as retrieval_metrics
@@ -28,6 +27,7 @@ from models.search import data as search_data
 from models.search import metrics as search_metrics
 from models.search.data import SearchCatalogue, SearchDataset
 from models.search.requests import SearchRequests
+from models.storage.inputs import Inputs
 
 
 class Measured(Protocol):
@@ -75,7 +75,7 @@ class Family:
         scales: Mapping[str, Any] | None = None,
     ) -> Any:
         """What models are built on; without `scale`, which a checkpoint brings, of the manifest of the sequences.
-        `scales` are a checkpoint's (`models/carry.py`)."""
+        `scales` are a checkpoint's (`models/warm_start.py`)."""
         raise NotImplementedError
 
     def hashes(self, inputs: Inputs) -> dict[str, str]:

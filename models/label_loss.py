@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import hint
-from models.tables import UserError
-from models.whole_batch import whole_mean
+from models.storage.tables import UserError
+from models.training.distributed import whole_mean
 
 
 @dataclass

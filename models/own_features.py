@@ -3,7 +3,7 @@
     own = OwnFeatures.of(manifest.info)
     own.matrix({"num_bm25": pa.array([2.5, None]), "cat_city": pa.array(["Oslo", "Rome"])})   # (2, 2) float32
 
-jobs.prepare learns the description from the training window alone (`pipelines/data/own_features.py`); training,
+jobs.prepare learns the description from the training window alone (`pipelines/data/sequences/own_features.py`); training,
 evaluation and serving read values by this one piece of code. Tables hold values as the log has them.
 
 Shapes: `n` values, `X` numbers, `G` categories, `O` columns that a layer reads.
@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from models.carry import Tables
 from models.layers.standardised import MOST, Standardised
 from models.retrieval.data import hash_strings
+from models.warm_start import Tables
 
 NUMBER, CATEGORY = "num_", "cat_"
 """Beginnings of the columns."""

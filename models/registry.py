@@ -13,26 +13,26 @@ from typing import Any
 
 from torch import nn
 
-from models import checkpoint, language_model
 from models.actions import fusions
 from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
-from models.carry import carry
-from models.checkpoint import Checkpoint
 from models.config import hint, instead
 from models.cpu.matmul import use_exact_onednn
 from models.families import ACTIONS, RETRIEVAL, SEARCH, Family, Measured
-from models.retrieval import atspeed, ease, lc_rec, sid_mlp_pp, teacher_cache
-from models.retrieval import teacher as teachers
-from models.retrieval.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.recurrent import GdnConfig, Mamba2Config, gdn, mamba2
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.decoders.t5 import OneLayerConfig, one_layer
-from models.retrieval.ease import EASE, EASEConfig
-from models.retrieval.item_knn import ItemKNN, ItemKNNConfig
-from models.retrieval.joint import EarnConfig, Nezha, NezhaConfig, earn, lr_multipliers
-from models.retrieval.lc_rec import LcRec, LcRecConfig
-from models.retrieval.lc_rec_students import (
+from models.retrieval.distillation import teacher as teachers
+from models.retrieval.distillation import teacher_cache
+from models.retrieval.distillation.student import Student, TaughtConfig
+from models.retrieval.floors import ease
+from models.retrieval.floors.ease import EASE, EASEConfig
+from models.retrieval.floors.item_knn import ItemKNN, ItemKNNConfig
+from models.retrieval.floors.own_items import OwnItems, OwnItemsConfig
+from models.retrieval.floors.popularity import Popularity, PopularityConfig
+from models.retrieval.language import lc_rec
+from models.retrieval.language.lc_rec import LcRec, LcRecConfig
+from models.retrieval.language.lc_rec_students import (
     LcRecNezha,
     LcRecNezhaConfig,
     LcRecSidMlp,
@@ -46,16 +46,23 @@ from models.retrieval.options import (
     StudentOptions,
     TigerOptions,
 )
-from models.retrieval.own_items import OwnItems, OwnItemsConfig
-from models.retrieval.popularity import Popularity, PopularityConfig
 from models.retrieval.retriever import Retriever
 from models.retrieval.sasrec import SASRec, SASRecConfig
-from models.retrieval.sid_mlp import SidMlp
-from models.retrieval.student import Student, TaughtConfig
+from models.retrieval.students import atspeed, sid_mlp_pp
+from models.retrieval.students.atspeed import AtSpeed, AtSpeedRConfig, AtSpeedSConfig
+from models.retrieval.students.joint import (
+    EarnConfig,
+    Nezha,
+    NezhaConfig,
+    earn,
+    lr_multipliers,
+)
+from models.retrieval.students.sid_mlp import SidMlp
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.search import hllm, log_order_metrics, qgs
-from models.search.boosted import Boosted, BoostedConfig
-from models.search.floors import (
+from models.search import hllm, qgs
+from models.search.floors import log_order_metrics
+from models.search.floors.boosted import Boosted, BoostedConfig
+from models.search.floors.click_rates import (
     ClickRate,
     ItemCtrConfig,
     LogOrder,
@@ -66,7 +73,11 @@ from models.search.floors import (
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
 from models.search.ranker import Ranker, RankerConfig
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.checkpoint import Checkpoint
+from models.storage.tables import UserError
+from models.text import language_model
+from models.warm_start import carry
 
 
 @dataclass(frozen=True)

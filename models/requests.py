@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.config import hint
-from models.inputs import MADE, Inputs
 from models.item_ids import item_ids
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
-from models.tables import LARGEST_NUMBER, UserError, read_table
-from models.text_encoder import load_saved
+from models.storage.inputs import MADE, Inputs
+from models.storage.tables import LARGEST_NUMBER, UserError, read_table
+from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
 

@@ -16,20 +16,30 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from models import checkpoint, registry
-from models.by_user import ByUser
-from models.carry import carry, names_of
-from models.checkpoint import (
+from models import registry
+from models.config import hint
+from models.dataset.columns import cache_folder
+from models.dataset.dataset import NewExamples, RequestDataset
+from models.metrics.per_user_metrics import ByUser
+from models.metrics.ranking_metrics import Histogram
+from models.own_features import adopt_scales
+from models.storage import checkpoint
+from models.storage.checkpoint import (
     Checkpoint,
     check,
     load_state,
     load_weights,
     local,
 )
-from models.config import hint
-from models.dataset.columns import cache_folder
-from models.dataset.dataset import NewExamples, RequestDataset
-from models.fit import (
+from models.storage.inputs import Inputs
+from models.storage.tables import (
+    UserError,
+    code_version,
+    family_of,
+    join,
+    read_manifest,
+)
+from models.training.fit import (
     REQUESTS,
     Counted,
     FitConfig,
@@ -39,16 +49,7 @@ from models.fit import (
     to_device,
     validation,
 )
-from models.inputs import Inputs
-from models.own_features import adopt_scales
-from models.ranking_metrics import Histogram
-from models.tables import (
-    UserError,
-    code_version,
-    family_of,
-    join,
-    read_manifest,
-)
+from models.warm_start import carry, names_of
 
 
 @dataclass

@@ -18,10 +18,17 @@ os.environ.setdefault(
 
 import torch
 
-from models import attempts, checkpoint, registry
-from models.checkpoint import BEST, Checkpoint
+from models import registry
 from models.config import build, instead, read_configs, typed
-from models.fit import (
+from models.retrieval.distillation import teacher
+from models.setup import check_fit, set_up
+from models.storage import attempts, checkpoint
+from models.storage.checkpoint import BEST, Checkpoint
+from models.storage.input_folders import reach
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join
+from models.storage.uri import check_first_contact
+from models.training.fit import (
     EpochEvent,
     FitConfig,
     StillEvent,
@@ -30,12 +37,6 @@ from models.fit import (
     describe,
     fit,
 )
-from models.inputs import Inputs
-from models.places import reach
-from models.retrieval import teacher
-from models.setup import check_fit, set_up
-from models.tables import UserError, join
-from models.uri import check_first_contact
 
 SECTIONS = ["model", "fit", "ray"]
 """Of a config of jobs.train; what `ray` says is for clusters."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from benchmarks.tables import rows_of_lines
 from jobs import cli
-from models.tables import UserError
+from models.storage.tables import UserError
 from papers import kept
 from papers.noninferiority import non_inferiority
 from papers.published import (

@@ -33,13 +33,13 @@ from matplotlib.ticker import MaxNLocator
 from benchmarks.harness import origin
 from jobs import cli
 from jobs.daily import words
-from models import checkpoint
 from models.config import build, read_configs
-from models.fit import FitConfig, fit
-from models.inputs import Inputs
 from models.retrieval.recommend import allow
 from models.setup import Loaded, score, set_up
-from models.tables import read_manifest
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import read_manifest
+from models.training.fit import FitConfig, fit
 from papers.kept import short
 from pipelines.comparison.plots import STYLE, Plot, svg
 from pipelines.comparison.table import Table

@@ -26,7 +26,7 @@ from mlflow.exceptions import MlflowException
 
 from jobs import cli
 from models.config import pluralize
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.over_users import evaluated
 from pipelines.comparison.page import write

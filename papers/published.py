@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import check_known, read_yaml
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.comparison.rows import (
     OF_TEACHER,
     Comparison,

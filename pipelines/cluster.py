@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from models.config import pluralize
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.ray_inside import has_autoscaler
 
 SHARED = "TRIELINE_SHARED"

@@ -12,7 +12,7 @@ import errno
 import re
 from collections.abc import Iterator
 
-from models.tables import UserError
+from models.storage.tables import UserError
 
 AGAIN = "then run the same line again, which goes on from what is finished"
 

@@ -41,9 +41,9 @@ from mlflow.utils.rest_utils import http_request, verify_rest_response
 from sqlalchemy.exc import SQLAlchemyError
 
 from models.config import flattened, hint
-from models.locks import locked
-from models.tables import UserError, code_version, git, join
-from models.uri import read_json, refuse_secrets
+from models.storage.locks import locked
+from models.storage.tables import UserError, code_version, git, join
+from models.storage.uri import read_json, refuse_secrets
 from pipelines.ray_inside import submission_id
 
 for chatty in ("mlflow", "alembic"):

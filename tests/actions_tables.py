@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from models.tables import join
+from models.storage.tables import join
 from tests.training_tables import lists, write
 
 TASKS = ("long_dwell", "contribution", "like")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from models.tables import commit, read_manifest, read_table, write_part
+from models.storage.tables import commit, read_manifest, read_table, write_part
 from pipelines.data.audit.rules import audit, report
 
 Row = dict[str, Any]

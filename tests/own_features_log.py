@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 import yaml
 
-from models.tables import read_manifest, read_table
-from pipelines.data.log import load_source
+from models.storage.tables import read_manifest, read_table
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from tests.search_tables import WIDTH, write_text
 

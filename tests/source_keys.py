@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.data.actions.config import ActionsConfig, Counts, Input, Task
-from pipelines.data.log import History, Label, Log, Section
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import History, Label, Log, Section
+from pipelines.data.reading.times import Time
 from pipelines.data.search.config import SearchConfig
-from pipelines.data.splits import SplitConfig
-from pipelines.data.times import Time
+from pipelines.data.sequences.splits import SplitConfig
 
 BEGIN = "<!-- {}: written by `python -m tests.source_keys docs/own_log.md` -->"
 END = "<!-- end of {} -->"

@@ -11,7 +11,7 @@ from jobs.evaluate import OPTIONS, Config
 from jobs.options import parse
 from models.families import RETRIEVAL
 from models.registry import MODELS, recommend_options
-from models.tables import UserError
+from models.storage.tables import UserError
 
 ROOT = Path(__file__).parents[1]
 PROBES = {
@@ -19,13 +19,13 @@ PROBES = {
     "models/retrieval/recommend.py": "models without a trie",
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
     "pipelines/data/sids/embed.py": "configs of Hugging Face",
-    "models/text_encoder.py": "configs and modules of Hugging Face",
+    "models/text/text_encoder.py": "configs and modules of Hugging Face",
     "models/search/hllm.py": "configs of Hugging Face",
-    "models/retrieval/nearest.py": "models with vectors or neighbours of items",
-    "models/carry.py": "models with tasks",
+    "models/retrieval/floors/nearest.py": "models with vectors or neighbours of items",
+    "models/warm_start.py": "models with tasks",
     "pipelines/serving/ray_serve.py": "versions registered before requests were checked",
     "pipelines/serving/served_model.py": "MLflow's wrapped functions, which mark themselves",
-    "models/uri.py": "named tuples, which have no class of their own",
+    "models/storage/uri.py": "named tuples, which have no class of their own",
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
 }
 """Where an object is asked what it has, and whose it is."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from models.tables import Manifest, commit, join, write_part
+from models.storage.tables import Manifest, commit, join, write_part
 from pipelines.data.schemas import (
     SIDS,
     TRIE,

@@ -30,11 +30,11 @@ from models.config import (
     read_yaml,
     typed,
 )
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.tables import UserError
-from models.text_encoder import located
-from models.uri import absolute
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.storage.uri import absolute
+from models.text.text_encoder import located
+from models.training.fit import FitConfig
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""

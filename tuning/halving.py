@@ -7,8 +7,8 @@ from typing import Any
 
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
-from models import checkpoint
-from models.tables import join
+from models.storage import checkpoint
+from models.storage.tables import join
 from pipelines import tracking
 from pipelines.training.record import read_record
 from tuning.grid import Scheduler

@@ -38,14 +38,15 @@ from ray import tune
 from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
-from models import checkpoint, registry
-from models.checkpoint import BEST
+from models import registry
 from models.config import hint, pluralize
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.ranking_metrics import format_metric
-from models.tables import UserError, join, open_uri
-from models.uri import absolute, write_file
+from models.metrics.ranking_metrics import format_metric
+from models.storage import checkpoint
+from models.storage.checkpoint import BEST
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, open_uri
+from models.storage.uri import absolute, write_file
+from models.training.fit import FitConfig
 from pipelines import cluster, tracking
 from pipelines.evaluation.ranking import check as check_evaluation
 from pipelines.ray_inside import has_autoscaler

@@ -15,11 +15,11 @@ import torch
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from models import attempts, checkpoint
-from models.fit import FitConfig, defined
-from models.inputs import Inputs
-from models.memory import resident_peak_mb
-from models.tables import UserError, join
+from models.storage import attempts, checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join
+from models.training.fit import FitConfig, defined
+from models.training.memory import resident_peak_mb
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate, record, standard_json
 from pipelines.training.record import is_longer, read_record, write_record

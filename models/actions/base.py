@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch, earlier
-from models.carry import Tables
 from models.config import check_choices, check_dropout, check_positive
 from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
 from models.layers.standardised import Standardised
 from models.own_features import OwnInputs
+from models.warm_start import Tables
 
 
 @dataclass

@@ -47,10 +47,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.inputs import Inputs
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
-from models.tables import UserError, join, read_table, sequences_manifest
-from models.text_tables import size_of, vectors_of
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_table, sequences_manifest
+from models.text.text_tables import size_of, vectors_of
 
 Batch = dict[str, Tensor]
 

@@ -27,7 +27,6 @@ from torch.nn import functional
 from models.actions.batch import any_tied
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
-from models.gpu.graphs import rung
 from models.own_features import OwnFeatures
 from models.ragged import (
     lengths_to_starts,
@@ -35,7 +34,8 @@ from models.ragged import (
     pad_ragged,
     row_numbers,
 )
-from models.tables import Manifest
+from models.storage.tables import Manifest
+from models.training.cuda_graphs import rung
 
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples lie evenly within 0 to 1, and so do the cuts of a batch's rows."""

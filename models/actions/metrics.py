@@ -1,4 +1,4 @@
-"""Metrics of the actions family: those of `models/ranking_metrics.py` for every task, over candidates alone.
+"""Metrics of the actions family: those of `models/metrics/ranking_metrics.py` for every task, over candidates alone.
 
     sums = measure(model, batch)
     means(sums)["like/normalised_entropy"], means(sums)["mean/normalised_entropy"]
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models import ranking_metrics
-from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
-from models.ranking_metrics import (
+from models.metrics import ranking_metrics
+from models.metrics.per_user_metrics import PREFIX, ByUser
+from models.metrics.ranking_metrics import (
     EXAMPLES,
     NAMES,
     format_metric,

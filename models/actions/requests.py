@@ -27,13 +27,13 @@ from torch import Tensor
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.config import hint
-from models.inputs import Inputs
 from models.item_ids import item_id
 from models.own_features import CATEGORY, NUMBER
 from models.ragged import concat_columns
 from models.requests import Columns, Request, Requests, Row, bundled
-from models.tables import Manifest, UserError, join, read_manifest
-from models.text_encoder import (
+from models.storage.inputs import Inputs
+from models.storage.tables import Manifest, UserError, join, read_manifest
+from models.text.text_encoder import (
     MAX_CACHED_TEXTS,
     Floats,
     TextEncoder,

@@ -29,13 +29,13 @@ from torch.nn import functional
 
 from models.cpu import kernels
 from models.cpu.derived import derived
+from models.metrics.scores import check_finite
 from models.retrieval.decoders.sid_mlp import Readout, SidMlpDecoder, query_state
 from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import nothing
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
-from models.scores import check_finite
 
 
 def fast_search(student: Retriever) -> FastSearch:

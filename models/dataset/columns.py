@@ -25,7 +25,13 @@ import pyarrow as pa
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from models.tables import Manifest, UserError, part_uris, read_manifest, read_parquet
+from models.storage.tables import (
+    Manifest,
+    UserError,
+    part_uris,
+    read_manifest,
+    read_parquet,
+)
 
 CACHE_VARIABLE = "TRIELINE_CACHE"
 """Environment variable that names the cache folder."""

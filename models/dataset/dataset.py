@@ -26,8 +26,8 @@ from torch import Tensor
 from models.dataset.columns import Columns, columns_bytes, open_columns
 from models.dataset.order import count_steps, order_epoch
 from models.ragged import lengths_to_offsets
-from models.tables import Manifest, UserError, sequences_manifest
-from models.whole_batch import IDLE, ROWS
+from models.storage.tables import Manifest, UserError, sequences_manifest
+from models.training.distributed import IDLE, ROWS
 
 SPLITS = ("train", "val", "test")
 """Splits of a table; columns have their index."""

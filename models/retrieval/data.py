@@ -24,8 +24,6 @@ from torch.nn import functional
 
 from models.dataset.columns import Columns
 from models.dataset.dataset import SPLITS, RequestDataset
-from models.gpu.graphs import rung
-from models.inputs import Inputs
 from models.ragged import (
     find_sorted,
     gather_ranges,
@@ -37,13 +35,15 @@ from models.ragged import (
     run_starts,
 )
 from models.retrieval.search.trie import Trie
-from models.tables import (
+from models.storage.inputs import Inputs
+from models.storage.tables import (
     Manifest,
     UserError,
     join,
     read_manifest,
     read_table,
 )
+from models.training.cuda_graphs import rung
 
 PAD = -1
 """`item_index` at padded positions of a history, and the target where there is none."""

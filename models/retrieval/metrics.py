@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.by_user import PREFIX, ByUser
-from models.ranking_metrics import format_metric
+from models.metrics.per_user_metrics import PREFIX, ByUser
+from models.metrics.ranking_metrics import format_metric
 
 CUTOFFS = (1, 5, 10, 20)
 """Ranks K at which the metrics are measured."""

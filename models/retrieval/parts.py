@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.retrieval.data import PAD, Catalogue
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 def real_positions(lengths: Tensor, longest: int) -> Tensor:

@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from models.cpu.derived import derived
 from models.cpu.matmul import products
-from models.gpu.graphs import Graphs, compiled, rung
+from models.metrics.scores import check_finite
 from models.retrieval.data import PAD
 from models.retrieval.search.topk import top_k
-from models.scores import check_finite
+from models.training.cuda_graphs import Graphs, compiled, rung
 
 Ranked = tuple[Tensor, Tensor]
 """(items, scores), each (B, k)."""

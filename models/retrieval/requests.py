@@ -12,7 +12,7 @@ from torch import Tensor
 from models.item_ids import WITHOUT_ALLOWED, allowed_ids, clean_id
 from models.requests import Columns, Requests, Row
 from models.retrieval.data import collate_histories, hash_strings
-from models.tables import UserError
+from models.storage.tables import UserError
 
 EVERY = ["*"]
 """The default of a call's `allowed`: all items. An empty list of a client, or its [""], is a set without an item."""

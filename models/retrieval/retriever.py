@@ -17,7 +17,7 @@ from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
 from models.retrieval.search.beam import beam_search, unconstrained_beam_search
 from models.retrieval.search.trie import Trie
-from models.whole_batch import whole_mean
+from models.training.distributed import whole_mean
 
 CARRIED = 1 << 30
 """Bytes that the beams of all requests carry at once, at most. Moving them on takes about twice as much beside."""

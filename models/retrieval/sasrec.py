@@ -17,7 +17,7 @@ from torch.nn import functional
 from models.config import check_dropout, check_positive
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.recommend import best_allowed, recommender
-from models.whole_batch import whole_mean
+from models.training.distributed import whole_mean
 
 
 @dataclass

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from models.ragged import find_sorted
-from models.tables import UserError, read_manifest, read_table
+from models.storage.tables import UserError, read_manifest, read_table
 
 Floats = NDArray[np.float32]
 

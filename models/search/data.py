@@ -26,8 +26,6 @@ from torch.nn import functional
 
 from models.dataset.columns import Columns
 from models.dataset.dataset import SPLITS, RequestDataset
-from models.gpu.graphs import rung
-from models.inputs import Inputs
 from models.own_features import OwnFeatures
 from models.ragged import (
     find_sorted,
@@ -46,7 +44,8 @@ from models.retrieval.data import (
     request_number,
     to_tensors,
 )
-from models.tables import (
+from models.storage.inputs import Inputs
+from models.storage.tables import (
     Manifest,
     UserError,
     has_manifest,
@@ -56,7 +55,8 @@ from models.tables import (
     read_table,
     sequences_manifest,
 )
-from models.text_tables import size_of, vectors_of
+from models.text.text_tables import size_of, vectors_of
+from models.training.cuda_graphs import rung
 
 MAX_REQUESTS = 64
 """Requests of an example at most, so that a batch can hold the example of a user with many searches."""

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, key_value_recurrence
-from models.tables import UserError
-from models.text_encoder import load_encoder
+from models.storage.tables import UserError
+from models.text.text_encoder import load_encoder
 
 if TYPE_CHECKING:  # else imported where it is used: it takes as long as PyTorch, in every process of every training
     from transformers import BertModel

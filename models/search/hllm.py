@@ -28,8 +28,8 @@ from models.cpu.derived import derived
 from models.search import qgs
 from models.search.data import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
-from models.tables import UserError
-from models.text_encoder import load_encoder, without_pooler
+from models.storage.tables import UserError
+from models.text.text_encoder import load_encoder, without_pooler
 
 PIECE = 16_384
 """Most tokens of a piece, padding included (or one document)."""

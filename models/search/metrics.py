@@ -1,4 +1,4 @@
-"""Metrics of search models: those of `models/ranking_metrics.py` for every label, the first under plain names.
+"""Metrics of search models: those of `models/metrics/ranking_metrics.py` for every label, the first under plain names.
 
 sums = measure(model, batch)
 means(sums)["gauc"], means(sums)["purchase/gauc"]
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import ranking_metrics
-from models.by_user import PREFIX, ByUser
 from models.label_loss import counted
-from models.ranking_metrics import (
+from models.metrics import ranking_metrics
+from models.metrics.per_user_metrics import PREFIX, ByUser
+from models.metrics.ranking_metrics import (
     EXAMPLES,
     NAMES,
     ranking_means,

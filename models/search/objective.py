@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.whole_batch import whole_mean
+from models.training.distributed import whole_mean
 
 
 def masked_logits(

@@ -34,7 +34,7 @@ from models.search.encoders import (
 )
 from models.search.objective import info_nce
 from models.search.ranker import Batch, Ranker, RankerConfig
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 @dataclass

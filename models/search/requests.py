@@ -29,8 +29,8 @@ from models.ragged import concat_columns, find_sorted
 from models.requests import Columns, Request, Requests, Row
 from models.search.counts import HOURS, Counts, hours
 from models.search.data import NO_QUERY, SearchCatalogue, SearchDataset, pair_key
-from models.tables import UserError, read_manifest, read_table
-from models.text_encoder import (
+from models.storage.tables import UserError, read_manifest, read_table
+from models.text.text_encoder import (
     MAX_CACHED_TEXTS,
     Floats,
     TextEncoder,

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from models import registry
-from models.by_user import unpacked
+from models.metrics.per_user_metrics import unpacked
 from pipelines.comparison.over_users import (
     COARSER,
     LEAST,

@@ -1,6 +1,6 @@
 """Two models on the same users: a paired bootstrap over the users of the test split.
 
-`jobs.evaluate` keeps a metric of every user (`models/by_user.py`). Of two models the differences user by user are
+`jobs.evaluate` keeps a metric of every user (`models/metrics/per_user_metrics.py`). Of two models the differences user by user are
 averaged over their runs, of any seed, users are drawn with replacement `DRAWS` times, and the middle 95% of the mean
 differences are the interval. A difference whose interval holds 0 is called noise. Between users alone: how much two
 trainings with other seeds differ, the tests over seeds say (`tables.py`).
@@ -22,7 +22,7 @@ import numpy as np
 from mlflow import MlflowClient
 from numpy.typing import NDArray
 
-from models.by_user import unpacked
+from models.metrics.per_user_metrics import unpacked
 from pipelines.comparison.rows import (
     OF_TEACHER,
     Comparison,

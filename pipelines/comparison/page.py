@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.comparison.plots import Plot
 from pipelines.comparison.runs import KIND, Selection
 from pipelines.comparison.table import Table

@@ -21,8 +21,8 @@ from mlflow import MlflowClient
 
 from models import registry
 from models.config import flattened, hint
-from models.fit import FitConfig
-from models.tables import UserError
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.runs import Selection
 

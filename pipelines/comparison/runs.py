@@ -16,7 +16,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from models.config import pluralize
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.tracking import unknown
 

@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 
 from models.config import check_choices, check_least
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.faults import user_error_in
 
 if TYPE_CHECKING:

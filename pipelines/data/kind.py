@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from models.tables import Manifest
+from models.storage.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
-from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
 from pipelines.data.simulation import Settings
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from models.tables import Manifest
+from models.storage.tables import Manifest
 from pipelines.data.kinds import KINDS
-from pipelines.data.splits import NAMES
+from pipelines.data.sequences.splits import NAMES
 
 FEW_REQUESTS = 30
 """Requests of a split below which its figures are noise."""

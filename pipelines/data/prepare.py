@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from pyarrow import fs
 
 from models.config import pluralize
-from models.tables import (
+from models.storage.tables import (
     Manifest,
     UserError,
     has_manifest,
@@ -31,8 +31,10 @@ from models.tables import (
     read_table,
     writing,
 )
-from models.uri import write_file
-from pipelines.data.catalogue import (
+from models.storage.uri import write_file
+from pipelines.data.engine import Engine
+from pipelines.data.events.build_events import hash_file, ingest, partitions_for
+from pipelines.data.events.catalogue import (
     core_items,
     described_items,
     extended,
@@ -40,22 +42,20 @@ from pipelines.data.catalogue import (
     with_described,
     write_items,
 )
-from pipelines.data.engine import Engine
-from pipelines.data.events import hash_file, ingest, partitions_for
-from pipelines.data.fresh import split_of, take_items
+from pipelines.data.events.event_stats import Surveyor
+from pipelines.data.events.frozen_catalogue import split_of, take_items
+from pipelines.data.events.matching import Match, check_matched
 from pipelines.data.kinds import KINDS
-from pipelines.data.log import Log
-from pipelines.data.matching import Match, check_matched
 from pipelines.data.notices import notices
 from pipelines.data.prepare_config import PrepareConfig, refuse
-from pipelines.data.rows import Rejected, check_missing
+from pipelines.data.reading.log import Log
+from pipelines.data.reading.rows import Rejected, check_missing
+from pipelines.data.reading.unread import describe_unread
 from pipelines.data.run import Run, Say
 from pipelines.data.schemas import REJECTS
+from pipelines.data.sequences.splits import cut_times
 from pipelines.data.settings import STATISTICS, TABLES, check
-from pipelines.data.splits import cut_times
 from pipelines.data.statistics import summarise
-from pipelines.data.survey import Surveyor
-from pipelines.data.unread import describe_unread
 
 SMALL = 64
 """Partitions of a small log, at most: 2 GiB of text."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.config import check_choices, check_least, check_shares
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.data.engine import RayDataConfig
-from pipelines.data.splits import SplitConfig, epoch_ms
+from pipelines.data.sequences.splits import SplitConfig, epoch_ms
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from models.config import pluralize
-from models.tables import (
+from models.storage.tables import (
     MANIFEST,
     Manifest,
     Part,
@@ -32,10 +32,10 @@ from models.tables import (
     up_to_date,
 )
 from pipelines.data.engine import Engine, Shared
-from pipelines.data.log import Log
+from pipelines.data.events.event_stats import Survey, Vocabulary, survey
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.rows import Rejected
-from pipelines.data.survey import Survey, Vocabulary, survey
+from pipelines.data.reading.log import Log
+from pipelines.data.reading.rows import Rejected
 
 Say = Callable[[str], None]
 

@@ -7,14 +7,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 from models.config import build, check_known, instead
-from models.tables import UserError, check_output, join, read_manifest
-from models.uri import check_writable
+from models.storage.tables import UserError, check_output, join, read_manifest
+from models.storage.uri import check_writable
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
-from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig, refuse
-from pipelines.data.splits import SplitConfig
-from pipelines.data.times import FIRST_MS, LAST_MS
+from pipelines.data.reading.log import Log
+from pipelines.data.reading.times import FIRST_MS, LAST_MS
+from pipelines.data.sequences.splits import SplitConfig
 
 STATISTICS = "statistics.json"
 """The file of the output that a run writes last."""

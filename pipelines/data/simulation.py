@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.tables import UserError, join, open_uri
-from models.uri import check_writable, write_file
+from models.storage.tables import UserError, join, open_uri
+from models.storage.uri import check_writable, write_file
 
 RECORD = "simulation.json"
 VERSION = 1  # of the log that a seed gives

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.tables import Manifest
+from models.storage.tables import Manifest
 from pipelines.data.kinds import KINDS
-from pipelines.data.splits import NAMES
+from pipelines.data.sequences.splits import NAMES
 
 PER_SPLIT = ("requests", "requests_without_history", "events")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from models.item_ids import item_ids
-from models.tables import UserError, join, open_uri, read_table
-from models.uri import asked
+from models.storage.tables import UserError, join, open_uri, read_table
+from models.storage.uri import asked
 
 COLUMN = "item_id"
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from models import registry
-from models.by_user import PREFIX, ByUser, stride_of
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models.metrics.per_user_metrics import PREFIX, ByUser, stride_of
 from models.retrieval.recommend import history_to_give
 from models.setup import score, set_up
-from models.tables import read_manifest
+from models.storage.inputs import Inputs
+from models.storage.tables import read_manifest
+from models.training.fit import FitConfig
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
 """Rows per batch of counting, by the unit of a model's training rows."""

@@ -24,15 +24,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models import checkpoint, registry
+from models import registry
 from models.dataset.dataset import RequestDataset
-from models.fit import to_device
-from models.inputs import Inputs
+from models.metrics.scores import check_finite
 from models.retrieval.data import RetrievalDataset, request_place
 from models.retrieval.recommend import allow, history_to_give
-from models.scores import check_finite
 from models.setup import Loaded
-from models.tables import (
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import (
     Manifest,
     Part,
     UserError,
@@ -48,7 +48,8 @@ from models.tables import (
     write_part,
     writing,
 )
-from models.uri import absolute
+from models.storage.uri import absolute
+from models.training.fit import to_device
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.ranking import check, device_of, takes_gpu

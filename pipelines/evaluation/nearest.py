@@ -8,11 +8,11 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from models.inputs import Inputs
-from models.retrieval.nearest import nearest_items
+from models.retrieval.floors.nearest import nearest_items
 from models.setup import Loaded
-from models.tables import join, read_table
-from models.uri import write_file
+from models.storage.inputs import Inputs
+from models.storage.tables import join, read_table
+from models.storage.uri import write_file
 from pipelines.training.record import find_checkpoint
 
 

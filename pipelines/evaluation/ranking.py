@@ -19,15 +19,16 @@ import ray
 import torch
 from mlflow.exceptions import MlflowException
 
-from models import checkpoint, registry
-from models.by_user import PREFIX, ByUser, stride_of
-from models.checkpoint import Checkpoint
-from models.inputs import Inputs
+from models import registry
+from models.metrics.per_user_metrics import PREFIX, ByUser, stride_of
 from models.retrieval.metrics import add_sums, exposure
 from models.retrieval.recommend import history_to_give
 from models.setup import Loaded, hashes_of, of_training, score
-from models.tables import UserError, join, read_manifest
-from models.uri import write_file
+from models.storage import checkpoint
+from models.storage.checkpoint import Checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_manifest
+from models.storage.uri import write_file
 from pipelines import cluster, tracking
 from pipelines.training.record import find_checkpoint
 
@@ -69,7 +70,7 @@ class Result:
     device: str
     """`cpu` with the number of threads, or the GPU's name; before it how many worked at once, if more than one."""
     by_user: dict[str, dict[str, str]]
-    """Metrics user by user (`models/by_user.py`, packed), for comparisons on the same users."""
+    """Metrics user by user (`models/metrics/per_user_metrics.py`, packed), for comparisons on the same users."""
 
     def is_fresh(self, about: Checkpoint) -> bool:
         """Whether the requests are of another log than that of the training."""

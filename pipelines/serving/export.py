@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.fit import to_device
-from models.inputs import Inputs
 from models.retrieval.search.export import export_student, load_exported
 from models.setup import Loaded
-from models.tables import UserError
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import to_device
 from pipelines.evaluation.ranking import device_of
 from pipelines.training.record import find_checkpoint
 

@@ -25,13 +25,14 @@ from mlflow.types.schema import AnyType, Array, Map, Object, Property
 from pyarrow import fs
 
 import models
-from models import checkpoint, registry
+from models import registry
 from models.families import Family
-from models.inputs import Inputs
 from models.requests import Columns
 from models.retrieval.requests import EVERY
 from models.setup import inputs_of
-from models.tables import (
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import (
     MANIFEST,
     UserError,
     has_manifest,

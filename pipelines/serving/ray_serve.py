@@ -123,7 +123,7 @@ class Replica:
             code_of(folder),
             f"{self.version} answers",
         )
-        from models.tables import (
+        from models.storage.tables import (
             UserError,
         )  # of the version's own code, which is loaded now
 

@@ -17,9 +17,10 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from models import checkpoint, registry
-from models.inputs import Inputs
-from models.tables import UserError
+from models import registry
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.serving import package
 

@@ -41,15 +41,16 @@ if (
 ).is_file():  # where it is served
     sys.path.insert(0, str(code))
 
-from models import checkpoint, registry
+from models import registry
 from models.config import nearest, pluralize
-from models.fit import to_device
 from models.item_ids import allowed_ids
+from models.metrics.scores import check_finite
 from models.requests import Row, bundled
 from models.retrieval.recommend import allow
 from models.retrieval.requests import EVERY
-from models.scores import check_finite
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.tables import UserError
+from models.training.fit import to_device
 
 MAX_CACHED_SETS = 64
 """Sets of allowed items whose masks are cached; the least recently used are dropped."""

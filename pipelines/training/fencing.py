@@ -13,8 +13,8 @@ from typing import Any
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-from models import attempts
-from models.attempts import Attempt
+from models.storage import attempts
+from models.storage.attempts import Attempt
 
 ATTEMPT = "TRIELINE_ATTEMPT"
 """Environment variable of a training worker with the number of its attempt."""

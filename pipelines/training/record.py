@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from models.checkpoint import BEST
 from models.config import flattened
-from models.tables import UserError, join
-from models.uri import absolute, read_json, write_file
+from models.storage.checkpoint import BEST
+from models.storage.tables import UserError, join
+from models.storage.uri import absolute, read_json, write_file
 
 RUN = "run.json"
 """In a run's folder: its record."""

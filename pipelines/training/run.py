@@ -34,13 +34,13 @@ from ray.train import (
 from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from models import attempts, checkpoint, registry
-from models.attempts import Attempt
-from models.checkpoint import BEST, Checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.locks import locked
-from models.tables import (
+from models import registry
+from models.storage import attempts, checkpoint
+from models.storage.attempts import Attempt
+from models.storage.checkpoint import BEST, Checkpoint
+from models.storage.inputs import Inputs
+from models.storage.locks import locked
+from models.storage.tables import (
     UserError,
     code_version,
     has_manifest,
@@ -48,6 +48,7 @@ from models.tables import (
     open_uri,
     read_manifest,
 )
+from models.training.fit import FitConfig
 from pipelines import cluster, faults, tracking
 from pipelines.ray_inside import submission_id
 from pipelines.serving import package

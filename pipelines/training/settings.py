@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from models import checkpoint, registry
+from models import registry
 from models.config import naming
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.places import CHECKPOINT
-from models.retrieval import teacher
+from models.retrieval.distillation import teacher
 from models.setup import check_fit, check_init, load_catalogue, since_of
-from models.tables import UserError, join, read_manifest
-from models.text_encoder import located
-from models.uri import absolute
+from models.storage import checkpoint
+from models.storage.input_folders import CHECKPOINT
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_manifest
+from models.storage.uri import absolute
+from models.text.text_encoder import located
+from models.training.fit import FitConfig
 from pipelines.tracking import resolve_uri
 from pipelines.training.ray_options import RayOptions
 from pipelines.training.record import check_same, read_record

@@ -1,4 +1,4 @@
-"""What each training worker runs: the loop of `models.fit`, its events turned into checkpoints, reports and metrics.
+"""What each training worker runs: the loop of `models.training.fit`, its events turned into checkpoints, reports and metrics.
 
 Every rank reports at the same events. Rank 0 has saved the checkpoint before, logs to MLflow and tells the driver of
 its progress.
@@ -24,11 +24,16 @@ from ray import train
 from ray.exceptions import RayError
 from ray.train.torch import get_device
 
-from models import attempts, checkpoint
-from models.attempts import UNNUMBERED, Attempt
-from models.checkpoint import Checkpoint
 from models.config import pluralize
-from models.fit import (
+from models.metrics.ranking_metrics import format_metric
+from models.setup import Setup, hashes_of, set_up
+from models.storage import attempts, checkpoint
+from models.storage.attempts import UNNUMBERED, Attempt
+from models.storage.checkpoint import Checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.storage.uri import join
+from models.training.fit import (
     ASK,
     CONTINUE,
     STOP,
@@ -44,11 +49,6 @@ from models.fit import (
     describe,
     fit,
 )
-from models.inputs import Inputs
-from models.ranking_metrics import format_metric
-from models.setup import Setup, hashes_of, set_up
-from models.tables import UserError
-from models.uri import join
 from pipelines import tracking
 from pipelines.training.fencing import worker_attempt
 from pipelines.training.stop import STOP_REQUEST
@@ -191,7 +191,7 @@ class Task:
     hashes: dict[str, str] = field(default_factory=dict)
     """Hashes of the tables that the driver checked."""
     attempt: str = str(UNNUMBERED)
-    """Number of this attempt at the training (`models/attempts.py`)."""
+    """Number of this attempt at the training (`models/storage/attempts.py`)."""
 
 
 def threads_per_worker(option: int, workers_here: int) -> int:

@@ -10,14 +10,14 @@ import torch
 from training_tables import write_tables
 
 from benchmarks import decode, harness
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.memory import resident_peak_mb
 from models.retrieval.data import PAD, RetrievalDataset
 from models.retrieval.search.trie import Trie
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
+from models.training.memory import resident_peak_mb
 
 
 def test_the_catalogue_branches_like_the_papers():

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from benchmarks import sequences as benchmark
-from models.tables import read_table
+from models.storage.tables import read_table
 
 
 def test_both_variants_make_the_same_rows(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import pytest
 from pages import ROOT, Command, blocks, commands, jobs_of, section
 
 from jobs import cli
-from models.tables import read_table
+from models.storage.tables import read_table
 from pipelines.training import run as training
 
 SMALLER = {

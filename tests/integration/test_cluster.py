@@ -25,7 +25,7 @@ import pytest
 from mlflow import MlflowClient
 from training_tables import write_tables
 
-from models.tables import read_manifest, read_table
+from models.storage.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
 
 pytestmark = pytest.mark.long

@@ -21,13 +21,14 @@ import search_tables
 import torch
 import training_tables
 
-from models import checkpoint, registry
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
 from models.setup import set_up
-from models.tables import read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import read_table
+from models.training.fit import FitConfig
 
 pytestmark = pytest.mark.long
 
@@ -95,15 +96,15 @@ from __future__ import annotations
 import polars as pl
 import pyarrow as pa
 
-from models.tables import commit, part_uris, write_part
+from models.storage.tables import commit, part_uris, write_part
 from pipelines.data.audit.base import REQUEST
 from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
 from pipelines.data.retrieval.kind import Retrieval
 from pipelines.data.retrieval.sequences import Rules, build_sequences
 from pipelines.data.run import gather_parts
 from pipelines.data.schemas import sequences_schema
-from pipelines.data.splits import NAMES
-from pipelines.data.survey import read_coded
+from pipelines.data.sequences.splits import NAMES
+from pipelines.data.events.event_stats import read_coded
 
 
 def changes(users):

@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import nn
 
-from models import checkpoint
-from models.carry import by_hash, keep_new_scales, named_rows, names_of
-from models.checkpoint import Checkpoint, OtherTablesError
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.own_features import OwnFeatures, adopt_scales
 from models.search.data import SearchCatalogue
 from models.search.inputs import Scale
 from models.setup import Loaded, Setup, set_up
-from models.tables import read_manifest
-from pipelines.data import own_features
+from models.storage import checkpoint
+from models.storage.checkpoint import Checkpoint, OtherTablesError
+from models.storage.inputs import Inputs
+from models.storage.tables import read_manifest
+from models.training.fit import FitConfig
+from models.warm_start import by_hash, keep_new_scales, named_rows, names_of
 from pipelines.data.audit.rules import audit
-from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import log_of
+from pipelines.data.sequences import own_features
 from pipelines.data.settings import read_config
 
 BEGIN, DAY = 1_700_000_000, 86_400

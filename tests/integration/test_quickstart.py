@@ -11,7 +11,7 @@ import pytest
 
 from jobs import quickstart
 from jobs.quickstart import FLOWS, SMALL, Trained
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.comparison.runs import select
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ import torch
 from pyarrow import fs
 from safetensors.torch import load_file
 
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.tables import file_info, read_manifest
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import file_info, read_manifest
+from models.training.fit import FitConfig
 from pipelines.training.run import train
 from pipelines.training.settings import RayOptions
 from tuning.sweep import best_trial

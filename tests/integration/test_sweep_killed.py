@@ -18,9 +18,9 @@ import yaml
 
 from jobs import cli
 from jobs import sweep as job
-from models.fit import FitConfig, fit
-from models.inputs import Inputs
 from models.setup import set_up
+from models.storage.inputs import Inputs
+from models.training.fit import FitConfig, fit
 from pipelines import tracking
 from tuning.grid import Scheduler
 from tuning.halving import make_scheduler

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from jobs import cli
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 @dataclass

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from models import checkpoint
-from models.tables import RAY_PACKAGE, code_hash
+from models.storage import checkpoint
+from models.storage.tables import RAY_PACKAGE, code_hash
 
 ROOT = Path(__file__).parents[2]
 MODEL = ("--model.name", "sasrec", "--model.dim", "16", "--model.max_history", "12")
@@ -34,7 +34,7 @@ def test_a_run_that_goes_on_with_other_code_says_so(
 ) -> None:
     store = new_store(tmp_path)
     first, second = (unpack(tmp_path, f"_ray_pkg_{digit * 16}") for digit in "ab")
-    with (second / "models/fit.py").open("a") as source:
+    with (second / "models/training/fit.py").open("a") as source:
         source.write("\n# another version\n")
 
     def train(package: Path, epochs: int, submission: str) -> str:
@@ -83,7 +83,9 @@ def test_the_hash_of_the_code_is_that_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = unpack(tmp_path, "_ray_pkg_0")
-    monkeypatch.setattr("models.tables.__file__", str(package / "models/tables.py"))
+    monkeypatch.setattr(
+        "models.storage.tables.__file__", str(package / "models/storage/tables.py")
+    )
     copied = code_hash()
     (package / "models/new.py").write_text("")
     changed = code_hash()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jobs.compare import Config, run
-from models.locks import locked
-from models.tables import UserError
+from models.storage.locks import locked
+from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.plots import Point, frontier
 from pipelines.comparison.rows import compare, shared_name

@@ -13,7 +13,7 @@ import pytest
 
 from jobs.cli import parse
 from jobs.compare import Config, run
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.over_users import groups_of
 from pipelines.comparison.plots import plots, validation

@@ -17,11 +17,11 @@ import yaml
 
 from jobs import cli, simulate
 from jobs.daily import Config, lowest, run, words
-from models import checkpoint
-from models.tables import read_manifest
+from models.storage import checkpoint
+from models.storage.tables import read_manifest
 from pipelines import tracking
 from pipelines.comparison.floors import BELOW
-from pipelines.data.suggest import suggest
+from pipelines.data.suggestion.suggest import suggest
 from pipelines.serving.registered_model import versions
 
 pytestmark = pytest.mark.long

@@ -14,9 +14,9 @@ import yaml
 
 from jobs.prepare import parse, run
 from models.retrieval.data import RetrievalDataset
-from models.tables import UserError, read_manifest
-from pipelines.data.log import load_source
+from models.storage.tables import UserError, read_manifest
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 
 SOURCE = {

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from jobs import cli
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.ray_inside import shorten_raylet_errors
 
 LISTENING = """

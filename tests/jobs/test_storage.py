@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 from jobs import cli
-from models import tables
-from models.tables import UserError, commit, open_uri
-from models.uri import check_writable
+from models.storage import tables
+from models.storage.tables import UserError, commit, open_uri
+from models.storage.uri import check_writable
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def closed() -> str:
 @pytest.fixture(autouse=True)
 def as_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first contact with a bucket be as impatient as in a job's process."""
-    monkeypatch.setattr("models.uri._checks_first_contact", True)
+    monkeypatch.setattr("models.storage.uri._checks_first_contact", True)
 
 
 @pytest.fixture

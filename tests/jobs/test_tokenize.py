@@ -9,7 +9,13 @@ import pytest
 
 from jobs import tokenize as job
 from models.retrieval.tokenizers.config import RqkmeansConfig
-from models.tables import UserError, commit, read_manifest, read_table, write_part
+from models.storage.tables import (
+    UserError,
+    commit,
+    read_manifest,
+    read_table,
+    write_part,
+)
 from pipelines.data.schemas import items_schema
 from pipelines.data.sids.config import TokenizerConfig
 

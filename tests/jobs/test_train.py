@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from jobs.train import learned_nothing, parse, still_rising
-from models import checkpoint
-from models.fit import FitConfig
+from models.storage import checkpoint
+from models.training.fit import FitConfig
 from pipelines import tracking
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from search_tables import write_search
 
 from jobs import cli
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from models import attempts, checkpoint
-from models.attempts import Attempt, SupersededError
-from models.tables import UserError
+from models.storage import attempts, checkpoint
+from models.storage.attempts import Attempt, SupersededError
+from models.storage.tables import UserError
 
 
 def save(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.by_user import MOST, ByUser, stride_of, unpacked
+from models.metrics.per_user_metrics import MOST, ByUser, stride_of, unpacked
 
 
 @pytest.mark.parametrize("stride", [1, 3])

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from models import checkpoint
-from models.fit import FitConfig, fit
-from models.inputs import Inputs
 from models.setup import Loaded, Setup, set_up
-from models.tables import UserError, read_manifest, read_table
-from pipelines.data.log import log_of
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, read_manifest, read_table
+from models.training.fit import FitConfig, fit
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import log_of
 from pipelines.data.settings import read_config
 
 DAY = 86_400_000

@@ -17,14 +17,15 @@ from pyarrow import fs
 from torch import nn
 from training_tables import write_tables
 
-from models import checkpoint, registry
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue
 from models.setup import set_up
-from models.tables import UserError, sealed, unsealed
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, sealed, unsealed
+from models.storage.uri import open_uri
 from models.train import main
-from models.uri import open_uri
+from models.training.fit import FitConfig
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from models import checkpoint, registry
-from models.fit import FitConfig, autocast, to_device
-from models.inputs import Inputs
-from models.ranking_metrics import Histogram
-from models.retrieval.student import TaughtConfig
+from models import registry
+from models.metrics.ranking_metrics import Histogram
+from models.retrieval.distillation.student import TaughtConfig
 from models.setup import Setup, set_up
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.training.fit import FitConfig, autocast, to_device
 from tests import actions_tables, search_tables, training_tables
 
 aten = torch.ops.aten

@@ -16,7 +16,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from models.config import duration
-from models.fit import (
+from models.storage.tables import UserError
+from models.training.fit import (
     ASK,
     CONTINUE,
     SAVE,
@@ -36,7 +37,6 @@ from models.fit import (
     prefetch,
     step_seed,
 )
-from models.tables import UserError
 
 
 class Classifier(nn.Module):

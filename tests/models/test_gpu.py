@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import fit as fit_module
 from models import registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.cpu import fast
-from models.fit import FitConfig, Meter, fit
-from models.gpu.graphs import Graphs, rung
-from models.optimizers import CapturableAdagrad
 from models.retrieval.data import RetrievalDataset
+from models.retrieval.distillation.student import TaughtConfig
 from models.retrieval.recommend import _replayed, allow, filled
-from models.retrieval.student import TaughtConfig
 from models.search.data import SearchCatalogue, SearchDataset
-from models.tables import join
+from models.storage.tables import join
+from models.training import fit as fit_module
+from models.training.cuda_graphs import Graphs, rung
+from models.training.fit import FitConfig, Meter, fit
+from models.training.optimizers import CapturableAdagrad
 from tests import small_retrieval
 from tests.actions_tables import write_actions
 from tests.models.test_devices import LC_REC, SIZES

@@ -20,7 +20,7 @@ from models.label_loss import (
 from models.search import metrics
 from models.search.data import SearchCatalogue, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
-from models.tables import UserError, join
+from models.storage.tables import UserError, join
 from tests.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from models.places import reach
-from models.tables import UserError, commit
+from models.storage.input_folders import reach
+from models.storage.tables import UserError, commit
 
 
 def table(place: Path, name: str) -> None:

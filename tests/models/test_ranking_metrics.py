@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from models import ranking_metrics
-from models.ranking_metrics import (
+from models.metrics import ranking_metrics
+from models.metrics.ranking_metrics import (
     NAMES,
     Histogram,
     ranking_means,
     ranking_sums,
     request_auc,
 )
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 def pairs_auc(scores: list[float], labels: list[int]) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 
 from models import registry
 from models.retrieval.data import Catalogue
-from models.tables import UserError
+from models.storage.tables import UserError
 
 CODES = torch.tensor([[0, 0], [0, 1], [1, 0]])
 

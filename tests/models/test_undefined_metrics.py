@@ -12,12 +12,13 @@ import pyarrow as pa
 import pytest
 
 from jobs.evaluate import Config, first_lines, run
-from models import checkpoint, registry
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.ranking_metrics import format_metric
+from models import registry
+from models.metrics.ranking_metrics import format_metric
 from models.setup import Setup, set_up
-from models.tables import UserError, join, read_manifest, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_manifest, read_table
+from models.training.fit import FitConfig
 from pipelines import tracking
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.uri import UserError, refuse_secrets
+from models.storage.uri import UserError, refuse_secrets
 
 SCHEMES = ("https", "http", "s3", "postgresql", "mysql+pymysql", "gs", "abfs")
 NAMES = (

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from models import locks
-from models.locks import LOCK, locked
-from models.tables import UserError, open_uri
+from models.storage import locks
+from models.storage.locks import LOCK, locked
+from models.storage.tables import UserError, open_uri
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ from scipy.stats import ttest_1samp
 
 from benchmarks.tables import rows_of_lines
 from models import registry
-from models.by_user import ByUser
-from models.tables import UserError
+from models.metrics.per_user_metrics import ByUser
+from models.storage.tables import UserError
 from papers.claims import (
     FAILS,
     HOLDS,

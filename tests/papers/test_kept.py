@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models.tables import UserError
+from models.storage.tables import UserError
 from papers import kept, pages
 from pipelines import tracking
 from pipelines.comparison.rows import compare

@@ -20,7 +20,7 @@ import torch
 from pyarrow import fs
 from ray.train import WorkerGroupError
 
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.faults import explain, lasting, user_error_in
 
 ROOT = Path(__file__).parents[2]

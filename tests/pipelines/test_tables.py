@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.locks import LOCK
-from models.tables import (
+from models.storage.locks import LOCK
+from models.storage.tables import (
     UserError,
     check_output,
     check_place,
@@ -30,9 +30,9 @@ from models.tables import (
     write_part,
     writing,
 )
-from models.uri import check_writable
+from models.storage.uri import check_writable
+from pipelines.data.events.event_stats import read_coded
 from pipelines.data.schemas import SIDS, embeddings_schema
-from pipelines.data.survey import read_coded
 
 
 def sids(*codes: list[int]) -> pa.Table:

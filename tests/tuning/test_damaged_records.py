@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.training.record import read_record
 
 RUN = {"uri": "sqlite:///store.db", "experiment": "retrieval/small", "run_id": "f" * 32}

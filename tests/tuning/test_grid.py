@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.tables import UserError
+from models.storage.tables import UserError
 from tuning.grid import Grid, Point, load
 
 GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))

@@ -21,11 +21,11 @@ from training_tables import write_tables
 
 from jobs import cli
 from jobs import sweep as job
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.training.settings import RayOptions

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from models.retrieval.backbones.causal_lm import LmBackbone
 from models.retrieval.parts import Decoder, History, Memory
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 class LmDecoder(Decoder):

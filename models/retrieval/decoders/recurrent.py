@@ -38,9 +38,9 @@ from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.mamba2 import Mamba2
 from models.layers.t5 import dropout
+from models.retrieval.distillation.student import StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.student import StudentConfig
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 @dataclass

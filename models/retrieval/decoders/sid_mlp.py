@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_positive
+from models.retrieval.distillation.student import StudentConfig
 from models.retrieval.options import Path
 from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.student import StudentConfig
 
 
 @dataclass

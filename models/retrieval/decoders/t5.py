@@ -30,10 +30,10 @@ from models.cpu.derived import derived
 from models.cpu.matmul import Packed
 from models.layers.t5 import Stack, T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
+from models.retrieval.distillation.student import StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History, SidTokens
 from models.retrieval.search.speculative import Tree
-from models.retrieval.student import StudentConfig
-from models.tables import UserError
+from models.storage.tables import UserError
 
 MOST_SCORES = 2**26
 """Attention scores of a layer over a tree held at once; more users are taken in turn."""

@@ -22,8 +22,8 @@ from torch.export import Dim
 
 from models.cpu.fast import FastSearch
 from models.retrieval.data import PAD
-from models.retrieval.sid_mlp import SidMlp
-from models.tables import UserError
+from models.retrieval.students.sid_mlp import SidMlp
+from models.storage.tables import UserError
 
 
 class Program(nn.Module):

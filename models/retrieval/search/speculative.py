@@ -48,11 +48,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.metrics.scores import check_finite
 from models.retrieval.parts import Scorer
 from models.retrieval.search.beam import pairs_of
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
-from models.scores import check_finite
 
 Rule = Literal["published", "exact"]
 

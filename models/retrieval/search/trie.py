@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 class Trie(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from models.tables import UserError
+from models.storage.tables import UserError
 
 LIMIT = 256
 """Codes of a conflict level: it must fit a codebook of the usual size."""

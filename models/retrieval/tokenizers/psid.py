@@ -18,7 +18,7 @@ import numpy as np
 from models.retrieval.tokenizers.codes import collision_groups
 from models.retrieval.tokenizers.config import PsidConfig
 from models.retrieval.tokenizers.rqkmeans import Quantized
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 def _nearest_first(

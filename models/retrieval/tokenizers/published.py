@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-from models.tables import UserError, open_uri
+from models.storage.tables import UserError, open_uri
 
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
 CODES = 65536

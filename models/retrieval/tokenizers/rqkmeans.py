@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.retrieval.tokenizers.config import RqkmeansConfig
-from models.tables import UserError
+from models.storage.tables import UserError
 
 ROWS = 16384
 """Rows handled at once where a step needs an N x K matrix."""

@@ -27,10 +27,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.config import check_shares
-from models.tables import UserError
-from pipelines.data.durations import Windowed
-from pipelines.data.log import FORBID, Log, check_names, check_range
+from models.storage.tables import UserError
 from pipelines.data.prepare_config import PrepareConfig, refuse
+from pipelines.data.reading.durations import Windowed
+from pipelines.data.reading.log import FORBID, Log, check_names, check_range
 
 USER, ITEM = "user", "item"
 

@@ -18,8 +18,14 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig
-from pipelines.data.counts import Columns, Windows, count_key, fill, side_by_side
-from pipelines.data.survey import coded, positions_in, read_coded
+from pipelines.data.events.event_stats import coded, positions_in, read_coded
+from pipelines.data.sequences.counts import (
+    Columns,
+    Windows,
+    count_key,
+    fill,
+    side_by_side,
+)
 
 IDS = ("user_id", "item_id")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from models.tables import Manifest
+from models.storage.tables import Manifest
 from pipelines.data.actions.audit import check_actions_tables
 from pipelines.data.actions.config import ActionsConfig, check_actions
 from pipelines.data.actions.sequences import make_actions
@@ -19,8 +19,8 @@ from pipelines.data.actions.simulator import (
 )
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
-from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
 
 

@@ -21,10 +21,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.config import pluralize
-from models.tables import Manifest, Part, UserError, part_uris, write_part
+from models.storage.tables import Manifest, Part, UserError, part_uris, write_part
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig, check_actions
 from pipelines.data.actions.features import IDS, ActionsWindows, features, gather
-from pipelines.data.as_of import (
+from pipelines.data.engine import Engine, Shared, fetch
+from pipelines.data.events.event_stats import (
+    Vocabulary,
+    coded,
+    count_pairs,
+    positions_in,
+    read_coded,
+    runs,
+)
+from pipelines.data.run import Run, gather_parts
+from pipelines.data.schemas import actions_schema
+from pipelines.data.sequences.as_of import (
     AsOfTable,
     as_of_schema,
     attach,
@@ -33,20 +44,13 @@ from pipelines.data.as_of import (
     say_missing,
     share_as_of,
 )
-from pipelines.data.counts import Columns, count_in_buckets
-from pipelines.data.engine import Engine, Shared, fetch
-from pipelines.data.own_features import TrainingValues, describe_features, own_names
-from pipelines.data.run import Run, gather_parts
-from pipelines.data.schemas import actions_schema
-from pipelines.data.splits import NAMES, require_training
-from pipelines.data.survey import (
-    Vocabulary,
-    coded,
-    count_pairs,
-    positions_in,
-    read_coded,
-    runs,
+from pipelines.data.sequences.counts import Columns, count_in_buckets
+from pipelines.data.sequences.own_features import (
+    TrainingValues,
+    describe_features,
+    own_names,
 )
+from pipelines.data.sequences.splits import NAMES, require_training
 
 NOTHING = pa.schema([])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from models.tables import Manifest, UserError, join, read_manifest, read_parquet
+from models.storage.tables import Manifest, UserError, join, read_manifest, read_parquet
 
 SHOWN = 3
 """Offending rows named per rule."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from models.tables import UserError, join, part_uris, read_parquet
+from models.storage.tables import UserError, join, part_uris, read_parquet
 from pipelines.data.audit.base import EVENT, MINUTE, Rule, Tables
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import polars as pl
 
-from models.tables import UserError, join, read_manifest
+from models.storage.tables import UserError, join, read_manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import (
     check_catalogue,

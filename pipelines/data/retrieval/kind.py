@@ -7,13 +7,13 @@ from typing import Any
 
 import polars as pl
 
-from models.tables import Manifest
+from models.storage.tables import Manifest
 from pipelines.data.audit import sequences as shared
 from pipelines.data.audit.base import Rule, Tables
-from pipelines.data.durations import DAY_MS
 from pipelines.data.kind import Kind
-from pipelines.data.log import Log
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.durations import DAY_MS
+from pipelines.data.reading.log import Log
 from pipelines.data.retrieval.sequences import make_retrieval
 from pipelines.data.retrieval.simulator import simulate_retrieval
 from pipelines.data.run import Run

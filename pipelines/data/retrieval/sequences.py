@@ -16,18 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.config import pluralize
-from models.tables import Manifest, Part, UserError, part_uris, write_part
-from pipelines.data.catalogue import surviving_rows
-from pipelines.data.run import Run, gather_parts
-from pipelines.data.schemas import sequences_schema
-from pipelines.data.splits import (
-    NAMES,
-    assign,
-    count_tied,
-    require_training,
-    tied_targets,
-)
-from pipelines.data.survey import (
+from models.storage.tables import Manifest, Part, UserError, part_uris, write_part
+from pipelines.data.events.catalogue import surviving_rows
+from pipelines.data.events.event_stats import (
     Vocabulary,
     behaviour_column,
     coded,
@@ -37,6 +28,15 @@ from pipelines.data.survey import (
     positions_in,
     read_coded,
     runs,
+)
+from pipelines.data.run import Run, gather_parts
+from pipelines.data.schemas import sequences_schema
+from pipelines.data.sequences.splits import (
+    NAMES,
+    assign,
+    count_tied,
+    require_training,
+    tied_targets,
 )
 
 

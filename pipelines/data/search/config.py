@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from models.config import check_least, check_shares
-from pipelines.data.durations import Windowed
-from pipelines.data.log import Log, check_names
 from pipelines.data.prepare_config import PrepareConfig, refuse
+from pipelines.data.reading.durations import Windowed
+from pipelines.data.reading.log import Log, check_names
 
 
 @dataclass(frozen=True)

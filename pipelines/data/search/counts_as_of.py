@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.config import pluralize
-from models.tables import (
+from models.storage.tables import (
     Manifest,
     Part,
     UserError,
@@ -28,7 +28,7 @@ from models.tables import (
     up_to_date,
     write_part,
 )
-from pipelines.data.counts import UNSEEN, Columns, export_counts, to_piece
+from pipelines.data.events.event_stats import Vocabulary
 from pipelines.data.run import Run
 from pipelines.data.schemas import counts_schema
 from pipelines.data.search.config import SearchConfig
@@ -38,7 +38,7 @@ from pipelines.data.search.features import (
     feature_names,
     features,
 )
-from pipelines.data.survey import Vocabulary
+from pipelines.data.sequences.counts import UNSEEN, Columns, export_counts, to_piece
 
 
 def names_of(config: SearchConfig) -> dict[str, list[str]]:

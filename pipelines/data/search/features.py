@@ -16,23 +16,23 @@ import numpy as np
 import pyarrow.compute as pc
 
 from models.search.counts import HOURS, hours
-from pipelines.data.counts import (
+from pipelines.data.events.event_stats import (
+    coded,
+    known_column,
+    known_times,
+    positions_in,
+    read_coded,
+)
+from pipelines.data.reading.durations import HOUR_MS
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.requests import requests_of
+from pipelines.data.sequences.counts import (
     UNSEEN,
     Columns,
     Windows,
     count_key,
     fill,
     side_by_side,
-)
-from pipelines.data.durations import HOUR_MS
-from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.requests import requests_of
-from pipelines.data.survey import (
-    coded,
-    known_column,
-    known_times,
-    positions_in,
-    read_coded,
 )
 
 IDS = ("user_id", "item_id", "request_id", "query")

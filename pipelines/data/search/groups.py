@@ -7,8 +7,8 @@ from collections.abc import Collection
 from typing import Any
 
 from models.config import check_known
-from pipelines.data.own_features import NUMBER
 from pipelines.data.search.config import SearchConfig
+from pipelines.data.sequences.own_features import NUMBER
 
 USUAL = {"pair": "cross", "item": "document", "query": "query"}
 """Of the log's own counts, by what they count (Sec. 3.1 of QGS)."""

@@ -7,12 +7,11 @@ from typing import Any
 
 import polars as pl
 
-from models.tables import Manifest
+from models.storage.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
-from pipelines.data.log import Log
-from pipelines.data.own_features import usual_groups
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
 from pipelines.data.search.audit import check_search_tables
 from pipelines.data.search.config import SearchConfig, check_search
@@ -21,7 +20,8 @@ from pipelines.data.search.features import feature_names
 from pipelines.data.search.groups import feature_groups, unknown_features
 from pipelines.data.search.sequences import make_search
 from pipelines.data.search.simulator import SearchSettings, best_gauc, simulate_search
-from pipelines.data.splits import NAMES
+from pipelines.data.sequences.own_features import usual_groups
+from pipelines.data.sequences.splits import NAMES
 
 
 class Search(Kind):

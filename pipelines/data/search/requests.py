@@ -9,10 +9,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.tables import UserError
-from pipelines.data.durations import MINUTE_MS
+from models.storage.tables import UserError
+from pipelines.data.events.event_stats import coded
+from pipelines.data.reading.durations import MINUTE_MS
 from pipelines.data.search.config import SearchConfig
-from pipelines.data.survey import coded
 
 
 @dataclass(frozen=True)

@@ -21,28 +21,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from models.config import pluralize
-from models.tables import Manifest, Part, UserError, part_uris, write_part
-from pipelines.data.as_of import (
-    AsOfTable,
-    as_of_schema,
-    attach,
-    describe_as_of,
-    make_as_of,
-    say_missing,
-    share_as_of,
-    share_items,
-)
-from pipelines.data.counts import Columns, count_in_buckets
-from pipelines.data.durations import MINUTE_MS
+from models.storage.tables import Manifest, Part, UserError, part_uris, write_part
 from pipelines.data.engine import Shared, fetch
-from pipelines.data.log import Log
-from pipelines.data.own_features import (
-    TrainingValues,
-    describe_features,
-    item_columns,
-    own_names,
-    usual_groups,
+from pipelines.data.events.event_stats import (
+    Union,
+    Vocabulary,
+    coded,
+    count_pairs,
+    counted_before,
+    distinct,
+    known_times,
+    positions_in,
+    read_coded,
+    runs,
 )
+from pipelines.data.reading.durations import MINUTE_MS
+from pipelines.data.reading.log import Log
 from pipelines.data.run import Run, gather_parts
 from pipelines.data.schemas import CARRIED, QUERIES, search_schema
 from pipelines.data.search.config import SearchConfig, bool_labels
@@ -55,24 +49,30 @@ from pipelines.data.search.features import (
 )
 from pipelines.data.search.groups import feature_groups, unknown_features
 from pipelines.data.search.requests import requests_of
-from pipelines.data.splits import (
+from pipelines.data.sequences.as_of import (
+    AsOfTable,
+    as_of_schema,
+    attach,
+    describe_as_of,
+    make_as_of,
+    say_missing,
+    share_as_of,
+    share_items,
+)
+from pipelines.data.sequences.counts import Columns, count_in_buckets
+from pipelines.data.sequences.own_features import (
+    TrainingValues,
+    describe_features,
+    item_columns,
+    own_names,
+    usual_groups,
+)
+from pipelines.data.sequences.splits import (
     NAMES,
     assign,
     count_tied,
     require_training,
     tied_targets,
-)
-from pipelines.data.survey import (
-    Union,
-    Vocabulary,
-    coded,
-    count_pairs,
-    counted_before,
-    distinct,
-    known_times,
-    positions_in,
-    read_coded,
-    runs,
 )
 
 QUERIES_PER_PART = 1_000_000

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from models.config import check_choices, check_least
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.tables import read_manifest
+from models.storage.tables import read_manifest
 
 SHARE_CODE = 4
 """Items per code of the first level, in the mean, below which codes are too many."""

@@ -23,7 +23,7 @@ import ray
 import ray.data
 
 from models.config import pluralize
-from models.tables import (
+from models.storage.tables import (
     Manifest,
     Part,
     UserError,
@@ -36,7 +36,7 @@ from models.tables import (
     up_to_date,
     write_part,
 )
-from models.text_encoder import (
+from models.text.text_encoder import (
     WORDS,
     TextEncoder,
     loading,

@@ -27,7 +27,7 @@ from models.retrieval.tokenizers.codes import (
 )
 from models.retrieval.tokenizers.rqkmeans import encode
 from models.retrieval.tokenizers.rqvae import Rqvae
-from models.tables import (
+from models.storage.tables import (
     Manifest,
     UserError,
     commit,
@@ -39,7 +39,7 @@ from models.tables import (
     up_to_date,
     writing,
 )
-from models.uri import absolute
+from models.storage.uri import absolute
 from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import (

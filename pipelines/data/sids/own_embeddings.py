@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from models.config import pluralize
 from models.item_ids import clean_id
-from models.tables import LARGEST_NUMBER, UserError, open_uri
+from models.storage.tables import LARGEST_NUMBER, UserError, open_uri
 
 SUFFIXES = (".parquet", ".npy")
 

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import ray
 
 from models.config import pluralize
-from models.tables import (
+from models.storage.tables import (
     Manifest,
     Part,
     UserError,
@@ -43,9 +43,10 @@ from models.tables import (
     write_part,
     writing,
 )
-from models.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
-from models.uri import absolute
+from models.storage.uri import absolute
+from models.text.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from pipelines.data.engine import Engine
+from pipelines.data.events.event_stats import distinct
 from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.config import TextConfig
@@ -62,7 +63,6 @@ from pipelines.data.sids.embed import (
     read_embeddings,
     write_vectors,
 )
-from pipelines.data.survey import distinct
 
 Say = Callable[[str], None]
 

@@ -37,7 +37,7 @@ from models.retrieval.tokenizers.rqkmeans import (
     paced,
     quantization_error,
 )
-from models.tables import (
+from models.storage.tables import (
     Manifest,
     UserError,
     check_output,

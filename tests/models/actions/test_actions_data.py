@@ -15,7 +15,7 @@ from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsCatalogue, Attributes
 from models.actions.data import ActionsDataset
 from models.ragged import split_evenly
-from models.tables import UserError, join, read_table
+from models.storage.tables import UserError, join, read_table
 from tests.actions_tables import SEEN, TASKS, user, write_actions, write_rows
 from tests.training_tables import write_tables
 

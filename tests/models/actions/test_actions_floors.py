@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from models import checkpoint
 from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.setup import set_up
-from models.tables import join, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import join, read_table
+from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 from tests.actions_tables import TASKS, write_actions
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 import yaml
 
-from models import checkpoint, registry
+from models import registry
 from models.actions import metrics
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.fusions import AttnLFA, AttnLFAConfig, AttnMVP, AttnMVPConfig
-from models.fit import EpochEvent, FitConfig, fit
-from models.inputs import Inputs
 from models.setup import load_catalogue, score, set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import EpochEvent, FitConfig, fit
 from tests.actions_tables import TASKS, user, write_actions, write_rows
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs/actions"

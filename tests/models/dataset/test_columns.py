@@ -15,7 +15,7 @@ import pytest
 
 from models.dataset import columns as module
 from models.dataset.columns import MAX_UNUSED_S, cache_folder, open_columns
-from models.tables import UserError, commit, write_part
+from models.storage.tables import UserError, commit, write_part
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
 """Values of each part, whose narrowest types differ."""

@@ -16,8 +16,8 @@ from models.dataset.dataset import NewExamples, RequestDataset
 from models.dataset.order import WINDOW_STEPS, count_steps, order_epoch
 from models.retrieval.data import RetrievalDataset
 from models.search.data import SearchDataset
-from models.tables import join
-from models.whole_batch import IDLE
+from models.storage.tables import join
+from models.training.distributed import IDLE
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search
 from tests.training_tables import write_tables

@@ -11,7 +11,7 @@ from torch import Tensor
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import RecurrentMixer, gated_recurrence, gated_step
 from models.layers.mamba2 import Mamba2
-from models.optimizers import grouped, make_optimizer
+from models.training.optimizers import grouped, make_optimizer
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 import training_tables
 
-from models import checkpoint
-from models.fit import EpochEvent, FitConfig, fit
-from models.inputs import Inputs
 from models.retrieval.data import Catalogue
 from models.setup import set_up
-from models.tables import Manifest, commit, read_manifest, write_part
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import Manifest, commit, read_manifest, write_part
+from models.training.fit import EpochEvent, FitConfig, fit
 from pipelines.data.schemas import (
     SIDS,
     TRIE,

@@ -12,15 +12,15 @@ from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
 from models import registry
-from models.retrieval import atspeed
-from models.retrieval.atspeed import TOP, AtSpeed, relaxed_loss, strict_loss
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.retrieval.search import speculative
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.speculative import Tree
-from models.tables import UserError
+from models.retrieval.students import atspeed
+from models.retrieval.students.atspeed import TOP, AtSpeed, relaxed_loss, strict_loss
+from models.storage.tables import UserError
 from tests.models.retrieval.conftest import World
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"

@@ -15,13 +15,14 @@ from small_retrieval import ITEMS, SIZES, TEACHER, catalogue, requests
 from torch import Tensor
 from torch.nn import functional
 
-from models import checkpoint, registry
+from models import registry
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
+from models.retrieval.distillation.student import TakesOver
 from models.retrieval.parts import History
 from models.retrieval.recommend import allow
-from models.retrieval.student import TakesOver
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.tables import UserError
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 LC_REC = {

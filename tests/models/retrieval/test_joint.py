@@ -10,11 +10,11 @@ from small_retrieval import SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
 from models import registry
-from models.fit import EpochEvent, FitConfig, fit
 from models.layers.t5 import _bucket
-from models.optimizers import grouped
-from models.retrieval.joint import EarnBackbone, Joint, lr_multipliers
-from models.tables import UserError
+from models.retrieval.students.joint import EarnBackbone, Joint, lr_multipliers
+from models.storage.tables import UserError
+from models.training.fit import EpochEvent, FitConfig, fit
+from models.training.optimizers import grouped
 
 NEZHA = {"name": "nezha"}
 

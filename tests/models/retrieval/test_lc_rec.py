@@ -15,14 +15,23 @@ from small_retrieval import ITEMS, catalogue, requests
 from torch import Tensor
 from torch.nn import functional
 
-from models import checkpoint, language_model, registry
-from models.fit import FitConfig, fit
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue
-from models.retrieval.lc_rec import LcRec, LcRecConfig
-from models.retrieval.prompts import FORM, INSTRUCTIONS, TASKS, Words, prompt, titles_of
+from models.retrieval.language.lc_rec import LcRec, LcRecConfig
+from models.retrieval.language.prompts import (
+    FORM,
+    INSTRUCTIONS,
+    TASKS,
+    Words,
+    prompt,
+    titles_of,
+)
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.text import language_model
+from models.training.fit import FitConfig, fit
 
 SMALL: dict[str, Any] = {
     "width": 16,

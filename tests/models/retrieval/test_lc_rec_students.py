@@ -12,11 +12,12 @@ import torch
 from small_retrieval import catalogue, requests
 from torch import Tensor
 
-from models import checkpoint, registry
-from models.fit import FitConfig, fit
-from models.inputs import Inputs
-from models.retrieval.student import distillation_loss
+from models import registry
+from models.retrieval.distillation.student import distillation_loss
 from models.setup import set_up
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.training.fit import FitConfig, fit
 from tests.models.retrieval.test_lc_rec import (
     KINDS,
     TINY,

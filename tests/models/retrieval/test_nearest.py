@@ -11,8 +11,8 @@ from small_retrieval import TEACHER, catalogue
 
 from models import registry
 from models.retrieval.data import Catalogue
-from models.retrieval.nearest import nearest_items
-from models.tables import UserError
+from models.retrieval.floors.nearest import nearest_items
+from models.storage.tables import UserError
 
 ITEMS = 30
 
@@ -29,7 +29,7 @@ def build(name: str, **config: Any) -> Any:
 def test_they_are_by_cosine_of_learned_vectors(
     name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.retrieval.nearest.ITEMS_PER_BLOCK", 7)
+    monkeypatch.setattr("models.retrieval.floors.nearest.ITEMS_PER_BLOCK", 7)
     model = build(name, **config)
     vectors = model.item_vectors().detach().double().numpy()
     norm = np.linalg.norm(vectors, axis=1)

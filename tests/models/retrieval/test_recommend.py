@@ -20,7 +20,7 @@ from models.cpu.fast import fast_search
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.metrics import measure
 from models.retrieval.recommend import allow, latest
-from models.tables import UserError
+from models.storage.tables import UserError
 
 LONGEST = 6
 TIGER = {

@@ -17,8 +17,8 @@ from models import registry
 from models.retrieval import retriever
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.recurrent import RecurrentDecoder, RecurrentScorer
+from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
-from models.retrieval.student import Student
 from models.retrieval.tiger import TigerConfig
 from tuning.grid import load
 

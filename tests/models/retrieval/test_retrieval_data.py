@@ -17,7 +17,7 @@ from models.retrieval.data import (
     find_repeats,
     hash_strings,
 )
-from models.tables import UserError
+from models.storage.tables import UserError
 
 LOG = st.dictionaries(
     st.text("abcé", min_size=1, max_size=5),

@@ -7,7 +7,7 @@ import torch
 
 from models import registry
 from models.retrieval.data import PAD, Catalogue, RetrievalDataset
-from models.retrieval.popularity import Popularity, PopularityConfig
+from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
 
 ITEMS = 12

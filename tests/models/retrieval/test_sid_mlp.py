@@ -15,9 +15,9 @@ from torch import Tensor
 from jobs.train import parse
 from models import registry
 from models.retrieval.decoders.sid_mlp import CrossAttention
+from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
-from models.retrieval.student import Student
-from models.tables import UserError
+from models.storage.tables import UserError
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 ABLATIONS = sorted(

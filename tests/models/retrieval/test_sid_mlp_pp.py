@@ -16,20 +16,21 @@ from hypothesis import strategies as st
 from small_retrieval import requests_of
 from torch import Tensor
 
-from models import checkpoint, registry
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.retrieval import sid_mlp_pp
+from models import registry
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.sid_mlp_pp import (
+from models.retrieval.students import sid_mlp_pp
+from models.retrieval.students.sid_mlp_pp import (
     SidMlpPp,
     SidMlpPpConfig,
     SidMlpPpEncoder,
     SidMlpPpEncoderConfig,
 )
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from tests.models.retrieval.conftest import World

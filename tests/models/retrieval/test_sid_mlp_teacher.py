@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from training_tables import write_tables
 
-from models import checkpoint, registry
-from models.fit import EpochEvent, FitConfig
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
-from models.retrieval.teacher import locate
+from models.retrieval.distillation.teacher import locate
 from models.setup import Setup, set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import EpochEvent, FitConfig
 from tests.models.retrieval.conftest import World
 
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}

@@ -21,14 +21,13 @@ from hypothesis import strategies as st
 from pyarrow import fs
 from training_tables import write_tables
 
-from models import checkpoint
-from models.fit import EpochEvent, FitConfig, fit
-from models.inputs import Inputs
-from models.locks import LOCK, locked
 from models.retrieval.data import RetrievalDataset
-from models.retrieval.teacher_cache import States
+from models.retrieval.distillation.teacher_cache import States
 from models.setup import Setup, set_up
-from models.tables import (
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.locks import LOCK, locked
+from models.storage.tables import (
     UserError,
     open_uri,
     read_manifest,
@@ -36,6 +35,7 @@ from models.tables import (
     sealed,
     unsealed,
 )
+from models.training.fit import EpochEvent, FitConfig, fit
 
 ROOT = Path(__file__).parents[3]
 TIGER = {
@@ -427,8 +427,8 @@ def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
 
 HOLDS = """
 import sys
-from models.locks import LOCK, locked
-from models.tables import open_uri
+from models.storage.locks import LOCK, locked
+from models.storage.tables import open_uri
 with locked(f"{sys.argv[1]}/{LOCK}", "it is held"):
     filesystem, path = open_uri(f"{sys.argv[1]}/part-00000000000000000000.parquet")
     with filesystem.open_output_stream(path) as stream:

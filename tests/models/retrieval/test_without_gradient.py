@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models import checkpoint, registry
-from models.carry import carry
-from models.checkpoint import Checkpoint
-from models.retrieval import item_knn
+from models import registry
 from models.retrieval.data import Catalogue, RetrievalDataset
-from models.tables import UserError
+from models.retrieval.floors import item_knn
+from models.storage import checkpoint
+from models.storage.checkpoint import Checkpoint
+from models.storage.tables import UserError
+from models.warm_start import carry
 
 ITEMS, USERS = 12, 40
 

@@ -7,7 +7,7 @@ import pytest
 
 from models.search.data import SearchCatalogue, SearchDataset
 from models.search.qgs import QGSConfig
-from models.tables import join
+from models.storage.tables import join
 from tests.search_tables import write_search
 
 OPTIONS = SearchDataset.dataset_options(QGSConfig())

@@ -12,15 +12,16 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from models import checkpoint, registry
-from models.carry import carry
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models import registry
 from models.own_features import Category, Number, OwnFeatures
-from models.search.boosted import Boosted, BoostedConfig, map_codes
 from models.search.data import SearchCatalogue, no_text
+from models.search.floors.boosted import Boosted, BoostedConfig, map_codes
 from models.setup import load_catalogue, set_up
-from models.tables import UserError, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, read_table
+from models.training.fit import FitConfig
+from models.warm_start import carry
 from pipelines.evaluation.inference import infer_all
 
 ITEMS, QUERIES, T, SHOWN = 9, 4, 6, 5

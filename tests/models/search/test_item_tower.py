@@ -17,7 +17,7 @@ from models.search import hllm
 from models.search.data import SearchCatalogue
 from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLMConfig, ItemTower
-from models.tables import UserError, join, read_table
+from models.storage.tables import UserError, join, read_table
 from tests.search_tables import ITEM_MODEL, WIDTH, write_search
 from tests.training_tables import write
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_search_models import changed, make
 
-from models.ranking_metrics import ranking_means, ranking_sums
+from models.metrics.ranking_metrics import ranking_means, ranking_sums
 from models.search import metrics
 from models.search.data import SearchCatalogue
 from models.search.position import Position

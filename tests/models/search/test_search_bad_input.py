@@ -13,7 +13,7 @@ from search_tables import request, write_tables
 from models.search import metrics
 from models.search.data import NO_QUERY, SearchCatalogue, SearchDataset
 from models.search.qgs import QGS, QGSConfig
-from models.tables import UserError, join, sealed, unsealed
+from models.storage.tables import UserError, join, sealed, unsealed
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from models import registry
 from models.retrieval.data import request_number
 from models.search.data import MAX_REQUESTS, SearchCatalogue, SearchDataset, pair_key
-from models.tables import UserError, join, read_table
+from models.storage.tables import UserError, join, read_table
 from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
 
 

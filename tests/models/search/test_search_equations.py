@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from models import text_encoder
 from models.layers.hstu import HSTULayer
 from models.search.encoders import (
     HSTU,
@@ -19,7 +18,8 @@ from models.search.encoders import (
 )
 from models.search.objective import info_nce, masked_logits
 from models.search.ranker import HFGAttention
-from models.tables import UserError
+from models.storage.tables import UserError
+from models.text import text_encoder
 
 
 def loop_loss(z, v, items, valid, temperature: float, negatives: str) -> float:

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from models import checkpoint, registry
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.ranking_metrics import request_auc
+from models import registry
+from models.metrics.ranking_metrics import request_auc
 from models.search.data import SearchCatalogue, SearchDataset, no_text
-from models.search.floors import (
+from models.search.floors.click_rates import (
     ClickRate,
     ItemCtrConfig,
     LogOrder,
@@ -24,7 +22,10 @@ from models.search.floors import (
     rate_columns,
 )
 from models.setup import set_up
-from models.tables import UserError, join
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join
+from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")

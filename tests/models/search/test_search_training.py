@@ -8,11 +8,12 @@ import pytest
 import torch
 import yaml
 
-from models import checkpoint, registry
-from models.fit import EpochEvent, FitConfig, StepEvent, fit
-from models.inputs import Inputs
+from models import registry
 from models.setup import load_catalogue, score, set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
 from tests.search_tables import write_search
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from models.tables import read_manifest
+from models.storage.tables import read_manifest
 from pipelines.data.actions.simulator import FeedSettings, simulate_feed
 from pipelines.data.audit.rules import audit
-from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from tests.audited import Change, Row, broken, rewrite
 

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from models.actions.data import ActionsDataset
-from models.tables import UserError, read_manifest, read_table
+from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.audit.rules import audit
-from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import check, read_config
 
 START = 1_600_000_000_000

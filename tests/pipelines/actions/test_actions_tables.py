@@ -13,8 +13,8 @@ from models.config import build
 from pipelines.data.actions.config import ActionsConfig, Input, Task
 from pipelines.data.actions.features import IDS
 from pipelines.data.actions.sequences import ActionsRules, build_actions
+from pipelines.data.events.event_stats import Vocabulary
 from pipelines.data.schemas import events_schema
-from pipelines.data.survey import Vocabulary
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
 SCHEMA = events_schema(LABELS, ["price"], ["city"])

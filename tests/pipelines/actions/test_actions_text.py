@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.actions.batch import ActionsCatalogue
-from models.tables import UserError, join, read_manifest, read_table
+from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import check_texts, encode_log, fitted_tfidf
 from tests.actions_tables import write_actions

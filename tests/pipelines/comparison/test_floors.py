@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models import registry
-from models.by_user import ByUser
+from models.metrics.per_user_metrics import ByUser
 from pipelines import tracking
 from pipelines.comparison.floors import (
     BELOW,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.by_user import ByUser
+from models.metrics.per_user_metrics import ByUser
 from pipelines import tracking
 from pipelines.comparison.over_users import (
     Interval,

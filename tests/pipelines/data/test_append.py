@@ -14,10 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.tables import UserError, has_manifest, read_manifest, read_table, switch
+from models.storage.tables import (
+    UserError,
+    has_manifest,
+    read_manifest,
+    read_table,
+    switch,
+)
 from pipelines.data import run
-from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import log_of
 from pipelines.data.settings import read_config
 from tests.audited import broken
 from tests.pipelines.data.test_random_logs import (

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from models.tables import UserError
-from pipelines.data.log import log_of
+from models.storage.tables import UserError
+from pipelines.data.reading.log import log_of
 
 CASES = Path(__file__).parents[3] / "../shared/cases"
 T = 1_700_000_000_000

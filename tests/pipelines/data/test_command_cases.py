@@ -10,14 +10,14 @@ from typing import Any
 import polars as pl
 import pytest
 
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.setup import Loaded, set_up
-from models.tables import UserError, read_manifest, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, read_manifest, read_table
+from models.training.fit import FitConfig
 from pipelines.data.audit.rules import audit
-from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from pipelines.data.sids.own_embeddings import read_own
 from pipelines.evaluation.inference import infer_all

@@ -21,14 +21,14 @@ import pyarrow as pa
 import pytest
 import ray
 
-from models.tables import UserError
-from pipelines.data import events
+from models.storage.tables import UserError
 from pipelines.data.engine import KEY, Engine, RayDataConfig, ResourceLimits
-from pipelines.data.log import log_of
+from pipelines.data.events import build_events as events
+from pipelines.data.events.event_stats import Surveyor
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import log_of
 from pipelines.data.run import Run
 from pipelines.data.schemas import events_schema
-from pipelines.data.survey import Surveyor
 
 ray.cloudpickle.register_pickle_by_value(
     sys.modules[__name__]

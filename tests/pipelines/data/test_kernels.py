@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.tables import UserError, join, read_parquet, write_part
-from pipelines.data.catalogue import core_items
+from models.storage.tables import UserError, join, read_parquet, write_part
 from pipelines.data.engine import Engine
-from pipelines.data.events import order_events, restore_unset
+from pipelines.data.events.build_events import order_events, restore_unset
+from pipelines.data.events.catalogue import core_items
+from pipelines.data.events.event_stats import Union, Vocabulary, survey, user_keys
 from pipelines.data.schemas import events_schema
-from pipelines.data.splits import (
+from pipelines.data.sequences.splits import (
     NAMES,
     SplitConfig,
     assign,
@@ -26,7 +27,6 @@ from pipelines.data.splits import (
     cut_times,
     nth_times,
 )
-from pipelines.data.survey import Union, Vocabulary, survey, user_keys
 
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
 KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")

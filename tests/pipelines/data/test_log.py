@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.item_ids import NOTHING, clean_id
-from models.tables import UserError
-from pipelines.data import read as reading
-from pipelines.data.log import LOG_ROW, Log, load_source, log_of
-from pipelines.data.read import pieces
-from pipelines.data.rows import as_text, clean_ids
+from models.storage.tables import UserError
+from pipelines.data.reading import read as reading
+from pipelines.data.reading.log import LOG_ROW, Log, load_source, log_of
+from pipelines.data.reading.read import pieces
+from pipelines.data.reading.rows import as_text, clean_ids
 from pipelines.data.schemas import REJECTS
 
 ORDER = {"column": "t", "unit": "order"}

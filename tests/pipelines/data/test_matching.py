@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from models.tables import UserError
-from pipelines.data.matching import Match, check_matched
+from models.storage.tables import UserError
+from pipelines.data.events.matching import Match, check_matched
 
 
 @pytest.mark.parametrize(

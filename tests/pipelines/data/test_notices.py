@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 import yaml
 
-from models.tables import UserError, read_manifest, read_table
+from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.audit.rules import audit
-from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 
 DAY = 86_400_000

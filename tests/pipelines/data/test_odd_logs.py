@@ -12,10 +12,10 @@ import polars as pl
 import pytest
 
 from models.retrieval.data import RetrievalDataset
-from models.tables import read_manifest, read_table
+from models.storage.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
-from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 
 ODD = [

@@ -16,7 +16,7 @@ import pytest
 from own_layouts import MAKERS
 
 from jobs import audit, cli, prepare
-from models.tables import UserError, read_manifest, read_table, sealed, unsealed
+from models.storage.tables import UserError, read_manifest, read_table, sealed, unsealed
 from pipelines.data.audit.rules import audit as check
 from pipelines.training import run as training
 

@@ -15,13 +15,20 @@ import polars as pl
 import pytest
 import yaml
 
-from models.tables import MANIFEST, UserError, join, read_manifest, read_table, writing
-from pipelines.data.log import Log, load_source, log_of
+from models.storage.tables import (
+    MANIFEST,
+    UserError,
+    join,
+    read_manifest,
+    read_table,
+    writing,
+)
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.rows import Block
+from pipelines.data.reading.log import Log, load_source, log_of
+from pipelines.data.reading.rows import Block
+from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.settings import read_config
-from pipelines.data.splits import SplitConfig
 from tests.audited import broken
 
 by_ray = pytest.mark.usefixtures("ray_local")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from models.tables import UserError
-from pipelines.data.log import Log, log_of
-from pipelines.data.preview import lines, preview, warnings
-from pipelines.data.unread import describe_unread
+from models.storage.tables import UserError
+from pipelines.data.reading.log import Log, log_of
+from pipelines.data.reading.unread import describe_unread
+from pipelines.data.suggestion.preview import lines, preview, warnings
 
 LOG = "u,i,t\na,x,1700000000.5\nb,y,1700000001\n"
 

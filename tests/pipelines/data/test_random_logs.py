@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.tables import read_table
-from pipelines.data.log import log_of
+from models.storage.tables import read_table
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import log_of
 from pipelines.data.settings import read_config
 from tests.audited import broken
 

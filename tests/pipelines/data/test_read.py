@@ -24,9 +24,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.tables import UserError
-from pipelines.data import read
-from pipelines.data.read import ROW, Files, pieces, read_frames
+from models.storage.tables import UserError
+from pipelines.data.reading import read
+from pipelines.data.reading.read import ROW, Files, pieces, read_frames
 
 Found = tuple[list[tuple], list[tuple[int, str, str]]]
 

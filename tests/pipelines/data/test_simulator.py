@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.data import simulation
 from pipelines.data.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
 from pipelines.data.simulation import Settings, is_simulated, make_world

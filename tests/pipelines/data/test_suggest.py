@@ -15,9 +15,9 @@ import yaml
 from own_layouts import MAKERS
 
 from jobs import audit, cli, prepare
-from models.tables import UserError, read_manifest
-from pipelines.data.log import load_source
-from pipelines.data.suggest import suggest
+from models.storage.tables import UserError, read_manifest
+from pipelines.data.reading.log import load_source
+from pipelines.data.suggestion.suggest import suggest
 
 N = 120
 

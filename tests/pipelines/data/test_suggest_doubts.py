@@ -16,8 +16,8 @@ import polars as pl
 import pytest
 import yaml
 
-from pipelines.data.log import log_of
-from pipelines.data.suggest import Suggestion, suggest
+from pipelines.data.reading.log import log_of
+from pipelines.data.suggestion.suggest import Suggestion, suggest
 
 CASES = Path(__file__).parents[3] / "../shared/cases"
 ROWS = 1500

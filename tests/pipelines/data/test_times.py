@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.data.log import log_of
-from pipelines.data.times import EPOCH, FIRST_MS, LAST_MS, Time, moments
+from pipelines.data.reading.log import log_of
+from pipelines.data.reading.times import EPOCH, FIRST_MS, LAST_MS, Time, moments
 
 MOMENTS = st.datetimes(datetime(1980, 1, 2), datetime(2099, 12, 30))
 ZONES = [

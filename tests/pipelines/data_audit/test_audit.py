@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from jobs import audit as job
-from models.tables import (
+from models.storage.tables import (
     UserError,
     commit,
     read_manifest,
@@ -24,8 +24,8 @@ from models.tables import (
 )
 from pipelines.data.audit.rules import RULES, audit
 from pipelines.data.kinds import KINDS
-from pipelines.data.log import log_of
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import log_of
 from pipelines.data.settings import read_config
 from tests.audited import Change, Row, broken, rewrite
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from training_tables import write_tables
 
-from models.tables import UserError, read_table
+from models.storage.tables import UserError, read_table
 from pipelines.evaluation.allowed import read_allowed
 
 

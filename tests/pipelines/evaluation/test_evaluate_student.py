@@ -12,14 +12,15 @@ from training_tables import write_tables
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
-from models import checkpoint, registry
-from models.checkpoint import weights_hash
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.retrieval.search.export import load_exported
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.checkpoint import weights_hash
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 from papers.tables import paper_tables
 from pipelines import tracking
 from pipelines.comparison.rows import compare

@@ -15,12 +15,12 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from jobs.evaluate import Config, run
-from models import checkpoint
 from models.actions.data import ActionsDataset
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.setup import set_up
-from models.tables import UserError, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, read_table
+from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.serving.package import write_bundle

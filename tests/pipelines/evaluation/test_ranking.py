@@ -15,13 +15,14 @@ from training_tables import write_tables
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
-from models import checkpoint, registry
-from models.by_user import unpacked
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models import registry
+from models.metrics.per_user_metrics import unpacked
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.setup import Loaded, set_up
-from models.tables import UserError, read_manifest, read_table, writing
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, read_manifest, read_table, writing
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.runs import select

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.search.data import SearchCatalogue
-from models.tables import UserError, read_manifest, read_table
-from pipelines.data.as_of import AsOfTable, attach
-from pipelines.data.log import log_of
+from models.storage.tables import UserError, read_manifest, read_table
+from pipelines.data.reading.log import log_of
+from pipelines.data.sequences.as_of import AsOfTable, attach
 from tests.audited import broken, rewrite
 from tests.own_features_log import AS_OF, SOURCE, make, make_text
 

@@ -12,14 +12,15 @@ import pandas as pd
 import pytest
 import torch
 
-from models import checkpoint, registry
+from models import registry
 from models.actions.data import ActionsDataset
-from models.fit import EpochEvent, FitConfig, fit
-from models.inputs import Inputs
 from models.setup import set_up
-from models.tables import UserError, join, read_manifest, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_manifest, read_table
+from models.training.fit import EpochEvent, FitConfig, fit
 from pipelines import tracking
-from pipelines.data import own_features
+from pipelines.data.sequences import own_features
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.audited import broken, rewrite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.tables import read_manifest, read_table
+from models.storage.tables import read_manifest, read_table
 from tests.audited import broken
 from tests.own_features_log import AS_OF, SOURCE, make
 

@@ -8,11 +8,15 @@ from typing import Any
 import polars as pl
 import pytest
 
-from models.tables import UserError, read_manifest, read_table
-from pipelines.data import own_features
-from pipelines.data.own_features import Moments, TrainingValues, describe_features
+from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.groups import feature_groups
+from pipelines.data.sequences import own_features
+from pipelines.data.sequences.own_features import (
+    Moments,
+    TrainingValues,
+    describe_features,
+)
 from tests.audited import broken, rewrite
 from tests.own_features_log import make
 

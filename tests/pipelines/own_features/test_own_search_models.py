@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from models.fit import EpochEvent, FitConfig, fit
-from models.inputs import Inputs
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
 from models.search.data import SearchCatalogue, SearchDataset
 from models.setup import Setup, set_up
-from models.tables import UserError, join, read_manifest, read_table
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_manifest, read_table
+from models.training.fit import EpochEvent, FitConfig, fit
 from tests.own_features_log import SOURCE, make, make_text
 
 SMALL = {

@@ -12,12 +12,13 @@ import pandas as pd
 import pytest
 import torch
 
-from models import checkpoint, registry
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models import registry
 from models.search.data import SearchCatalogue, SearchDataset
 from models.setup import Setup, set_up
-from models.tables import UserError, join, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_table
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register

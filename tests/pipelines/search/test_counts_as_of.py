@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from models.search.counts import Counts
-from models.tables import UserError, join, read_manifest, read_table
-from pipelines.data.log import load_source
+from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from tests.pipelines.search.test_search_sequences import DAY, searches, write_log
 

@@ -8,13 +8,13 @@ from typing import Any
 import polars as pl
 import pytest
 
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.setup import set_up
-from models.tables import UserError, read_table
-from pipelines.data.log import log_of
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, read_table
+from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import log_of
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate

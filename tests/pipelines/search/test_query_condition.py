@@ -11,7 +11,7 @@ from search_tables import FEATURES, request, write_tables
 
 from models.search.data import SearchCatalogue, SearchDataset
 from models.search.qgs import QGS, QGSConfig
-from models.tables import join
+from models.storage.tables import join
 from pipelines.data.search.simulator import SearchSettings, draw_searches
 from pipelines.data.simulation import Settings, make_world
 

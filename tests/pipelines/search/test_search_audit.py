@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from models.tables import read_manifest, read_table
+from models.storage.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
-from pipelines.data.log import load_source
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.schemas import QUERIES
 from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from models.tables import UserError, join, read_manifest, read_table, write_part
-from pipelines.data.log import load_source
+from models.storage.tables import UserError, join, read_manifest, read_table, write_part
+from pipelines.data.events.event_stats import Vocabulary, read_coded
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import load_source
+from pipelines.data.reading.times import Time
 from pipelines.data.schemas import events_schema
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import IDS
 from pipelines.data.search.sequences import SearchRules, build_search
 from pipelines.data.settings import read_config
-from pipelines.data.survey import Vocabulary, read_coded
-from pipelines.data.times import Time
 from tests.audited import broken
 
 SCHEMA = events_schema(

@@ -21,15 +21,22 @@ from transformers import (
 )
 
 from jobs import encode as job
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.search.data import SearchCatalogue
 from models.setup import set_up
-from models.tables import MANIFEST, UserError, commit, join, read_manifest, read_table
-from models.text_encoder import TextEncoder
-from pipelines.data.log import load_source
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import (
+    MANIFEST,
+    UserError,
+    commit,
+    join,
+    read_manifest,
+    read_table,
+)
+from models.text.text_encoder import TextEncoder
+from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
+from pipelines.data.reading.log import load_source
 from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
 from pipelines.data.sids import texts as log_texts

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.data.counts import UNSEEN, window_counts
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import feature_names, features
+from pipelines.data.sequences.counts import UNSEEN, window_counts
 
 
 @settings(max_examples=150)

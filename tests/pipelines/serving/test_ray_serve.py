@@ -22,7 +22,7 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from models import checkpoint
+from models.storage import checkpoint
 from pipelines.serving import package
 from pipelines.serving.ray_serve import Options, Replica, build, version_of
 from pipelines.serving.registered_model import register

@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 from mlflow.pyfunc import PyFuncModel, scoring_server
 
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.actions_tables import write_actions

@@ -18,12 +18,13 @@ import torch
 from training_tables import write_tables
 
 from jobs.compare import Config, run
-from models import checkpoint, registry
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register

@@ -15,16 +15,17 @@ import pandas as pd
 import pytest
 import torch
 
-from models import checkpoint, registry
+from models import registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
-from models.checkpoint import Checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.requests import Row
 from models.setup import Setup, set_up
-from models.tables import UserError, join, read_manifest, read_table
+from models.storage import checkpoint
+from models.storage.checkpoint import Checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_manifest, read_table
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log

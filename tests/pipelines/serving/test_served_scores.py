@@ -15,13 +15,14 @@ import pandas as pd
 import pytest
 import torch
 
-from models import checkpoint, registry
+from models import registry
 from models.actions.data import ActionsDataset
-from models.fit import FitConfig
-from models.inputs import Inputs
 from models.search.data import SearchCatalogue, SearchDataset
 from models.setup import Setup, set_up
-from models.tables import join, read_table
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import join, read_table
+from models.training.fit import FitConfig
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.actions_tables import SEEN, write_actions

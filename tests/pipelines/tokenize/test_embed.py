@@ -20,9 +20,9 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from models import text_encoder
-from models.tables import UserError
-from models.text_encoder import TextEncoder, locate_encoder
+from models.storage.tables import UserError
+from models.text import text_encoder
+from models.text.text_encoder import TextEncoder, locate_encoder
 from pipelines.data.sids import embed
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import (

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.psid import extend as free_codes
-from models.tables import UserError, commit, read_manifest, read_table, write_part
+from models.storage.tables import (
+    UserError,
+    commit,
+    read_manifest,
+    read_table,
+    write_part,
+)
 from pipelines.data.schemas import items_schema
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import read_embeddings

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import cli, tokenize
-from models.tables import UserError, read_manifest
+from models.storage.tables import UserError, read_manifest
 from pipelines.data.sids.embed import embed_items, read_embeddings
 from pipelines.data.sids.own_embeddings import read_own
 from tests.pipelines.tokenize.test_tokenize_tables import write_items

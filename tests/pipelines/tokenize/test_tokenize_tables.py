@@ -12,7 +12,7 @@ import pytest
 
 from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig
-from models.tables import (
+from models.storage.tables import (
     UserError,
     commit,
     has_manifest,

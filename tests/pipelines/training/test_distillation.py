@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from training_tables import write_tables
 
-from models import checkpoint, registry
-from models.fit import FitConfig, fit
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig, fit
 from pipelines import tracking
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file
 from training_tables import write_tables
 
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.training import run as runs
 from pipelines.training.run import Trained, train

@@ -18,10 +18,10 @@ import psutil
 import pytest
 import ray
 
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.rows import rows_of
 from pipelines.comparison.runs import select
@@ -45,8 +45,8 @@ import importlib, json, os, signal, sys
 
 import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # else each of the processes does it
 import ray
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models.training.fit import FitConfig
+from models.storage.inputs import Inputs
 from pipelines.training.settings import RayOptions
 from pipelines.training.run import train
 from tuning.grid import Grid
@@ -199,7 +199,7 @@ def test_a_run_has_each_point_once_wherever_it_was_killed(
             2,
         ),  # all of it, but run.json does not name it
         (
-            "models.checkpoint:save",
+            "models.storage.checkpoint:save",
             1,
         ),  # steps are logged, and no checkpoint is there to go on from
         (

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import ray
 
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.training.fit import FitConfig
 from pipelines import cluster
 from pipelines.faults import explain
 from pipelines.ray_inside import has_autoscaler

@@ -29,9 +29,9 @@ from search_tables import write_search
 from torch.distributed.fsdp import FSDPModule
 from training_tables import write_tables
 
-from models import checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training.run import Trained, train

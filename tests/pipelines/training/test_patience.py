@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from models.checkpoint import Checkpoint
-from models.fit import FitConfig
-from models.inputs import Inputs
-from models.tables import UserError
-from models.uri import file_info, read_json, write_file
+from models.storage.checkpoint import Checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.storage.uri import file_info, read_json, write_file
+from models.training.fit import FitConfig
 from pipelines.training.run import train
 from pipelines.training.settings import RayOptions
 

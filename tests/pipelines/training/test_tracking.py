@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import locks
-from models.tables import UserError
-from models.uri import write_file
+from models.storage import locks
+from models.storage.tables import UserError
+from models.storage.uri import write_file
 from pipelines import tracking
 from pipelines.tracking import metric_name, resolve_uri, shown_name
 from pipelines.training.run import figures

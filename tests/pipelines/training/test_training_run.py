@@ -21,12 +21,13 @@ from search_tables import ITEM_MODEL, write_search
 from training_tables import write_tables
 from transformers import AutoConfig, AutoModel
 
-from models import checkpoint, registry
-from models.fit import FitConfig, StepEvent, fit
-from models.inputs import Inputs
+from models import registry
 from models.retrieval.data import Catalogue
 from models.setup import set_up
-from models.tables import UserError
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError
+from models.training.fit import FitConfig, StepEvent, fit
 from pipelines import tracking
 from pipelines.comparison.rows import rows_of
 from pipelines.comparison.runs import select
@@ -398,7 +399,7 @@ def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
 
 SOME_GPUS = """
 import ray
-from models.tables import UserError
+from models.storage.tables import UserError
 from pipelines.evaluation.ranking import takes_gpu
 from pipelines.training.settings import RayOptions
 from pipelines.training.run import check_cluster, wants_gpu

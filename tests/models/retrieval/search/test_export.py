@@ -9,9 +9,9 @@ from test_fast import SMALL, TEACHER, requests, student, table_7
 from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.search.export import export_student, load_exported
-from models.retrieval.sid_mlp_pp import SidMlpPp, SidMlpPpConfig
+from models.retrieval.students.sid_mlp_pp import SidMlpPp, SidMlpPpConfig
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 def plus_plus() -> SidMlpPp:

@@ -20,7 +20,7 @@ from models import registry
 from models.cpu import kernels
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
-from models.retrieval.sid_mlp import SidMlp
+from models.retrieval.students.sid_mlp import SidMlp
 from models.retrieval.tokenizers.codes import with_conflict_levels
 from models.retrieval.tokenizers.published import read_published
 

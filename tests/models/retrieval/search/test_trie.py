@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.retrieval.search.trie import Trie
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 @st.composite

@@ -13,7 +13,7 @@ from models.retrieval.tokenizers.published import (
     parse_published,
     read_published,
 )
-from models.tables import UserError
+from models.storage.tables import UserError
 
 CODES = {"a": [1, 2, 3], "b": [0, 255, 7]}
 TOKENS = {"a": ["<a_1>", "<b_2>", "<c_3>"], "b": ["<a_0>", "<b_255>", "<c_7>"]}

@@ -20,7 +20,7 @@ from models.retrieval.tokenizers.rqkmeans import (
     paced,
 )
 from models.retrieval.tokenizers.rqvae import Rqvae, spread, transport
-from models.tables import UserError
+from models.storage.tables import UserError
 
 BRANCHES = (4, 3, 2)
 

@@ -21,7 +21,7 @@ from models.retrieval.tokenizers.codes import (
 from models.retrieval.tokenizers.config import PsidConfig
 from models.retrieval.tokenizers.psid import assign
 from models.retrieval.tokenizers.rqkmeans import Quantized, encode
-from models.tables import UserError
+from models.storage.tables import UserError
 
 
 def quantized(

@@ -1,1 +1,0 @@
-"""What CUDA graphs need. Nothing here is used on a CPU but `rung`, and graphs by tests."""

@@ -1,0 +1,1 @@
+"""Students, their teachers and the cache of a teacher's outputs."""

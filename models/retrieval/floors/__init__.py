@@ -1,0 +1,1 @@
+"""Retrieval models without gradient training."""

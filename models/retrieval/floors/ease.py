@@ -1,0 +1,130 @@
+"""EASE: a linear model of items on items in closed form.
+
+Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019. X (U, M) is 1 where
+a user has a training behaviour with an item, else 0:
+
+    P     = (X^T X + l2 I)^-1
+    B_ij  = -P_ij / P_jj for i != j, B_jj = 0
+    score = x B, x (M,) 1 for the items of the history
+
+B has M^2 numbers. M is at most `max_items`: of a larger catalogue the items most frequent in
+training. All other items follow by popularity, and so do all items after a history that has
+none of the M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.linalg import lapack
+from scipy.sparse import csr_array
+from torch import Tensor, nn
+
+from models.config import check_least
+from models.retrieval.data import Catalogue
+from models.retrieval.floors.interactions import (
+    history_indicators,
+    interaction_matrix,
+    item_counts,
+    popular_below_zero,
+)
+from models.retrieval.recommend import best_allowed, recommender
+
+
+@dataclass
+class EASEConfig:
+    """EASE: a linear item-to-item model in closed form, on the most frequent items of a large catalogue."""
+
+    l2: float = 500.0
+    """Weight of the squared norm of B: larger for fewer behaviours per item."""
+    max_items: int = 10_000
+    """M: items that B is computed for; it takes 4 M^2 bytes and training 12 M^2."""
+    max_history: int = 1000
+    """Behaviours read per request: the latest."""
+
+    def __post_init__(self) -> None:
+        check_least(self, ["max_history", "max_items"], 1, "model.")
+        if not self.l2 > 0:
+            raise ValueError(f"model.l2 is {self.l2}, it must be above 0")
+
+
+def resolve(config: EASEConfig, catalogue: Catalogue) -> EASEConfig:
+    """Return the config with `max_items` no larger than the catalogue."""
+    return replace(config, max_items=min(config.max_items, catalogue.num_items))
+
+
+def describe_items(config: EASEConfig, num_items: int) -> list[str]:
+    """Return a note if B leaves out items of the catalogue."""
+    if config.max_items >= num_items:
+        return []
+    gib = 12 * num_items**2 / 2**30
+    return [
+        f"EASE on the {config.max_items:,} most frequent of {num_items:,} items, the "
+        f"others ranked behind by popularity; --model.max_items {num_items} takes "
+        f"{gib:,.1f} GiB"
+    ]
+
+
+class EASE(nn.Module):
+    """The matrix B of the M items `items`, and the counts of all items."""
+
+    counts: Tensor
+    items: Tensor
+    weights: Tensor
+
+    def __init__(self, config: EASEConfig, catalogue: Catalogue) -> None:
+        super().__init__()
+        self.config = config
+        size = min(config.max_items, catalogue.num_items)
+        self.register_buffer("counts", torch.zeros(catalogue.num_items))
+        self.register_buffer("items", torch.arange(size))
+        self.register_buffer("weights", torch.zeros((size, size)))
+
+    def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
+        """Solve for B from training batches of unit `behaviour`, once."""
+        matrix = interaction_matrix(batches, len(self.counts))
+        self.counts.copy_(item_counts(matrix))
+        frequent = np.argsort(-self.counts.cpu().numpy(), kind="stable")
+        items = np.sort(frequent[: len(self.items)])
+        self.items.copy_(torch.from_numpy(items))
+        self.weights.copy_(solve(matrix[:, items], self.config.l2))
+
+    @recommender
+    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+        """Return (items, scores), each (B, k)."""
+        known = history_indicators(batch, len(self.counts))[:, self.items]  # (B, M)
+        inside = known @ self.weights
+        popular = popular_below_zero(self.counts)
+        lowest = inside.amin(1, keepdim=True).clamp(max=0)
+        scores = lowest + popular  # (B, N)
+        scores[:, self.items] = torch.where(
+            known.any(1, keepdim=True), inside, scores[:, self.items]
+        )
+        return best_allowed(scores, k, batch)
+
+
+def solve(matrix: csr_array, l2: float) -> Tensor:
+    """Return B (M, M), float32, of the counts (U, M)."""
+    seen = csr_array(matrix.astype(bool), dtype=np.float64)
+    gram = np.asfortranarray((seen.T @ seen).toarray())
+    gram[np.diag_indices_from(gram)] += l2
+    inverse = invert(gram)
+    diagonal = np.diag(inverse).astype(np.float32)
+    weights = torch.from_numpy(inverse.astype(np.float32))
+    weights /= -torch.from_numpy(diagonal)
+    return weights.fill_diagonal_(0)
+
+
+def invert(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Invert a positive definite (M, M) matrix in Fortran order, in place."""
+    factor, failed = lapack.dpotrf(matrix, lower=1, overwrite_a=1)
+    inverse, _ = lapack.dpotri(factor, lower=1, overwrite_c=1)
+    if failed:
+        raise ValueError("the Gram matrix is not positive definite")
+    for column in range(len(inverse)):  # LAPACK fills the lower triangle
+        inverse[column, column + 1 :] = inverse[column + 1 :, column]
+    return inverse

@@ -1,0 +1,1 @@
+"""LC-Rec and its students: language models as backbones."""

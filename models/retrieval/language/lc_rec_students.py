@@ -1,0 +1,268 @@
+"""Students of LC-Rec, as SID-MLP's paper ports them: SID-MLP (Appendix D.1) and NEZHA (Appendix D.4).
+
+    python -m jobs.train --config jobs/configs/lc_rec_sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
+        --name lc_rec_sid_mlp --model.teacher runs/lc_rec
+
+SID-MLP: the language model reads, a readout and an MLP per digit decode. Keys and values that the readout reads are
+those of the history's tokens in an early layer of the frozen language model, as its cache has them (keys with their
+positions in them), without the prompt's words; the query is the last state of the prompt. One to three readouts stand
+on each other, the later ones asking with what the one before gave. States of 4096 numbers are projected to 768; so are
+the teacher's embeddings of the codes, of which the appendix says nothing. Heads, search and loss are SID-MLP's.
+
+NEZHA: a placeholder per digit, which is a learned embedding, follows the whole prompt, its response header included.
+One pass gives the root, the state of the last token of the prompt, and a state per digit; head, losses and search are
+those of `joint.py`. The language model is trained as LC-Rec was, whole or by LoRA, together with the head.
+
+Shapes: `B` requests, `S` tokens of the longest prompt, `P` positions of the longest history, `D` width of the language
+model, `E` width of its keys of all heads, `N` width here, `H` heads, `K` width of a head, `V` tokens, `L` levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from models.cpu.derived import derived
+from models.retrieval.backbones.causal_lm import LmBackbone, Segment
+from models.retrieval.data import Catalogue
+from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
+from models.retrieval.distillation.student import Student, StudentConfig
+from models.retrieval.language.lc_rec import LcRec, lc_rec_of
+from models.retrieval.parts import History
+from models.retrieval.retriever import Retriever
+from models.retrieval.students.joint import (
+    Joint,
+    NezhaConfig,
+    NezhaDecoder,
+    last_positions,
+)
+from models.storage.tables import UserError
+from models.text import language_model
+
+
+@dataclass
+class LcRecSidMlpConfig(StudentConfig):
+    """SID-MLP on LC-Rec."""
+
+    taught_by: ClassVar[str] = "lc_rec"
+    beam: int = 20
+    """Beams when recommending (the teacher's)."""
+    layer: int = 0
+    """Layer whose keys and values are read, the first is 1; 0: a quarter of them (Appendix D.1: the 8th of 32)."""
+    width: int = 768
+    """What queries, keys and values are projected to (d_h of Appendix D.1)."""
+    readout_layers: int = 1
+    """Readouts on each other (swept over 1, 2, 3 in Appendix D.1)."""
+    attention_heads: int = 12
+    """Heads of a readout; none are published, 64 numbers each are LC-Rec's own."""
+    ffn_width: int = 1024
+    """Inner width of a readout's feed-forward (swept over 512, 1024, 2048, 3072 in Appendix D.1)."""
+    head_width: int = 1024
+    """Hidden width of each digit's head (swept over 512, 1024, 2048, 3072 in Appendix D.1)."""
+    dropout: float = 0.2
+    """Dropout of heads and feed-forward (public code of SID-MLP)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.readout_layers < 1 or self.layer < 0:
+            raise ValueError(
+                f"readout_layers {self.readout_layers} must be at least 1 and layer {self.layer} at least 0; give such "
+                f"numbers"
+            )
+        self.of_heads()
+
+    def of_heads(self) -> SidMlpConfig:
+        """SID-MLP's options that hold here too."""
+        return SidMlpConfig(
+            attention_heads=self.attention_heads,
+            attention_width=self.width,
+            ffn_width=self.ffn_width,
+            head_width=self.head_width,
+            dropout=self.dropout,
+            m=self.m,
+        )
+
+
+class EarlyReadout(nn.Module):
+    """One readout: x = LN(q + MHA(q, keys, values)); LN(x + FFN(x))."""
+
+    def __init__(self, given: int, config: LcRecSidMlpConfig) -> None:
+        """`given` is E."""
+        super().__init__()
+        width, self.heads = config.width, config.attention_heads
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(given, width, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.ffn = nn.Sequential(
+            nn.Linear(width, config.ffn_width),
+            nn.ReLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.ffn_width, width),
+        )
+
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    ) -> Tensor:
+        """(B, N) of `query` (B, N), `keys` and `values` (B, P, E), and `mask` (B, 1, 1, P) to be added to scores."""
+        q = self.q(query).unflatten(-1, (self.heads, 1, -1))  # (B, H, 1, K)
+        k, v = (
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x in (self.k(keys), self.v(values))
+        )
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
+        weights = scores.softmax(-1).masked_fill(
+            mask < 0, 0.0
+        )  # of an empty history none, however long others are
+        x = self.norm1(query + self.o((weights @ v).flatten(1)))
+        return self.norm2(x + self.ffn(x))
+
+
+class EarlyReadouts(nn.Module):
+    """Equation 1 as Appendix D.1 changes it."""
+
+    def __init__(self, backbone: LmBackbone, config: LcRecSidMlpConfig) -> None:
+        super().__init__()
+        self._backbone = (backbone,)  # no submodule here
+        layers, self.width = backbone.shape()
+        self.layer = (config.layer or max(1, layers // 4)) - 1
+        if self.layer >= layers:
+            raise UserError(
+                f"layer {config.layer} exceeds the {layers} of the language model; give one of them"
+            )
+        self.query = nn.Linear(backbone.embedding.embedding_dim, config.width)
+        self.layers = nn.ModuleList(
+            EarlyReadout(self.width, config) for _ in range(config.readout_layers)
+        )
+
+    def read(self, history: History) -> Tensor:
+        """(B, S, 2 E): keys and values of the layer."""
+        if history.memory is None:
+            return history.states  # a table of `teacher_cache` has nothing else
+        return torch.cat(
+            [x.transpose(1, 2).flatten(2) for x in history.memory[self.layer]], -1
+        )
+
+    def forward(self, history: History) -> Tensor:
+        """z (B, N)."""
+        place, real = self._backbone[0].of_history(history)
+        keys, values = self.read(history)[:, place].split(self.width, -1)
+        mask = torch.zeros(real.shape, dtype=keys.dtype, device=keys.device)
+        mask = mask.masked_fill(~real, torch.finfo(keys.dtype).min)[:, None, None]
+        z = self.query(cast(Tensor, history.query))
+        for layer in self.layers:
+            z = layer(z, keys, values, mask)
+        return z
+
+
+class LcRecSidMlpDecoder(SidMlpDecoder):
+    """SID-MLP's heads over the readouts."""
+
+    def __init__(self, config: LcRecSidMlpConfig, backbone: LmBackbone) -> None:
+        self._make = (config, backbone)
+        super().__init__(config.of_heads(), backbone, config.width)
+        self.project = nn.Linear(
+            backbone.embedding.embedding_dim, config.width, bias=False
+        )
+
+    def _make_readout(self, dim: int) -> EarlyReadouts:
+        config, backbone = self._make
+        return EarlyReadouts(backbone, config)
+
+    def embedding(self) -> Tensor:
+        """(V, N): of each token, the teacher's projected."""
+        if torch.is_grad_enabled():
+            return self.project(super().embedding())
+        return derived(
+            self,
+            "embedding",
+            lambda: self.project(SidMlpDecoder.embedding(self)),
+            self._embedding[0],
+        )
+
+
+class LcRecSidMlp(Student):
+    """A student of LC-Rec."""
+
+    config: LcRecSidMlpConfig
+
+    def __init__(
+        self, config: LcRecSidMlpConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
+        own = LcRecSidMlpDecoder(config, lc_rec_of(teacher).backbone)
+        self._readouts = (cast(EarlyReadouts, own.readout),)
+        super().__init__(config, catalogue, teacher, own)
+
+    @property
+    def kept_width(self) -> int:
+        return 2 * self._readouts[0].width
+
+    def kept(self, history: History) -> Tensor:
+        """Keys and values of the layer that is read."""
+        return self._readouts[0].read(history)
+
+
+@dataclass
+class LcRecNezhaConfig(NezhaConfig):
+    """NEZHA on LC-Rec; sizes are the teacher's."""
+
+    taught_by: ClassVar[str] = "lc_rec"
+    beam: int = 20
+    """Beams when recommending (the teacher's; 10, 20, 50 and 512 were tried in Appendix D.4)."""
+
+
+class NezhaLmBackbone(LmBackbone):
+    """Gives the root and the placeholders' states: a history of 1 + L positions."""
+
+    gives_query = False
+
+    def __init__(self, teacher: LcRec) -> None:
+        """`teacher` gives its language model away."""
+        own = teacher.backbone
+        super().__init__(own.tokens, own.lm, teacher.config.prompt, own.max_history)
+        self.extra = nn.Embedding(self.tokens.levels, self.embedding.embedding_dim)
+        nn.init.normal_(self.extra.weight, std=0.02)
+
+    def table(self) -> Tensor:
+        return torch.cat([self.embedding.weight, self.extra.weight])
+
+    def prompts(self, batch: dict[str, Tensor]) -> list[Segment]:
+        """With the placeholders behind them."""
+        first = self.vocabulary + self.tokens.vocabulary
+        placeholders = first + torch.arange(
+            self.tokens.levels, device=self.before.device
+        )
+        return [*super().prompts(batch), self.constant(placeholders, batch["history"])]
+
+    def encode(self, batch: dict[str, Tensor]) -> History:
+        """States (B, 1 + L, D)."""
+        tokens, lengths = self.inputs(batch)
+        return last_positions(
+            History(self.run(self.embed(tokens))[0], lengths), 1 + self.tokens.levels
+        )
+
+
+class LcRecNezha(Joint):
+    """The language model with its placeholders, and NEZHA's head."""
+
+    config: LcRecNezhaConfig
+    backbone: NezhaLmBackbone
+
+    def __init__(
+        self, config: LcRecNezhaConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
+        backbone = NezhaLmBackbone(lc_rec_of(teacher))
+        lm = cast(Any, backbone.lm)
+        if not language_model.tied(lm):
+            lm.get_output_embeddings().requires_grad_(
+                False
+            )  # that of words, which nothing asks for
+        super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
+
+    def set_teacher(self, teacher: Retriever) -> None:
+        """Takes the teacher's language model and its codes' embeddings."""
+        own = lc_rec_of(teacher).backbone
+        self.backbone.lm.load_state_dict(own.lm.state_dict())
+        self.backbone.embedding.load_state_dict(own.embedding.state_dict())

@@ -1,0 +1,71 @@
+"""SID-MLP (Guo et al., 2026): TIGER's decoder distilled into one attention readout and an MLP per digit.
+
+    python -m jobs.train --config jobs/configs/sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
+        --name sid_mlp --model.teacher runs/tiger
+
+The decoder is in `decoders/sid_mlp.py`, what it learns in `student.py`; here is how it searches.
+
+Shapes: `B` requests.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from models.cpu.fast import fast_search
+from models.retrieval.data import Catalogue
+from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
+from models.retrieval.distillation.student import Student
+from models.retrieval.options import Path, Scores
+from models.retrieval.recommend import recommender
+from models.retrieval.retriever import Retriever
+
+
+class SidMlp(Student):
+    """The student with a fast path for the paper's main model."""
+
+    config: SidMlpConfig
+    decoder: SidMlpDecoder
+
+    def __init__(
+        self, config: SidMlpConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
+        super().__init__(
+            config, catalogue, teacher, SidMlpDecoder(config, teacher.backbone)
+        )
+
+    def fast_supported(self) -> bool:
+        """Whether the fast path covers this variant: the paper's main model."""
+        config = self.config
+        return (
+            config.m == 0
+            and (config.prefix, config.readout, config.logits)
+            == ("concat", "attention", "codebook")
+            and config.context_ffn
+        )
+
+    @recommender
+    def recommend(
+        self,
+        batch: dict[str, Tensor],
+        k: int,
+        beam: int | None = None,
+        scores: Scores | None = None,
+        constrained: bool | None = None,
+        path: Path | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Student.recommend`; `path` is that of the config where left out."""
+        if (
+            (path or self.config.path) == "plain"
+            or constrained is False
+            or not self.fast_supported()
+        ):
+            return self.search(
+                self.encode(batch), k, beam, scores, constrained, batch.get("allowed")
+            )
+        search, outputs = fast_search(self), self.teacher_outputs("encoder", batch)
+        z = search.read(outputs) if outputs else search.context(batch)
+        beam = self.config.beam if beam is None else beam
+        return search.beam_search(
+            z, k, beam, self.among_children(scores), batch.get("allowed")
+        )

@@ -1,0 +1,288 @@
+"""SID-MLP++ (Guo et al., 2026, Sec. 3.5): SID-MLP with the teacher's encoder distilled into MLPs as well.
+
+    python -m jobs.train --config jobs/configs/sid_mlp_pp_encoder.yaml --tables TABLES --sids SIDS --storage runs \\
+        --name encoder --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/sid_mlp_pp.yaml --tables TABLES --sids SIDS --storage runs \\
+        --name sid_mlp_pp --model.encoder runs/encoder
+
+Stage 1 (`sid_mlp_pp_encoder`) matches the frozen teacher's encoder states by squared error. Stage 2
+(`sid_mlp_pp`) freezes that encoder and trains SID-MLP's readout and heads on its states by equation 3.
+The encoder is in `backbones/mlp.py`.
+
+Shapes: `B` requests, `S` tokens of a history, `D` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
+from models.retrieval.backbones.t5 import T5Backbone
+from models.retrieval.data import Catalogue
+from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.distillation import teacher as teachers
+from models.retrieval.distillation.student import TaughtConfig
+from models.retrieval.distillation.teacher_cache import Query, States
+from models.retrieval.parts import History, real_positions
+from models.retrieval.retriever import Retriever
+from models.retrieval.students.sid_mlp import SidMlp
+from models.storage import checkpoint
+from models.storage.tables import UserError
+from models.training.distributed import whole_mean
+
+SHOWN: tuple[str, ...] = ("mse", "neg_mse", "r2")
+"""Metrics of stage 1: how well its encoder gives the teacher's states."""
+
+STAGE_1 = "sid_mlp_pp_encoder"
+
+
+@dataclass
+class SidMlpPpEncoderConfig(EncoderSizes, TaughtConfig):
+    """Stage 1 of SID-MLP++: representation matching."""
+
+
+class SidMlpPpEncoder(nn.Module):
+    """Stage 1: the encoder alone, trained to give the teacher's encoder states. It recommends nothing."""
+
+    def __init__(
+        self, config: SidMlpPpEncoderConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
+        super().__init__()
+        if type(teacher.backbone) is not T5Backbone:
+            raise UserError(
+                f"stage 1 gives the states of T5's encoder, and those of a {type(teacher).__name__} are others; give a "
+                f"TIGER as model.teacher"
+            )
+        self.config = config
+        self.backbone = MlpBackbone(teacher.backbone, config)
+        self._untrained = (
+            teacher,
+        )  # no submodule: it is no part of the student's weights
+        self._teacher: tuple[Retriever, ...] = ()
+        self._states: States | None = (
+            None  # the table of `teacher_cache`, while training
+        )
+
+    def set_teacher(self, teacher: Retriever) -> None:
+        """Takes the embeddings from `teacher`, and keeps it, outside of the weights, for its states.
+
+        The last norm starts at the teacher's scale: AdamW's steps of 0.001 would take a thousand to come from 1
+        to the 0.2 of a trained TIGER, more than a small log has.
+        """
+        self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
+        self.backbone.norm.weight.data.copy_(
+            cast(T5Backbone, teacher.backbone).encoder.final_layer_norm.weight
+        )
+        self._teacher = (
+            teacher.requires_grad_(False).eval().to(self.backbone.tokens.items.device),
+        )
+
+    @property
+    def teacher(self) -> Retriever:
+        """What the states are compared with; of a loaded checkpoint found again at its path, which has to be there."""
+        if not self._teacher:
+            teacher = teachers.load(self._untrained[0], self.config)
+            self._teacher = (teacher.to(self.backbone.tokens.items.device),)
+        return self._teacher[0]
+
+    def teacher_queries(self) -> list[Query]:
+        """What `teacher_cache` can keep: the teacher's states."""
+        config = {
+            "width": self.backbone.embedding.embedding_dim,
+            "teacher_model": self.config.teacher_model,
+        }
+        return [
+            Query(
+                "encoder",
+                self.config.teacher_hash,
+                config,
+                self._encoded,
+                ("train", "val"),
+            )
+        ]
+
+    def _encoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        history = self.teacher.encode(batch)
+        return history.states, history.lengths
+
+    def set_teacher_outputs(self, tables: dict[str, States]) -> None:
+        """Takes the table that the query asked for."""
+        self._states = tables["encoder"]
+
+    def matched(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(error (B, S, D), the teacher's states (B, S, D), real (B, S, 1)); error and states are 0 at padding."""
+        history = self.backbone.encode(batch)
+        outputs = self._states.padded(batch) if self._states else None
+        with torch.no_grad():
+            target = (outputs or self.teacher.encode(batch)).states
+        states = history.states
+        real = real_positions(history.lengths, states.shape[1]).unsqueeze(-1)
+        target = target.float().masked_fill(~real, 0.0)
+        return states.float() - target, target, real
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Mean squared error over the real tokens' states (Sec. 3.5, stage 1)."""
+        error, _, real = self.matched(batch)
+        tokens = real.sum()
+        return {
+            "loss": whole_mean(
+                error.square().sum() / (tokens * error.shape[-1]), tokens
+            )
+        }
+
+
+@torch.no_grad()
+def measure(
+    model: SidMlpPpEncoder, batch: dict[str, Tensor], by_user: int = 0
+) -> dict[str, Tensor]:
+    """Sums over the batch for `means`, in float64; nothing by user."""
+    error, target, real = (x.double() for x in model.matched(batch))
+    return {
+        "examples": target.new_full((), len(target)),
+        "tokens": real.sum(),
+        "squared_error": error.square().sum(),
+        "state": target.sum((0, 1)),  # (D,)
+        "squared_state": target.square().sum(),
+    }
+
+
+def names(catalogue: Catalogue) -> list[str]:
+    """Names of what `means` gives."""
+    return list(SHOWN)
+
+
+def means(sums: dict[str, Tensor]) -> dict[str, float]:
+    """`mse` per number; `neg_mse`, its negative, to select by; `r2`, the share of the variance explained."""
+    tokens, error = sums["tokens"], sums["squared_error"]
+    mse = float(error / (tokens * len(sums["state"])))
+    variance = sums["squared_state"] - sums["state"].square().sum() / tokens
+    return {"mse": mse, "neg_mse": -mse, "r2": float(1 - error / variance)}
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """All of them in a line."""
+    return ["  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())]
+
+
+@dataclass
+class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
+    """Stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
+
+    encoder: str = field(default="", metadata={"names": "checkpoint"})
+    """Checkpoint of stage 1 or folder of its finished run, which decides the encoder's sizes; for training only."""
+    encoder_hash: str = ""
+    """SHA-256 of stage 1's weights file, filled in from its checkpoint."""
+    end_to_end: bool = False
+    """No stage 1: the encoder is trained with readout and heads by equation 3 (Table 14, End2End)."""
+
+    def __post_init__(self) -> None:
+        SidMlpConfig.__post_init__(self)
+        EncoderSizes.__post_init__(self)
+        if self.end_to_end and self.encoder:
+            raise ValueError(
+                f"encoder {self.encoder} is of stage 1, and end_to_end has none; leave one of them out"
+            )
+        if self.m:
+            raise ValueError(
+                f"m {self.m}: the teacher's decoder cannot read the student's encoder; set m 0"
+            )
+
+
+class SidMlpPp(SidMlp):
+    """Stage 2, and what recommends: as `SidMlp`, with the student's encoder in place of the teacher's."""
+
+    config: SidMlpPpConfig
+    backbone: MlpBackbone
+
+    def __init__(
+        self, config: SidMlpPpConfig, catalogue: Catalogue, teacher: Retriever
+    ) -> None:
+        super().__init__(config, catalogue, teacher)
+        self.backbone = MlpBackbone(teacher.backbone, config)
+        self.backbone.requires_grad_(config.end_to_end).embedding.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.backbone.train(mode and self.config.end_to_end)
+        return self
+
+    def take_backbone(self, teacher: Retriever) -> None:
+        """Takes the teacher's embeddings; the encoder is the student's own."""
+        self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
+
+    def take_encoder(self, stage_1: SidMlpPpEncoder) -> None:
+        """Takes the encoder that stage 1 trained."""
+        self.backbone.load_state_dict(stage_1.backbone.state_dict())
+
+    def encode(self, batch: dict[str, Tensor]) -> History:
+        """What the student's own encoder reads."""
+        if found := self.teacher_outputs("encoder", batch):
+            return found
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.end_to_end):
+            return self.backbone.encode(batch)
+
+    def teacher_history(self, batch: dict[str, Tensor], history: History) -> History:
+        """From the teacher's own encoder, not the student's."""
+        return self.teacher.encode(batch)
+
+    def teacher_queries(self) -> list[Query]:
+        """As in `SidMlp`, but that the encoder is the student's, and not to be kept where it is trained."""
+        encoder, *rest = super().teacher_queries()
+        if self.config.end_to_end:
+            return rest
+        sizes = {
+            name: value
+            for name, value in asdict(self.config).items()
+            if name in EncoderSizes.__dataclass_fields__
+        }
+        return [
+            replace(
+                encoder,
+                weights=self.config.encoder_hash,
+                config={**encoder.config, **sizes},
+            ),
+            *rest,
+        ]
+
+
+def resolve(
+    config: SidMlpPpConfig, catalogue: Catalogue, known: Collection[str]
+) -> SidMlpPpConfig:
+    """`config` with teacher and stage 1 filled in from their checkpoints; the teacher is stage 1's where none is named,
+    and one of the models `known`.
+
+    Raises UserError where stage 1 is not named, gone, of another model, of other tables, or of another teacher.
+    """
+    if config.end_to_end:
+        return teachers.resolve(config, catalogue, known)
+    if not config.encoder:
+        raise UserError(
+            "model.encoder is not set; give the folder of a trained sid_mlp_pp_encoder (jobs.train --config "
+            "jobs/configs/sid_mlp_pp_encoder.yaml), or set model.end_to_end true"
+        )
+    uri = teachers.locate(config.encoder, "encoder")
+    about = checkpoint.read(uri)
+    checkpoint.check(about, uri, dict(catalogue.hashes), STAGE_1)
+    config = teachers.resolve(
+        replace(config, teacher=config.teacher or about.model["teacher"]),
+        catalogue,
+        known,
+    )
+    if about.model["teacher_hash"] != config.teacher_hash:
+        raise UserError(
+            f"the encoder {uri} matches another teacher ({about.model['teacher_hash'][:12]}) than {config.teacher} "
+            f"({config.teacher_hash[:12]}); leave model.teacher out, or train stage 1 with this one"
+        )
+    weights = checkpoint.weights_hash(uri)
+    if config.encoder_hash not in ("", weights):
+        raise UserError(
+            f"the encoder {uri} is not the one that this run began with ({weights[:12]} and "
+            f"{config.encoder_hash[:12]}); give that one back, or take another --name"
+        )
+    sizes = {name: about.model[name] for name in EncoderSizes.__dataclass_fields__}
+    return replace(config, encoder=uri, encoder_hash=weights, **sizes)

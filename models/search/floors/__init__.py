@@ -1,0 +1,1 @@
+"""Search models without gradient training."""

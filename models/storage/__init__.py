@@ -1,0 +1,1 @@
+"""Tables with manifests, URIs, locks and the files of checkpoints."""

@@ -1,0 +1,527 @@
+"""Tables: directories of Parquet files that a `manifest.json` lists, at any `pyarrow.fs` URI (local path, s3://, gs://).
+
+A table is written in two steps. Tasks anywhere write parts with `write_part`; then one process calls `commit`, which
+writes the manifest last and removes parts that it does not list. Parts are named by the hash of their content, so a
+task that runs twice writes the same file, a killed run leaves only files that no reader sees, and a new version never
+touches a file of the old one before the switch. A directory without a manifest is not a table, and readers read the
+files that it lists and nothing else. Jobs hold their output while they write (`writing`), since `commit` would remove
+the parts of another one.
+
+Damage is found when data is used: a part is read into memory once, hashed, and parsed from there (`read_parquet`);
+the manifest holds a hash of itself (`sealed`). So a flipped bit anywhere is an error that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from models.storage.locks import LOCK, locked
+from models.storage.uri import UserError, asked, file_info, join, open_uri, write_file
+
+MANIFEST = "manifest.json"
+
+SCHEMA_VERSION = 1
+
+LARGEST_NUMBER = 1.8e19
+"""Largest float32 whose square is finite. Larger ones, such as FLT_MAX, stand for no value in many exports."""
+
+
+SEAL = "seal"
+"""Key of the hash that a JSON file holds of the rest of its content."""
+
+PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
+"""Name of a part: the beginning of its SHA-256."""
+
+OWN = re.compile(
+    r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?"
+)
+"""Names of the files that we write into the folder of a table; a file of any other name is the user's."""
+
+INSIDE = re.compile(r"[\w-][\w.-]*", re.ASCII)
+"""A file's name, which leads out of no folder."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Parquet file of a table."""
+
+    path: str
+    """File name, relative to the table's directory."""
+    bytes: int
+    """Size of the file."""
+    rows: int
+    """Rows in the file."""
+    sha256: str
+    """Hash of the file's bytes."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` holds."""
+
+    table: str
+    """Name of the table, such as `sequences`."""
+    schema_version: int
+    """Version of the tables' schemas."""
+    schema: list[dict[str, str]]
+    """Columns: `name`, `type` and whether `nullable`."""
+    files: list[Part]
+    """The files, in the order in which rows are read."""
+    rows: int
+    """Rows in all files."""
+    hash: str
+    """Hash of the content: of the files' hashes in order."""
+    fingerprint: str
+    """Hash of what the table is made from: config, inputs and schema version."""
+    config: dict[str, Any]
+    """The configuration that it was made with."""
+    inputs: dict[str, str]
+    """Hashes of what it was made from, by name."""
+    info: dict[str, Any]
+    """What the step that made it counted (duplicates dropped, codebook sizes, ...)."""
+    code_version: str
+    """Version of the package and git commit, where known."""
+    created: str
+    """UTC time of the commit, ISO 8601."""
+    timings: dict[str, float]
+    """Seconds per phase."""
+    extends: list[str] = field(default_factory=list)
+    """Hashes of the versions that it extends, the latest last: what they number has the same number here."""
+
+
+class Version(str):
+    """A table's hash, with those of the versions that it extends."""
+
+    extends: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        found = cls(manifest.hash)
+        found.extends = tuple(manifest.extends)
+        return found
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """`content` as JSON with a hash of itself, by which `unsealed` finds damage."""
+    plain = json.loads(json.dumps(content, default=str))
+    return json.dumps({**plain, SEAL: _seal(plain)}, indent=2, sort_keys=True)
+
+
+def unsealed(text: bytes | str) -> dict[str, Any]:
+    """The content that `sealed` was given; ValueError where it is damaged."""
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds {type(content).__name__}, not a mapping")
+    if content.pop(SEAL, None) != _seal(content):
+        raise ValueError("its content is not what its seal says")
+    return content
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_inside(names: Iterable[str]) -> None:
+    """ValueError unless each is the name of a file, which leads out of no folder."""
+    for name in names:
+        if not isinstance(name, str) or not INSIDE.fullmatch(name):
+            raise ValueError(f"the path {name!r} is not a file's name")
+
+
+def has_manifest(uri: str) -> bool:
+    """Whether the directory holds a finished table."""
+    return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
+
+
+def read_manifest(uri: str, table: str | None = None) -> Manifest:
+    """The manifest of the table at `uri`; an error if there is none or it is of another `table`."""
+    if not has_manifest(uri):
+        raise UserError(
+            f"{uri} is not a table: it holds no {MANIFEST}; run the job that makes it again, or point at "
+            f"a finished table"
+        )
+    filesystem, path = open_uri(join(uri, MANIFEST))
+    with asked(uri), filesystem.open_input_stream(path) as stream:
+        text = stream.read()
+    try:
+        content = unsealed(text)
+        content["files"] = [Part(**part) for part in content["files"]]
+        manifest = Manifest(**content)
+        check_inside(part.path for part in manifest.files)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{join(uri, MANIFEST)} is damaged ({error}); make the table again"
+        ) from error
+    if table is not None and manifest.table != table:
+        raise UserError(
+            f"{uri} holds the table '{manifest.table}', not '{table}'; check the path"
+        )
+    return manifest
+
+
+def family_of(sequences: Manifest) -> str:
+    """The family whose models read the sequences: the namesake of their kind of request, unless they name another."""
+    return str(sequences.info.get("family", sequences.info["kind"]))
+
+
+def sequences_manifest(uri: str, family: str) -> Manifest:
+    """The manifest of sequences that models of the family read; an error for those of another one."""
+    manifest = read_manifest(uri, "sequences")
+    if family_of(manifest) != family:
+        raise UserError(
+            f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of {family} need '{family}' (prepare: "
+            f"kind: {family})"
+        )
+    return manifest
+
+
+def part_uris(uri: str, manifest: Manifest) -> list[str]:
+    """URIs of the table's files, each checked to be there at its listed size."""
+    filesystem, root = open_uri(uri)
+    with asked(uri):
+        infos = filesystem.get_file_info(
+            [posixpath.join(root, part.path) for part in manifest.files]
+        )
+    for part, info in zip(manifest.files, infos, strict=True):
+        if info.type != fs.FileType.File:
+            raise UserError(
+                f"{join(uri, part.path)} is missing; make the table {uri} again with --overwrite"
+            )
+        if info.size != part.bytes:
+            raise UserError(
+                f"{join(uri, part.path)} has {info.size} bytes, its manifest says {part.bytes}: truncated or "
+                f"replaced; make the table {uri} again with --overwrite"
+            )
+    return [join(uri, part.path) for part in manifest.files]
+
+
+def read_parquet(
+    uri: str,
+    columns: list[str] | None = None,
+    sha256: str = "",
+    dictionary: Iterable[str] = (),
+) -> pa.Table:
+    """One Parquet file, `dictionary` naming columns to keep dictionary-coded; UserError where it is damaged.
+
+    All of the file is read and hashed, whatever the columns. Its hash must begin with `sha256`: by default that in a
+    part's name, so that whoever is told a part's URI alone checks it too. Files of other names are not checked.
+    """
+    filesystem, path = open_uri(uri)
+    named = PART.fullmatch(posixpath.basename(path))
+    try:
+        with filesystem.open_input_file(path) as file:
+            content = file.read_buffer()
+        expected = sha256 or (named.group(1) if named else "")
+        if expected and not (found := hashlib.sha256(content).hexdigest()).startswith(
+            expected
+        ):
+            raise UserError(
+                f"{uri} is damaged: its SHA-256 is {found[:12]}, not {expected[:12]} as when it was written; make it "
+                f"again with --overwrite"
+            )
+        return pq.ParquetFile(
+            pa.BufferReader(content), read_dictionary=list(dictionary)
+        ).read(columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(
+            f"{uri} is not a readable Parquet file ({first}); make it again with --overwrite"
+        ) from error
+
+
+def iter_parts(
+    uri: str,
+    table: str | None = None,
+    columns: list[str] | None = None,
+    manifest: Manifest | None = None,
+) -> Iterator[pa.Table]:
+    """The table's files one after the other, in the order of the manifest: that which is there, unless another is
+    given."""
+    manifest = manifest or read_manifest(uri, table)
+    for part, place in zip(manifest.files, part_uris(uri, manifest), strict=True):
+        yield read_parquet(place, columns, part.sha256)
+
+
+def read_table(
+    uri: str,
+    table: str | None = None,
+    columns: list[str] | None = None,
+    manifest: Manifest | None = None,
+) -> pa.Table:
+    """The whole table, as `iter_parts` reads it."""
+    parts = list(iter_parts(uri, table, columns, manifest))
+    if not parts:
+        raise UserError(
+            f"the table {uri} has no rows; check the input and the filters of the job that made it"
+        )
+    return pa.concat_tables(parts)
+
+
+def digest(content: Any) -> str:
+    """A stable hash of JSON-like content."""
+    text = json.dumps(content, sort_keys=True, default=str, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
+    """Hash of what a table is made from; equal fingerprints mean that the step need not run again."""
+    return digest([SCHEMA_VERSION, config, inputs])
+
+
+def up_to_date(uri: str, print_: str) -> bool:
+    """Whether the table at `uri` is finished and was made from what `print_` (a fingerprint) says."""
+    return has_manifest(uri) and read_manifest(uri).fingerprint == print_
+
+
+def writing(uri: str) -> AbstractContextManager[None]:
+    """Holds a folder of tables while a job writes them (`locked`)."""
+    return locked(
+        join(uri, LOCK),
+        f"{uri} is being written by another process; wait for it or choose another output folder",
+    )
+
+
+def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
+    """Writes one Parquet file into the directory `uri`, named by the hash of its bytes; `options` of the Parquet writer
+    take the place of those for tables of ids and times.
+
+    The bytes are assembled in memory (a part is one partition), hashed and put in one go. Strings of flat
+    tables may come dictionary-coded, which saves the writer from coding them; the file holds plain strings.
+    """
+    buffer = pa.BufferOutputStream()
+    if not options:
+        leaves = [
+            leaf
+            for column in table.schema
+            for leaf in _leaves(column.name, column.type)
+        ]
+        # int64 columns are times, sorted within a user: packed differences are smaller and faster than a dictionary
+        times = [path for path, kind in leaves if kind == pa.int64()]
+        options = {
+            "use_dictionary": [path for path, _ in leaves if path not in times],
+            "column_encoding": dict.fromkeys(times, "DELTA_BINARY_PACKED"),
+            "store_schema": not any(
+                pa.types.is_dictionary(kind) for kind in table.schema.types
+            ),
+        }
+    pq.write_table(table, buffer, compression="zstd", compression_level=1, **options)
+    content = buffer.getvalue()
+    sha256 = hashlib.sha256(content).hexdigest()
+    part = Part(
+        path=f"part-{sha256[:20]}.parquet",
+        bytes=content.size,
+        rows=table.num_rows,
+        sha256=sha256,
+    )
+    write_file(join(uri, part.path), content)
+    return part
+
+
+def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
+    """Columns of a Parquet file: their paths and types."""
+    if isinstance(kind, pa.ListType | pa.FixedSizeListType):
+        return _leaves(f"{path}.list.element", kind.value_type)
+    if isinstance(kind, pa.StructType):
+        return [
+            leaf
+            for column in kind
+            for leaf in _leaves(f"{path}.{column.name}", column.type)
+        ]
+    return [(path, kind)]
+
+
+RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")
+"""Folder into which Ray unpacks the code of a job, named by the hash of its content."""
+
+
+@cache
+def code_version() -> str:
+    """Return the package version and what identifies the code that this process runs.
+
+    That is the git commit of a checkout without changes, else the package that Ray unpacked, else a hash of the
+    project's Python files.
+    """
+    try:
+        release = version("trieline")
+    except PackageNotFoundError:
+        release = "unknown"
+    commit = git("describe", "--always", "--dirty") or ""
+    packages = [name for name in Path(__file__).parts if RAY_PACKAGE.fullmatch(name)]
+    if commit and not commit.endswith("-dirty"):
+        return f"{release} {commit}"
+    if packages:
+        return f"{release} {packages[-1]}"
+    return " ".join(filter(None, (release, commit, f"code {code_hash()[:12]}")))
+
+
+def code_hash() -> str:
+    """Return the SHA-256 of the Python files of this project's packages."""
+    root = Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for package in ("models", "pipelines", "tuning", "jobs"):
+        for path in sorted((root / package).rglob("*.py")):
+            found.update(f"{path.relative_to(root)}\n".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def git(*words: str) -> str | None:
+    """What git says of the checkout that this code runs from; None where there is none, or no git, as in an image or
+    an archive."""
+    try:
+        said = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return said.stdout.strip() if said.returncode == 0 else None
+
+
+def describe(
+    table: str,
+    schema: pa.Schema,
+    parts: list[Part],
+    *,
+    config: dict[str, Any],
+    inputs: dict[str, str],
+    info: dict[str, Any] | None = None,
+    timings: dict[str, Any] | None = None,
+    extends: Iterable[str] = (),
+) -> Manifest:
+    """The manifest of a table of these parts, which `switch` makes the table."""
+    return Manifest(
+        table=table,
+        schema_version=SCHEMA_VERSION,
+        schema=[
+            {"name": f.name, "type": str(f.type), "nullable": str(f.nullable)}
+            for f in schema
+        ],
+        files=parts,
+        rows=sum(part.rows for part in parts),
+        hash=digest([part.sha256 for part in parts]),
+        fingerprint=fingerprint(config, inputs),
+        config=config,
+        inputs=inputs,
+        info=info or {},
+        code_version=code_version(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        timings=timings or {},
+        extends=list(extends),
+    )
+
+
+def switch(tables: Mapping[str, Manifest]) -> None:
+    """Makes the parts of each manifest the table at its URI: writes the manifests, one right after the other, then
+    removes every part that they do not list. UserError where a part is gone: another job that wrote there too has
+    removed it."""
+    for uri, manifest in tables.items():
+        filesystem, root = open_uri(uri)
+        filesystem.create_dir(root, recursive=True)
+        there = filesystem.get_file_info(fs.FileSelector(root))
+        if gone := {part.path for part in manifest.files} - {
+            entry.base_name for entry in there
+        }:
+            raise UserError(
+                f"{join(uri, min(gone))} is gone before its table was complete: another job writes to {uri} too; wait "
+                f"for it, then run this one again or choose another output folder"
+            )
+    for uri, manifest in tables.items():
+        write_file(join(uri, MANIFEST), sealed(asdict(manifest)).encode())
+    for uri, manifest in tables.items():
+        clear(uri, {part.path for part in manifest.files} | {MANIFEST})
+
+
+def commit(
+    uri: str, table: str, schema: pa.Schema, parts: list[Part], **described: Any
+) -> Manifest:
+    """Makes the parts the table at `uri`; `described` is what `describe` takes."""
+    manifest = describe(table, schema, parts, **described)
+    switch({uri: manifest})
+    return manifest
+
+
+def clear(uri: str, keep: Collection[str] = ()) -> None:
+    """Deletes the files of our own (`OWN`) but those of `keep`, and the folder if nothing is left in it."""
+    filesystem, root = open_uri(uri)
+    left = 0
+    for entry in sorted(
+        filesystem.get_file_info(fs.FileSelector(root)), key=lambda e: e.base_name
+    ):  # manifest first
+        if (
+            entry.type == fs.FileType.File
+            and OWN.fullmatch(entry.base_name)
+            and entry.base_name not in keep
+        ):
+            filesystem.delete_file(entry.path)
+        else:
+            left += 1
+    if not left:
+        filesystem.delete_dir(root)
+
+
+def check_place(uri: str, table: str) -> bool:
+    """Whether `uri` holds an earlier `table`. UserError where it holds anything else that is not hidden."""
+    if has_manifest(uri):
+        try:
+            held = read_manifest(uri).table
+        except UserError:  # a damaged one, to be replaced
+            held = table
+        if held != table:
+            raise UserError(
+                f"{uri} holds the table '{held}', not '{table}'; choose a new or empty folder"
+            )
+        return True
+    if other := _first_other(uri, lambda name: bool(OWN.fullmatch(name))):
+        raise UserError(
+            f"{uri} holds '{other}', which is no part of a table; choose a new or empty folder"
+        )
+    return False
+
+
+def check_output(
+    uri: str, tables: Mapping[str, str], files: Collection[str] = ()
+) -> None:
+    """UserError where the folder `uri` holds other things than `tables`, {folder: table}, and `files`. One with a
+    finished table of these is an earlier output, whatever the user keeps beside it."""
+    earlier = [
+        check_place(join(uri, folder), table) for folder, table in tables.items()
+    ]
+    other = (
+        None
+        if any(earlier)
+        else _first_other(uri, lambda name: name in tables or name in files)
+    )
+    if other:
+        raise UserError(
+            f"{uri} holds '{other}' and no {next(iter(tables))} made here before; choose a new or empty output folder, "
+            f"such as {join(uri, 'tables')}"
+        )
+
+
+def _first_other(uri: str, known: Callable[[str], bool]) -> str | None:
+    """A file or folder in `uri`, not hidden, that is not `known`."""
+    filesystem, root = open_uri(uri)
+    if filesystem.get_file_info(root).type != fs.FileType.Directory:
+        return None
+    names = sorted(
+        entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(root))
+    )
+    return next(
+        (name for name in names if not name.startswith(".") and not known(name)), None
+    )

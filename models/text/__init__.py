@@ -1,0 +1,1 @@
+"""Text encoders, language models and tables of text vectors."""

@@ -1,0 +1,1 @@
+"""The training loop, optimizers, CUDA graphs and distributed means; PyTorch alone."""

@@ -1,0 +1,1 @@
+"""The tables `events` and `items`."""

@@ -1,0 +1,1 @@
+"""From files of a raw log to rows with checked columns."""

@@ -1,0 +1,1 @@
+"""Steps that the sequence builders share."""

@@ -1,0 +1,1 @@
+"""A first mapping file and a preview for an unknown log."""

@@ -1,0 +1,600 @@
+"""What a column of an unknown log may be: by the words of its name, and by its first values.
+
+`pipelines/data/suggestion/suggest.py` writes a first mapping from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+from pipelines.data.reading.rows import clean_ids
+from pipelines.data.reading.times import LIKELY_MS, Time, moments
+
+WORDS = {  # how the words of names begin, and with $ end
+    "user": "user|uid$|u$|customer|member|visitor|account|reviewer|client|buyer|viewer|kund|käufer|mitglied|usuario|"
+    "yong|cust$|household|shopper|subscriber|listener|player|patient|passenger|consumer|panelist",
+    "item": "items?$|itemid|iid$|i$|article|artikel|product|produkt|prod$|prd$|movie|video|news$|asin|sku|track|song|"
+    "book|meta$|catalog|venue|poi$|business|restaurant|hotel|listing|recipe|anime|artist|goods|isbn|ean$|upc$|gtin$|podcast|"
+    "episode|place$|post$",
+    "request": "request|impression|search|session|page|qid$",
+    "query": "query|keyword|search(term|string|phrase|text)|suchbegriff",
+    "position": "position|rank$|pos$",
+    "time": "time|ts$|t$|dat(e|um|etime)?$|zeit|when|created|at$|day$|fecha|hour|clock|uhr|order$|index|step|seq",
+    "late": "birth|dob$|born|deliver|ship|expir|valid|updat|modif|regist|return|releas|upload|signup|joined|since|"
+    "launch|end$|ended|first|last|due$|geb|liefer|ablauf|nacim|naiss",
+    "outcome": "rating|stars?$|score|overall|click|like|purchas|bought|buy|cart(?!oon|ridge)|quantit|qty|menge|anzahl|"
+    "cantid|dwell|watch(?!list)|play(?!list)|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|"
+    "transaction|revenue|sales|spen[dt]|paid|gmv|profit|conver(?!sation)|refund|skip|complet|finish|reward|umsatz",
+    "amount": "price|cost|preis|precio|prix|duration|seconds|minutes|length|weight|gewicht|dauer|width|height|"
+    "discount|amount|tax$|fee$|balance|age$|temperature|altitude|elevation|"
+    "lat$|latitude|lon$|long$|lng$|longitude|coord",
+    "attribute": "categ|type$|brand|colou?r|groups?$|class$|genre|depart|segment|status|level$|tier|count|size$|lang|"
+    "city$|gender|agent|feature|year|position|pos$|rank$",
+    "computed": "propens|prob$|probab|predict|pred$|estimat|logit|pscore|pctr|pcvr|confiden|similar|relevan|p$",
+    "supplier": "seller|supplier|vendor|merchant|channel|author|creator|publisher|uploader|owner|provider|advertiser|"
+    "driver|store|shop|brand|manufacturer|campaign",
+    "beside": "index|sids?$|codes$|readme|licen|hist|past|previous",
+}
+DAYS = (
+    "%d.%m.%Y",
+    "%m/%d/%Y",
+    "%d/%m/%Y",
+    "%m-%d-%Y",
+    "%d-%m-%Y",
+    "%Y/%m/%d",
+    "%Y-%m-%d",
+    "%d.%m.%y",
+    "%m/%d/%y",
+    "%d/%m/%y",
+    "%d-%b-%Y",
+    "%d %b %Y",
+    "%d %B %Y",
+    "%b %d, %Y",
+    "%B %d, %Y",
+)
+CLOCKS = ("", " %H:%M", " %H:%M:%S", " %H:%M:%S.%f", " %I:%M %p", " %I:%M:%S %p")
+FORMATS = [day + clock for day in DAYS for clock in CLOCKS]
+
+
+NUMBER = r"[+-]?(?:\d+(?:[.,]\d*)?|[.,]\d+)(?:[eE][+-]?\d+)?"
+MEASURE = rf"^[^\w.,+-]*(?:[A-Za-z]{{1,6}}\W{{0,2}})?{NUMBER}(?:[\s,;]+{NUMBER})*[^\d.,]{{0,8}}$"
+"""One number or several with a unit or punctuation around, such as `40.7, -74.0`."""
+
+ID_WORDS = ("id", "ids", "no", "nr", "key", "number", "nummer", "token")
+
+
+def split_name(name: str) -> list[str]:
+    """Return the lower-case words of a column's name."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower()
+    # a query's id is that of a request, not its text
+    name = re.sub(r"query[\W_]?id", "qid id", name)
+    return re.findall(r"[^\W\d_]+", name)
+
+
+def says_id(name: str) -> bool:
+    """Return whether a name has a word such as `id` or `key`."""
+    return any(word in ID_WORDS for word in split_name(name))
+
+
+def says_what(name: str) -> bool:
+    """Return whether a name says what an id is of: `store_id` does, `id` and `c2` do not."""
+    words = [word for word in split_name(name) if word not in ID_WORDS]
+    return any(len(word) > 1 for word in words)
+
+
+def is_attribute(name: str) -> bool:
+    """Return whether a name says a property that several users or items share."""
+    return any(re.match(WORDS["attribute"], word) for word in split_name(name))
+
+
+def tell(name: str, role: str) -> int:
+    """Return how strongly a name points to a role, 0 where it does not."""
+    words = split_name(name)
+    hits = find_hits(words, role)
+    if role == "outcome" and not is_outcome(words, hits):
+        return 0
+    if role in ("user", "item") and is_attribute(name):
+        return 0
+    ids = sum(word in ID_WORDS for word in words)
+    return max(1, 9 + 2 * ids + len(hits) - len(words)) if hits else 0
+
+
+def find_hits(words: list[str], role: str) -> list[str]:
+    """Return the words of a name that say a role.
+
+    A noun for who acts, such as `buyer` or `voter`, says a user and not what the user
+    did. A count such as `viewer_count` or `followers` stays an outcome.
+    """
+    hits = [word for word in words if re.match(WORDS[role], word)]
+    if any(word.startswith(("count", "total")) for word in words):
+        return hits
+    if role in ("outcome", "item"):
+        return [word for word in hits if not re.search("(er|or)$", word)]
+    if role == "user":
+        acting = [word for word in words if re.search("(er|or)$", word)]
+        hits += [
+            word
+            for word in acting
+            if word not in hits and re.match(WORDS["outcome"], word)
+        ]
+    return hits
+
+
+def says_whom(name: str) -> bool:
+    """Return whether a name with a word for an outcome says a user or an item by its last word.
+
+    `purchased_product_id` names an item, but `product_rating` does not. A plural, such
+    as `clicked_items`, names a list or a number.
+    """
+    if "ids" in split_name(name) or is_attribute(name):
+        return False
+    words = [word for word in split_name(name) if word not in ID_WORDS]
+    last = words[-1:]
+    if any(re.search("(?<!new)(?<!good)(?<!busines)s$", word) for word in last):
+        return False
+    return any(find_hits(last, role) for role in ("user", "item"))
+
+
+def is_outcome(words: list[str], hits: list[str]) -> bool:
+    """Return whether words of a name that say an outcome say one of the event.
+
+    A propensity or a predicted click is computed before the event, and so is a
+    score of anything but a review.
+    """
+    computed = any(re.match(WORDS["computed"], word) for word in words)
+    if computed and len(words) > 1:
+        return False
+    of_reviews = ("review", "user", "item", "my", "overall", "rating", "score")
+    scores_alone = all(word.startswith("score") for word in hits)
+    return not scores_alone or all(word.startswith(of_reviews) for word in words)
+
+
+def pick(columns: list[Column], role: str) -> Any:
+    """Return the column whose name points most to a role, without gaps if possible."""
+    return max(
+        (c for c in columns if tell(c.name, role)),
+        key=lambda c: (c.full, tell(c.name, role)),
+        default=None,
+    )
+
+
+class Column:
+    """The first values of a column without nulls, and what they are like. `sql` stands for it within expressions."""
+
+    def __init__(self, name: str, values: pl.Series) -> None:
+        self.sql = '"' + name.replace('"', '""') + '"'
+        with suppress(pl.exceptions.PolarsError):
+            self.sql = (
+                name if pl.sql_expr(name).meta.root_names() == [name] else self.sql
+            )
+        self.name = name if re.fullmatch(r"[^()'\"|]+", name) else self.sql
+        plain = re.sub(r"\W+", "_", re.sub(r":\w+$", "", name), flags=re.ASCII).strip(
+            "_"
+        )
+        self.feature = (
+            plain
+            if re.match("[A-Za-z]", plain)
+            else f"x_{plain or name.encode().hex()}"
+        )
+        rows, values = len(values), values.drop_nulls()
+        self.values = values
+        flat = not values.dtype.is_nested() and not values.dtype.is_temporal()
+        self.ids = ids = (
+            clean_ids(values).drop_nulls() if flat else pl.Series([], dtype=pl.String)
+        )
+        self.full = (
+            len(ids) >= 0.99 * rows
+        )  # a row without a user or an item is rejected
+        self.distinct, self.share = ids.n_unique(), ids.n_unique() / max(len(ids), 1)
+        self.comma = (
+            self.most(r"^-?\d+(,\d+)?$")
+            and int(ids.str.contains(",").sum()) > len(ids) / 2
+        )
+        self.number = self.comma or self.most(r"^[+-]?\d+(\.\d+)?([eE][+-]?\d+)?$")
+        self.whole = self.most(r"^-?\d+$")
+        self.measure = self.is_measure()
+        self.flag = 0 < self.distinct <= 2 and self.most("^(0|1|(?i:true|false))$")
+        self.few = self.distinct > 1 and (
+            self.share < 0.2 or (self.distinct <= 50 and self.share <= 0.5)
+        )
+        self.value = (
+            f"cast(replace({self.sql}, ',', '.') as double)"
+            if self.comma
+            else self.name
+        )
+        some = values.head(200).unique(maintain_order=True) if flat else values
+        self.shown = " | ".join(
+            " ".join(str(value).split())[:40] for value in some.head(3).to_list()
+        )
+        self.time, self.doubt = self.find_time() if len(values) else ({}, "")
+        self.day = self.time.get(
+            "format", "%Y-%m-%d" if self.most(r"^\d{4}-\d\d-\d\d$") else "%H"
+        )
+        self.list: str
+        self.lists: Any
+        self.list, self.lists = (
+            self.find_list()
+            if len(values) and not self.time and not self.comma
+            else ("", None)
+        )
+
+    def most(self, pattern: str) -> bool:
+        """Whether nearly all ids match a pattern."""
+        return len(self.ids) > 0 and int(
+            self.ids.str.contains(pattern).sum()
+        ) >= 0.99 * len(self.ids)
+
+    def is_measure(self) -> bool:
+        """Return whether values are decimals, coordinates, durations or signed numbers.
+
+        Such values are never ids.
+        """
+        ids = self.ids
+        if not len(ids):
+            return False
+        if self.number or self.most(f"^{NUMBER}$"):
+            fractions = int(ids.str.contains(r"[.,eE]").sum())
+            if self.whole and says_id(self.name):
+                fractions = 0  # a few damaged ids
+            plus = int(ids.str.starts_with("+").sum())
+            negative = int(ids.str.contains(r"^-\d{1,6}$").sum())
+            negative -= int((ids == "-1").sum())  # -1 often stands for a missing id
+            return fractions > 0 or plus > 0 or negative > 0.01 * len(ids)
+        if self.most(r"^[+-]?\d+:[\d:.]+$"):
+            return True
+        decimals = int(ids.str.contains(r"\d[.,]\d").sum()) > len(ids) / 2
+        units = ids.head(500).str.replace_all(r"[^A-Za-z]", "").n_unique()
+        return decimals and units <= 4 and self.most(MEASURE)
+
+    @property
+    def may_be_id(self) -> bool:
+        """Whether a column that is no time may hold the ids of users or items."""
+        outcome = tell(self.name, "outcome") and (self.flag or not says_whom(self.name))
+        says_else = outcome or tell(self.name, "amount")
+        return self.has_ids and not says_else
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the values, whatever the name, may be the ids of users or items."""
+        is_else = self.comma or bool(self.list) or self.measure
+        return self.distinct > 1 and not is_else
+
+    @property
+    def late(self) -> bool:
+        """Whether the name says a time other than that of the event, such as a birth."""
+        return bool(tell(self.name, "late"))
+
+    def find_time(self) -> tuple[dict[str, str], str]:
+        """The `unit` or `format` of times, {} for what are none, and what is in doubt."""
+        kind, values, fits = (
+            self.values.dtype,
+            self.values.head(500),
+            dict[str, pl.Series](),
+        )
+        tries = ["iso"] if kind in (pl.Date, pl.Datetime) else []
+        if self.number and self.named_otherwise:
+            return {}, ""
+        if self.number and not self.comma:
+            tries += ["s", "ms", *self.fine_units(), "%Y%m%d"]
+        tries += (
+            ["iso", *FORMATS]
+            if kind == pl.String and self.most(r"^[\w ,:]{0,12}\d[\w.+:, /-]{5,30}$")
+            else []
+        )
+        for how in tries:
+            with suppress(TypeError):
+                found, _ = moments(
+                    values,
+                    Time("t", format=how) if "%" in how else Time("t", unit=how),
+                    "t",
+                )
+                usual = found.drop_nulls().is_between(*LIKELY_MS)
+                if found.null_count() <= 0.02 * len(found) and (
+                    usual.all() or not self.number
+                ):
+                    fits[how] = found
+        if not fits:
+            return {}, ""
+        how, first = next(iter(fits.items()))
+        doubt = (
+            ""
+            if all(found.equals(first) for found in fits.values())
+            else "day or month first? "
+        )
+        return {"format" if "%" in how else "unit": how}, doubt
+
+    @property
+    def named_otherwise(self) -> bool:
+        """Whether the name says that numbers are ids, and not times."""
+        of_whom = any(tell(self.name, role) for role in ("user", "item", "request"))
+        return says_id(self.name) or (of_whom and not tell(self.name, "time"))
+
+    def fine_units(self) -> list[str]:
+        """Return the units below a millisecond that numbers may have.
+
+        Ids that count up from a clock, such as those of posts, look like times in
+        nanoseconds, but use all digits.
+        """
+        numbers = self.ids.cast(pl.Int64, strict=False).drop_nulls()
+        round_numbers = bool(((numbers % 1000) == 0).all())
+        return ["us", "ns"] if tell(self.name, "time") or round_numbers else []
+
+    def find_list(self) -> tuple[str, Any]:
+        """The column or SQL of a list of ids, and the lists; None for what are none."""
+        inner = (
+            self.values.dtype.inner if isinstance(self.values.dtype, pl.List) else None
+        )
+        if inner and (inner.is_integer() or inner == pl.String):
+            return self.name, self.values.cast(pl.List(pl.String))
+        for by in " ,|;" if self.values.dtype == pl.String else "":
+            lists = self.values.str.split(by)
+            ids = lists.explode().str.contains(r"^[\w:-]*\d[\w:-]*$")
+            if (lists.list.len() > 1).sum() >= len(
+                lists
+            ) / 2 and ids.sum() >= 0.95 * len(ids):
+                return f"string_to_array({self.sql}, '{by}')", lists
+        return "", None
+
+
+@dataclass
+class Roles:
+    """The columns of a log that hold users, items and times, and what speaks against."""
+
+    user: Column | None
+    item: Column | None
+    listed: Column | None
+    """Column with a list of items per row."""
+    times: list[Column]
+    """Columns that may be the time of the event, the likeliest first."""
+    sure: int
+    """How many of user and item are told by a name or by the files beside."""
+    user_doubts: list[str] = field(default_factory=list)
+    item_doubts: list[str] = field(default_factory=list)
+    time_doubts: list[str] = field(default_factory=list)
+
+
+Shares = dict[str, dict[str, float]]
+"""By `user` or `item` and column: the share of ids that have a row in a file of these."""
+
+MIN_EVIDENCE = 0.5
+"""Share of a column's ids in a file of users or items that tells what the column is."""
+
+
+def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
+    """Choose the user, the item and the time of a log, with the columns that rival them.
+
+    Args:
+        columns: Those of the log.
+        rows: Rows of the log, about.
+        shares: What the files beside the log say of the columns.
+    """
+    times = sort_times(columns)
+    # numbers that look like times, beside a likelier column, may be ids
+    spare = [c for c in times[1:] if c.number and not tell(c.name, "time")]
+    ids = [c for c in columns if c.may_be_id and (not c.time or c in spare)]
+    lists = [c for c in columns if c.list and not tell(c.name, "outcome")]
+    lists.sort(key=lambda c: bool(tell(c.name, "beside")))
+    if lists:  # `clicked_item` beside a list of items is one of the list
+        ids = [c for c in ids if not tell(c.name, "outcome")]
+    item = pick_described(ids, "item", shares)
+    listed = lists[0] if lists and not (item and item.full) else None
+    item = None if listed else item
+    users = [c for c in ids if c is not item]
+    user = pick_described(users, "user", shares) or pick(users, "request")
+    roles = Roles(user, item, listed, times, 0)
+    unnamed = find_unnamed(users, roles)
+    hidden = find_hidden(columns, ids)
+    if roles.item is None and listed is None:
+        roles.item = take_unnamed(unnamed, "item", shares, roles.user is None)
+    if roles.user is None:
+        roles.user = take_unnamed(unnamed, "user", shares, False)
+    told = {
+        role: column is not None and is_told(column, role, ids, shares)
+        for role, column in (("user", roles.user), ("item", roles.item))
+    }
+    roles.sure = bool(user or told["user"]) + bool(item or listed or told["item"])
+    if roles.user:
+        roles.user_doubts = doubt_ids(
+            roles, "user", ids, unnamed + hidden, rows, shares
+        )
+    if roles.item:
+        roles.item_doubts = doubt_ids(
+            roles, "item", ids, unnamed + hidden, rows, shares
+        )
+    if listed:
+        others = [c.name for c in lists[1:] if not tell(c.name, "beside")]
+        roles.item_doubts = [f"or the list {name}?" for name in others]
+    roles.time_doubts = doubt_times(roles.times)
+    return roles
+
+
+def pick_described(ids: list[Column], role: str, shares: Shares) -> Column | None:
+    """Return the column named as a role; one that a file describes goes before."""
+    named = [c for c in ids if tell(c.name, role)]
+
+    def rank(c: Column) -> tuple[bool, bool, bool, int]:
+        described = shares[role].get(c.name, 0) >= MIN_EVIDENCE
+        # a number of its own for each row is that of an event
+        return c.full, described, c.share < 0.99, tell(c.name, role)
+
+    return max(named, key=rank, default=None)
+
+
+def find_hidden(columns: list[Column], ids: list[Column]) -> list[Column]:
+    """Return the columns that are no ids by their names alone, such as `play_id`."""
+    return [
+        c
+        for c in columns
+        if c not in ids
+        and c.has_ids
+        and not c.time
+        and not c.flag
+        and c.share < 0.99
+        and any(word in ID_WORDS for word in split_name(c.name)[-1:])
+    ]
+
+
+def find_unnamed(ids: list[Column], roles: Roles) -> list[Column]:
+    """Return the columns that may be users or items though no name says so."""
+    others = [
+        c
+        for c in ids
+        if c is not roles.user
+        and not c.flag
+        and not tell(c.name, "query")
+        and not tell(c.name, "position")
+    ]
+    others = [c for c in others if c.share < 0.99 or roles.listed]
+
+    def rank(c: Column) -> tuple[bool, bool, bool]:
+        supplies = roles.user is None and bool(tell(c.name, "supplier"))
+        # of two columns, one of few values is less likely to be an id
+        return is_attribute(c.name), supplies, c.distinct <= 20
+
+    return sorted(others, key=rank)
+
+
+def take_unnamed(
+    unnamed: list[Column], role: str, shares: Shares, leave_one: bool
+) -> Column | None:
+    """Remove and return the likeliest column of a role.
+
+    Without a file that describes it, an item comes after the user where neither has
+    a name, so `leave_one` skips the first column.
+    """
+    described = [c for c in unnamed if shares[role].get(c.name, 0) >= MIN_EVIDENCE]
+    described = [c for c in described if is_told(c, role, unnamed, shares)]
+    candidates = described or unnamed[leave_one:]
+    if not candidates:
+        return None
+    unnamed.remove(candidates[0])
+    return candidates[0]
+
+
+def is_told(
+    column: Column, role: str, others: Sequence[Column], shares: Shares
+) -> bool:
+    """Return whether the files of a role have the ids of this column, and of no other."""
+    share = shares[role].get(column.name, 0)
+    rest = [shares[role].get(c.name, 0) for c in others if c is not column]
+    return share >= MIN_EVIDENCE and share - max(rest, default=0) >= 0.3
+
+
+def doubt_ids(
+    roles: Roles,
+    role: str,
+    ids: list[Column],
+    unnamed: list[Column],
+    rows: int,
+    shares: Shares,
+) -> list[str]:
+    """Return what speaks against the column that is taken for users or items."""
+    other = "item" if role == "user" else "user"
+    column: Column = getattr(roles, role)
+    counterpart: Column | None = getattr(roles, other)
+    doubts = []
+    ids = [c for c in ids if c not in (column, counterpart)]
+    if tell(column.name, role) or (role == "user" and tell(column.name, "request")):
+        rivals = [c for c in ids if rivals_by_name(c, column, role)]
+        best = shares[role].get(column.name, 0)
+        rivals += [
+            c
+            for c in ids
+            if c not in rivals and shares[role].get(c.name, 0) > max(best + 0.05, 0.5)
+        ]
+        if rivals:
+            doubts.append(f"or {role}: {list_names(rivals)}?")
+    elif not is_told(column, role, [*unnamed, *filter(None, [counterpart])], shares):
+        doubts += doubt_unnamed(roles, column, role, unnamed)
+    if column.distinct < 5 and rows > 100:
+        doubts.append(f"{role}s of only {column.distinct} values?")
+    if not column.full:
+        doubts.append(
+            f"rows without {'a' if role == 'user' else 'an'} {role} are rejected; another column?"
+        )
+    return doubts
+
+
+def doubt_unnamed(
+    roles: Roles, column: Column, role: str, unnamed: list[Column]
+) -> list[str]:
+    """Return what speaks against a column whose name does not say its role."""
+    other = "item" if role == "user" else "user"
+    counterpart: Column | None = getattr(roles, other)
+    rivals = [c for c in unnamed if c.distinct > min(20, column.distinct / 2)]
+    if rivals:
+        return [f"no name tells; or {role}: {list_names(rivals)}?"]
+    if counterpart and not roles.sure and not tell(counterpart.name, other):
+        return [f"no name tells; or {role}: {counterpart.name}?"]
+    if role == "user" and tell(column.name, "supplier"):
+        return ["its name says who offers items; is it the user?"]
+    header = re.fullmatch(r"c\d+", column.name)
+    is_id = header or (says_id(column.name) and not is_attribute(column.name))
+    return [] if is_id else [f"no name says {role}; is it?"]
+
+
+def rivals_by_name(c: Column, column: Column, role: str) -> bool:
+    """Return whether the name of `c` says a role about as much as that of `column`."""
+    difference = tell(column.name, role) - tell(c.name, role)
+    if not tell(c.name, role) or not c.full or difference > 1 or c.distinct < 5:
+        return False
+    if difference == 1 and c.distinct <= column.distinct / 2:
+        return False  # a coarser id, such as that of a category
+    if c.share >= 0.99 > column.share:
+        return False  # a number of its own for each row
+    if len(c.ids) != len(column.ids):
+        return True
+    pairs = pl.DataFrame({"a": c.ids, "b": column.ids}).n_unique()
+    return not pairs == c.distinct == column.distinct  # else either will do
+
+
+def list_names(columns: Sequence[Column]) -> str:
+    """Return the names of the first three columns."""
+    return ", ".join(c.name for c in columns[:3])
+
+
+def sort_times(columns: list[Column]) -> list[Column]:
+    """Return the columns of times, the likeliest time of the event first."""
+
+    def rank(c: Column) -> tuple[bool, bool, bool, float]:
+        named = bool(tell(c.name, "time"))
+        # ids of users repeat more often than times
+        repeats = 0.0 if named else -c.share
+        return c.late, "%H" not in c.day, not named, repeats
+
+    return sorted((c for c in columns if c.time), key=rank)
+
+
+def doubt_times(times: list[Column]) -> list[str]:
+    """Return what speaks against the first of the columns of times."""
+    if not times:
+        return []
+    best, *others = times
+    doubts = [best.doubt.strip()] if best.doubt else []
+    rivals = [c for c in others if best.late or not c.late]
+    if tell(best.name, "time"):
+        rivals = [c for c in rivals if tell(c.name, "time")]
+        if "%H" in best.day:
+            rivals = [c for c in rivals if "%H" in c.day]
+    doubts += [f"or {c.name}?" for c in rivals if not within_a_day(c, best)]
+    if best.late:
+        doubts.append("its name says another time than that of the event?")
+    return doubts
+
+
+def within_a_day(c: Column, other: Column) -> bool:
+    """Return whether two columns of times name about the same moments."""
+    if len(c.values) != len(other.values):
+        return False
+    first, second = (
+        moments(each.values.head(500), Time("t", **each.time), "t")[0]
+        for each in (c, other)
+    )
+    apart = (first - second).abs().max()
+    return isinstance(apart, int) and apart <= 36 * 3_600_000
