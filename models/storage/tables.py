@@ -372,7 +372,7 @@ def code_version() -> str:
 
 def code_hash() -> str:
     """Return the SHA-256 of the Python files of this project's packages."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     found = hashlib.sha256()
     for package in ("models", "pipelines", "tuning", "jobs"):
         for path in sorted((root / package).rglob("*.py")):
