@@ -300,7 +300,7 @@ class Day:
             The record of its day; None without a running model, and where it cannot go on with the tables, as after
             `jobs.prepare --overwrite`. A model is then trained anew.
         """
-        from models.setup import hashes_of
+        from models.loaded_model import hash_inputs
         from models.storage import checkpoint
 
         running = next(
@@ -313,7 +313,7 @@ class Day:
         where = running["checkpoint"]
         about = checkpoint.read(where)
         try:
-            hashes = hashes_of(about.name, Inputs(**self.read))
+            hashes = hash_inputs(about.name, Inputs(**self.read))
             checkpoint.check(about, where, hashes, extending=True)
             before = self.measured(where)
         except checkpoint.OtherTablesError as error:
@@ -327,8 +327,9 @@ class Day:
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""
-        from models import registry
         from models.setup import load_catalogue
+
+        from models import registry
 
         name = self.model_name()
         catalogue = load_catalogue(name, Inputs(**self.read))

@@ -266,9 +266,9 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
 def measure(config: Options, inputs: Inputs, name: str) -> Result:
     """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
     from models import registry
+    from models.loaded_model import hash_inputs
     from models.metrics.ranking_metrics import below_chance
     from models.retrieval.metrics import FIRST
-    from models.setup import hashes_of
     from models.storage import checkpoint
     from pipelines.evaluation.ranking import evaluate, record
 
@@ -292,7 +292,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if config.user_stride > 1:
         print(f"note: measured on every {config.user_stride}th user of the split")
-    if checkpoint.extended(about, "sequences", hashes_of(name, inputs)):
+    if checkpoint.extended(about, "sequences", hash_inputs(name, inputs)):
         print(
             f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned"
         )

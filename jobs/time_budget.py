@@ -22,7 +22,7 @@ from models.storage.inputs import Inputs
 from models.storage.uri import read_json, write_file
 
 if TYPE_CHECKING:
-    from models.setup import Setup
+    from models.training_run import TrainingRun
 
 BUDGET_S = 600.0
 """Seconds that the whole quickstart is to take on this machine."""
@@ -142,8 +142,9 @@ def probe(config: Any, save: str | None = None) -> Probe:
     """
     import torch
 
-    from models.setup import score, set_up
+    from models.evaluation import measure_examples
     from models.storage import checkpoint
+    from models.training_run import TrainingRun
     from pipelines.training.worker import threads_per_worker
 
     threads = torch.get_num_threads()
@@ -152,14 +153,14 @@ def probe(config: Any, save: str | None = None) -> Probe:
         began = time.perf_counter()
         fit = replace(config.fit, train_examples=0, log_every_steps=1)
         inputs = Inputs(config.tables, config.sids, config.text)
-        setup = set_up(config.model, fit, inputs)
+        setup = TrainingRun.build(config.model, fit, inputs)
         setup_s = time.perf_counter() - began
         if save:
             checkpoint.save(save, setup.model, setup.checkpoint())
         step_s = time_steps(setup)
         examples = setup.val
         began = time.perf_counter()
-        _, ranked, _ = score(
+        result = measure_examples(
             setup.model,
             setup.entry.measured.measure,
             examples,
@@ -168,7 +169,8 @@ def probe(config: Any, save: str | None = None) -> Probe:
             limit=PROBED_REQUESTS,
             options=fit.eval_options,
         )
-        request_s = (time.perf_counter() - began) / max(1, ranked)
+        seconds = time.perf_counter() - began
+        request_s = seconds / max(1, result.num_examples)
     finally:
         torch.set_num_threads(threads)
     return Probe(
@@ -181,7 +183,7 @@ def probe(config: Any, save: str | None = None) -> Probe:
     )
 
 
-def time_steps(setup: Setup) -> float:
+def time_steps(setup: TrainingRun) -> float:
     """Return the seconds per training step of a model that is thrown away."""
     from models.training.fit import StepEvent, fit
 

@@ -21,7 +21,6 @@ import torch
 from models import registry
 from models.config import build, instead, read_configs, typed
 from models.retrieval.distillation import teacher
-from models.setup import check_fit, set_up
 from models.storage import attempts, checkpoint
 from models.storage.checkpoint import BEST, Checkpoint
 from models.storage.input_folders import reach
@@ -37,6 +36,7 @@ from models.training.fit import (
     describe,
     fit,
 )
+from models.training_run import TrainingRun, check_fit
 
 SECTIONS = ["model", "fit", "ray"]
 """Of a config of jobs.train; what `ray` says is for clusters."""
@@ -120,7 +120,9 @@ def main(argv: list[str] | None = None) -> None:
         init = teacher.locate(options.init, "checkpoint") if options.init else None
         attempt = attempts.begin(output)
         about = checkpoint.last(output)
-        setup = set_up(chosen, config, inputs, device=device, goes_on=about, init=init)
+        setup = TrainingRun.build(
+            chosen, config, inputs, device=device, last=about, init=init
+        )
         check_fit(config, name, setup.catalogue, setup.world)
         for note in setup.notes:
             print(note)

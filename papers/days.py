@@ -34,12 +34,14 @@ from benchmarks.harness import origin
 from jobs import cli
 from jobs.daily import words
 from models.config import build, read_configs
+from models.evaluation import measure_examples
+from models.loaded_model import LoadedModel
 from models.retrieval.recommend import allow
-from models.setup import Loaded, score, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig, fit
+from models.training_run import TrainingRun
 from papers.kept import short
 from pipelines.comparison.plots import STYLE, Plot, svg
 from pipelines.comparison.table import Table
@@ -301,7 +303,7 @@ class Days:
             return str(place), int(json.loads((place / "steps").read_text()))
         given = self.fit | (self.log.daily if init else {})
         options: FitConfig = build(FitConfig, given, "fit.")
-        setup = set_up(
+        setup = TrainingRun.build(
             dict(self.model), options, self.inputs(day, codes), init=init or None
         )
         if steps:
@@ -336,16 +338,16 @@ class Days:
     ) -> dict[str, float]:
         """Metrics of a checkpoint on the day; `known`: items that are recommended, by default all."""
         inputs = self.inputs(day, codes)
-        loaded = Loaded.of(where, inputs)
+        loaded = LoadedModel.load(where, inputs)
         examples, new = (
-            loaded.examples(inputs, "test"),
+            loaded.load_examples(inputs, "test"),
             self.items(day - 1) if day > self.log.first else 0,
         )
         common: dict[str, Any] = {"batch_size": 256, "device": torch.device("cpu")}
         if not self.sids:
-            sums, _, _ = score(
+            sums = measure_examples(
                 loaded.model, loaded.entry.measured.measure, examples, **common
-            )
+            ).sums
             return {
                 name: value
                 for name, value in loaded.entry.measured.means(sums).items()
@@ -369,9 +371,10 @@ class Days:
                 "of new": float(of_new.sum()),
             }
 
-        sums, count, _ = score(
+        result = measure_examples(
             loaded.model, hits, examples, limit=self.log.requests, **common
         )
+        sums, count = result.sums, result.num_examples
         share = float(sums["of new"]) / count if new else float("nan")
         return {
             "requests": count,

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from models import registry
+from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import PREFIX, ByUser, stride_of
 from models.retrieval.recommend import history_to_give
-from models.setup import score, set_up
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
 """Rows per batch of counting, by the unit of a model's training rows."""
@@ -54,7 +55,9 @@ def measure_floors(
     floors: list[list[Floor]] = [[] for _ in rankings]
     for name in registry.floors(registry.find(model).family):
         batch_size = BATCH_SIZES[registry.find(name).unit]
-        setup = set_up({"name": name}, FitConfig(batch_size=batch_size), inputs)
+        setup = TrainingRun.build(
+            {"name": name}, FitConfig(batch_size=batch_size), inputs
+        )
         setup.fit_counts()
         for options, of_ranking in zip(rankings, floors, strict=True):
             of_ranking.append(measure_floor(setup, name, inputs, split, options))
@@ -74,14 +77,14 @@ def measure_floor(
         **family.dataset.dataset_options(setup.config),
     )
     stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
-    sums, _, _ = score(
+    sums = measure_examples(
         setup.model,
         setup.entry.measured.measure,
         examples,
         batch_size=256,
         device=torch.device("cpu"),
         options={**options, "by_user": stride},
-    )
+    ).sums
     by_user: dict[str, ByUser] = {
         key: sums.pop(key) for key in list(sums) if key.startswith(PREFIX)
     }

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from models import registry
 from models.dataset.dataset import RequestDataset
+from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
 from models.retrieval.data import RetrievalDataset, request_place
 from models.retrieval.recommend import allow, history_to_give
-from models.setup import Loaded
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -148,7 +148,7 @@ class Kernel:
             ask,
         )
         self.batch_size, self.options, self.inputs = batch_size, options, inputs
-        self.loaded = Loaded.of(uri, inputs, self.device)
+        self.loaded = LoadedModel.load(uri, inputs, self.device)
         self.model = self.loaded.model
         if "allowed" in options:
             self.options = {
@@ -219,7 +219,7 @@ class Recommender(Kernel):
         """Load the requests of the split, by default those after all behaviours, with as much history as is read."""
         longest = history_to_give(self.loaded.config.max_history, self.options)
         split = self.ask.get("split", "next")
-        return self.loaded.examples(self.inputs, split, longest)
+        return self.loaded.load_examples(self.inputs, split, max_history=longest)
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         items, scores = self.model.recommend(batch, self.ask["k"], **self.options)
@@ -282,7 +282,7 @@ class Scorer(Kernel):
             self.queries = read_queries(self.inputs.tables)
 
     def load_examples(self) -> RequestDataset:
-        return self.loaded.examples(self.inputs, self.ask["split"])
+        return self.loaded.load_examples(self.inputs, self.ask["split"])
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
         asked = self.examples.candidate_keys(batch)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from models.loaded_model import LoadedModel
 from models.retrieval.floors.nearest import nearest_items
-from models.setup import Loaded
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.storage.uri import write_file
@@ -18,7 +18,7 @@ from pipelines.training.record import find_checkpoint
 
 def write_nearest(checkpoint: str, inputs: Inputs, file: str, k: int) -> int:
     """Write `item_id`, `nearest` (best first) and `score` per item; return the items."""
-    loaded = Loaded.of(find_checkpoint(checkpoint), inputs)
+    loaded = LoadedModel.load(find_checkpoint(checkpoint), inputs)
     items, scores = nearest_items(loaded.model, k)
     ids = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"]
     names = ids.to_pylist()

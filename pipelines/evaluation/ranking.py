@@ -20,10 +20,11 @@ import torch
 from mlflow.exceptions import MlflowException
 
 from models import registry
+from models.evaluation import measure_examples
+from models.loaded_model import LoadedModel, accept_other_log, hash_inputs
 from models.metrics.per_user_metrics import PREFIX, ByUser, stride_of
 from models.retrieval.metrics import add_sums, exposure
 from models.retrieval.recommend import history_to_give
-from models.setup import Loaded, hashes_of, of_training, score
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
@@ -86,9 +87,9 @@ def check(
     about = checkpoint.read(uri)
     chosen, given = (
         recommend_options(about.name, options),
-        hashes_of(about.name, inputs),
+        hash_inputs(about.name, inputs),
     )
-    checkpoint.check(about, uri, of_training(given, about), extending=True)
+    checkpoint.check(about, uri, accept_other_log(given, about), extending=True)
     return uri, about, chosen, given
 
 
@@ -132,7 +133,7 @@ def takes_gpu(option: str, at_once: int) -> bool:
     return takes
 
 
-def trained(loaded: Loaded, inputs: Inputs, rank: int, world: int) -> torch.Tensor:
+def trained(loaded: LoadedModel, inputs: Inputs, rank: int, world: int) -> torch.Tensor:
     """(N,) behaviours in training of each item, by the users of shard (rank, world)."""
     family, size = loaded.entry.family, loaded.catalogue.num_items
     train: Any = family.dataset.load(
@@ -163,15 +164,17 @@ def rank_shard(
     if threads:
         torch.set_num_threads(threads)
     where = device_of(device)
-    loaded = Loaded.of(uri, inputs, where)
+    loaded = LoadedModel.load(uri, inputs, where)
     history = history_to_give(loaded.config.max_history, options)
-    examples = loaded.examples(inputs, split, history, rank, world)
+    examples = loaded.load_examples(
+        inputs, split, max_history=history, rank=rank, world=world
+    )
     model, measure = loaded.model, loaded.entry.measured.measure
     stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
     common: dict[str, Any] = {"batch_size": batch_size, "device": where}
     asked = {**options, "by_user": stride}
     if len(examples):
-        score(
+        measure_examples(
             model,
             measure,
             examples,
@@ -183,9 +186,10 @@ def rank_shard(
         asked["shown"] = torch.zeros(
             loaded.catalogue.num_items, dtype=torch.long, device=where
         )
-    sums, count, seconds = score(
+    result = measure_examples(
         model, measure, examples, options=asked, user_stride=user_stride, **common
     )
+    sums = result.sums
     if loaded.entry.recommends:
         sums |= {
             SHOWN: asked["shown"].cpu(),
@@ -197,7 +201,14 @@ def rank_shard(
         else f"cpu, {torch.get_num_threads()} threads"
     )
     users = examples.count_users(user_stride)
-    return sums, count, examples.skipped, seconds, label, users
+    return (
+        sums,
+        result.num_examples,
+        examples.skipped,
+        result.seconds,
+        label,
+        users,
+    )
 
 
 def evaluate(

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.loaded_model import LoadedModel
 from models.retrieval.search.export import export_student, load_exported
-from models.setup import Loaded
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import to_device
@@ -43,8 +43,8 @@ def export(
     alone. Raises UserError for a checkpoint that is no student and a path that cannot be written, and
     RuntimeError where program and model disagree on anybody's top k (`differs`); then there is no file.
     """
-    loaded = Loaded.of(find_checkpoint(uri), inputs, device_of(device))
-    model, examples = loaded.model, loaded.examples(inputs, "next")
+    loaded = LoadedModel.load(find_checkpoint(uri), inputs, device_of(device))
+    model, examples = loaded.model, loaded.load_examples(inputs, "next")
     count = min(batch_size, len(examples))
     rows = np.argsort(examples.lengths, kind="stable")[
         np.linspace(0, len(examples) - 1, count).astype(np.int64)

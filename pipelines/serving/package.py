@@ -27,9 +27,9 @@ from pyarrow import fs
 import models
 from models import registry
 from models.families import Family
+from models.loaded_model import select_inputs
 from models.requests import Columns
 from models.retrieval.requests import EVERY
-from models.setup import inputs_of
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -187,7 +187,7 @@ def write_code(folder: Path) -> Path:
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
     name = checkpoint.read(uri).name
-    inputs, tables = inputs_of(name, inputs), registry.find(name).family.tables
+    inputs, tables = select_inputs(name, inputs), registry.find(name).family.tables
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from models import registry
 from models.config import naming
+from models.loaded_model import load_catalogue
 from models.retrieval.distillation import teacher
-from models.setup import check_fit, check_init, load_catalogue, since_of
 from models.storage import checkpoint
 from models.storage.input_folders import CHECKPOINT
 from models.storage.inputs import Inputs
@@ -16,6 +16,7 @@ from models.storage.tables import UserError, join, read_manifest
 from models.storage.uri import absolute
 from models.text.text_encoder import located
 from models.training.fit import FitConfig
+from models.training_run import check_fit, check_init, trained_until
 from pipelines.tracking import resolve_uri
 from pipelines.training.ray_options import RayOptions
 from pipelines.training.record import check_same, read_record
@@ -126,7 +127,7 @@ def check(
         first = checkpoint.read(init)
         check_init(first, init, catalogue.hashes, model["name"])
         config["init"] = first.sha256[checkpoint.WEIGHTS]
-    since_of(first, fit)
+    trained_until(first, fit)
     notes = []
     if record is None:
         about_log = read_manifest(inputs.sequences, "sequences").info

@@ -25,8 +25,8 @@ from ray.exceptions import RayError
 from ray.train.torch import get_device
 
 from models.config import pluralize
+from models.loaded_model import hash_inputs
 from models.metrics.ranking_metrics import format_metric
-from models.setup import Setup, hashes_of, set_up
 from models.storage import attempts, checkpoint
 from models.storage.attempts import UNNUMBERED, Attempt
 from models.storage.checkpoint import Checkpoint
@@ -49,6 +49,7 @@ from models.training.fit import (
     describe,
     fit,
 )
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.training.fencing import worker_attempt
 from pipelines.training.stop import STOP_REQUEST
@@ -268,14 +269,14 @@ def perform(task: Task, place: WorkerContext) -> None:
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
     check_tables(task)
     about = find_last_checkpoint(task.folder, place)
-    setup = set_up(
+    setup = TrainingRun.build(
         task.model,
         FitConfig(**task.fit),
         Inputs(**task.inputs),
         device=place.device,
         rank=place.rank,
         world=place.world,
-        goes_on=about,
+        last=about,
         init=task.init,
     )
     setup.check_metric()
@@ -357,7 +358,7 @@ def perform(task: Task, place: WorkerContext) -> None:
 
 def check_tables(task: Task) -> None:
     """Raise UserError where a table is another one than the driver has checked."""
-    found = hashes_of(task.model["name"], Inputs(**task.inputs))
+    found = hash_inputs(task.model["name"], Inputs(**task.inputs))
     for table, checked in task.hashes.items():
         if found.get(table) != checked:
             raise UserError(
@@ -376,7 +377,7 @@ def find_last_checkpoint(folder: str, place: WorkerContext) -> Checkpoint | None
 
 
 def by_gradient(
-    setup: Setup,
+    setup: TrainingRun,
     task: Task,
     state: dict[str, Any] | None,
     before: Checkpoint | None,
@@ -417,7 +418,7 @@ def by_gradient(
             place.say("a node is to be taken away: saving a checkpoint")
         return is_new
 
-    setup.stopping = stopping
+    setup.should_stop = stopping
     for event in fit(
         setup.model,
         setup.train,
@@ -470,7 +471,7 @@ def by_gradient(
 
 
 def by_counts(
-    setup: Setup, task: Task, place: WorkerContext, log: tracking.Logger | None
+    setup: TrainingRun, task: Task, place: WorkerContext, log: tracking.Logger | None
 ) -> None:
     """One pass over the training data for a model without gradients."""
     began = time.perf_counter()
@@ -499,7 +500,7 @@ def by_counts(
 
 
 def hand_in(
-    setup: Setup,
+    setup: TrainingRun,
     task: Task,
     about: Checkpoint,
     state: dict[str, Any] | None,

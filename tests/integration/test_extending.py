@@ -24,11 +24,11 @@ import training_tables
 from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_table
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 
 pytestmark = pytest.mark.long
 
@@ -258,7 +258,7 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
         "num_encoder_layers": 1,
         "num_decoder_layers": 1,
     }
-    teacher = set_up(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
+    teacher = TrainingRun.build(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
     checkpoint.save(home / "tiger", teacher.model, teacher.checkpoint(epoch=1))
     small, runs = (
         ["--tables", tables, "--sids", sids],

@@ -13,15 +13,16 @@ import pytest
 import torch
 from torch import nn
 
+from models.loaded_model import LoadedModel
 from models.own_features import OwnFeatures, adopt_scales
 from models.search.data import SearchCatalogue
 from models.search.inputs import Scale
-from models.setup import Loaded, Setup, set_up
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint, OtherTablesError
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from models.warm_start import by_hash, keep_new_scales, named_rows, names_of
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
@@ -125,11 +126,11 @@ class Growing:
         assert not any(rule.violations for rule in audit(tables))
         return read_manifest(f"{tables}/sequences").info
 
-    def train(self, name: str, model: Row, init: str | None = None) -> Setup:
+    def train(self, name: str, model: Row, init: str | None = None) -> TrainingRun:
         """Set a training up, save its weights as they are before the first step, and return it."""
         fit = FitConfig(batch_size=4)
         place = str(self.folder / init) if init else None
-        setup = set_up(model, fit, self.tables, init=place)
+        setup = TrainingRun.build(model, fit, self.tables, init=place)
         where = str(self.folder / name)
         checkpoint.save(where, setup.model, setup.checkpoint(epoch=1))
         return setup
@@ -213,7 +214,7 @@ def test_a_checkpoint_reads_nothing_from_a_number_that_it_never_saw(
     growing.add(4, with_price)
     growing.prepare()
 
-    loaded = Loaded.of(str(tmp_path / "first"), growing.tables)
+    loaded = LoadedModel.load(str(tmp_path / "first"), growing.tables)
 
     values = torch.tensor([[100.0], [5000.0], [torch.nan]])
     read = loaded.model.items.own(values)
@@ -246,7 +247,7 @@ def test_a_task_that_appears_later_was_a_task_from_the_first_day(
     for day in (4, 5, 6):
         growing.add(day, with_likes)
     rate = growing.prepare()["base_rates"]["like"]
-    Loaded.of(str(tmp_path / "first"), growing.tables)
+    LoadedModel.load(str(tmp_path / "first"), growing.tables)
     second = growing.train("second", ATTN, init="first")
     assert any("task like was 0 for all before" in note for note in second.notes)
     bias = second.model.head.bias[1] + second.model.correction
@@ -274,7 +275,7 @@ def test_tasks_of_tables_that_were_not_to_grow_are_refused_in_a_line(
     with pytest.raises(OtherTablesError, match="such as like: train a model anew"):
         growing.train("second", ATTN, init="first")
     with pytest.raises(OtherTablesError, match="such as like: train a model anew"):
-        Loaded.of(str(tmp_path / "first"), growing.tables)
+        LoadedModel.load(str(tmp_path / "first"), growing.tables)
 
 
 def test_numbers_of_items_without_spread_take_the_scale_of_later_items(
@@ -292,7 +293,7 @@ def test_numbers_of_items_without_spread_take_the_scale_of_later_items(
     growing.prepare()
     second = growing.train("second", ATTN, init="first").catalogue.attributes
     assert second.numbers["num_weight"] == pytest.approx((3.5, np.std(range(8))))
-    loaded = Loaded.of(str(tmp_path / "first"), growing.tables)
+    loaded = LoadedModel.load(str(tmp_path / "first"), growing.tables)
     assert (loaded.catalogue.numbers == 0).all()
 
 

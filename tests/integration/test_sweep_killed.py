@@ -18,9 +18,9 @@ import yaml
 
 from jobs import cli
 from jobs import sweep as job
-from models.setup import set_up
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
+from models.training_run import TrainingRun
 from pipelines import tracking
 from tuning.grid import Scheduler
 from tuning.halving import make_scheduler
@@ -48,7 +48,7 @@ ASHA: dict[str, Any] = {"name": "asha", "grace": 3, "reduction": 2}
 def values_of(tables: str, lr: float) -> list[float]:
     """Validation metric by epoch of an undisturbed training."""
     config = FitConfig(**FIT, lr=lr)
-    setup = set_up(MODEL, config, Inputs(tables))
+    setup = TrainingRun.build(MODEL, config, Inputs(tables))
     events = fit(setup.model, setup.train, setup.validate, config, means=setup.means)
     return [event.metrics["ndcg@10"] for event in events if event.metrics]
 

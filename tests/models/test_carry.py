@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.setup import Loaded, Setup, set_up
+from models.loaded_model import LoadedModel
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_manifest, read_table
 from models.training.fit import FitConfig, fit
+from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import log_of
 from pipelines.data.settings import read_config
@@ -89,7 +90,7 @@ def append(folder: Path, kind: str) -> Inputs:
     return Inputs(str(folder / "tables"))
 
 
-def trained(setup: Setup, where: Path) -> str:
+def trained(setup: TrainingRun, where: Path) -> str:
     """The checkpoint that a training leaves."""
     for event in fit(
         setup.model, setup.train, setup.validate, setup.fit, means=setup.means
@@ -124,7 +125,7 @@ def days(tmp_path: Path) -> Any:
     return begin, more
 
 
-def scores(loaded: Loaded, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def scores(loaded: LoadedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         if loaded.entry.recommends:
             model: Any = loaded.model
@@ -136,16 +137,18 @@ def scores(loaded: Loaded, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_what_is_said_of_old_items_stays(days: Any, tmp_path: Path, name: str) -> None:
     begin, more = days
     inputs = begin(KIND[name])
-    uri = trained(set_up(MODELS[name], config_of(name), inputs), tmp_path / "one")
-    before = Loaded.of(uri, inputs)
-    examples = before.examples(inputs, "test")
+    uri = trained(
+        TrainingRun.build(MODELS[name], config_of(name), inputs), tmp_path / "one"
+    )
+    before = LoadedModel.load(uri, inputs)
+    examples = before.load_examples(inputs, "test")
     batch = examples.collate(np.arange(len(examples)))
     old_items = [*read_table(f"{inputs.tables}/items")["item_id"].to_pylist()]
     expected = scores(before, batch)
 
     grown = more(KIND[name])
     assert read_manifest(f"{grown.tables}/items").rows > len(old_items)
-    after = Loaded.of(uri, grown)
+    after = LoadedModel.load(uri, grown)
     if name == "attn_lfa":  # bern comes first by name, and moves the others
         for part in ("viewer", "candidate_viewer"):
             batch[part] = torch.where(batch[part] > 0, batch[part] + 1, 0)
@@ -158,7 +161,8 @@ def test_training_goes_on_with_what_is_newer(
 ) -> None:
     begin, more = days
     uri = trained(
-        set_up(MODELS[name], config_of(name), begin(KIND[name])), tmp_path / "one"
+        TrainingRun.build(MODELS[name], config_of(name), begin(KIND[name])),
+        tmp_path / "one",
     )
     until = checkpoint.read(uri).learned["until"]
     assert BEGIN + DAY / 2 < until < BEGIN + 3 * DAY / 2
@@ -166,7 +170,9 @@ def test_training_goes_on_with_what_is_newer(
 
     def learned_from(replay: float) -> list[int]:
         """Times of the requests or events that an epoch learns from."""
-        setup = set_up(MODELS[name], config_of(name, replay=replay), grown, init=uri)
+        setup = TrainingRun.build(
+            MODELS[name], config_of(name, replay=replay), grown, init=uri
+        )
         times: list[int] = []
         for batch in setup.train(0, 0):
             if name == "attn_lfa":
@@ -193,12 +199,13 @@ def test_training_goes_on_with_what_is_newer(
 def test_weights_begin_as_they_were(days: Any, tmp_path: Path, name: str) -> None:
     begin, more = days
     uri = trained(
-        set_up(MODELS[name], config_of(name), begin(KIND[name])), tmp_path / "one"
+        TrainingRun.build(MODELS[name], config_of(name), begin(KIND[name])),
+        tmp_path / "one",
     )
-    setup = set_up(MODELS[name], config_of(name), more(KIND[name]), init=uri)
+    setup = TrainingRun.build(MODELS[name], config_of(name), more(KIND[name]), init=uri)
     table = "item.weight" if name == "sasrec" else "items.tables.0.weight"
     old, now = (
-        Loaded.of(uri, Inputs(f"{tmp_path}/tables")).model.state_dict()[table],
+        LoadedModel.load(uri, Inputs(f"{tmp_path}/tables")).model.state_dict()[table],
         setup.model.state_dict()[table],
     )
     assert torch.equal(old, now)
@@ -217,39 +224,43 @@ def test_weights_begin_as_they_were(days: Any, tmp_path: Path, name: str) -> Non
         places = setup.model.state_dict()["items.tables.2.weight"]
         assert torch.equal(places[0], places[1])  # unknown, bern
     again = trained(setup, tmp_path / "two")  # and a day later still
-    scales = Loaded.of(again, Inputs(f"{tmp_path}/tables")).catalogue.scales()
+    scales = LoadedModel.load(again, Inputs(f"{tmp_path}/tables")).catalogue.scales()
     assert scales == setup.learned["scales"]
 
 
 def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
     begin, _ = days
     inputs, model = begin("retrieval"), MODELS["sasrec"]
-    uri = trained(set_up(model, config_of("sasrec"), inputs), tmp_path / "one")
+    uri = trained(
+        TrainingRun.build(model, config_of("sasrec"), inputs), tmp_path / "one"
+    )
     with pytest.raises(
         UserError,
         match=r"fit.replay is 0.5, but no model is given to go on from; add --init",
     ):
-        set_up(model, config_of("sasrec", replay=0.5), inputs)
+        TrainingRun.build(model, config_of("sasrec", replay=0.5), inputs)
     with pytest.raises(
         UserError,
         match=r"nothing is newer than what .* was trained on; .* raise fit.replay",
     ):
-        set_up(model, config_of("sasrec", replay=0), inputs, init=uri)
+        TrainingRun.build(model, config_of("sasrec", replay=0), inputs, init=uri)
     with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):
-        set_up({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
+        TrainingRun.build({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
     with pytest.raises(
         UserError,
         match=r"does not fit the model: .* is of \(8,\) there and of \(16,\) here",
     ):
-        set_up({**model, "dim": 16}, config_of("sasrec"), inputs, init=uri)
+        TrainingRun.build({**model, "dim": 16}, config_of("sasrec"), inputs, init=uri)
     with pytest.raises(
         UserError, match=r"position.weight is of \(50, 8\) there and of \(60, 8\) here"
     ):
-        set_up({**model, "max_history": 60}, config_of("sasrec"), inputs, init=uri)
+        TrainingRun.build(
+            {**model, "max_history": 60}, config_of("sasrec"), inputs, init=uri
+        )
     for day in range(3):
         write_day(tmp_path / "other/raw", day, 20, PLACES)
     other = append(tmp_path / "other", "actions")
     with pytest.raises(
         UserError, match="is a checkpoint of the model 'sasrec', not of 'attn_lfa'"
     ):
-        set_up(MODELS["attn_lfa"], config_of("attn_lfa"), other, init=uri)
+        TrainingRun.build(MODELS["attn_lfa"], config_of("attn_lfa"), other, init=uri)

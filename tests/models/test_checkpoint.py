@@ -19,13 +19,13 @@ from training_tables import write_tables
 
 from models import registry
 from models.retrieval.data import Catalogue
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, sealed, unsealed
 from models.storage.uri import open_uri
 from models.train import main
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {
@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tables, sids = write_tables(folder / "small")
     other, other_sids = write_tables(folder / "other", items=20)
     for name, model in {"sasrec": SASREC, "tiger": TIGER}.items():
-        setup = set_up(model, FitConfig(batch_size=8), Inputs(tables, sids))
+        setup = TrainingRun.build(model, FitConfig(batch_size=8), Inputs(tables, sids))
         checkpoint.save(
             folder / name,
             setup.model,

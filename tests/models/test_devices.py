@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from models import registry
 from models.metrics.ranking_metrics import Histogram
 from models.retrieval.distillation.student import TaughtConfig
-from models.setup import Setup, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, autocast, to_device
+from models.training_run import TrainingRun
 from tests import actions_tables, search_tables, training_tables
 
 aten = torch.ops.aten
@@ -190,18 +190,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "lc_rec": LC_REC,
         "sid_mlp_pp_encoder": teacher,
     }.items():
-        setup = set_up({"name": name, **model}, FIT, inputs["retrieval"])
+        setup = TrainingRun.build({"name": name, **model}, FIT, inputs["retrieval"])
         checkpoint.save(made[name], setup.model, setup.checkpoint())
     return {**inputs, **made}
 
 
-def set_up_small(name: str, data: dict[str, Any], fit: FitConfig, device: Any) -> Setup:
+def set_up_small(
+    name: str, data: dict[str, Any], fit: FitConfig, device: Any
+) -> TrainingRun:
     config, model = registry.model_config(name), {"name": name, **SIZES.get(name, {})}
     if issubclass(config, TaughtConfig):
         model["teacher"] = data[config.taught_by]
     if name == "sid_mlp_pp":
         model["encoder"] = data["sid_mlp_pp_encoder"]
-    return set_up(model, fit, data[registry.find(name).family.name], device=device)
+    return TrainingRun.build(
+        model, fit, data[registry.find(name).family.name], device=device
+    )
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -14,11 +14,11 @@ import pytest
 from jobs.evaluate import Config, first_lines, run
 from models import registry
 from models.metrics.ranking_metrics import format_metric
-from models.setup import Setup, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines import tracking
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search
@@ -64,8 +64,8 @@ def repeats(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tables
 
 
-def setup_of(model: dict[str, Any], inputs: Inputs, **fit: Any) -> Setup:
-    return set_up(model, FitConfig(batch_size=4, **fit), inputs)
+def setup_of(model: dict[str, Any], inputs: Inputs, **fit: Any) -> TrainingRun:
+    return TrainingRun.build(model, FitConfig(batch_size=4, **fit), inputs)
 
 
 def test_a_retrieval_metric_without_requests_is_refused_before_training(

@@ -21,11 +21,11 @@ from training_tables import write_tables
 
 from jobs import cli
 from jobs import sweep as job
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.training.settings import RayOptions
@@ -384,7 +384,7 @@ def test_the_command_says_last_that_trials_failed(
 def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> None:
     tables, sids = write_tables(world.folder / "taught")
     teacher, away = world.folder / "tiger", world.folder / "away"
-    setup = set_up(TIGER, FitConfig(batch_size=16), Inputs(tables, sids))
+    setup = TrainingRun.build(TIGER, FitConfig(batch_size=16), Inputs(tables, sids))
     checkpoint.save(teacher / "best", setup.model, setup.checkpoint(epoch=1))
     student = {"name": "sid_mlp", "head_width": 16, "teacher": str(teacher)}
     one = grid(model=student, fit={**FIT, "max_epochs": 1}, axes={"fit.lr": [0.01]})

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines.evaluation.inference import infer_all
 from tests.actions_tables import TASKS, write_actions
 
@@ -41,7 +41,7 @@ def test_an_item_s_rates_are_those_of_its_training_events(
     tables: str, overlap: int
 ) -> None:
     """With 4 events to a row, rows overlap, and no event counts twice."""
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": "item_rate", "max_history": overlap},
         FitConfig(batch_size=8),
         Inputs(tables),
@@ -63,7 +63,9 @@ def test_an_item_s_rates_are_those_of_its_training_events(
 
 
 def test_base_rates_are_those_of_training_and_have_no_gain(tables: str) -> None:
-    setup = set_up({"name": "base_rate"}, FitConfig(batch_size=8), Inputs(tables))
+    setup = TrainingRun.build(
+        {"name": "base_rate"}, FitConfig(batch_size=8), Inputs(tables)
+    )
     setup.fit_counts()
 
     metrics = setup.means(setup.validate(setup.model)[0])
@@ -93,7 +95,9 @@ def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) ->
 
 
 def test_an_item_rate_is_saved_and_inferred(tables: str, tmp_path: Path) -> None:
-    setup = set_up({"name": "item_rate"}, FitConfig(batch_size=8), Inputs(tables))
+    setup = TrainingRun.build(
+        {"name": "item_rate"}, FitConfig(batch_size=8), Inputs(tables)
+    )
     setup.fit_counts()
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=1))
 

@@ -14,11 +14,13 @@ from models.actions import metrics
 from models.actions.base import ActionsModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.fusions import AttnLFA, AttnLFAConfig, AttnMVP, AttnMVPConfig
-from models.setup import load_catalogue, score, set_up
+from models.evaluation import measure_examples
+from models.loaded_model import load_catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
+from models.training_run import TrainingRun
 from tests.actions_tables import TASKS, user, write_actions, write_rows
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs/actions"
@@ -37,7 +39,9 @@ FIT = FitConfig(
 
 
 def train(tables: str, name: str, config: FitConfig = FIT, **changes) -> tuple:
-    setup = set_up({"name": name, **SMALL, **changes}, config, Inputs(tables))
+    setup = TrainingRun.build(
+        {"name": name, **SMALL, **changes}, config, Inputs(tables)
+    )
     return setup, list(
         fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
     )
@@ -73,13 +77,13 @@ def test_a_model_trains_and_its_checkpoint_scores_alike(name, tables, tmp_path):
     )
     assert about.hashes.keys() == {"sequences", "items"}
     found = [
-        score(
+        measure_examples(
             model,
             entry.measured.measure,
             setup.val,
             batch_size=9,
             device=torch.device("cpu"),
-        )[0]
+        ).sums
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()

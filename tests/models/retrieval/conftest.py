@@ -13,11 +13,11 @@ import pytest
 import training_tables
 
 from models.retrieval.data import Catalogue
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import Manifest, commit, read_manifest, write_part
 from models.training.fit import EpochEvent, FitConfig, fit
+from models.training_run import TrainingRun
 from pipelines.data.schemas import (
     SIDS,
     TRIE,
@@ -166,7 +166,10 @@ class World:
             metric=metric,
             seed=2,
         )
-        setup, events = set_up(model, config, Inputs(self.tables, self.sids)), []
+        setup, events = (
+            TrainingRun.build(model, config, Inputs(self.tables, self.sids)),
+            [],
+        )
         for event in fit(
             setup.model, setup.train, setup.validate, setup.fit, means=setup.means
         ):

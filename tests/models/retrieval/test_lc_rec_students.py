@@ -14,10 +14,10 @@ from torch import Tensor
 
 from models import registry
 from models.retrieval.distillation.student import distillation_loss
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
+from models.training_run import TrainingRun
 from tests.models.retrieval.test_lc_rec import (
     KINDS,
     TINY,
@@ -157,7 +157,7 @@ def test_a_training_with_and_without_the_teachers_tables(
     config = FitConfig(
         lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1
     )
-    teacher = set_up(TINY, config, Inputs(*small))
+    teacher = TrainingRun.build(TINY, config, Inputs(*small))
     checkpoint.save(tmp_path / "teacher", teacher.model, teacher.checkpoint(epoch=1))
     sizes = (
         HEADS
@@ -170,8 +170,8 @@ def test_a_training_with_and_without_the_teachers_tables(
         "dropout": 0.0,
         **sizes,
     }
-    plain = set_up(model, config, Inputs(*small))
-    kept = set_up(
+    plain = TrainingRun.build(model, config, Inputs(*small))
+    kept = TrainingRun.build(
         {**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small)
     )
     assert any("encoder states" in note for note in kept.notes)

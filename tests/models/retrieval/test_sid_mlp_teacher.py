@@ -18,11 +18,11 @@ from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.distillation.teacher import locate
-from models.setup import Setup, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig
+from models.training_run import TrainingRun
 from tests.models.retrieval.conftest import World
 
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
@@ -36,7 +36,7 @@ class Taught:
     sids: str
     teacher: str
     accuracy: float
-    setup: Setup
+    setup: TrainingRun
     before: dict[str, Tensor]
     events: list[EpochEvent]
 
@@ -44,7 +44,7 @@ class Taught:
 @pytest.fixture(scope="module")
 def taught(world: World) -> Taught:
     config = {"name": "sid_mlp", "teacher": str(world.tiger), "dropout": 0.0, **SMALL}
-    before = set_up(
+    before = TrainingRun.build(
         config, FitConfig(seed=2, batch_size=32), Inputs(world.tables, world.sids)
     ).model.state_dict()
     setup, events = world.train(config, world.root / "taught", 8)
@@ -90,7 +90,9 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     gone = tmp_path / "tiger"
     shutil.copytree(taught.teacher, gone)
     config = {"name": "sid_mlp", "teacher": str(gone), **SMALL}
-    setup = set_up(config, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids))
+    setup = TrainingRun.build(
+        config, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids)
+    )
     assert setup.config.teacher == str(gone / "best")
     checkpoint.save(tmp_path / "student", setup.model, setup.checkpoint(epoch=1))
     batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
@@ -104,7 +106,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no teacher to learn from"):
         loaded(batch)
     with pytest.raises(UserError, match="is neither a checkpoint nor a finished run"):
-        set_up(
+        TrainingRun.build(
             about.model, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids)
         )
 
@@ -128,7 +130,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         sids: str = taught.sids,
         **options: Any,
     ) -> None:
-        set_up(
+        TrainingRun.build(
             {"name": "sid_mlp", "teacher": teacher, **SMALL, **options},
             FitConfig(batch_size=32),
             Inputs(tables, sids),
@@ -150,7 +152,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         match=r"neither a checkpoint nor a finished run: it holds no config.json and no best",
     ):
         train(str(tmp_path / "running"))
-    other = set_up(
+    other = TrainingRun.build(
         {"name": "sasrec", "dim": 8, "num_layers": 1},
         FitConfig(batch_size=32),
         Inputs(taught.tables),

@@ -23,7 +23,6 @@ from training_tables import write_tables
 
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.distillation.teacher_cache import States
-from models.setup import Setup, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.locks import LOCK, locked
@@ -36,6 +35,7 @@ from models.storage.tables import (
     unsealed,
 )
 from models.training.fit import EpochEvent, FitConfig, fit
+from models.training_run import TrainingRun
 
 ROOT = Path(__file__).parents[3]
 TIGER = {
@@ -70,9 +70,9 @@ class World:
     tables: str
     sids: str
 
-    def set_up(
+    def build(
         self, cache: Path | str | None, fit: FitConfig = FIT, **model: Any
-    ) -> Setup:
+    ) -> TrainingRun:
         options = {
             "name": "sid_mlp",
             "teacher": str(self.folder / "tiger"),
@@ -81,30 +81,30 @@ class World:
         }
         if options["name"] in ("sid_mlp", "sid_mlp_pp"):
             options = {**HEADS, **options}
-        return set_up(options, fit, Inputs(self.tables, self.sids))
+        return TrainingRun.build(options, fit, Inputs(self.tables, self.sids))
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("cache")
     made = World(folder, *write_tables(folder, users=30))
-    setup = set_up(TIGER, FIT, Inputs(made.tables, made.sids))
+    setup = TrainingRun.build(TIGER, FIT, Inputs(made.tables, made.sids))
     torch.nn.init.normal_(
         setup.model.backbone.embedding.weight, std=2.0
     )  # an opinion that is far from uniform
     checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=1))
-    stage_1 = made.set_up(None, **ENCODER)
+    stage_1 = made.build(None, **ENCODER)
     checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
     return made
 
 
 @pytest.fixture(scope="module")
 def cache(world: World) -> Path:
-    world.set_up(world.folder / "kept")
+    world.build(world.folder / "kept")
     return world.folder / "kept"
 
 
-def run(setup: Setup) -> list[EpochEvent]:
+def run(setup: TrainingRun) -> list[EpochEvent]:
     events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
     return [event for event in events if isinstance(event, EpochEvent)]
 
@@ -143,8 +143,8 @@ def test_it_trains_as_without_up_to_half_precision(
         **{**vars(FIT), "metric": "neg_mse" if model is ENCODER else "ndcg@10"}
     )
     plain, kept = (
-        world.set_up(None, options, **model),
-        world.set_up(cache, options, **model),
+        world.build(None, options, **model),
+        world.build(cache, options, **model),
     )
     before = {name: value.clone() for name, value in plain.model.state_dict().items()}
     expected, found = run(plain), run(kept)
@@ -166,7 +166,7 @@ def test_it_trains_as_without_up_to_half_precision(
 def test_epochs_and_validation_ask_neither_encoder_nor_teacher(
     world: World, cache: Path
 ) -> None:
-    setup = world.set_up(cache)
+    setup = world.build(cache)
     teacher = setup.model.teacher
     for module in (
         setup.model.backbone.encoder,
@@ -210,7 +210,7 @@ def test_it_holds_each_request_once_without_padding_at_half_precision(
     assert sorted(table["request"].to_pylist()) == sorted(train.request_numbers)
     assert {len(states) for states in table["states"].to_pylist()} == {3 * 16}
 
-    setup = world.set_up(cache)
+    setup = world.build(cache)
     counts = {"encoder": len(train) + len(val), "decoder": len(train)}
     for line, (name, count) in zip(setup.notes[:2], counts.items(), strict=True):
         assert f"{name} states of {count:,} requests, " in line
@@ -229,27 +229,27 @@ def test_it_holds_each_request_once_without_padding_at_half_precision(
 
 
 def test_runs_share_what_is_the_same(world: World, tmp_path: Path) -> None:
-    world.set_up(tmp_path, alpha=0.0)
+    world.build(tmp_path, alpha=0.0)
     assert tables(tmp_path) == ["encoder"]  # the targets alone need no teacher's logits
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    world.set_up(tmp_path, **ENCODER)
-    world.set_up(tmp_path, logits="vocabulary")
-    world.set_up(tmp_path, m=2)
+    world.build(tmp_path, **ENCODER)
+    world.build(tmp_path, logits="vocabulary")
+    world.build(tmp_path, m=2)
     assert tables(tmp_path) == ["decoder", "encoder"]
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    world.set_up(tmp_path, name="sid_mlp_pp", end_to_end=True)
+    world.build(tmp_path, name="sid_mlp_pp", end_to_end=True)
     assert tables(tmp_path) == ["decoder", "encoder"]
-    world.set_up(tmp_path, name="sid_mlp_pp", encoder=str(world.folder / "encoder"))
+    world.build(tmp_path, name="sid_mlp_pp", encoder=str(world.folder / "encoder"))
     assert tables(tmp_path) == ["decoder", "encoder", "encoder"]
 
 
 def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
-    world.set_up(tmp_path, **ENCODER)
+    world.build(tmp_path, **ENCODER)
     uri = next(tmp_path.glob("encoder-*"))
     content = read_table(str(uri))
     (uri / "manifest.json").unlink()
     (uri / "part-00000000000000000000.parquet").write_bytes(b"cut o")
-    setup = world.set_up(tmp_path, **ENCODER)
+    setup = world.build(tmp_path, **ENCODER)
     assert "made in" in setup.notes[0]
     assert read_table(str(uri)).equals(content)
     assert files(str(uri)) == sorted(
@@ -276,7 +276,7 @@ def test_a_wrong_one_is_refused_with_what_to_do(
             UserError,
             match=rf"the teacher cache {uri} cannot be used \(.*{why}.*\); remove the folder",
         ):
-            world.set_up(copy)
+            world.build(copy)
 
     def changed(**change: Any) -> None:
         (uri / "manifest.json").write_text(sealed({**manifest, **change}))
@@ -294,13 +294,13 @@ def test_a_wrong_one_is_refused_with_what_to_do(
     part.write_bytes(whole[:-7])
     refused("truncated or replaced")
     shutil.rmtree(uri)
-    assert "made in" in world.set_up(copy).notes[0]
+    assert "made in" in world.build(copy).notes[0]
 
     (tmp_path / "file").write_text("")
     with pytest.raises(
         UserError, match=r"cannot write to .*; give model\.teacher_cache a folder"
     ):
-        world.set_up(tmp_path / "file")
+        world.build(tmp_path / "file")
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.data())
@@ -350,7 +350,9 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
         "teacher_cache": str(cache),
         **HEADS,
     }
-    setup = set_up(options, FIT, Inputs(world.tables, world.sids), rank=rank, world=2)
+    setup = TrainingRun.build(
+        options, FIT, Inputs(world.tables, world.sids), rank=rank, world=2
+    )
     mine = np.concatenate(
         [setup.train.dataset.request_numbers, setup.val.request_numbers]
     )
@@ -382,7 +384,7 @@ def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> 
 def make_alone(world: World, cache: str, began: Any, notes: Any) -> None:
     torch.set_num_threads(1)
     began.put(None)
-    notes.put(world.set_up(cache).notes)
+    notes.put(world.build(cache).notes)
 
 
 def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
@@ -456,7 +458,7 @@ def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(
     killed.kill()
     killed.wait()
     assert "part-00000000000000000000.parquet" in files(uri)
-    assert "made in" in world.set_up(f"{s3}/killed").notes[0]
+    assert "made in" in world.build(f"{s3}/killed").notes[0]
     assert read_table(uri).equals(read_table(str(cache / name)))
     assert files(uri) == files(str(cache / name))
 

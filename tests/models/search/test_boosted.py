@@ -13,14 +13,15 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from models import registry
+from models.loaded_model import load_catalogue
 from models.own_features import Category, Number, OwnFeatures
 from models.search.data import SearchCatalogue, no_text
 from models.search.floors.boosted import Boosted, BoostedConfig, map_codes
-from models.setup import load_catalogue, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from models.warm_start import carry
 from pipelines.evaluation.inference import infer_all
 
@@ -220,7 +221,7 @@ def test_it_trains_without_text_and_comes_back_as_it_was(
 ) -> None:
     tables, _ = search
     small = {"name": "boosted", "num_iterations": 30, "min_data_in_leaf": 5}
-    setup = set_up(small, FIT, Inputs(tables))
+    setup = TrainingRun.build(small, FIT, Inputs(tables))
     model: Any = setup.model
     setup.fit_counts()
     assert setup.validate(model)[1] == len(setup.val)

@@ -9,11 +9,13 @@ import torch
 import yaml
 
 from models import registry
-from models.setup import load_catalogue, score, set_up
+from models.evaluation import measure_examples
+from models.loaded_model import load_catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
+from models.training_run import TrainingRun
 from tests.search_tables import write_search
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
@@ -39,7 +41,7 @@ FIT = FitConfig(
 @pytest.mark.long
 def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     tables, text = search
-    setup = set_up({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
+    setup = TrainingRun.build({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
     events = list(
         fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
     )
@@ -63,13 +65,13 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
         name for name in loaded.state_dict() if name.startswith("text.pairs")
     ]  # the tables stay where they are
     found = [
-        score(
+        measure_examples(
             model,
             entry.measured.measure,
             setup.val,
             batch_size=5,
             device=torch.device("cpu"),
-        )[0]
+        ).sums
         for model in (setup.model, loaded)
     ]
     assert found[0].keys() == found[1].keys()
@@ -88,7 +90,7 @@ def test_search_models_ask_for_text(search):
         UserError,
         match=r"needs text embeddings; give --text with the folder that jobs\.encode made",
     ):
-        set_up({"name": "base"}, FIT, Inputs(search[0]))
+        TrainingRun.build({"name": "base"}, FIT, Inputs(search[0]))
 
 
 @pytest.mark.parametrize(

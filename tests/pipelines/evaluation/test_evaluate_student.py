@@ -15,12 +15,12 @@ from jobs.options import parse
 from models import registry
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.retrieval.search.export import load_exported
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.checkpoint import weights_hash
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from papers.tables import paper_tables
 from pipelines import tracking
 from pipelines.comparison.rows import compare
@@ -62,7 +62,7 @@ def world(
         ("student-2", STUDENT, 2),
     ]:
         teacher = {"teacher": str(folder / "tiger")} if model is STUDENT else {}
-        setup = set_up(
+        setup = TrainingRun.build(
             {**model, **teacher},
             FitConfig(batch_size=8, seed=seed),
             Inputs(tables, sids),

@@ -16,13 +16,14 @@ from training_tables import write_tables
 from jobs.evaluate import Config, run
 from jobs.options import parse
 from models import registry
+from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import unpacked
 from models.retrieval.data import Catalogue, RetrievalDataset
-from models.setup import Loaded, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_manifest, read_table, writing
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.runs import select
@@ -73,7 +74,7 @@ def world(
         ("tiger", TIGER, 1),
     ]:
         fit = FitConfig(batch_size=8, seed=seed)
-        setup = set_up(model, fit, Inputs(tables, sids))
+        setup = TrainingRun.build(model, fit, Inputs(tables, sids))
         run = tracking.open_run(
             uri,
             "retrieval/small",
@@ -118,7 +119,7 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
     counts = Counter(
         request["candidates"][0] for request in requests if request["split"] == "train"
     )
-    loaded = Loaded.of(world.place(name), world.inputs)
+    loaded = LoadedModel.load(world.place(name), world.inputs)
     parts = [trained(loaded, world.inputs, rank, 3) for rank in range(3)]
     assert sum(parts).tolist() == [counts[item] for item in range(24)]
     assert result.metrics["coverage@10"] == len(set(top)) / 24
@@ -388,7 +389,7 @@ def test_allowed_items_alone_to_a_table(
 def test_all_known_items_are_left_out_however_little_the_model_reads(
     world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    setup = set_up(
+    setup = TrainingRun.build(
         {**SASREC, "max_history": 2}, FitConfig(batch_size=8), Inputs(world.tables)
     )
     checkpoint.save(tmp_path / "short", setup.model, setup.checkpoint(epoch=1))

@@ -14,11 +14,11 @@ import torch
 
 from models import registry
 from models.actions.data import ActionsDataset
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.data.sequences import own_features
 from pipelines.serving import package
@@ -120,7 +120,7 @@ def test_models_learn_from_them_and_serve_by_name(
     }
     without = make(tmp_path / "without", feed, plain, of_kind=FEED_PREPARE)
     for name, made in (("without", without), ("own", tables)):
-        setup = set_up(MVP, FIT, Inputs(made))
+        setup = TrainingRun.build(MVP, FIT, Inputs(made))
         ends = fit(
             setup.model, setup.train, setup.validate, setup.fit, means=setup.means
         )

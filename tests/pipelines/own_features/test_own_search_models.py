@@ -12,10 +12,10 @@ import torch
 
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
 from models.search.data import SearchCatalogue, SearchDataset
-from models.setup import Setup, set_up
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
+from models.training_run import TrainingRun
 from tests.own_features_log import SOURCE, make, make_text
 
 SMALL = {
@@ -37,9 +37,9 @@ FIT = FitConfig(
 )
 
 
-def trained(tables: str, text: str, model: dict[str, Any]) -> tuple[Setup, float]:
+def trained(tables: str, text: str, model: dict[str, Any]) -> tuple[TrainingRun, float]:
     """The model after training, and its best GAUC of validation."""
-    setup = set_up(model, FIT, Inputs(tables, text=text))
+    setup = TrainingRun.build(model, FIT, Inputs(tables, text=text))
     ends = [
         event.metrics["gauc"]
         for event in fit(
@@ -126,7 +126,7 @@ def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(
 def test_a_candidate_is_ranked_by_its_own_features_alone(
     tables: str, text: str, name: str
 ) -> None:
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": name, **(SMALL if name == "qgs" else {})},
         FIT,
         Inputs(tables, text=text),
@@ -160,7 +160,7 @@ def test_what_is_unknown_when_ranking_is_not_read_then(
         tmp_path, raw, settings={"search": {"unknown_when_ranking": ["city"]}}
     )
     text = make_text(tmp_path, tables)
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": "qgs", **SMALL, "position": "dropout"}, FIT, Inputs(tables, text=text)
     )
     model: Any = setup.model.eval()

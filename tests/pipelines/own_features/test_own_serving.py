@@ -14,11 +14,11 @@ import torch
 
 from models import registry
 from models.search.data import SearchCatalogue, SearchDataset
-from models.setup import Setup, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_table
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
@@ -34,9 +34,9 @@ SIZES = {
 }
 
 
-def served(folder: Path, tables: str, text: str) -> tuple[Setup, Any]:
+def served(folder: Path, tables: str, text: str) -> tuple[TrainingRun, Any]:
     """An untrained model as jobs.train leaves a trained one, and as MLflow loads it."""
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": "qgs", **SIZES}, FitConfig(batch_size=8), Inputs(tables, text=text)
     )
     config = {

@@ -22,7 +22,6 @@ from transformers import (
 
 from jobs import encode as job
 from models.search.data import SearchCatalogue
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -35,6 +34,7 @@ from models.storage.tables import (
 )
 from models.text.text_encoder import TextEncoder
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.search.simulator import SearchSettings, simulate_search
@@ -361,7 +361,7 @@ def test_a_served_model_encodes_what_training_has_not_seen(
         "text_width": 8,
     }
     sizes |= {"query_condition": query_condition}
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": "qgs", **sizes}, FitConfig(batch_size=8), Inputs(tables, text=text)
     )
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))

@@ -20,11 +20,11 @@ from training_tables import write_tables
 from jobs.compare import Config, run
 from models import registry
 from models.retrieval.data import Catalogue
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
@@ -56,7 +56,9 @@ def train_nothing(
 ) -> tracking.RunRef:
     """An untrained TIGER as jobs.train leaves a trained one, the trial of a sweep where there is a parent."""
     tables, sids = str(folder / "small/tables"), str(folder / "small/sids")
-    setup = set_up(TIGER, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids))
+    setup = TrainingRun.build(
+        TIGER, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids)
+    )
     model = registry.config_to_dict(setup.config)
     config = {"model": model, "fit": {"seed": seed}, "tables": tables, "sids": sids}
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes

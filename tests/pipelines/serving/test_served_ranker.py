@@ -20,12 +20,12 @@ from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
 from models.requests import Row
-from models.setup import Setup, set_up
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
@@ -71,10 +71,10 @@ def trained(
     text: str | None,
     seed: int = 0,
     **options: Any,
-) -> Setup:
+) -> TrainingRun:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
     fit = FitConfig(batch_size=8, seed=seed)
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": name, **SIZES[name], **options}, fit, Inputs(tables, text=text)
     )
     config = {"model": registry.config_to_dict(setup.config), "tables": tables} | (
@@ -94,7 +94,7 @@ def trained(
 
 
 def feeds(
-    setup: Setup, tables: str
+    setup: TrainingRun, tables: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """Users with candidates that all have another item, and the chance of the second task of each.
 
@@ -358,7 +358,7 @@ def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
     """What reads requests of a model of actions."""
     folder = tmp_path_factory.mktemp("of_feed")
     tables = write_actions(folder, viewers=True)
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": "attn_mvp", **SIZES["attn_mvp"]},
         FitConfig(batch_size=8),
         Inputs(tables),
@@ -549,7 +549,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("ranker")
     tables, text = write_actions(folder, content=True), str(folder / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    setup = set_up(
+    setup = TrainingRun.build(
         {"name": "lac", **SIZES["lac"]},
         FitConfig(batch_size=8),
         Inputs(tables, text=text),

@@ -18,11 +18,11 @@ import torch
 from models import registry
 from models.actions.data import ActionsDataset
 from models.search.data import SearchCatalogue, SearchDataset
-from models.setup import Setup, set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.training.fit import FitConfig
+from models.training_run import TrainingRun
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.actions_tables import SEEN, write_actions
@@ -63,11 +63,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str |
 
 def serve(
     name: str, folder: Path, tables: str, text: str | None, longest: int, seed: int = 0
-) -> tuple[Setup, ServedModel]:
+) -> tuple[TrainingRun, ServedModel]:
     """A model of MODELS, untrained if it is trained by gradient, and as it is served."""
     known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    setup = set_up(
+    setup = TrainingRun.build(
         {**MODELS[name], **sizes, "max_history": longest},
         FitConfig(batch_size=8, seed=seed),
         Inputs(tables, text=text),
@@ -91,7 +91,7 @@ def serve(
 
 
 def searches(
-    setup: Setup, tables: str, text: str, longest: int, label: int = 0
+    setup: TrainingRun, tables: str, text: str, longest: int, label: int = 0
 ) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """Requests of the table by the names of things, and the chances of a label of their candidates."""
     items, queries = (
@@ -130,7 +130,7 @@ def searches(
 
 
 def feeds(
-    setup: Setup, tables: str, text: None, longest: int
+    setup: TrainingRun, tables: str, text: None, longest: int
 ) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """The same of a feed: a user's candidates of one time, each item once."""
     items = read_table(join(tables, "items"))["item_id"].to_pylist()

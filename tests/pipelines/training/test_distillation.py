@@ -16,11 +16,11 @@ from training_tables import write_tables
 
 from models import registry
 from models.retrieval.data import Catalogue
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig, fit
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
@@ -93,7 +93,7 @@ def world(
     folder = tmp_path_factory.mktemp("distillation")
     new_store(folder / "runs")
     made = World(folder, *write_tables(folder, items=20), lines=[])
-    setup = set_up(
+    setup = TrainingRun.build(
         TIGER,
         FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0),
         Inputs(made.tables, made.sids),

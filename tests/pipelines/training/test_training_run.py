@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModel
 
 from models import registry
 from models.retrieval.data import Catalogue
-from models.setup import set_up
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig, StepEvent, fit
+from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.comparison.rows import rows_of
 from pipelines.comparison.runs import select
@@ -97,7 +97,7 @@ def world(
 
 def test_two_workers_follow_one(world: World) -> None:
     """The losses and weights of a run by one process, up to the order of sums."""
-    setup = set_up(SASREC, FIT, Inputs(world.tables))
+    setup = TrainingRun.build(SASREC, FIT, Inputs(world.tables))
     events = fit(setup.model, setup.train, setup.validate, FIT, means=setup.means)
     expected = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     history = tracking.connect(world.trained.run.uri).get_metric_history(

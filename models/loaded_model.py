@@ -1,0 +1,138 @@
+"""A checkpoint with the catalogue and the examples that belong to it.
+
+loaded = LoadedModel.load("runs/tiger/best", Inputs(tables, sids), device="cuda")
+examples = loaded.load_examples(inputs, "test")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from models import registry
+from models.storage import checkpoint
+from models.storage.checkpoint import Checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, family_of, read_manifest
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A trained model in evaluation mode, on its device."""
+
+    checkpoint: Checkpoint
+    """`config.json` of the checkpoint."""
+    entry: registry.Entry
+    """The model's row of the registry."""
+    config: Any
+    """The model's config."""
+    model: Any
+    """The module."""
+    catalogue: Any
+    """The catalogue of the tables that it is loaded with."""
+
+    @classmethod
+    def load(cls, uri: str, inputs: Inputs, device: torch.device | str = "cpu") -> Self:
+        """Load the checkpoint at `uri` with tables that equal or extend its own.
+
+        A model that ranks a catalogue takes another log of the same items too.
+        """
+        about = checkpoint.read(uri)
+        catalogue = load_catalogue(about.name, inputs, about)
+        trained = replace(catalogue, hashes=accept_other_log(catalogue.hashes, about))
+        model, _ = registry.load(uri, trained)
+        return cls(
+            checkpoint=about,
+            entry=registry.find(about.name),
+            config=registry.config_from_dict(about.model),
+            model=model.to(device),
+            catalogue=catalogue,
+        )
+
+    def load_examples(
+        self,
+        inputs: Inputs,
+        split: str,
+        *,
+        max_history: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Any:
+        """Load the examples of one split.
+
+        Args:
+            inputs: Where the tables are.
+            split: Name of the split.
+            max_history: Behaviours of a history at most; None for the config's.
+            rank: Number of this worker, which evaluates its part of the users.
+            world: Number of workers.
+        """
+        family = self.entry.family
+        longest = self.config.max_history if max_history is None else max_history
+        return family.dataset.load(
+            inputs.sequences,
+            split,
+            unit=family.eval_unit,
+            max_history=longest,
+            rank=rank,
+            world=world,
+            **family.dataset.dataset_options(self.config),
+        )
+
+
+def accept_other_log(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
+    """Return the hashes of tables with the `sequences` of the training if they may differ.
+
+    A model that ranks a catalogue may be evaluated on another log of the same items.
+    `checkpoint.check` refuses all other differences.
+    """
+    trained = about.hashes.get("sequences")
+    same_items = hashes.get("items") == about.hashes.get("items")
+    if trained and same_items and registry.find(about.name).recommends:
+        return {**hashes, "sequences": trained}
+    return hashes
+
+
+def select_inputs(name: str, inputs: Inputs) -> Inputs:
+    """Return the folders that the model `name` reads.
+
+    Raises:
+        UserError: If the tables are of another family, or a folder that the model
+            needs is not given.
+    """
+    entry = registry.find(name)
+    expected = entry.family.name
+    family = family_of(read_manifest(inputs.sequences, "sequences"))
+    if family != expected:
+        fitting = [
+            other for other, row in registry.MODELS.items() if row.family.name == family
+        ]
+        raise UserError(
+            f"the model '{name}' is of {expected}, and {inputs.tables} holds tables of "
+            f"{family}; models of {family} are {', '.join(fitting) or 'none'}: give a "
+            "config of one (jobs/configs), or tables that jobs.prepare made with --kind "
+            f"{expected}"
+        )
+    return inputs.of(name, entry.reads)
+
+
+def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -> Any:
+    """Load the catalogue of the model `name`, with the scales of a checkpoint if given.
+
+    Raises:
+        UserError: As `select_inputs`.
+    """
+    scales = about.learned.get("scales") if about else None
+    inputs = select_inputs(name, inputs)
+    return registry.find(name).family.catalogue(inputs, scales=scales)
+
+
+def hash_inputs(name: str, inputs: Inputs) -> dict[str, str]:
+    """Return the hashes of the tables that the model `name` reads, from their manifests.
+
+    Raises:
+        UserError: As `select_inputs`.
+    """
+    return registry.find(name).family.hashes(select_inputs(name, inputs))

@@ -1,0 +1,413 @@
+"""One training put together from a config: model, batches and validation, PyTorch only.
+
+    run = TrainingRun.build({"name": "sasrec"}, FitConfig(), Inputs("tables"))
+    for event in fit(run.model, run.train, run.validate, run.fit, means=run.means): ...
+
+Used by `python -m models.train` and by the workers of `pipelines/training` alike, so both
+train the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from models import registry
+from models.config import hint
+from models.dataset.columns import cache_folder
+from models.dataset.dataset import NewExamples, RequestDataset
+from models.evaluation import measure_examples
+from models.loaded_model import select_inputs
+from models.own_features import adopt_scales
+from models.storage import checkpoint
+from models.storage.checkpoint import Checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, code_version, join, read_manifest
+from models.training.fit import (
+    REQUESTS,
+    Counted,
+    FitConfig,
+    Sums,
+    captures,
+    to_device,
+    validation,
+)
+from models.warm_start import carry, names_of
+
+
+@dataclass
+class Batches:
+    """A worker's share of the batches of the train split, as `fit` takes them."""
+
+    dataset: RequestDataset
+    """Examples of the train split."""
+    batch_size: int
+    """Weight of a batch of all workers together, such as its number of requests."""
+    seed: int
+    """Seed of the order."""
+    pad_to_buckets: bool = False
+    """Whether batches come in few shapes, as CUDA graphs need them."""
+
+    def steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+        return self.dataset.num_steps(self.batch_size)
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+        return self.dataset.epoch(
+            self.batch_size,
+            seed=self.seed,
+            epoch=epoch,
+            skip=skip,
+            pad_to_buckets=self.pad_to_buckets,
+        )
+
+
+@dataclass
+class TrainingRun:
+    """A model with the data that one worker trains and validates it on."""
+
+    entry: registry.Entry
+    """The model's row of the registry."""
+    config: Any
+    """The model's config."""
+    catalogue: Any
+    """The catalogue that the model is built on."""
+    model: nn.Module
+    """The model, on its device, freshly initialised from the seed."""
+    train: Batches
+    """Training batches of this rank."""
+    val: RequestDataset
+    """Examples of the validation split."""
+    fit: FitConfig
+    """Options of the training loop."""
+    device: torch.device
+    """Device of the model."""
+    world: int
+    """Number of workers."""
+    until: int | None = None
+    """Time in ms before which training requests lie, if the split is by time."""
+    notes: list[str] = field(default_factory=list)
+    """Messages about precomputed values, shown once before training."""
+    counted: Counted = REQUESTS
+    """Unit in which progress is shown."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Called before every batch of a validation, which stops when it returns true."""
+
+    @classmethod
+    def build(
+        cls,
+        model: dict[str, Any],
+        fit: FitConfig,
+        inputs: Inputs,
+        *,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world: int = 1,
+        last: Checkpoint | None = None,
+        init: str | None = None,
+    ) -> Self:
+        """Load the tables and build a model on them.
+
+        Args:
+            model: The model's `name` and options.
+            fit: Options of the training loop.
+            inputs: Where the tables are.
+            device: Device of the model.
+            rank: Number of this worker.
+            world: Number of workers.
+            last: Last checkpoint of the run that is continued; its weights are loaded
+                by `resume`.
+            init: URI of a checkpoint whose weights a new run begins with.
+        """
+        entry = registry.find(model["name"])
+        first = None if last or not init else checkpoint.read(init)
+        scales, warnings_of_scales = choose_scales(last, first, inputs)
+        catalogue = entry.family.catalogue(
+            select_inputs(model["name"], inputs), scales=scales
+        )
+        check_batch(fit, world)
+        device = torch.device(device)
+        config = registry.resolve(registry.config_from_dict(model), catalogue)
+        if not entry.gradient:  # counted in one pass, by one worker
+            rank, world = 0, 1
+        since = last.learned.get("since", 0) if last else trained_until(first, fit)
+        train, val = load_datasets(
+            entry, inputs.sequences, fit, config, since, rank, world
+        )
+        if not len(train):
+            raise UserError(explain_empty_training(since, init, inputs))
+        examples: dict[str, Any] = {"train": train, "val": val}
+        catalogue = entry.family.trim_catalogue(catalogue, examples.values(), config)
+        torch.manual_seed(fit.seed)
+        module = registry.build(config, catalogue).to(device)
+        notes = []
+        if first and init:
+            check_init(first, init, catalogue.hashes, model["name"])
+            changes = carry(module, init, first, catalogue.num_items, learns=True)
+            notes += [f"weights of {init}", *changes, *warnings_of_scales]
+        entry.teach(module, config, catalogue)
+        notes += entry.precompute(module, config, catalogue, examples)
+        counted = Counted(train.num_learned / len(train), train.learned_unit)
+        if fit.train_examples:  # after the teacher's outputs, which other runs share
+            train.keep_random(fit.train_examples)
+        size = train.cache_bytes / 2**20
+        notes.append(f"decoded tables: {size:,.1f} MiB in the cache {cache_folder()}")
+        pad_to_buckets = captures(fit, device, world)
+        split = read_manifest(inputs.sequences, "sequences").info.get("split", {})
+        return cls(
+            entry=entry,
+            config=config,
+            catalogue=catalogue,
+            model=module,
+            train=Batches(train, fit.batch_size, fit.seed, pad_to_buckets),
+            val=val,
+            fit=fit,
+            device=device,
+            world=world,
+            until=split.get("val_start_ms"),
+            notes=notes,
+            counted=counted,
+        )
+
+    def validate(self, model: nn.Module) -> tuple[Sums, int]:
+        """Return the sums of the metrics over this rank's validation examples, and their number."""
+        result = measure_examples(
+            model,
+            self.entry.measured.measure,
+            self.val,
+            batch_size=self.fit.eval_batch_size,
+            device=self.device,
+            limit=self.fit.eval_examples,
+            options=self.fit.eval_options,
+            should_stop=self.should_stop,
+        )
+        return result.sums, result.num_examples
+
+    def fit_counts(self) -> None:
+        """Fit a model without gradients in one pass over its training batches.
+
+        A model with early stopping reads the validation batches too.
+        """
+        model: Any = self.model
+        if self.entry.early_stopping:
+            model.fit_counts(self.train(0, 0), self._validation_batches())
+        else:
+            model.fit_counts(self.train(0, 0))
+
+    def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
+        batches = self.val.evaluation_batches(
+            self.fit.eval_batch_size, self.fit.eval_examples
+        )
+        for rows in batches:
+            yield to_device(self.val.collate(rows), self.device)
+
+    def means(self, sums: Sums) -> dict[str, float]:
+        """Return the metrics from the sums of all ranks."""
+        return self.entry.measured.means(sums)
+
+    def check_metric(self) -> None:
+        """Raise UserError if `fit.metric` has no value on the validation split.
+
+        Labels alone decide that, so a model whose scores are all 0 is measured. All
+        ranks have to call it.
+        """
+        if self.entry.own_measured:  # a metric of the model itself, such as its loss
+            return
+        constant = with_constant_scores(self.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other metrics may be undefined
+            validation(
+                constant, self.validate, self.means, self.fit, self.device, self.world
+            )
+
+    @property
+    def lr_multipliers(self) -> dict[str, float]:
+        """Factors on the learning rate, by the beginning of parameters' names."""
+        return self.entry.lr_multipliers(self.config)
+
+    def checkpoint(self, **fields: Any) -> Checkpoint:
+        """Return the `config.json` of a checkpoint of this run with some fields set."""
+        return Checkpoint(
+            model=registry.config_to_dict(self.config),
+            fit=vars(self.fit).copy(),
+            hashes=dict(self.catalogue.hashes),
+            learned=self.learned,
+            code=code_version(),
+            **fields,
+        )
+
+    @cached_property
+    def learned(self) -> dict[str, Any]:
+        """Scales, names of values and times that a checkpoint holds beside weights."""
+        new = self.train.dataset.new
+        return {
+            "scales": self.catalogue.scales(),
+            "names": names_of(self.model),
+            "until": self.until,
+            "since": new.since if new else 0,
+        }
+
+    def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
+        """Load the weights of a checkpoint of the run in `folder`.
+
+        Returns:
+            The state that `fit` continues from; None for a model without gradients.
+
+        Raises:
+            UserError: If the checkpoint is of another model or of other tables.
+        """
+        uri = join(folder, about.folder)
+        name = registry.config_to_dict(self.config)["name"]
+        checkpoint.check(about, uri, self.catalogue.hashes, name)
+        with checkpoint.local(uri) as copy:
+            checkpoint.load_weights(self.model, copy)
+            if not self.entry.gradient:
+                return None
+            state = checkpoint.load_state(copy)
+        has_ended = about.epoch == about.fit["max_epochs"]
+        if has_ended and about.epoch < self.fit.max_epochs:
+            state["cursor"]["stopped"] = False
+        return state
+
+
+def with_constant_scores(model: nn.Module) -> Any:
+    """Return the model with the score 0 for all candidates, and with the first item in all places of a ranking."""
+    constant: Any = copy.copy(model)
+
+    def score(batch: dict[str, Tensor], **options: Any) -> Tensor:
+        valid = batch.get("candidate_valid")  # of actions
+        count = len(batch["labels"]) if valid is None else int(valid.sum())
+        return torch.zeros(count, len(constant.labels), device=batch_device(batch))
+
+    def recommend(batch: dict[str, Tensor], k: int, **options: Any) -> Any:
+        items = torch.zeros(
+            len(batch["history"]), k, dtype=torch.long, device=batch_device(batch)
+        )
+        return items, items.float()
+
+    constant.score, constant.recommend = score, recommend
+    return constant
+
+
+def batch_device(batch: dict[str, Tensor]) -> torch.device:
+    """Return the device of a batch."""
+    return next(iter(batch.values())).device
+
+
+def choose_scales(
+    last: Checkpoint | None, first: Checkpoint | None, inputs: Inputs
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the scales that features are read with, and warnings about them.
+
+    A run that continues has the scales of its `last` checkpoint, and a run that begins
+    with the weights of `first` has those; another run has none yet.
+    """
+    if last:
+        return last.learned.get("scales"), []
+    if first is None or "scales" not in first.learned:
+        return None, []
+    info = read_manifest(inputs.sequences, "sequences").info
+    return adopt_scales(first.learned["scales"], info)
+
+
+def check_init(first: Checkpoint, init: str, hashes: dict[str, str], name: str) -> None:
+    """Raise UserError if the model `name` on these tables cannot begin with the checkpoint `init`."""
+    if not registry.find(name).gradient:
+        raise UserError(
+            f"'{name}' is not trained by steps, so it goes on from nothing; leave out --init"
+        )
+    checkpoint.check(first, init, hashes, name, extending=True)
+
+
+def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
+    """Return the time in ms up to which the model of `--init` was trained on requests.
+
+    `fit.replay` leaves a share of the requests before it. 0: all are trained on.
+    """
+    if fit.replay == 1:
+        return 0
+    if first is None:
+        raise UserError(
+            f"fit.replay is {fit.replay:g}, but no model is given to go on from; add --init, or leave it out"
+        )
+    if not (until := first.learned.get("until")):
+        raise UserError(
+            f"fit.replay is {fit.replay:g}, but the model of --init was not trained up to a time; leave it out, or "
+            f"prepare its tables with a split by time"
+        )
+    return int(until)
+
+
+def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
+    """Return the message of a training split without examples."""
+    if since:
+        return (
+            f"nothing is newer than what {init or 'it'} was trained on; wait for more "
+            "days, or raise fit.replay"
+        )
+    return (
+        f"{inputs.sequences} has no train request with a history; check the split of "
+        "jobs.prepare"
+    )
+
+
+def load_datasets(
+    entry: registry.Entry,
+    sequences: str,
+    fit: FitConfig,
+    config: Any,
+    since: int,
+    rank: int,
+    world: int,
+) -> tuple[RequestDataset, RequestDataset]:
+    """Load this worker's datasets of training and validation.
+
+    `since` is the time in ms up to which a model that this one continues was trained; 0 for a new model.
+    """
+    family = entry.family
+    common = {
+        "max_history": config.max_history,
+        "rank": rank,
+        "world": world,
+        **family.dataset.dataset_options(config),
+    }
+    new = NewExamples(since, fit.replay, fit.seed)
+    train = family.dataset.load(sequences, "train", unit=entry.unit, new=new, **common)
+    val = family.dataset.load(sequences, "val", unit=family.eval_unit, **common)
+    return train, val
+
+
+def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
+    """Raise UserError if training options do not fit the model `name` or `world` workers."""
+    check_batch(fit, world)
+    known = registry.find(name).measured.names(catalogue)
+    if fit.metric not in known:
+        raise UserError(
+            f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
+            f"{hint(fit.metric, known)}; known are {', '.join(known)}"
+        )
+    options = registry.recommend_options(name)
+    for key in fit.eval_options:
+        if key not in options:
+            if options:
+                remedy = f"{hint(key, options)}; it takes {', '.join(options)}"
+            else:
+                remedy = "it has none"
+            raise UserError(
+                f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {remedy}"
+            )
+
+
+def check_batch(fit: FitConfig, world: int) -> None:
+    """Raise UserError if `world` workers cannot have equal parts of a batch."""
+    if fit.batch_size % world:
+        raise UserError(
+            f"fit.batch_size {fit.batch_size} does not divide by {world} workers; choose a multiple of {world}"
+        )
