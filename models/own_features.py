@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from models.layers.standardised import MOST, Standardised
+from models.layers.standardised import MAX_DEVIATIONS, Standardised
 from models.retrieval.data import hash_strings
 from models.warm_start import Tables
 
@@ -153,11 +153,12 @@ def adopt_scales(
     }
     warnings = [
         f"warning: the mean of {number['name']} was {number['mean']:.4g} and is "
-        f"{now[number['name']]['mean']:.4g}, over {MOST:g} deviations of then: most values are cut; train a model anew"
+        f"{now[number['name']]['mean']:.4g}, over {MAX_DEVIATIONS:g} deviations of then: most values are cut; train a model anew"
         for number in own
         if number.get("std")
         and number["name"] in now
-        and abs(now[number["name"]]["mean"] - number["mean"]) > MOST * number["std"]
+        and abs(now[number["name"]]["mean"] - number["mean"])
+        > MAX_DEVIATIONS * number["std"]
     ]
     return {**scales, "own": own, "numbers": items}, warnings
 

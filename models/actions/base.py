@@ -263,7 +263,7 @@ class ActionsModel(nn.Module):
             batch["item"].shape[1],
             self.config.width // self.config.num_heads,
         )
-        return Layout.of(
+        return Layout.build(
             earlier(batch),
             context,
             width,

@@ -41,21 +41,21 @@ class PackedEncoder:
     def __init__(self, embedding: nn.Embedding, encoder: Stack) -> None:
         self.embedding, self.encoder, self.sizes = embedding, encoder, encoder.sizes
         blocks = encoder.blocks
-        self.scaled = blocks[0].norm_of(0).scaled
+        self.normalize = blocks[0].get_norm(0).normalize
         self.qkv = [
             Packed(
                 torch.cat([a.q.weight, a.k.weight, a.v.weight])
-                * block.norm_of(0).weight
+                * block.get_norm(0).weight
             )
             for block, a in ((block, block.attention) for block in blocks)
         ]
         self.o = [Packed(block.attention.o.weight) for block in blocks]
         self.wi = [
-            Packed(block.feedforward.wi.weight * block.norm_of(-1).weight)
+            Packed(block.feedforward.wi.weight * block.get_norm(-1).weight)
             for block in blocks
         ]
         self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
-        self.first = self.qkv[0](self.scaled(embedding.weight))  # (V, 3 * H * K)
+        self.first = self.qkv[0](self.normalize(embedding.weight))  # (V, 3 * H * K)
 
     def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """States (B, S, D) of `tokens` (B, S), each row's first `lengths` (B,) real. Those of padding are finite and
@@ -134,7 +134,7 @@ class PackedEncoder:
         """x (..., D) over its root mean square; the weights of norms are in what follows them."""
         if x.dim() == 2 and kernels.ready(x):
             return kernels.scaled_rows(x, self.sizes.epsilon)
-        return self.scaled(x)
+        return self.normalize(x)
 
 
 def buckets(lengths: Tensor) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Blocks that models of more than one family are made of."""
+"""Neural network layers shared by several model families."""

@@ -1,19 +1,26 @@
-"""Causal and strictly causal attention by time over a context, and candidates that read the context but not each other.
+"""Causal attention by timestamp over a context, and from candidates to the context.
 
-    layout = Layout.of(earlier, context, width // heads)
+    layout = Layout.build(earlier, context, width // heads, tied=False)
     attention = CausalAttention(width, heads, strict=True)
     mixed = attention(states, values, layout)
 
-Positions are the context's, in order of time, padded on the right, then the candidates'. Each reads the context that is
-strictly earlier than it, which as the context is in order are its first so many positions. Where no two of a row have
-one time, no mask is needed over the context, so fused kernels apply: causal attention is `causal_product`, and the
-strict form is the same on queries 1..n-1 against keys 0..n-2, with zero for the first position, which has no past
-(Fig. 6 of AttnMVP). Else, and for candidates, it is `prefix_product`.
+The positions of a row are its context, ordered by time and padded on the right,
+followed by its candidates. A position attends to the context positions with a strictly
+earlier timestamp. The context is sorted, so these positions are a prefix of it.
+Candidates do not attend to each other.
 
-Positions are rotary (RoPE, Su et al., 2023): pairs of channels turn by an angle that grows with the position, so the
-product of a query and a key depends on how far apart they are.
+If all timestamps of a row differ, the context needs no mask and fused kernels apply:
+causal attention is `causal_product`. Strict causal attention, in which a position does
+not attend to itself, is the same product of queries 1..n-1 with keys 0..n-2; its first
+output is zero (Fig. 6 of AttnMVP). Rows with equal timestamps, and candidates, use
+`prefix_product`.
 
-Shapes: `B` rows, `T` context positions, `C` candidates, `L` = T + C, `D` width, `H` heads, `d` = D / H.
+Positions are encoded by rotary embeddings (RoPE, Su et al., 2023): pairs of channels
+are rotated by an angle proportional to the position, so the product of a query and a
+key depends on their distance.
+
+Shapes: `B` rows, `T` context positions, `C` candidates, `L` = T + C, `D` width, `H`
+heads, `d` = D / H.
 """
 
 from __future__ import annotations
@@ -27,21 +34,41 @@ from torch.nn import functional
 
 from models.layers.causal_product import causal_product, prefix_product
 
-BASE = 10_000.0
-"""Channel pair j turns by BASE ** (-2 j / d) radians per position (Sec. 3.3 of RoFormer)."""
+ROPE_BASE = 10_000.0
+"""Base of the rotary angles.
+
+Channel pair j turns by `ROPE_BASE ** (-2 j / d)` radians per position (RoFormer,
+Sec. 3.3).
+"""
 
 
-def rotary(position: Tensor, width: int) -> Tensor:
-    """(2, B, 1, L, d / 2) fp32 cosines and sines for heads of an even `width` = d at `position` (B, L), integers."""
-    speed = BASE ** (
+def compute_rope(position: Tensor, width: int) -> Tensor:
+    """Compute rotary cosines and sines.
+
+    Args:
+        position: (B, L) integer positions.
+        width: Width d of a head, an even number.
+
+    Returns:
+        (2, B, 1, L, d / 2) float32: cosines, then sines.
+    """
+    speed = ROPE_BASE ** (
         -torch.arange(0, width, 2, device=position.device, dtype=torch.float32) / width
     )
     angle = position[:, None, :, None].float() * speed
     return torch.stack([angle.cos(), angle.sin()])
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """(B, H, L, d) turned by `rope` of `rotary`, in the dtype of `x`; channel j is paired with channel j + d / 2."""
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the channels of `x` by the angles in `rope`.
+
+    Args:
+        x: (B, H, L, d) queries or keys. Channel j is paired with channel j + d / 2.
+        rope: Cosines and sines from `compute_rope`.
+
+    Returns:
+        (B, H, L, d) in the dtype of `x`.
+    """
     cosine, sine = rope
     left, right = x.chunk(2, -1)
     return torch.cat(
@@ -49,49 +76,67 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     ).to(x.dtype)
 
 
-def shifted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, H, T, d): softmax attention in which position t reads 0..t-1 and never itself; zero at t = 0."""
+def strict_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute softmax attention in which position t attends to 0..t-1, not to itself.
+
+    All tensors are (B, H, T, d). The output at t = 0 is zero.
+    """
     if q.shape[2] == 1:
-        return (
-            q + k + v
-        ) * 0  # of the graph, as DDP wants gradients of all weights in every step
+        # DDP expects a gradient for every weight in every step
+        return (q + k + v) * 0
     later = causal_product(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1])
     return functional.pad(later, (0, 0, 1, 0))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the context ends, what each position reads of it, and its place in time."""
+    """Positions of a batch: context length, visible context and rotary embeddings."""
 
     context: int
-    """T: positions of the context, padding included."""
+    """Number T of context positions, including padding."""
     earlier: Tensor
-    """(B, L) int64: positions of the context that are strictly earlier than each; these are its first ones."""
+    """(B, L) int64: number of context positions strictly before each position."""
     tied: bool
-    """Whether positions of the context share their time with one before them, and do not read it."""
+    """Whether context positions may share a timestamp with the position before them."""
     rope: Tensor
-    """Rotary tables of all L positions."""
+    """Rotary cosines and sines of all L positions."""
     tokens: int = 1
-    """Positions of the context to an event; those of one event read each other, causally."""
+    """Context positions per event. Positions of one event attend to each other
+    causally."""
 
     @classmethod
-    def of(
+    def build(
         cls, earlier: Tensor, context: int, width: int, *, tied: bool, tokens: int = 1
     ) -> Self:
-        """For heads of `width`, of events: `earlier` (B, L) counts the `context` ones that are strictly earlier, each
-        of so many `tokens` that follow each other; a candidate is one.
+        """Build the layout from the number of earlier events of each event.
 
-        What reads n positions stands at place n, a candidate and an event of the context alike, so that its place
-        depends neither on other candidates nor on what has its own time.
+        An event or candidate that sees n positions gets rotary position n. Its position
+        therefore depends neither on other candidates nor on events with its timestamp.
+
+        Args:
+            earlier: (B, L) number of context events strictly before each event. The
+                first `context` columns are context events, the others candidates.
+            context: Number of context events.
+            width: Width d of a head.
+            tied: Whether events of the context may share a timestamp.
+            tokens: Consecutive positions per context event. A candidate has one.
         """
-        past, asked = tokens * earlier[:, :context], tokens * earlier[:, context:]
-        of_tokens = torch.arange(tokens, device=earlier.device)
-        place = torch.cat([(past[..., None] + of_tokens).flatten(1), asked], 1)
-        earlier = torch.cat([past.repeat_interleave(tokens, 1), asked], 1)
-        return cls(tokens * context, earlier, tied, rotary(place, width), tokens)
+        context_end = tokens * earlier[:, :context]
+        candidate_end = tokens * earlier[:, context:]
+        token = torch.arange(tokens, device=earlier.device)
+        context_position = (context_end[..., None] + token).flatten(1)
+        position = torch.cat([context_position, candidate_end], 1)
+        context_end = context_end.repeat_interleave(tokens, 1)
+        return cls(
+            context=tokens * context,
+            earlier=torch.cat([context_end, candidate_end], 1),
+            tied=tied,
+            rope=compute_rope(position, width),
+            tokens=tokens,
+        )
 
     def past(self) -> Layout:
-        """The context alone."""
+        """Return the layout of the context without the candidates."""
         return replace(
             self,
             earlier=self.earlier[:, : self.context],
@@ -99,62 +144,79 @@ class Layout:
         )
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, strict: bool) -> Tensor:
-        """(B, H, L, d): the values that each position reads, by its queries `q` (B, H, L, d); keys and values are of as
-        many positions, or where `strict` of the context alone."""
+        """Attend from every position to the context positions that are visible to it.
+
+        Args:
+            q: (B, H, L, d) queries.
+            k: Keys (B, H, L, d), or (B, H, T, d) of the context alone if `strict`.
+            v: Values, in the shape of `k`.
+            strict: Whether positions do not attend to themselves.
+
+        Returns:
+            (B, H, L, d)
+        """
         n = self.context
-        past = q[:, :, :n], k[:, :, :n], v[:, :, :n]
+        context = q[:, :, :n], k[:, :, :n], v[:, :, :n]
         if self.tied:
-            mixed = prefix_product(
-                *past, self.earlier[:, :n], 0 if strict else self.tokens
-            )
+            group = 0 if strict else self.tokens
+            mixed = prefix_product(*context, self.earlier[:, :n], group)
+        elif strict:
+            mixed = strict_causal_attention(*context)
         else:
-            mixed = shifted_attention(*past) if strict else causal_product(*past)
+            mixed = causal_product(*context)
         if q.shape[2] == n:
             return mixed
-        own = None if strict else (k[:, :, n:], v[:, :, n:])
-        return torch.cat(
-            [
-                mixed,
-                prefix_product(q[:, :, n:], *past[1:], self.earlier[:, n:], None, own),
-            ],
-            2,
+        candidate_kv = None if strict else (k[:, :, n:], v[:, :, n:])
+        candidates = prefix_product(
+            q[:, :, n:], *context[1:], self.earlier[:, n:], None, candidate_kv
         )
+        return torch.cat([mixed, candidates], 2)
 
 
 class CausalAttention(nn.Module):
-    """Multi-head attention with RoPE. A position reads the context that is strictly earlier and, unless `strict`,
-    itself. Nobody reads a candidate. Without biases, so that reading nothing gives zero. Weights start
-    Xavier-uniform (Glorot and Bengio, 2010)."""
+    """Multi-head attention with RoPE over strictly earlier context.
+
+    Unless `strict`, a position also attends to itself. No position attends to a
+    candidate. Projections have no bias, so a position that sees nothing gets a zero
+    output. Weights are initialised Xavier-uniform (Glorot and Bengio, 2010).
+    """
 
     def __init__(self, width: int, heads: int, *, strict: bool) -> None:
         super().__init__()
-        self.heads, self.strict = heads, strict
-        self.q, self.k, self.v, self.o = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
-        for projection in (
-            self.q,
-            self.k,
-            self.v,
-            self.o,
-        ):  # 1.7 times wider than nn.Linear starts
+        self.heads = heads
+        self.strict = strict
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+        for projection in (self.q, self.k, self.v, self.o):
+            # a 1.7 times wider range than the default of nn.Linear
             nn.init.xavier_uniform_(projection.weight)
 
     def forward(self, states: Tensor, values: Tensor, layout: Layout) -> Tensor:
-        """(B, L, D) from `states` (B, L, D), which give queries and keys, and `values` (B, L, D). Where `strict`, no
-        value of a candidate is read, and `values` may be (B, T, D)."""
-        read = layout.context if self.strict else states.shape[1]
-        q = rotate(self.split(self.q(states)), layout.rope)
-        k = rotate(self.split(self.k(states[:, :read])), layout.rope[:, :, :, :read])
-        v = self.split(self.v(values[:, :read]))
+        """Return the attention output (B, L, D).
+
+        Args:
+            states: (B, L, D) inputs of queries and keys.
+            values: (B, L, D) inputs of values; (B, T, D) is enough if the attention is
+                strict, as no position reads the value of a candidate then.
+            layout: Positions of the batch.
+        """
+        num_keys = layout.context if self.strict else states.shape[1]
+        q = apply_rope(self.split(self.q(states)), layout.rope)
+        k = apply_rope(
+            self.split(self.k(states[:, :num_keys])), layout.rope[:, :, :, :num_keys]
+        )
+        v = self.split(self.v(values[:, :num_keys]))
         return self.o(layout.mix(q, k, v, self.strict).transpose(1, 2).flatten(2))
 
     def split(self, x: Tensor) -> Tensor:
+        """Split the heads: (B, L, D) to (B, H, L, d)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class CausalBlock(nn.Module):
-    """A pre-norm Transformer block on `CausalAttention`."""
+    """A pre-norm Transformer block with `CausalAttention`."""
 
     def __init__(
         self, width: int, heads: int, ffn: int, dropout: float, *, strict: bool
@@ -174,15 +236,17 @@ class CausalBlock(nn.Module):
     def forward(
         self, x: Tensor, layout: Layout, added_values: Tensor | None = None
     ) -> Tensor:
-        """(B, L, D). `added_values` (B, T, D) is added to the values, never to queries or keys; not where a block
-        that is not strict has candidates, for they have no value of their own then."""
-        states = self.norm(x)
-        values = (
-            states
-            if added_values is None
-            else states[:, : layout.context] + added_values
-        )
-        x = x + functional.dropout(
-            self.attention(states, values, layout), self.dropout, self.training
-        )
+        """Return the states (B, L, D) after attention and feed-forward.
+
+        Args:
+            x: (B, L, D) states.
+            layout: Positions of the batch.
+            added_values: (B, T, D) added to the inputs of the values, never to queries
+                or keys. Not allowed with candidates unless the block is strict.
+        """
+        states = values = self.norm(x)
+        if added_values is not None:
+            values = states[:, : layout.context] + added_values
+        mixed = self.attention(states, values, layout)
+        x = x + functional.dropout(mixed, self.dropout, self.training)
         return x + functional.dropout(self.ffn(x), self.dropout, self.training)

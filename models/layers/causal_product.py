@@ -1,14 +1,16 @@
-"""Causal softmax attention, plain or with a bound of its own for every query, tile by tile or by a fused kernel.
+"""Causal softmax attention in tiles, with an optional bound per query.
 
     mixed = causal_product(q, k, v)
-    mixed = prefix_product(q, k, v, bound, 1)              # ties: query i reads keys 0..bound_i - 1 and itself
-    mixed = prefix_product(q, k, v, bound, None, (own_k, own_v))   # queries that are no keys: candidates
+    mixed = prefix_product(q, k, v, bound, 1)  # query i: keys 0..bound_i - 1 and itself
+    mixed = prefix_product(q, k, v, bound, None, (self_k, self_v))  # candidates
 
-Plain causal attention of long rows, and on a GPU, is PyTorch's fused kernel. On a CPU that multiplies with a library
-that `models/cpu/matmul.py` has reason to leave, and in narrow tiles where rows are short. Here a tile is two plain
-products around a softmax; the backward pass computes its weights anew, so that no more than one tile of them is ever
-held. With bounds it is tiles everywhere: a mask of all rows would be as large as the scores, and fused kernels copy it
-as numbers. `python -m benchmarks actions` times whole models with it.
+Long rows without bounds, and GPUs, use PyTorch's fused kernel. On a CPU that kernel
+multiplies with a library that `models/cpu/matmul.py` avoids, and short rows get narrow
+tiles. Here a tile is two matrix products around a softmax. The backward pass recomputes
+the weights of a tile, so the weights of only one tile are in memory at a time. With
+bounds, all devices use tiles: a mask of all rows would be as large as the scores, and
+fused kernels copy it as floating-point numbers. `python -m benchmarks actions` times
+whole models with it.
 
 Shapes: `B` rows, `H` heads, `L` queries, `T` keys, `d` width of a head.
 """
@@ -24,54 +26,71 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
-LONGEST = 767
-"""Positions up to which tiles are faster: from 768 on PyTorch's kernel takes wider ones itself."""
+MAX_TILED_LENGTH = 767
+"""Rows up to this length are faster in tiles than in PyTorch's fused kernel."""
 
-BLOCK = 128
-"""Queries of a tile at most: few enough that little is computed above the diagonal."""
+TILE_QUERIES = 128
+"""Most queries of a tile. More queries would waste work above the diagonal."""
 
-TILE = 2**18
-"""Scores of a tile, over as many heads as make them up: they stay in a core's cache between the products."""
+TILE_SCORES = 2**18
+"""Scores of a tile over all its heads: few enough to stay in a core's cache."""
 
-LARGE_TILE = 2**26
-"""Those of a tile on a GPU."""
+GPU_TILE_SCORES = 2**26
+"""Scores of a tile on a GPU."""
 
 
-@wrap_torch_function(
-    lambda q, k, v: (q, k, v)
-)  # one call to those who count operations
+# a single operation for tools that count operations
+@wrap_torch_function(lambda q, k, v: (q, k, v))
 def causal_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, H, L, d): softmax(q k' / sqrt(d)) v of three (B, H, L, d), where position t reads 0..t."""
+    """Return softmax(q k' / sqrt(d)) v, where position t attends to 0..t.
+
+    All tensors are (B, H, L, d).
+    """
     plain = (
         q.device.type == "cpu"
         and q.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
     )
-    if plain and q.shape[2] <= LONGEST and not torch.compiler.is_compiling():
-        return _Tiled.apply(q, k, v, None, 1, None, None)
+    if plain and q.shape[2] <= MAX_TILED_LENGTH and not torch.compiler.is_compiling():
+        return _TiledAttention.apply(q, k, v, None, 1, None, None)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@wrap_torch_function(lambda q, k, v, bound, group, own=None: (q, k, v))
+@wrap_torch_function(lambda q, k, v, bound, group, self_kv=None: (q, k, v))
 def prefix_product(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bound: Tensor,
     group: int | None,
-    own: tuple[Tensor, Tensor] | None = None,
+    self_kv: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(B, H, L, d): the same of queries (B, H, L, d) over keys and values (B, H, T, d), where query i reads keys
-    0..bound_i - 1 of `bound` (B, L); zero where it reads nothing.
+    """Return attention in which query i attends to the keys 0..bound_i - 1.
 
-    With `group` query i is key i, its bound is i at most, and above 0 it also reads from the first key of its group of
-    so many (1 or 2) on to itself. Without it queries are no keys, and `own` has a key and a value for each of them,
-    (B, H, L, d) both, which no other reads: one more column of scores.
+    A query without any key gets zeros.
+
+    Args:
+        q: (B, H, L, d) queries.
+        k: (B, H, T, d) keys.
+        v: (B, H, T, d) values.
+        bound: (B, L) number of keys that each query attends to.
+        group: None if queries are candidates, which are not among the keys. Otherwise
+            query i is key i, and its bound is at most i. Above 0, keys form groups of
+            this size (1 or 2), and query i also attends to the keys from the start of
+            its group up to itself.
+        self_kv: A key and a value of each query, (B, H, L, d) both, that only this
+            query attends to. Needs `group` None.
+
+    Returns:
+        (B, H, L, d)
     """
-    return _Tiled.apply(q, k, v, bound, group, *(own or (None, None)))
+    self_k, self_v = self_kv or (None, None)
+    return _TiledAttention.apply(q, k, v, bound, group, self_k, self_v)
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledAttention(torch.autograd.Function):
+    """Attention that computes scores tile by tile, in the forward and backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -80,63 +99,69 @@ class _Tiled(torch.autograd.Function):
         v: Tensor,
         bound: Tensor | None,
         group: int | None,
-        own_k: Any,
-        own_v: Any,
+        self_k: Any,
+        self_v: Any,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, bound, own_k, own_v)
+        ctx.save_for_backward(q, k, v, bound, self_k, self_v)
         ctx.group, shape = group, q.shape
-        q, k, v, own_k, own_v = _flat(q * shape[-1] ** -0.5, k, v, own_k, own_v)
+        q, k, v, self_k, self_v = _merge_heads(
+            q * shape[-1] ** -0.5, k, v, self_k, self_v
+        )
         mixed = torch.empty_like(q)
-        for heads, rows, keys, weights in _tiles(q, k, bound, group, own_k):
+        for heads, rows, keys, weights in _tiles(q, k, bound, group, self_k):
             weights = weights.to(v.dtype)
             mixed[heads, rows] = weights[..., : keys.stop] @ v[heads, keys]
-            if own_v is not None:
-                mixed[heads, rows] += weights[..., -1:] * own_v[heads, rows]
+            if self_v is not None:
+                mixed[heads, rows] += weights[..., -1:] * self_v[heads, rows]
         return mixed.view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        shape, (q, k, v, bound, own_k, own_v) = gradient.shape, ctx.saved_tensors
-        scale, of_keys = shape[-1] ** -0.5, k.shape
-        q, k, v, own_k, own_v, gradient = _flat(q * scale, k, v, own_k, own_v, gradient)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        d_own_k, d_own_v = (
-            None if own_k is None else torch.empty_like(q) for _ in range(2)
+        q, k, v, bound, self_k, self_v = ctx.saved_tensors
+        query_shape = gradient.shape
+        key_shape = k.shape
+        scale = query_shape[-1] ** -0.5
+        q, k, v, self_k, self_v, gradient = _merge_heads(
+            q * scale, k, v, self_k, self_v, gradient
         )
-        for heads, rows, keys, weights in _tiles(q, k, bound, ctx.group, own_k):
-            mine = gradient[heads, rows]
-            slope = mine @ v[heads, keys].mT
-            if own_v is not None:
-                slope = torch.cat(
-                    [slope, (mine * own_v[heads, rows]).sum(-1, keepdim=True)], -1
-                )
-            slope = torch._softmax_backward_data(
-                slope.to(weights.dtype), weights, -1, weights.dtype
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
+        d_self_k = None if self_k is None else torch.empty_like(q)
+        d_self_v = None if self_k is None else torch.empty_like(q)
+        for heads, rows, keys, weights in _tiles(q, k, bound, ctx.group, self_k):
+            d_mixed = gradient[heads, rows]
+            d_weights = d_mixed @ v[heads, keys].mT
+            if self_v is not None:
+                d_self_weight = (d_mixed * self_v[heads, rows]).sum(-1, keepdim=True)
+                d_weights = torch.cat([d_weights, d_self_weight], -1)
+            d_scores = torch._softmax_backward_data(
+                d_weights.to(weights.dtype), weights, -1, weights.dtype
             ).to(k.dtype)
-            weights, past = weights.to(v.dtype), slope[..., : keys.stop]
-            dv[heads, keys] += weights[..., : keys.stop].mT @ mine
-            dk[heads, keys] += past.mT @ q[heads, rows]
-            dq[heads, rows] = past @ k[heads, keys]
-            if d_own_k is not None and d_own_v is not None:
-                d_own_v[heads, rows] = weights[..., -1:] * mine
-                d_own_k[heads, rows] = slope[..., -1:] * q[heads, rows]
-                dq[heads, rows] += slope[..., -1:] * own_k[heads, rows]
-        own = (
-            None if part is None else part.view(shape) for part in (d_own_k, d_own_v)
-        )
+            weights = weights.to(v.dtype)
+            d_key_scores = d_scores[..., : keys.stop]
+            dv[heads, keys] += weights[..., : keys.stop].mT @ d_mixed
+            dk[heads, keys] += d_key_scores.mT @ q[heads, rows]
+            dq[heads, rows] = d_key_scores @ k[heads, keys]
+            if d_self_k is not None and d_self_v is not None:
+                d_self_score = d_scores[..., -1:]
+                d_self_v[heads, rows] = weights[..., -1:] * d_mixed
+                d_self_k[heads, rows] = d_self_score * q[heads, rows]
+                dq[heads, rows] += d_self_score * self_k[heads, rows]
         return (
-            dq.mul_(scale).view(shape),
-            dk.view(of_keys),
-            dv.view(of_keys),
+            dq.mul_(scale).view(query_shape),
+            dk.view(key_shape),
+            dv.view(key_shape),
             None,
             None,
-            *own,
+            None if d_self_k is None else d_self_k.view(query_shape),
+            None if d_self_v is None else d_self_v.view(query_shape),
         )
 
 
-def _flat(*tensors: Tensor | None) -> list[Any]:
-    """(B * H, L, d), contiguous, of each (B, H, L, d); None of None."""
+def _merge_heads(*tensors: Tensor | None) -> list[Any]:
+    """Reshape each (B, H, L, d) tensor to a contiguous (B * H, L, d)."""
     return [
         None if tensor is None else tensor.contiguous().flatten(0, 1)
         for tensor in tensors
@@ -144,54 +169,79 @@ def _flat(*tensors: Tensor | None) -> list[Any]:
 
 
 def _tiles(
-    q: Tensor, k: Tensor, bound: Tensor | None, group: int | None, own_k: Tensor | None
+    q: Tensor, k: Tensor, bound: Tensor | None, group: int | None, self_k: Tensor | None
 ) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Of each tile its heads, queries, the keys up to the last that any of them may read, and the weights (heads,
-    queries, keys) in float32 at least, with one more column for `own_k`. Without `bound` queries read causally."""
-    above = q.new_full((BLOCK, BLOCK), -torch.inf).triu(1)
-    place = torch.arange(
-        max(k.shape[1], q.shape[1]), device=q.device, dtype=torch.int32
-    )
-    size = TILE if q.device.type == "cpu" else LARGE_TILE
+    """Yield the attention weights tile by tile.
+
+    Args:
+        q: (B * H, L, d) scaled queries.
+        k: (B * H, T, d) keys.
+        bound: (B, L) bounds as in `prefix_product`; None for plain causal attention.
+        group: As in `prefix_product`.
+        self_k: (B * H, L, d) keys of the queries themselves, or None.
+
+    Yields:
+        Heads, queries and keys of the tile as slices, and its weights (heads, queries,
+        keys) in float32 or more. With `self_k` the weights have one more column.
+    """
+    above_diagonal = q.new_full((TILE_QUERIES, TILE_QUERIES), -torch.inf).triu(1)
+    positions = max(k.shape[1], q.shape[1])
+    index = torch.arange(positions, device=q.device, dtype=torch.int32)
+    on_cpu = q.device.type == "cpu"
+    tile_scores = TILE_SCORES if on_cpu else GPU_TILE_SCORES
     if bound is not None:
-        bound = bound.to(torch.int32).repeat_interleave(len(q) // len(bound), 0)[
-            ..., None
-        ]  # (B * H, L, 1)
-    # no more keys than a tile's queries read, and no mask where all read them; on a GPU the host would wait for that
-    narrow = (
-        group is None and q.device.type == "cpu" and not torch.compiler.is_compiling()
-    )
-    for first in range(0, q.shape[1], BLOCK):
-        end = min(first + BLOCK, q.shape[1])
-        rows, keys = slice(first, end), slice(0, k.shape[1] if group is None else end)
-        most = max(1, size // ((end - first) * keys.stop))
-        for head in range(0, len(q), most):
-            heads, read, hidden = slice(head, head + most), keys, None
+        heads_per_row = len(q) // len(bound)
+        bound = bound.to(torch.int32).repeat_interleave(heads_per_row, 0)
+        bound = bound[..., None]  # (B * H, L, 1)
+    # Candidates may read far fewer keys than there are. Only a CPU can look at the
+    # bounds and skip the unread keys; a GPU would make the host wait.
+    skip_unread_keys = group is None and on_cpu and not torch.compiler.is_compiling()
+    for first in range(0, q.shape[1], TILE_QUERIES):
+        end = min(first + TILE_QUERIES, q.shape[1])
+        rows = slice(first, end)
+        keys = slice(0, k.shape[1] if group is None else end)
+        num_heads = max(1, tile_scores // ((end - first) * keys.stop))
+        for head in range(0, len(q), num_heads):
+            heads = slice(head, head + num_heads)
+            tile_keys = keys
+            hidden = None
             if bound is not None:
-                mine, shortest = bound[heads, rows], 0
-                if narrow:
-                    shortest, longest = (int(end) for end in mine.aminmax())
-                    read = slice(0, longest)
-                if shortest < read.stop:
-                    hidden = place[read] >= mine
-            scores = q[heads, rows] @ k[heads, read].mT
+                tile_bound = bound[heads, rows]
+                shortest = 0
+                if skip_unread_keys:
+                    shortest, longest = (int(x) for x in tile_bound.aminmax())
+                    tile_keys = slice(0, longest)
+                if shortest < tile_keys.stop:
+                    hidden = index[tile_keys] >= tile_bound
+            scores = q[heads, rows] @ k[heads, tile_keys].mT
             if bound is None:
-                scores[:, :, first:] += above[: end - first, : end - first]
+                scores[:, :, first:] += above_diagonal[: end - first, : end - first]
             elif hidden is not None:
                 if group:
-                    query, key = place[rows, None], place[rows]
-                    hidden[:, :, first:] &= (key < query // group * group) | (
-                        key > query
-                    )
+                    hidden[:, :, first:] &= _outside_group(index[rows], group)
                 scores.masked_fill_(hidden, -torch.inf)
-            if own_k is not None:
-                own = (q[heads, rows] * own_k[heads, rows]).sum(-1, keepdim=True)
-                scores = torch.cat([scores, own], -1)
-            weights = scores.softmax(
-                -1, torch.promote_types(scores.dtype, torch.float32)
-            )
-            if hidden is not None and not group and own_k is None:
-                weights.masked_fill_(
-                    hidden, 0.0
-                )  # softmax over nothing is not a number
-            yield heads, rows, read, weights
+            if self_k is not None:
+                self_score = (q[heads, rows] * self_k[heads, rows]).sum(
+                    -1, keepdim=True
+                )
+                scores = torch.cat([scores, self_score], -1)
+            precision = torch.promote_types(scores.dtype, torch.float32)
+            weights = scores.softmax(-1, precision)
+            if hidden is not None and not group and self_k is None:
+                # the softmax of a query without keys is NaN
+                weights.masked_fill_(hidden, 0.0)
+            yield heads, rows, tile_keys, weights
+
+
+def _outside_group(index: Tensor, group: int) -> Tensor:
+    """Return a mask of the keys outside the part of the group up to the query.
+
+    Args:
+        index: (n,) positions of the queries of a tile, which are also the keys.
+        group: Size of a group.
+
+    Returns:
+        (n, n) bool: true where the key is before the query's group or after the query.
+    """
+    query = index[:, None]
+    return (index < query // group * group) | (index > query)

@@ -1,8 +1,10 @@
-"""Gated DeltaNet's mixer (Yang et al., 2025), built as in flash-linear-attention.
+"""The mixer of Gated DeltaNet (Yang et al., 2025), as in flash-linear-attention.
 
-Sizes are the caller's. A_log and dt_bias start as there, linear layers as PyTorch has them.
+The caller chooses the sizes. A_log and dt_bias are initialised as in that library,
+linear layers as in PyTorch.
 
-Shapes: `B` rows, `L` positions, `D` width, `H` heads, `K` width of a head's keys, `V` of its values.
+Shapes: `B` rows, `L` positions, `D` width, `H` heads, `K` key width of a head, `V`
+value width of a head.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from models.layers.gated_recurrence import (
     RecurrentMixer,
     ShortConvolution,
     initial_step_bias,
-    masked,
+    zero_padding,
 )
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """q, k, v after short convolutions, q and k of length 1; decay and beta per head; a gated norm per head."""
+    """A gated delta rule after short convolutions, with a gated norm per head.
+
+    Queries and keys are normalised to length 1. Decay and beta are computed per head.
+    """
 
     def __init__(
         self,
@@ -38,37 +43,37 @@ class GatedDeltaNet(RecurrentMixer):
         self.memory_size = head_width * self.values
         self.qkv = nn.Linear(dim, 2 * self.keys + self.values, bias=False)
         self.conv = ShortConvolution(2 * self.keys + self.values, conv, bias=False)
-        self.rates = nn.Linear(dim, 2 * heads, bias=False)  # of the decay, then of beta
-        self.log_rate = nn.Parameter(
-            torch.empty(heads).uniform_(1e-3, 16).log()
-        )  # A_log
+        self.rates = nn.Linear(dim, 2 * heads, bias=False)  # decay rates, then betas
+        initial_rate = torch.empty(heads).uniform_(1e-3, 16)
+        self.log_rate = nn.Parameter(initial_rate.log())  # A_log
         self.step_bias = nn.Parameter(initial_step_bias(heads))
         self.gate = nn.Linear(dim, self.values, bias=False)
         self.norm = nn.RMSNorm(head_width * expand_v, eps=1e-6)
         self.out = nn.Linear(self.values, dim, bias=False)
 
     def inputs(self, x: Tensor, real: Tensor | None, window: Tensor | None) -> Inputs:
-        mixed, window = self.conv(masked(self.qkv(x), real), window)
+        qkv, window = self.conv(zero_padding(self.qkv(x), real), window)
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, L, K or V)
-            for part in mixed.split([self.keys, self.keys, self.values], -1)
+            for part in qkv.split([self.keys, self.keys, self.values], -1)
         )
         step, strength = self.rates(x).to(self.log_rate.dtype).chunk(2, -1)  # (B, L, H)
         log_decay = -self.log_rate.exp() * functional.softplus(step + self.step_bias)
-        log_decay, beta = (
-            masked(part, real).transpose(1, 2)
-            for part in (log_decay, strength.sigmoid())
-        )
         return Inputs(
-            _unit(q) * q.shape[-1] ** -0.5, _unit(k), v, log_decay, beta, None, window
+            q=_normalize(q) * q.shape[-1] ** -0.5,
+            k=_normalize(k),
+            v=v,
+            log_decay=zero_padding(log_decay, real).transpose(1, 2),
+            beta=zero_padding(strength.sigmoid(), real).transpose(1, 2),
+            skip=None,
+            window=window,
         )
 
     def outputs(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.out(
-            self.norm(mixed).transpose(1, 2).flatten(2) * functional.silu(self.gate(x))
-        )
+        normed = self.norm(mixed).transpose(1, 2).flatten(2)
+        return self.out(normed * functional.silu(self.gate(x)))
 
 
-def _unit(x: Tensor) -> Tensor:
-    """`x` over its length along the last axis; 0 where it is 0."""
+def _normalize(x: Tensor) -> Tensor:
+    """Divide `x` by its length along the last axis; zero vectors stay zero."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

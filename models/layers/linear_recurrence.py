@@ -1,12 +1,13 @@
-"""The linear recurrence h_t = decay * h_{t-1} + x_t, one decay per channel, in parallel.
+"""The linear recurrence h_t = decay * h_{t-1} + x_t with one decay per channel.
 
-    h = linear_recurrence(x, decay)            # (B, L, D): all positions at once, for training
-    h = key_value_recurrence(k, v, decay)      # the same of x = k * v, on GPUs in one pass (linear_recurrence_triton)
+    h = linear_recurrence(x, decay)         # (B, L, D), all positions at once
+    h = key_value_recurrence(k, v, decay)   # with x = k * v, fused on GPUs
 
-The parallel form cuts the positions into about sqrt(L) chunks. All chunks run their own recurrence side by
-side, the last states are carried from chunk to chunk, and what a chunk inherits is added to its positions.
-That is 2 sqrt(L) vector operations and a cost linear in L. The decay appears in powers of 0 to sqrt(L) only,
-never divided by, so nothing overflows; powers that underflow are contributions that are zero in fp32.
+The parallel form splits the positions into about sqrt(L) chunks. All chunks run their
+recurrence side by side, the last states are passed from chunk to chunk, and each
+position adds what its chunk inherits. This takes 2 sqrt(L) vector operations at a cost
+linear in L. Only the powers 0..sqrt(L) of the decay appear, never as divisors, so
+nothing overflows; powers that underflow are contributions that are zero in float32.
 
 Shapes: `B` rows, `L` positions, `D` channels, `N` chunks of `K` positions.
 """
@@ -24,16 +25,33 @@ from torch import Tensor, nn
 
 
 def linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
-    """Return h_t = decay * h_{t-1} + x_t with h_0 = 0 (Eq. 8 of QGS), (B, L, D) in the dtype of `x`.
+    """Return h_t = decay * h_{t-1} + x_t with h_0 = 0 (Eq. 8 of QGS).
 
-    `decay` is (D,), each in (0, 1). Sums are fp32 whatever the dtype of `x`. Differentiable in both.
+    Sums are float32 for every dtype of `x`. Differentiable in both arguments.
+
+    Args:
+        x: (B, L, D) inputs.
+        decay: (D,) decays in (0, 1).
+
+    Returns:
+        (B, L, D) in the dtype of `x`.
     """
     return Recurrence.apply(x, decay.float())
 
 
 def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-    """(B, L, D) in the dtype of `k`: `linear_recurrence` of k * v, both (B, L, D) (Eq. 7 and 8 of QGS). On a GPU where
-    Triton can be imported it is one pass over memory, unless TRIELINE_KERNELS=0."""
+    """Return the `linear_recurrence` of k * v (Eq. 7 and 8 of QGS).
+
+    A GPU with Triton computes it in one pass over memory, unless TRIELINE_KERNELS=0.
+
+    Args:
+        k: (B, L, D) keys.
+        v: (B, L, D) values.
+        decay: (D,) decays in (0, 1).
+
+    Returns:
+        (B, L, D) in the dtype of `k`.
+    """
     if k.is_cuda and fused_available():
         from models.layers.linear_recurrence_triton import FusedRecurrence
 
@@ -43,7 +61,7 @@ def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
 
 @cache
 def fused_available() -> bool:
-    """Whether Triton is installed, as it is with PyTorch for GPUs, and wanted."""
+    """Return whether Triton is installed and TRIELINE_KERNELS does not forbid it."""
     return (
         os.environ.get("TRIELINE_KERNELS") != "0"
         and importlib.util.find_spec("triton") is not None
@@ -51,7 +69,7 @@ def fused_available() -> bool:
 
 
 class Recurrence(torch.autograd.Function):
-    """The parallel form and its gradient, which is the same recurrence run backwards."""
+    """The parallel recurrence. Its gradient is the same recurrence run backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor) -> Tensor:
@@ -64,38 +82,43 @@ class Recurrence(torch.autograd.Function):
         h, decay = ctx.saved_tensors
         # dL/dx_t = g_t = dL/dh_t + decay * g_{t+1};  dL/d decay = sum_t g_t * h_{t-1}
         g = scan(gradients[0], decay, reverse=True)
-        by_decay = (
+        decay_gradient = (
             (g[:, 1:] * h[:, :-1]).sum((0, 1)) if ctx.needs_input_grad[1] else None
         )
-        return g.to(gradients[0].dtype), by_decay
+        return g.to(gradients[0].dtype), decay_gradient
 
 
 def scan(x: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
-    """(B, L, D) fp32: the recurrence over `x`, from the last position to the first where `reverse`."""
+    """Run the recurrence over `x` in chunks.
+
+    Args:
+        x: (B, L, D) inputs.
+        decay: (D,) decays.
+        reverse: Whether to run from the last position to the first.
+
+    Returns:
+        (B, L, D) float32.
+    """
     batch, length, width = x.shape
     size = max(1, math.isqrt(max(0, length - 1)) + 1)
     count = -(-length // size)
     padded = x.new_zeros(batch, count * size, width, dtype=torch.float32)
     padded[:, :length] = x
-    h = padded.view(batch, count, size, width)
-    places, chunks, step, edge = range(1, size), range(1, count), -1, size - 1
+    h = padded.view(batch, count, size, width)  # (B, N, K, D)
     if reverse:
-        places, chunks, step, edge = (
-            range(size - 2, -1, -1),
-            range(count - 2, -1, -1),
-            1,
-            0,
-        )
-    for i in places:  # every chunk from a state of zero
-        h[:, :, i].addcmul_(h[:, :, i + step], decay)
-    whole = decay**size
-    for n in chunks:  # the state after each chunk
-        h[:, n, edge].addcmul_(h[:, n + step, edge], whole)
+        positions, chunks = range(size - 2, -1, -1), range(count - 2, -1, -1)
+        previous, last = 1, 0  # offset to the previous state, last position of a chunk
+    else:
+        positions, chunks = range(1, size), range(1, count)
+        previous, last = -1, size - 1
+    for i in positions:  # within each chunk, from a zero state
+        h[:, :, i].addcmul_(h[:, :, i + previous], decay)
+    chunk_decay = decay**size
+    for n in chunks:  # the state at the end of each chunk
+        h[:, n, last].addcmul_(h[:, n + previous, last], chunk_decay)
     if count > 1 and size > 1:
-        power = (
-            decay
-            ** torch.arange(1, size, device=x.device, dtype=torch.float32)[:, None]
-        )  # (K - 1, D)
+        exponent = torch.arange(1, size, device=x.device, dtype=torch.float32)
+        power = decay ** exponent[:, None]  # (K - 1, D)
         if reverse:
             h[:, :-1, 1:].addcmul_(h[:, 1:, :1], power.flip(0))
         else:
@@ -104,16 +127,18 @@ def scan(x: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
 
 
 class Decay(nn.Module):
-    """(D,) learnable decays in (0, 1), initialised with memories of 2 to `longest` positions, log-spaced."""
+    """Learnable decays (D,) in (0, 1).
+
+    Initial memories 1 / (1 - decay) are log-spaced from 2 to `longest` positions.
+    """
 
     def __init__(self, width: int, longest: float = 200.0) -> None:
         super().__init__()
         memory = torch.logspace(
             math.log10(2), math.log10(longest), width, dtype=torch.float64
         )
-        self.logit = nn.Parameter(
-            torch.log(memory - 1).float()
-        )  # sigmoid(logit) = 1 - 1 / memory
+        # sigmoid(logit) = 1 - 1 / memory
+        self.logit = nn.Parameter(torch.log(memory - 1).float())
 
     def forward(self) -> Tensor:
         return torch.sigmoid(self.logit.float())

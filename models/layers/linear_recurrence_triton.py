@@ -1,8 +1,9 @@
-"""The linear recurrence on GPUs as one pass over memory: h_t = decay * h_{t-1} + k_t * v_t, and its gradient.
+"""The linear recurrence h_t = decay * h_{t-1} + k_t * v_t in Triton, with its gradient.
 
-`linear_recurrence` is its reference. A program takes a block of channels of one row through all positions, a tile of
-them at a time: an associative scan within the tile, and the state carried from tile to tile. The backward pass is the
-same from the last position to the first. Sums are fp32 whatever the dtype of k and v.
+The module `linear_recurrence` is the reference. A program takes a block of channels of
+one row through all positions, one tile after the other: an associative scan within the
+tile, and a state passed from tile to tile. The backward pass does the same from the
+last position to the first. Sums are float32 for every dtype of k and v.
 
 Shapes: `B` rows, `L` positions, `D` channels, `T` positions and `C` channels of a tile.
 """
@@ -17,12 +18,12 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 POSITIONS, CHANNELS = 32, 32
-"""T and C: a tile's rows are then 128 bytes of float32, as wide as a GPU reads at once."""
+"""T and C: a row of a tile is then 128 bytes of float32, the width of one GPU read."""
 
 
 @triton.jit
 def combine(first_decay, first, second_decay, second):  # type: ignore[no-untyped-def]
-    """Two stretches of positions as one: the decay over both, and the state after both from a state of zero."""
+    """Combine the decays and final states of two consecutive stretches of positions."""
     return first_decay * second_decay, second_decay * first + second
 
 
@@ -41,7 +42,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Writes h (B, L, D). A position of k and v is `k_step` and `v_step` numbers after the one before it."""
+    """Write h (B, L, D).
+
+    Consecutive positions of k and v are `k_step` and `v_step` numbers apart.
+    """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
     gamma = tl.load(decay + channel, mask=inside, other=0.0)
@@ -60,10 +64,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         x = key.to(tl.float32) * value.to(tl.float32)  # (T, C)
-        power, own = tl.associative_scan(
+        power, local = tl.associative_scan(
             (tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine
         )
-        tile = own + power * state[None, :]
+        tile = local + power * state[None, :]
         tl.store(
             h + row * length * width + t[:, None] * width + channel[None, :],
             tile,
@@ -91,8 +95,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Writes dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh (B, L, D) and h. g_t = grad_t + decay * g_{t+1};
-    dk = g v, dv = g k, by_decay = sum_t g_t h_{t-1}."""
+    """Write dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh and h (B, L, D).
+
+    g_t = grad_t + decay * g_{t+1}
+    dk = g v,  dv = g k,  by_decay = sum_t g_t h_{t-1}
+    """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
     gamma = tl.load(decay + channel, mask=inside, other=0.0)
@@ -102,10 +109,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         mask = (t >= 0)[:, None] & inside[None, :]
         flat = row * length * width + t[:, None] * width + channel[None, :]
         x = tl.load(grad + flat, mask=mask, other=0.0).to(tl.float32)
-        power, own = tl.associative_scan(
+        power, local = tl.associative_scan(
             (tl.broadcast_to(gamma[None, :], (T, C)), x), 0, combine
         )
-        g = own + power * state[None, :]
+        g = local + power * state[None, :]
         key = tl.load(
             k + row * k_row + t[:, None] * k_step + channel[None, :],
             mask=mask,
@@ -125,7 +132,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 class FusedRecurrence(torch.autograd.Function):
-    """`FusedRecurrence.apply(k, v, decay)`: h (B, L, D) in the dtype of k, of k and v (B, L, D) and decay (D,) fp32."""
+    """Autograd function of the fused kernels.
+
+    `FusedRecurrence.apply(k, v, decay)` takes k and v (B, L, D) and float32 decays
+    (D,), and returns h (B, L, D) in the dtype of k.
+    """
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:

@@ -1,6 +1,10 @@
-"""Mamba2's mixer (Dao and Gu, 2024). A_log, dt_bias and D start as its authors have them, linear layers as PyTorch has.
+"""The mixer of Mamba2 (Dao and Gu, 2024).
 
-Shapes: `B` rows, `L` positions, `D` width, `H` heads, `P` width of a head, `N` width of the state.
+A_log, dt_bias and D are initialised as in the authors' code, linear layers as in
+PyTorch.
+
+Shapes: `B` rows, `L` positions, `D` width, `H` heads, `P` width of a head, `N` width of
+the state.
 """
 
 from __future__ import annotations
@@ -14,35 +18,35 @@ from models.layers.gated_recurrence import (
     RecurrentMixer,
     ShortConvolution,
     initial_step_bias,
-    masked,
+    zero_padding,
 )
 
 
 class Mamba2(RecurrentMixer):
-    """x, B and C after a short convolution; B and C, the keys and queries, are shared by all heads (one group)."""
+    """State space duality after a short convolution over x, B and C.
+
+    All heads share B and C, which are the keys and queries (one group).
+    """
 
     def __init__(
         self, dim: int, head_width: int, state: int, expand: int, conv: int, chunk: int
     ) -> None:
         super().__init__()
-        self.inner, self.state, self.heads, self.chunk = (
-            expand * dim,
-            state,
-            expand * dim // head_width,
-            chunk,
-        )
+        self.inner = expand * dim
+        self.state = state
+        self.heads = self.inner // head_width
+        self.chunk = chunk
         self.memory_size = self.inner * state
         if self.heads * head_width != self.inner:
             raise ValueError(
-                f"head_width {head_width} does not divide the inner width {self.inner}; give one that does"
+                f"head_width {head_width} does not divide the inner width "
+                f"{self.inner}; give a divisor of it"
             )
-        self.enter = nn.Linear(
-            dim, self.inner + 2 * state + self.heads, bias=False
-        )  # x, B, C and the step size
+        # x, B, C and the step size
+        self.enter = nn.Linear(dim, self.inner + 2 * state + self.heads, bias=False)
         self.conv = ShortConvolution(self.inner + 2 * state, conv, bias=True)
-        self.log_rate = nn.Parameter(
-            torch.empty(self.heads).uniform_(1, 16).log()
-        )  # A_log
+        initial_rate = torch.empty(self.heads).uniform_(1, 16)
+        self.log_rate = nn.Parameter(initial_rate.log())  # A_log
         self.step_bias = nn.Parameter(initial_step_bias(self.heads))
         self.skip = nn.Parameter(torch.ones(self.heads))  # D
         self.gate = nn.Linear(dim, self.inner, bias=False)  # z
@@ -51,22 +55,24 @@ class Mamba2(RecurrentMixer):
 
     def inputs(self, x: Tensor, real: Tensor | None, window: Tensor | None) -> Inputs:
         channels = self.inner + 2 * self.state
-        given, step = self.enter(x).split([channels, self.heads], -1)
-        mixed, window = self.conv(masked(given, real), window)
-        mixed, keys, queries = mixed.split([self.inner, self.state, self.state], -1)
-        mixed = mixed.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, L, P)
-        step = masked(
-            functional.softplus(step.to(self.step_bias.dtype) + self.step_bias), real
-        )  # (B, L, H)
-        step = step.transpose(1, 2)
-        log_decay = -self.log_rate.exp().unsqueeze(-1) * step
-        skip = self.skip[:, None, None] * mixed
-        shared = queries.unsqueeze(1), keys.unsqueeze(1)  # (B, 1, L, N)
+        convolved, step = self.enter(x).split([channels, self.heads], -1)
+        convolved, window = self.conv(zero_padding(convolved, real), window)
+        values, keys, queries = convolved.split(
+            [self.inner, self.state, self.state], -1
+        )
+        values = values.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, L, P)
+        step = functional.softplus(step.to(self.step_bias.dtype) + self.step_bias)
+        step = zero_padding(step, real).transpose(1, 2)  # (B, H, L)
         return Inputs(
-            *shared, step.unsqueeze(-1) * mixed, log_decay, None, skip, window
+            q=queries.unsqueeze(1),  # (B, 1, L, N)
+            k=keys.unsqueeze(1),
+            v=step.unsqueeze(-1) * values,
+            log_decay=-self.log_rate.exp().unsqueeze(-1) * step,
+            beta=None,
+            skip=self.skip[:, None, None] * values,
+            window=window,
         )
 
     def outputs(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.out(
-            self.norm(mixed.transpose(1, 2).flatten(2) * functional.silu(self.gate(x)))
-        )
+        gated = mixed.transpose(1, 2).flatten(2) * functional.silu(self.gate(x))
+        return self.out(self.norm(gated))

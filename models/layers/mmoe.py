@@ -1,6 +1,9 @@
-"""Multi-gate mixture of experts (Ma et al., 2018): experts that all tasks share, a gate and a tower per task.
+"""Multi-gate mixture of experts (Ma et al., 2018).
 
-Shapes: `D` width of the input, `E` experts of width `w`, `K` tasks, `h` width of a tower.
+All tasks share the experts; each task has a gate and a tower.
+
+Shapes: `D` width of the input, `E` experts of width `w`, `K` tasks, `h` width of a
+tower.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from torch.nn import functional
 
 
 class MMoE(nn.Module):
-    """Logit of task k = tower_k(sum_e softmax(gate_k(x))_e * expert_e(x)) (Eq. 6 and 7 of MMoE)."""
+    """Logits of several tasks from shared experts (Eq. 6 and 7 of MMoE).
+
+    logit_k = tower_k(sum_e softmax(gate_k(x))_e * expert_e(x))
+    """
 
     def __init__(
         self,
@@ -29,7 +35,7 @@ class MMoE(nn.Module):
         self.shape, self.dropout = (tasks, experts), dropout
         self.experts = nn.Linear(width, experts * expert_width)
         self.gates = nn.Linear(width, tasks * experts)
-        # towers of all tasks in one product: a loop over more than ten tasks costs more than they do
+        # one product for the towers of all tasks: a loop over tasks would cost more
         self.tower = nn.Parameter(torch.empty(tasks, expert_width, tower_width))
         self.tower_bias = nn.Parameter(torch.zeros(tasks, tower_width))
         self.out = nn.Parameter(torch.empty(tasks, tower_width))
@@ -38,7 +44,7 @@ class MMoE(nn.Module):
             nn.init.uniform_(weight, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) logits of `x` (..., D)."""
+        """Return the logits (..., K) of inputs `x` (..., D)."""
         experts = functional.relu(self.experts(x)).unflatten(
             -1, (self.shape[1], -1)
         )  # (..., E, w)

@@ -1,4 +1,4 @@
-"""Numbers by their mean and deviation over training.
+"""Standardisation of features by mean and deviation over the training examples.
 
 scale = Standardised(mean, std, names)
 scale(features)     # (..., F)
@@ -11,15 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-MOST = 5.0
-"""Deviations from the mean at which numbers are cut."""
+MAX_DEVIATIONS = 5.0
+"""Standardised features are clipped to this many deviations from the mean."""
 
 
 class Standardised(nn.Module):
-    """Features by their mean and deviation over training, both (F,), cut at `MOST` deviations.
+    """Standardise features (..., F) and clip them at `MAX_DEVIATIONS`.
 
-    A feature without spread in training has a deviation of 0. Nothing can be learned of it, so all its values become 0,
-    also those that come later.
+    A feature that did not vary in training has deviation 0. Nothing can be learned
+    about it, so all its values become 0, including later ones.
+
+    Args:
+        mean: (F,) means over the training examples.
+        std: (F,) deviations over the training examples.
+        names: (F,) names of the features, for messages.
     """
 
     mean: Tensor
@@ -31,18 +36,25 @@ class Standardised(nn.Module):
         spread = std.float()
         self.register_buffer("std", torch.where(spread > 0, spread, torch.inf))
         self.feature_names = tuple(names)
-        """(F,) names, for messages."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., F) of (..., F); NaN where there is none."""
-        return ((features - self.mean) / self.std).clamp(-MOST, MOST)
+        """Return the standardised features (..., F); missing values stay NaN."""
+        return ((features - self.mean) / self.std).clamp(
+            -MAX_DEVIATIONS, MAX_DEVIATIONS
+        )
 
     def keep_new_scales(self, mean: Tensor, std: Tensor) -> list[str]:
-        """Replace, in the scale (F,) of a checkpoint, what had no spread by the scale of this module.
+        """Complete the scale of a checkpoint by features that vary only in new data.
+
+        Args:
+            mean: (F,) means of the checkpoint, changed in place.
+            std: (F,) deviations of the checkpoint, changed in place.
 
         Returns:
-            The names of the features that are replaced.
+            Names of the features whose scale was replaced by the scale of this module.
         """
-        new = std.isinf() & self.std.isfinite()
-        mean[new], std[new] = self.mean[new], self.std[new]
-        return [self.feature_names[place] for place in new.nonzero().flatten().tolist()]
+        is_new = std.isinf() & self.std.isfinite()
+        mean[is_new], std[is_new] = self.mean[is_new], self.std[is_new]
+        return [
+            self.feature_names[index] for index in is_new.nonzero().flatten().tolist()
+        ]

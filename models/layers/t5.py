@@ -1,10 +1,10 @@
-"""Blocks of T5 (Raffel et al., 2020) as TIGER trains them: short inputs, a 4-code output.
+"""Blocks of T5 (Raffel et al., 2020) for TIGER: short inputs and four output codes.
 
-The same mathematics and parameter names as the stacks of `transformers.T5ForConditionalGeneration` (a test holds them
-equal), without what TIGER does not use, and with dropout that a CPU can afford.
+Mathematics and parameter names equal `transformers.T5ForConditionalGeneration` (checked
+by a test). Features that TIGER does not use are left out, and dropout is fast on a CPU.
 
-Shapes: `B` sequences, `S` positions of an encoder and `T` of the stack itself, `D` width, `H` heads, `K` width of a
-head.
+Shapes: `B` sequences, `S` encoder positions, `T` positions of the stack itself, `D`
+width, `H` heads, `K` width of a head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class T5Sizes:
-    """As in `transformers.T5Config`."""
+    """Sizes of a T5 model, named as in `transformers.T5Config`."""
 
     vocabulary: int
     d_model: int
@@ -31,16 +31,19 @@ class T5Sizes:
     num_decoder_layers: int
     dropout: float
     buckets: int = 32
-    """Relative position buckets (T5's)."""
+    """Number of relative position buckets."""
     max_distance: int = 128
-    """Distance from which on all positions share a bucket (T5's)."""
+    """Distance from which on all positions share a bucket."""
     epsilon: float = 1e-6
-    """Of the root mean square norm (T5's)."""
+    """Epsilon of the root mean square norm."""
 
 
 def dropout(x: Tensor, dropout_p: float) -> Tensor:
-    """`functional.dropout` where it is fast; on a CPU the mask is cut from 16-bit pieces of random words. There torch
-    draws one number at a time, a third of a training step of this model."""
+    """Apply dropout, with a fast mask on a CPU.
+
+    There PyTorch draws one number at a time, which takes a third of a training step of
+    TIGER. Instead the mask is made of 16-bit pieces of random 64-bit words.
+    """
     if dropout_p == 0.0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -49,7 +52,7 @@ def dropout(x: Tensor, dropout_p: float) -> Tensor:
 
 
 def _keep(x: Tensor, dropout_p: float) -> Tensor:
-    """A random mask like `x`, False for a share `dropout_p` of it."""
+    """Return a mask like `x` that is false with probability `dropout_p`."""
     words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return (
         words.view(torch.int16)[: x.numel()].view(x.shape)
@@ -58,7 +61,10 @@ def _keep(x: Tensor, dropout_p: float) -> Tensor:
 
 
 class _ReluDropout(torch.autograd.Function):
-    """relu then a mask (unscaled), in place; the gradient of both is where the result is positive."""
+    """ReLU followed by an unscaled dropout mask, in place.
+
+    The gradient of both passes where the result is positive.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout_p: float) -> Tensor:
@@ -75,7 +81,7 @@ class _ReluDropout(torch.autograd.Function):
 
 
 class Norm(nn.Module):
-    """Root mean square norm with a weight and no bias."""
+    """A root mean square norm with a weight and no bias."""
 
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
@@ -83,20 +89,22 @@ class Norm(nn.Module):
         self.epsilon = sizes.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        if (
-            x.device.type == "cpu" and not torch.is_grad_enabled()
-        ):  # torch's takes three times longer there
-            return self.scaled(x) * self.weight
+        if x.device.type == "cpu" and not torch.is_grad_enabled():
+            # three times faster than torch.rms_norm
+            return self.normalize(x) * self.weight
         return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
-    def scaled(self, x: Tensor) -> Tensor:
-        """x over its root mean square: the norm but for the weight."""
+    def normalize(self, x: Tensor) -> Tensor:
+        """Divide `x` by its root mean square, without applying the weight."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * norm.square().mul_(1 / x.shape[-1]).add_(self.epsilon).rsqrt_()
 
 
 class Attention(nn.Module):
-    """Multi-head attention without biases or scaling; optionally owner of the relative position bias."""
+    """Multi-head attention without biases or scaling.
+
+    The first block of a stack also owns the relative position bias.
+    """
 
     def __init__(self, sizes: T5Sizes, position_bias: bool = False) -> None:
         super().__init__()
@@ -117,27 +125,42 @@ class Attention(nn.Module):
             )
 
     def split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """(B, T, parts * H * K) to `parts` tensors (B, H, T, K)."""
+        """Split (B, T, parts * H * K) into `parts` tensors (B, H, T, K)."""
         return x.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def project(self, x: Tensor, names: str) -> tuple[Tensor, ...]:
-        """(B, H, T, K) projections of `x` (B, T, D), such as q, k and v for "qkv", in one product."""
+        """Project `x` (B, T, D) by several weights in one product.
+
+        Args:
+            x: (B, T, D) inputs.
+            names: Names of the projections, such as "qkv".
+
+        Returns:
+            One (B, H, T, K) tensor per name.
+        """
         weight = torch.cat([getattr(self, name).weight for name in names])
         return self.split(functional.linear(x, weight), len(names))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
     ) -> Tensor:
-        """(B, T, D): attention of q (B, H, T, K) to k and v (B, H, S, K); `bias` is added to the scores."""
+        """Return the attention output (B, T, D).
+
+        Args:
+            q: (B, H, T, K) queries.
+            k: (B, H, S, K) keys.
+            v: (B, H, S, K) values.
+            bias: Added to the scores (B, H, T, S), or None.
+            dropout_p: Dropout probability of the attention weights.
+        """
         return self.o(self.heads_output(q, k, v, bias, dropout_p))
 
     def heads_output(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
     ) -> Tensor:
-        """(B, T, H * K): as `attend`, before the output projection."""
-        if (
-            dropout_p == 0.0 and q.device.type != "cpu"
-        ):  # torch's kernel for CPUs takes ten times longer at these lengths
+        """Return the output (B, T, H * K) of `attend` before the output projection."""
+        # PyTorch's fused kernel for CPUs is ten times slower at these lengths
+        if dropout_p == 0.0 and q.device.type != "cpu":
             mixed = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, scale=1.0
             )
@@ -150,6 +173,8 @@ class Attention(nn.Module):
 
 
 class DenseReluDense(nn.Module):
+    """Two linear layers with a ReLU and dropout between them."""
+
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
         self.wi = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
@@ -166,7 +191,7 @@ class DenseReluDense(nn.Module):
 
 
 class Layer(nn.Module):
-    """A sub-layer: its norm, and under the name that `transformers` has the module it wraps."""
+    """A norm and the module that it precedes, named as in `transformers`."""
 
     def __init__(self, sizes: T5Sizes, name: str, module: nn.Module) -> None:
         super().__init__()
@@ -175,7 +200,7 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, in a decoder cross-attention, and feed-forward, each a residual step."""
+    """Self-attention, cross-attention (decoders only) and feed-forward sub-layers."""
 
     def __init__(self, sizes: T5Sizes, decoder: bool, first: bool) -> None:
         super().__init__()
@@ -199,21 +224,20 @@ class Block(nn.Module):
         return cast(DenseReluDense, self.layer[-1].get_submodule("DenseReluDense"))
 
     def norm(self, index: int, x: Tensor) -> Tensor:
-        """The input of the sub-layer `index`."""
-        return self.norm_of(index)(x)
+        """Normalise `x` for the sub-layer `index`."""
+        return self.get_norm(index)(x)
 
-    def norm_of(self, index: int) -> Norm:
+    def get_norm(self, index: int) -> Norm:
         return cast(Norm, self.layer[index].get_submodule("layer_norm"))
 
     def drop(self, self_attention: bool, cross_attention: bool) -> None:
-        """Leaves sub-layers out (Tables 2 and 9 of SID-MLP)."""
-        self.has_attention, self.has_cross_attention = (
-            not self_attention,
-            not cross_attention,
-        )
-        for index, dropped in ((0, self_attention), (1, cross_attention)):
-            if dropped:
-                self.layer[index] = nn.Identity()
+        """Remove sub-layers (Tables 2 and 9 of SID-MLP)."""
+        self.has_attention = not self_attention
+        self.has_cross_attention = not cross_attention
+        if self_attention:
+            self.layer[0] = nn.Identity()
+        if cross_attention:
+            self.layer[1] = nn.Identity()
 
     def forward(
         self,
@@ -223,8 +247,15 @@ class Block(nn.Module):
         states: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, D). `bias` covers positions and padding of x; a decoder attends to `states` (B, S, D), whose padding
-        mask is `padding`."""
+        """Return the states (B, T, D) after the block.
+
+        Args:
+            x: (B, T, D) states.
+            bias: Added to the scores of self-attention: position bias and padding mask.
+            dropout_p: Dropout probability.
+            states: (B, S, D) encoder states for cross-attention.
+            padding: Padding mask of `states`, added to the scores of cross-attention.
+        """
         if self.has_attention:
             q, k, v = self.attention.project(self.norm(0, x), "qkv")
             x = x + dropout(self.attention.attend(q, k, v, bias, dropout_p), dropout_p)
@@ -238,7 +269,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks and a final norm; the first block owns the position bias of all."""
+    """Blocks and a final norm. The first block owns the position bias of all blocks."""
 
     def __init__(self, sizes: T5Sizes, decoder: bool) -> None:
         super().__init__()
@@ -254,7 +285,10 @@ class Stack(nn.Module):
         return cast(list[Block], list(self.block))
 
     def position_bias(self, length: int) -> Tensor:
-        """(1, H, length, length): bias by relative position; -inf for later positions in a decoder."""
+        """Return the bias (1, H, length, length) by relative position.
+
+        In a decoder it is -inf for later positions.
+        """
         table = cast(nn.Embedding, self.blocks[0].attention.relative_attention_bias)
         position = torch.arange(length, device=table.weight.device)
         distance = position[None] - position[:, None]  # key minus query
@@ -270,7 +304,10 @@ class Stack(nn.Module):
         states: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, D) of embedded tokens x (B, T, D); the rest as in `Block`."""
+        """Return the states (B, T, D) of embedded tokens `x` (B, T, D).
+
+        The other arguments are as in `Block.forward`.
+        """
         x = dropout(x, dropout_p)
         for block in self.blocks:
             x = block(x, bias, dropout_p, states, padding)
@@ -278,7 +315,7 @@ class Stack(nn.Module):
 
 
 def _bucket(distance: Tensor, sizes: T5Sizes, bidirectional: bool) -> Tensor:
-    """T5's bucket of a distance: exact when near, logarithmic when far."""
+    """Return T5's bucket of each distance: exact if near, logarithmic if far."""
     count = sizes.buckets // 2 if bidirectional else sizes.buckets
     offset = (distance > 0).long() * count if bidirectional else 0
     distance = distance.abs() if bidirectional else (-distance).clamp(min=0)

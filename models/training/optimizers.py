@@ -88,7 +88,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 class Spares(Protocol):
     """A module that spares some of its parameters weight decay."""
 
-    def undecayed(self) -> list[nn.Parameter]:
+    def no_decay_parameters(self) -> list[nn.Parameter]:
         """Those parameters."""
 
 
@@ -105,7 +105,7 @@ def grouped(
         id(p)
         for module in model.modules()
         if isinstance(module, Spares)
-        for p in module.undecayed()
+        for p in module.no_decay_parameters()
     }
     found: dict[tuple[float, bool], list[nn.Parameter]] = {}
     used = set()

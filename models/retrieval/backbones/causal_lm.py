@@ -64,7 +64,7 @@ class LmBackbone(Backbone):
         """(V, D): embeddings of the words."""
         return cast(Any, self.lm).get_input_embeddings()
 
-    def undecayed(self) -> list[nn.Parameter]:
+    def no_decay_parameters(self) -> list[nn.Parameter]:
         """Norms and biases of the language model, whose weights LC-Rec's training does not decay (`transformers`)."""
         return [parameter for parameter in self.lm.parameters() if parameter.ndim == 1]
 

@@ -135,7 +135,7 @@ class PackedDecoder:
             stack.sizes,
             stack.blocks,
         )
-        self.scaled, self.heads = stack.final_layer_norm.scaled, sizes.num_heads
+        self.normalize, self.heads = stack.final_layer_norm.normalize, sizes.num_heads
         self.q, self.kv, self.o = [], [], []
         self.has_attention, self.has_cross_attention = (
             blocks[0].has_attention,
@@ -143,7 +143,7 @@ class PackedDecoder:
         )
         if self.has_attention:
             attentions = [
-                (block.attention, block.norm_of(0).weight) for block in blocks
+                (block.attention, block.get_norm(0).weight) for block in blocks
             ]
             self.q = [Packed(a.q.weight * norm) for a, norm in attentions]
             self.kv = [
@@ -151,13 +151,13 @@ class PackedDecoder:
                 for a, norm in attentions
             ]
             self.o = [Packed(a.o.weight) for a, _ in attentions]
-            token = self.scaled(embedding.weight)
+            token = self.normalize(embedding.weight)
             self.first_q, self.first_kv = (
                 self.q[0](token),
                 self.kv[0](token),
             )  # (V, ...): what block 0 makes of a token
         self.wi = [
-            Packed(block.feedforward.wi.weight * block.norm_of(-1).weight)
+            Packed(block.feedforward.wi.weight * block.get_norm(-1).weight)
             for block in blocks
         ]
         self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
@@ -169,7 +169,7 @@ class PackedDecoder:
             [],
         )  # each (H * D, D): of the states, with the projections of q and o in them
         for cross, norm in [
-            (b.cross_attention, b.norm_of(1).weight)
+            (b.cross_attention, b.get_norm(1).weight)
             for b in blocks
             if self.has_cross_attention
         ]:
@@ -247,7 +247,7 @@ class SharedKV:
                         for table in (decoder.first_q, decoder.first_kv)
                     )
                 else:
-                    normed = decoder.scaled(x)
+                    normed = decoder.normalize(x)
                     q, kv = decoder.q[i](normed), decoder.kv[i](normed)
                 seen = [*codes, kv]
                 if level < self.tokens.levels - 1:
@@ -257,13 +257,13 @@ class SharedKV:
             if decoder.has_cross_attention:
                 keys, values = self.cross[i]
                 x = x.unflatten(0, shape)  # (B, W, D)
-                scores = (decoder.scaled(x) @ keys.transpose(1, 2)).unflatten(
+                scores = (decoder.normalize(x) @ keys.transpose(1, 2)).unflatten(
                     -1, (decoder.heads, -1)
                 )  # (B, W, H, S)
                 scores = scores if self.padding is None else scores.add_(self.padding)
                 x = (x + scores.softmax(-1).flatten(2) @ values).flatten(0, 1)
-            x = decoder.wo[i](decoder.wi[i](decoder.scaled(x), relu=True), add=x)
-        logits = decoder.logits(decoder.scaled(x))  # (N, V)
+            x = decoder.wo[i](decoder.wi[i](decoder.normalize(x), relu=True), add=x)
+        logits = decoder.logits(decoder.normalize(x))  # (N, V)
         first, size = self.tokens.first[level], self.tokens.sizes[level]
         if not self.vocabulary:
             return (

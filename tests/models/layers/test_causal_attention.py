@@ -1,4 +1,4 @@
-"""Attention against loops: the query shift, candidates, and rotary positions."""
+"""Causal attention equals explicit loops and masks."""
 
 from __future__ import annotations
 
@@ -11,49 +11,46 @@ from torch.nn import functional
 from models.layers.causal_attention import (
     CausalAttention,
     Layout,
-    rotary,
-    rotate,
-    shifted_attention,
+    apply_rope,
+    compute_rope,
+    strict_causal_attention,
 )
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
-def test_the_shift_equals_an_explicit_mask(length):
+def test_strict_attention_equals_an_explicit_mask(length):
     q, k, v = torch.randn(3, 2, 3, length, 4, requires_grad=True).unbind()
-    got = shifted_attention(q, k, v)
+    got = strict_causal_attention(q, k, v)
     mask = torch.ones(length, length, dtype=torch.bool).tril(-1)
-    mask[0, 0] = (
-        True  # softmax over nothing is not a number; the row is put to zero below
-    )
+    mask[0, 0] = True  # avoids NaN; this output is set to zero below
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     expected = expected * (torch.arange(length) > 0)[:, None]
     torch.testing.assert_close(got, expected)
     assert not got[:, :, 0].any()
-    for (
-        left,
-        right,
-    ) in zip(  # of a single position too: DDP counts the weights that have a gradient
-        torch.autograd.grad(got.square().sum(), (q, k, v), retain_graph=True),
-        torch.autograd.grad(expected.square().sum(), (q, k, v)),
-        strict=True,
-    ):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+    # a single position has gradients too, as DDP requires
+    gradients = torch.autograd.grad(got.square().sum(), (q, k, v), retain_graph=True)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
-def test_every_position_reads_what_it_may(strict, tied):
+def test_positions_attend_to_earlier_context_only(strict, tied):
     torch.manual_seed(0)
-    attention, context = CausalAttention(8, 2, strict=strict), 5
-    states, values = torch.randn(
-        2, 2, 8, 8
-    ).unbind()  # 5 context positions, 3 candidates
-    past = [[0, 1, 1, 1, 4], [0, 1, 2, 3, 3]] if tied else [[0, 1, 2, 3, 4]] * 2
-    earlier = torch.cat([torch.tensor(past), torch.tensor([[5, 2, 0], [1, 4, 4]])], 1)
-    layout = Layout.of(earlier, context, 4, tied=tied)
+    attention = CausalAttention(8, 2, strict=strict)
+    # 5 context positions and 3 candidates in each of 2 rows
+    states, values = torch.randn(2, 2, 8, 8).unbind()
+    past = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    if tied:
+        past = [[0, 1, 1, 1, 4], [0, 1, 2, 3, 3]]
+    candidates = [[5, 2, 0], [1, 4, 4]]
+    earlier = torch.cat([torch.tensor(past), torch.tensor(candidates)], 1)
+    layout = Layout.build(earlier, 5, 4, tied=tied)
+
     got = attention(states, values, layout)
     q, k = (
-        rotate(attention.split(part(states)), layout.rope)
+        apply_rope(attention.split(part(states)), layout.rope)
         for part in (attention.q, attention.k)
     )
     v = attention.split(attention.v(values))
@@ -69,21 +66,21 @@ def test_every_position_reads_what_it_may(strict, tied):
             torch.testing.assert_close(got[row, i], attention.o(mixed.flatten()))
 
 
-def test_what_reads_equally_much_stands_at_one_place():
-    """A candidate where the next event would, events of one time together, and pairs of tokens one after the other."""
+def test_rotary_position_is_the_number_of_earlier_positions():
+    """Candidates, tied events and the tokens of an event get consistent positions."""
     earlier = torch.tensor([[0, 1, 1, 3, 4, 3, 0]])
-    rope = Layout.of(earlier, 5, 4, tied=True).rope[:, 0, 0]
-    for one, other in ((5, 3), (6, 0), (2, 1)):
-        torch.testing.assert_close(rope[:, one], rope[:, other])
-    pairs = Layout.of(earlier, 5, 4, tied=True, tokens=2)
-    places = torch.tensor([[0, 1, 2, 3, 2, 3, 6, 7, 8, 9, 6, 0]])
-    torch.testing.assert_close(pairs.rope, rotary(places, 4))
+    rope = Layout.build(earlier, 5, 4, tied=True).rope[:, 0, 0]
+    for left, right in ((5, 3), (6, 0), (2, 1)):
+        torch.testing.assert_close(rope[:, left], rope[:, right])
+    pairs = Layout.build(earlier, 5, 4, tied=True, tokens=2)
+    positions = torch.tensor([[0, 1, 2, 3, 2, 3, 6, 7, 8, 9, 6, 0]])
+    torch.testing.assert_close(pairs.rope, compute_rope(positions, 4))
     assert pairs.earlier.tolist() == [[0, 0, 2, 2, 2, 2, 6, 6, 8, 8, 6, 0]]
     assert pairs.past().earlier.shape == (1, 10)
 
 
 def test_weights_start_as_xavier_uniform():
-    """Uniform over a bound by which queries and keys of unit variance keep it: sqrt(6 / (2 D))."""
+    """The bound is sqrt(6 / (fan in + fan out))."""
     torch.manual_seed(0)
     attention = CausalAttention(64, 4, strict=True)
     bound = (6 / 128) ** 0.5
@@ -93,10 +90,10 @@ def test_weights_start_as_xavier_uniform():
         assert weight.std() == pytest.approx(bound / 3**0.5, rel=0.03)
 
 
-def test_every_pair_turns_by_its_angle():
+def test_rope_rotates_each_pair_by_its_angle():
     position = torch.tensor([[0, 3, 7]])
     x = torch.randn(1, 2, 3, 6)
-    got = rotate(x, rotary(position, 6))
+    got = apply_rope(x, compute_rope(position, 6))
     for head in range(2):
         for row, p in enumerate(position[0].tolist()):
             for j in range(3):

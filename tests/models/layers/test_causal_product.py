@@ -1,4 +1,4 @@
-"""Causal attention in tiles is that of a mask in float64, forward and backward, whatever the tiles."""
+"""Tiled causal attention equals masked attention in float64 for all tile sizes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from models.layers import causal_product as module
-from models.layers.causal_product import LONGEST, causal_product, prefix_product
+from models.layers.causal_product import (
+    MAX_TILED_LENGTH,
+    causal_product,
+    prefix_product,
+)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The definition, row by row."""
+def masked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention by its definition, query by query."""
     rows = []
     for t in range(q.shape[2]):
         scores = (
@@ -22,42 +26,45 @@ def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(rows, 2)
 
 
-@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300, LONGEST, LONGEST + 1])
-def test_outputs_and_gradients_are_those_of_a_mask(
+@pytest.mark.parametrize(
+    "length", [1, 2, 127, 128, 129, 300, MAX_TILED_LENGTH, MAX_TILED_LENGTH + 1]
+)
+def test_outputs_and_gradients_equal_masked_attention(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(length)
     shape = (2, 3, length, 8)
-    ours = [
+    inputs = [
         (2 * torch.randn(2, length, 3, 8)).transpose(1, 2).requires_grad_()
         for _ in range(3)
     ]  # not contiguous
-    exact = [x.detach().double().requires_grad_() for x in ours]
-    expected, weight = masked(*exact), torch.randn(shape)
-    theirs = torch.autograd.grad(expected, exact, weight.double())
-    for tile in (1, 2**14, module.TILE):
-        monkeypatch.setattr(module, "TILE", tile)
-        mixed = causal_product(*ours)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected, weight = masked_attention(*exact), torch.randn(shape)
+    expected_gradients = torch.autograd.grad(expected, exact, weight.double())
+    for tile in (1, 2**14, module.TILE_SCORES):
+        monkeypatch.setattr(module, "TILE_SCORES", tile)
+        mixed = causal_product(*inputs)
         assert mixed.shape == shape
         torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-5)
-        for found, gradient in zip(
-            torch.autograd.grad(mixed, ours, weight), theirs, strict=True
+        for gradient, expected_gradient in zip(
+            torch.autograd.grad(mixed, inputs, weight), expected_gradients, strict=True
         ):
-            torch.testing.assert_close(found.double(), gradient, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                gradient.double(), expected_gradient, rtol=1e-4, atol=1e-4
+            )
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("small_tiles", [False, True])
 @pytest.mark.parametrize(
     "kind", ["strict", "own", "pairs", "candidates", "strict candidates"]
 )
-def test_bounded_outputs_and_gradients_are_those_of_a_loop(
-    kind: str, apart: bool, monkeypatch
+def test_bounded_outputs_and_gradients_equal_a_loop_over_queries(
+    kind: str, small_tiles: bool, monkeypatch
 ) -> None:
-    """Every query by itself, over the keys that it reads; `apart`: in tiles of a few queries."""
     torch.manual_seed(0)
-    if apart:
-        monkeypatch.setattr(module, "BLOCK", 4)
-        monkeypatch.setattr(module, "TILE", 30)
+    if small_tiles:
+        monkeypatch.setattr(module, "TILE_QUERIES", 4)
+        monkeypatch.setattr(module, "TILE_SCORES", 30)
     queries, keys = (11, 14) if "candidates" in kind else (14, 14)
     q, own_k, own_v = (
         torch.randn(2, 3, queries, 4, dtype=torch.double, requires_grad=True)
@@ -115,11 +122,13 @@ def test_bounds_work_under_autocast() -> None:
         (mixed + own).float().square().sum().backward()
     assert q.grad is not None
     assert q.grad.isfinite().all()
-    torch.testing.assert_close(mixed.float(), masked(q, q, q), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(
+        mixed.float(), masked_attention(q, q, q), rtol=0.05, atol=0.05
+    )
     torch.testing.assert_close(own, mixed, rtol=0.05, atol=0.05)
 
 
-def test_scores_that_would_overflow_do_not() -> None:
+def test_large_scores_do_not_overflow() -> None:
     q = torch.full((1, 1, 5, 4), 1e4)
     found = causal_product(
         q, q, torch.arange(5.0).view(1, 1, 5, 1).expand(-1, -1, -1, 4)
@@ -129,17 +138,21 @@ def test_scores_that_would_overflow_do_not() -> None:
     )
 
 
-def test_other_types_and_autocast_take_the_fused_kernel(
+def test_float64_and_autocast_use_the_fused_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_Tiled", None)
+    monkeypatch.setattr(module, "_TiledAttention", None)
     q = torch.randn(1, 2, 6, 4)
     torch.testing.assert_close(
-        causal_product(q.double(), q.double(), q.double()), masked(*[q.double()] * 3)
+        causal_product(q.double(), q.double(), q.double()),
+        masked_attention(*[q.double()] * 3),
     )
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
-            causal_product(q, q, q).float(), masked(q, q, q), rtol=0.05, atol=0.05
+            causal_product(q, q, q).float(),
+            masked_attention(q, q, q),
+            rtol=0.05,
+            atol=0.05,
         )
     with pytest.raises(AttributeError):  # the tiles, which float32 takes
         causal_product(q, q, q)

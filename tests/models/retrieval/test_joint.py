@@ -56,7 +56,7 @@ def layer_by_loops(
     block, first = backbone.encoder.blocks[index], backbone.encoder.blocks[0].attention
     attention, found = block.attention, {}
     normed = {
-        at: x * (x.square().mean() + 1e-6).rsqrt() * block.norm_of(0).weight
+        at: x * (x.square().mean() + 1e-6).rsqrt() * block.get_norm(0).weight
         for at, x in states.items()
     }
     for query in states:
@@ -77,7 +77,7 @@ def layer_by_loops(
             )
             mixed.append(weights @ values)
         x = states[query] + attention.o.weight @ torch.cat(mixed)
-        inner = x * (x.square().mean() + 1e-6).rsqrt() * block.norm_of(-1).weight
+        inner = x * (x.square().mean() + 1e-6).rsqrt() * block.get_norm(-1).weight
         found[query] = (
             x
             + block.feedforward.wo.weight @ (block.feedforward.wi.weight @ inner).relu()
