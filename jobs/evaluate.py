@@ -267,7 +267,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
     from models import registry
     from models.loaded_model import hash_inputs
-    from models.metrics.ranking_metrics import below_chance
+    from models.metrics.ranking_metrics import describe_chance_level
     from models.retrieval.metrics import FIRST
     from models.storage import checkpoint
     from pipelines.evaluation.ranking import evaluate, record
@@ -310,7 +310,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
         *first_lines(result.metrics),
     ]:
         print(line)
-    if below := below_chance(result.metrics):
+    if below := describe_chance_level(result.metrics):
         print(f"warning: no better than without a model ({below})")
     if entry.recommends:
         left_out = f"{pluralize(result.skipped, 'request')} without history left out"

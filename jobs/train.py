@@ -122,9 +122,9 @@ def learned_nothing(
             base rates and chance need none.
         gradient: whether the model is trained by gradient.
     """
-    from models.metrics.ranking_metrics import below_chance
+    from models.metrics.ranking_metrics import describe_chance_level
 
-    below = below_chance(found)
+    below = describe_chance_level(found)
     value = found.get(fit.metric, math.nan)
     if floor and value < floor[1]:
         below = f"{fit.metric} {value:.4f}, {floor[0]} {floor[1]:.4f}"

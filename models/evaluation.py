@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from models.dataset.dataset import RequestDataset
-from models.metrics.per_user_metrics import ByUser
+from models.metrics.per_user_metrics import PerUserValues
 from models.metrics.ranking_metrics import Histogram
 from models.training.fit import Sums, ValidationStopped, to_device
 
@@ -75,7 +75,7 @@ def measure_examples(
         with torch.no_grad():
             batch_sums = measure(model, batch, **(options or {}))
         for name, value in batch_sums.items():
-            if not isinstance(value, (Histogram, ByUser)):
+            if not isinstance(value, (Histogram, PerUserValues)):
                 value = torch.as_tensor(value, dtype=torch.float64)
             sums[name] = sums.get(name, 0.0) + value.cpu()  # waits for the device
         seconds += time.perf_counter() - start

@@ -22,7 +22,7 @@ def lengths_to_starts(lengths: NDArray) -> NDArray[np.int64]:
 
 
 def gather_ranges(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
-    """Return the indices `begin[i], ..., begin[i] + lengths[i] - 1` of all rows, end to end."""
+    """Return the indices `begin[i], ..., begin[i] + lengths[i] - 1` of all rows."""
     total = int(lengths.sum())
     return np.arange(total) + np.repeat(begin - lengths_to_starts(lengths), lengths)
 
@@ -45,7 +45,7 @@ def run_starts(*keys: NDArray) -> NDArray[np.int64]:
 def pad_indices(
     begin: NDArray, lengths: NDArray, min_width: int = 1
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return indices of rows of different lengths as a rectangle.
+    """Return the indices of ragged rows as a rectangle.
 
     Args:
         begin: (B,) index of each row's first value.
@@ -63,7 +63,17 @@ def pad_indices(
 def pad_ragged(
     values: NDArray, index: NDArray[np.int64], inside: NDArray[np.bool_], empty: int
 ) -> NDArray:
-    """Gather the values (E, ...) at the (B, T) indices of `pad_indices`, with `empty` at padding."""
+    """Gather ragged rows into a rectangle.
+
+    Args:
+        values: (E, ...) values of all rows, end to end.
+        index: (B, T) indices from `pad_indices`.
+        inside: (B, T) mask from `pad_indices`.
+        empty: Value at padding.
+
+    Returns:
+        (B, T, ...)
+    """
     if not len(values):
         return np.full((*index.shape, *values.shape[1:]), empty, values.dtype)
     mask = inside.reshape(inside.shape + (1,) * (values.ndim - 1))
@@ -73,7 +83,16 @@ def pad_ragged(
 def find_sorted(
     values: NDArray, wanted: NDArray
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the index of each `wanted` value in ascending `values`, and whether it is there."""
+    """Look up values in an ascending array.
+
+    Args:
+        values: (n,) ascending values.
+        wanted: (m,) values to look up.
+
+    Returns:
+        (m,) indices into `values`, and a (m,) mask that is true where a value was
+        found.
+    """
     index = np.minimum(np.searchsorted(values, wanted), max(0, len(values) - 1))
     if not len(values):
         return index, np.zeros(len(wanted), bool)
@@ -81,9 +100,16 @@ def find_sorted(
 
 
 def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:
-    """Return the (parts + 1,) edges of runs of rows with about equal sums of (n,) `weights`.
+    """Split rows into consecutive parts with about equal sums of weights.
 
-    No run is empty if there are at least as many rows as parts.
+    No part is empty if there are at least as many rows as parts.
+
+    Args:
+        weights: (n,) weights of the rows.
+        parts: Number of parts.
+
+    Returns:
+        (parts + 1,) edges of the parts.
     """
     number = np.arange(parts + 1)
     if len(weights) < parts:
@@ -96,6 +122,9 @@ def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:
 
 
 def concat_columns(parts: list[dict[str, Any]]) -> dict[str, NDArray]:
-    """Concatenate the arrays of all parts by name. The parts are emptied, which halves the peak memory."""
+    """Concatenate the arrays of all parts by name.
+
+    The parts are emptied on the way, which halves the peak memory.
+    """
     names = list(parts[0])
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}

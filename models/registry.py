@@ -300,7 +300,7 @@ MODELS: dict[str, Entry] = {
         teach=lc_rec.teach,
         precompute=lc_rec.notes,
         recommends=BeamOptions,
-        blocks=language_model.blocks,
+        blocks=language_model.find_blocks,
     ),
     "lc_rec_sid_mlp": Entry(
         LcRecSidMlpConfig, LcRecSidMlp, RETRIEVAL, **TAUGHT, recommends=StudentOptions
@@ -312,7 +312,7 @@ MODELS: dict[str, Entry] = {
         **TAUGHT,
         recommends=BeamOptions,
         lr_multipliers=lr_multipliers,
-        blocks=language_model.blocks,
+        blocks=language_model.find_blocks,
     ),
     "sid_mlp": Entry(
         SidMlpConfig, SidMlp, RETRIEVAL, **TAUGHT, recommends=SidMlpOptions

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.config import hint
-from models.item_ids import item_ids
+from models.item_ids import parse_item_ids
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.storage.inputs import MADE, Inputs
 from models.storage.tables import LARGEST_NUMBER, UserError, read_table
@@ -46,7 +46,7 @@ class Row(dict[str, Any]):
 
     def ids(self, name: str) -> list[str]:
         """A column of ids, as the catalogue has them."""
-        return item_ids(name, self[name])
+        return parse_item_ids(name, self[name])
 
     def column(self, name: str, count: int, empty: Any = None) -> list[Any]:
         """`count` entries of a column of lists, `empty` for what is not given."""

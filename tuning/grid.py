@@ -33,7 +33,7 @@ from models.config import (
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.storage.uri import absolute
-from models.text.text_encoder import located
+from models.text.text_encoder import resolve_encoder_path
 from models.training.fit import FitConfig
 
 Point = dict[str, Any]
@@ -300,7 +300,9 @@ class Grid:
         )
         for key, value in model.items():
             if key in places | encoders and isinstance(value, str) and value:
-                model[key] = absolute(value) if key in places else located(value)
+                model[key] = (
+                    absolute(value) if key in places else resolve_encoder_path(value)
+                )
         metric = self.metric.removeprefix("val/")
         if fit.setdefault("metric", metric) != metric:
             raise UserError(

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch, earlier
 from models.config import check_choices, check_dropout, check_positive
-from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
+from models.label_loss import (
+    LabelOptions,
+    label_loss,
+    resolve_masks,
+    resolve_weights,
+    sample_learned,
+)
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
 from models.layers.standardised import Standardised
@@ -223,8 +229,8 @@ class ActionsModel(nn.Module):
             catalogue.labels,
             catalogue.train_rates,
         )
-        self.weights = weights_of(self.labels, config.label_weights)
-        self.masks = mask_places(self.labels, config.label_masks)
+        self.weights = resolve_weights(self.labels, config.label_weights)
+        self.masks = resolve_masks(self.labels, config.label_masks)
         self.correction = config.correction
         self.items = ItemNetwork(catalogue, config)
         self.actions = projection(len(catalogue.actions), config.width)
@@ -311,7 +317,7 @@ class ActionsModel(nn.Module):
         kept = learned.flatten()[:, None].expand_as(
             label
         )  # no selection, for whose size a GPU would have to wait
-        some = drawn(label, self.masks, self.config.negative_rate)
+        some = sample_learned(label, self.masks, self.config.negative_rate)
         loss = label_loss(
             logits, label, self.weights, kept if some is None else kept & some
         )

@@ -50,7 +50,7 @@ from torch import Tensor
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_table, sequences_manifest
-from models.text.text_tables import size_of, vectors_of
+from models.text.text_tables import read_vectors, root_mean_square
 
 Batch = dict[str, Tensor]
 
@@ -165,7 +165,7 @@ class ActionsCatalogue:
 
     def __post_init__(self) -> None:
         if not self.text_size:
-            object.__setattr__(self, "text_size", size_of(self.text))
+            object.__setattr__(self, "text_size", root_mean_square(self.text))
 
     def scales(self) -> dict[str, Any]:
         """What a checkpoint keeps of how items' and events' numbers and texts are read."""
@@ -200,7 +200,7 @@ class ActionsCatalogue:
         attributes, vectors = Attributes.of(items, scales), torch.zeros(0)
         numbers, categories = attributes.read(items)
         if text is not None:
-            vectors = vectors_of(
+            vectors = read_vectors(
                 read_table(join(text, "items")),
                 "embedding",
                 len(items),

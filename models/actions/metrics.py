@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.label_loss import counted
+from models.label_loss import select_measured
 from models.metrics import ranking_metrics
-from models.metrics.per_user_metrics import PREFIX, ByUser
+from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import (
     EXAMPLES,
-    NAMES,
+    METRIC_NAMES,
     format_metric,
     ranking_means,
     ranking_sums,
@@ -48,7 +48,7 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
     candidates each."""
     logits, valid = model.score(batch).float(), batch["candidate_valid"]
     label = batch["candidate_label"][valid]
-    kept = counted(label, model.masks)
+    kept = select_measured(label, model.masks)
     user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[
         valid
     ]
@@ -70,7 +70,9 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
         loss = functional.binary_cross_entropy_with_logits(
             logits.double(), label.double(), reduction="none"
         ).sum(1)
-        sums[f"{PREFIX}eval_loss"] = ByUser.of(batch["user_row"][user], loss, by_user)
+        sums[f"{PER_USER_PREFIX}eval_loss"] = PerUserValues.from_batch(
+            batch["user_row"][user], loss, by_user
+        )
     return sums
 
 
@@ -79,7 +81,7 @@ def names(catalogue: Any) -> list[str]:
     tasks = [
         f"{task}/{name}"
         for task in catalogue.labels
-        for name in (*NAMES, "normalised_entropy_train")
+        for name in (*METRIC_NAMES, "normalised_entropy_train")
     ]
     return [*tasks, "eval_loss", *(f"mean/{name}" for name in AVERAGED), "mean/rig"]
 
@@ -123,7 +125,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
         metrics["mean/normalised_entropy_train"],
     )
     return [
-        *ranking_metrics.summary(metrics, kinds, "users"),
+        *ranking_metrics.summarize(metrics, kinds, "users"),
         f"  loss over tasks {format_metric(metrics['eval_loss'])}, mean normalised entropy {format_metric(entropy)} "
         f"({format_metric(by_training)} by training rates)",
     ]

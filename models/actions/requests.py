@@ -27,7 +27,7 @@ from torch import Tensor
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.config import hint
-from models.item_ids import item_id
+from models.item_ids import parse_item_id
 from models.own_features import CATEGORY, NUMBER
 from models.ragged import concat_columns
 from models.requests import Columns, Request, Requests, Row, bundled
@@ -39,8 +39,8 @@ from models.text.text_encoder import (
     TextEncoder,
     TfidfEncoder,
     encode_cached,
+    format_item_texts,
     text_columns,
-    texts_of,
 )
 
 LAST, BEFORE = 1 << 62, -(1 << 62)
@@ -109,7 +109,7 @@ class NewItems:
                 raise UserError(
                     "new_items has an item without item_id; give each the id that candidates call it by"
                 )
-            item = item_id("new_items", item)
+            item = parse_item_id("new_items", item)
             if item in found:
                 raise UserError(f"new_items has '{item}' twice; give each item once")
             for name in post:
@@ -125,7 +125,7 @@ class NewItems:
         """new_numbers, new_categories and new_text (n, ...) as of `models/actions/batch.py`."""
         columns = {
             "item_id": pa.array(
-                [item_id("new_items", post["item_id"]) for post in posts]
+                [parse_item_id("new_items", post["item_id"]) for post in posts]
             )
         }
         for column in self.columns:
@@ -149,7 +149,7 @@ class NewItems:
         table = pa.table(columns)
         numbers, categories = self.attributes.read(table)
         text = (
-            self.vectors(texts_of(table, self.template)[0])
+            self.vectors(format_item_texts(table, self.template)[0])
             if self.width
             else np.zeros((len(posts), 0), np.float32)
         )

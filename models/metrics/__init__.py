@@ -1,1 +1,1 @@
-"""Ranking metrics and metrics per user."""
+"""Ranking metrics, and metrics per user."""

@@ -1,7 +1,10 @@
-"""A metric user by user, so that two models can be compared on the same users (`pipelines/comparison/over_users.py`).
+"""Metric values per user, so that two models can be compared on the same users.
 
-    value = ByUser.of(batch["user_row"], ndcg)          # of a batch; those of batches and workers add up
-    users, means, counts = value.whole()
+    values = PerUserValues.from_batch(batch["user_row"], ndcg)
+    users, means, counts = values.merge()
+
+Values of batches and workers are added with `+`. `pipelines/comparison/over_users.py`
+compares them.
 
 Shapes: `n` values of a batch, `U` users.
 """
@@ -19,69 +22,86 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST = 100_000
-"""Users whose values are kept, at most; of more, those of every so-manieth row of the table."""
+MAX_TRACKED_USERS = 100_000
+"""Most users whose values are stored. Of more users, every `stride`-th row is
+stored."""
 
-PREFIX = "by_user/"
-"""What names of such values begin with among the sums of a batch."""
+PER_USER_PREFIX = "by_user/"
+"""Prefix of the names of per-user values among the sums of a batch."""
 
 
-def stride_of(users: int) -> int:
-    """Every so-manieth user is kept."""
-    return max(1, -(-users // MOST))
+def sampling_stride(users: int) -> int:
+    """Return the stride that keeps at most `MAX_TRACKED_USERS` of `users` rows."""
+    return max(1, -(-users // MAX_TRACKED_USERS))
 
 
 @dataclass(frozen=True)
-class ByUser:
-    """What adds up, over batches and workers in any order."""
+class PerUserValues:
+    """Sums and counts of a metric per user, which can be added in any order."""
 
     chunks: tuple[tuple[Tensor, Tensor], ...]
-    """Each: (u,) int64, rows of users in the sequences table; (2, u) float64, sums and counts of their values."""
+    """Pairs of user rows of the sequences table, (u,) int64, and the sums and counts of
+    their values, (2, u) float64."""
 
     @classmethod
-    def of(cls, user: Tensor, values: Tensor, stride: int = 1) -> Self:
-        """Of `values` (n,), NaN where there is none, of the users with these rows (n,): every `stride`th row."""
-        kept = (user % stride == 0) & ~values.isnan()
-        rows, place = user[kept].unique(return_inverse=True)
+    def from_batch(cls, user: Tensor, values: Tensor, stride: int = 1) -> Self:
+        """Collect the values of a batch.
+
+        Args:
+            user: (n,) rows of the users in the sequences table.
+            values: (n,) metric values, NaN where the metric is not defined.
+            stride: Only users whose row is a multiple of it are stored.
+        """
+        stored = (user % stride == 0) & ~values.isnan()
+        rows, index = user[stored].unique(return_inverse=True)
         table = torch.zeros(2, len(rows), dtype=torch.float64, device=user.device)
-        table[0].index_add_(0, place, values[kept].double())
-        table[1] = torch.bincount(place, minlength=len(rows))
+        table[0].index_add_(0, index, values[stored].double())
+        table[1] = torch.bincount(index, minlength=len(rows))
         return cls(((rows, table),))
 
-    def __add__(self, other: ByUser | float) -> ByUser:
-        return (
-            ByUser((*self.chunks, *other.chunks)) if isinstance(other, ByUser) else self
-        )  # a sum begins with 0
+    def __add__(self, other: PerUserValues | float) -> PerUserValues:
+        if not isinstance(other, PerUserValues):
+            return self  # the 0 that `sum` starts with
+        return PerUserValues((*self.chunks, *other.chunks))
 
     __radd__ = __add__
 
-    def cpu(self) -> ByUser:
-        """The same in the memory of the CPU."""
-        return ByUser(tuple((rows.cpu(), table.cpu()) for rows, table in self.chunks))
-
-    def whole(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """(users ascending, means of their values, their numbers), each (U,)."""
-        rows, place = torch.cat([rows for rows, _ in self.chunks]).unique(
-            return_inverse=True
+    def cpu(self) -> PerUserValues:
+        """Copy the values to CPU memory."""
+        return PerUserValues(
+            tuple((rows.cpu(), table.cpu()) for rows, table in self.chunks)
         )
-        added = torch.cat([table for _, table in self.chunks], 1)
-        total = added.new_zeros(2, len(rows)).index_add(1, place, added)
-        return rows.numpy(), (total[0] / total[1]).numpy(), total[1].long().numpy()
 
-    def packed(self) -> dict[str, str]:
-        """As text for a file: means in half precision, counts, and a hash by which two are told to be of the same
-        users and counts."""
-        rows, means, counts = self.whole()
-        same = hashlib.sha256(rows.tobytes() + counts.tobytes()).hexdigest()[:16]
+    def merge(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+        """Return the users in ascending order, the mean of each and the count of each.
+
+        All arrays are (U,).
+        """
+        users = torch.cat([rows for rows, _ in self.chunks])
+        users, index = users.unique(return_inverse=True)
+        tables = torch.cat([table for _, table in self.chunks], 1)
+        total = tables.new_zeros(2, len(users)).index_add(1, index, tables)
+        return users.numpy(), (total[0] / total[1]).numpy(), total[1].long().numpy()
+
+    def to_text(self) -> dict[str, str]:
+        """Encode the values as text for a JSON file.
+
+        Means are stored in half precision. The hash under "users" is equal for two
+        models if their users and counts are equal.
+        """
+        rows, means, counts = self.merge()
+        users_hash = hashlib.sha256(rows.tobytes() + counts.tobytes()).hexdigest()[:16]
         return {
-            "users": same,
-            "means": text(means.astype("<f2")),
-            "counts": text(counts.astype("<u4")),
+            "users": users_hash,
+            "means": encode_array(means.astype("<f2")),
+            "counts": encode_array(counts.astype("<u4")),
         }
 
 
-def unpacked(fields: dict[str, str]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """(means, counts), each (U,), of what `packed` gives."""
+def decode_values(
+    fields: dict[str, str],
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the means and counts, each (U,), from the output of `to_text`."""
     means, counts = (
         np.frombuffer(zlib.decompress(base64.b64decode(fields[name])), kind)
         for name, kind in (("means", "<f2"), ("counts", "<u4"))
@@ -89,6 +109,6 @@ def unpacked(fields: dict[str, str]) -> tuple[NDArray[np.float64], NDArray[np.in
     return means.astype(np.float64), counts.astype(np.int64)
 
 
-def text(values: NDArray) -> str:
-    """Its bytes, compressed, in letters."""
+def encode_array(values: NDArray) -> str:
+    """Compress the bytes of an array and encode them in base64."""
     return base64.b64encode(zlib.compress(values.tobytes(), 9)).decode()

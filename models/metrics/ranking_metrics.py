@@ -1,22 +1,26 @@
-"""Metrics of predicted probabilities, defined once: AUC, GAUC, log loss, normalised entropy, calibration.
+"""Metrics of predicted probabilities: AUC, GAUC, log loss, entropy, calibration.
 
-    sums = ranking_sums(logits, labels, request)     # of a batch; sums of batches and workers add up
+    sums = ranking_sums(logits, labels, request)  # sums of batches and workers add up
     metrics = ranking_means(sums)
 
-What is meant, since public libraries differ:
+Public libraries differ in their definitions. Here:
 
-* AUC of one request (or of all candidates together): the share of (positive, negative) pairs in which the
-  positive has the higher score, ties counted as half. Equal scores throughout give 0.5, and count.
-* `gauc`: the plain mean of AUC over requests that have both labels (the QGS paper's). Requests of one class are
-  left out of it, and counted in `requests_one_class`. `gauc_by_impressions` weights the same requests by
-  their number of candidates.
-* `auc`: all candidates together, from a histogram of logits, so that sums of any size add up. It is exact, and
-  `auc_error` 0, for up to `EXACT` distinct logits. Beyond, neighbouring ones share a bin and count as tied;
-  `auc_error` is the most by which that can differ from the exact AUC.
-* `log_loss` in nats; `normalised_entropy` is it divided by the entropy of the base rate; `calibration` is the
-  sum of predicted probabilities by the number of positives, and `calibration_uncorrected` the same before what is added
-  to logits of a model that learns from a share of the negatives (`models/label_loss.py`).
-* NaN, with a warning that says why, where nothing is valid: null in JSON, no point in MLflow, a dash in tables.
+- AUC of a request, or of all candidates together, is the share of (positive, negative)
+  pairs in which the positive has the higher score. Ties count as half, so equal scores
+  throughout give 0.5.
+- `gauc` is the unweighted mean of AUC over the requests that have both labels, as in
+  the QGS paper. `requests_one_class` counts the other requests. `gauc_by_impressions`
+  weights the same requests by their number of candidates.
+- `auc` covers all candidates, computed from a histogram of logits that can be added up.
+  It is exact (`auc_error` 0) for up to `MAX_EXACT_LOGITS` distinct logits. Beyond,
+  neighbouring logits share a bin and count as tied; `auc_error` bounds the difference
+  from the exact AUC.
+- `log_loss` is in nats. `normalised_entropy` is the log loss divided by the entropy of
+  the base rate. `calibration` is the sum of predicted probabilities divided by the
+  number of positives. `calibration_uncorrected` is the calibration before the
+  correction of logits for sampled negatives (`models/label_loss.py`).
+- An undefined metric is NaN, and a warning says why. NaN becomes null in JSON, no point
+  in MLflow, and a dash in tables.
 
 Shapes: `N` candidates of `R` requests.
 """
@@ -35,18 +39,19 @@ from torch.nn import functional
 
 from models.metrics.scores import check_finite
 
-EXACT = 1 << 20
-"""Distinct logits, of a label and of all workers together, up to which `auc` is exact: 24 bytes each."""
+MAX_EXACT_LOGITS = 1 << 20
+"""Distinct logits of a label, over all workers, up to which `auc` is exact (24 bytes
+each)."""
 
-CHUNKS = 256
-"""Batches whose logits are kept side by side before they are merged."""
+MAX_CHUNKS = 256
+"""Number of chunks in a histogram above which they are merged."""
 
-CHANCE = 0.51
-"""GAUC below which a model ranks as chance does."""
+CHANCE_GAUC = 0.51
+"""GAUC below which a model is reported to rank no better than chance."""
 
 EXAMPLES = "examples"
 
-NAMES = (
+METRIC_NAMES = (
     "gauc",
     "gauc_by_impressions",
     "auc",
@@ -59,22 +64,26 @@ NAMES = (
     "candidates",
     "positives",
 )
-"""What `ranking_means` gives."""
+"""Names of the metrics from `ranking_means`."""
 
 
 def format_metric(value: float | None) -> str:
-    """Return a metric with four decimals, or a dash where it is not defined."""
+    """Return a metric with four decimals, or a dash if it is not defined."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.4f}"
 
 
-def below_chance(metrics: Mapping[str, float]) -> str:
-    """Return the figure by which a model ranks no better than the base rates or chance, or nothing."""
+def describe_chance_level(metrics: Mapping[str, float]) -> str:
+    """Describe the metric that shows no gain over the base rates or chance, if any.
+
+    Returns:
+        Half a sentence, or an empty string if the model is better than chance.
+    """
     for name in ("mean/normalised_entropy", "normalised_entropy"):
         if metrics.get(name, 0.0) >= 1:
             return f"{name} {metrics[name]:.4f}, the base rates 1"
-    if metrics.get("gauc", 1.0) < CHANCE:
+    if metrics.get("gauc", 1.0) < CHANCE_GAUC:
         return f"gauc {metrics['gauc']:.4f}, chance 0.5"
     return ""
 
@@ -82,10 +91,17 @@ def below_chance(metrics: Mapping[str, float]) -> str:
 def request_auc(
     scores: Tensor, labels: Tensor, request: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """AUC of every request, (R,) float64, ties half; and (R,) bool, whether it has both labels, so that it is defined.
+    """Compute the AUC of every request; ties count as half.
 
-    `scores` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate, numbered from 0; a
-    number without candidates is a request without an AUC.
+    Args:
+        scores: (N,) scores.
+        labels: (N,) labels, true or false.
+        request: (N,) request of each candidate, numbered from 0. A number without
+            candidates is a request without an AUC.
+
+    Returns:
+        (R,) float64 AUCs, and (R,) bool: whether the request has both labels, so that
+        its AUC is defined.
     """
     count = int(request.max()) + 1 if len(request) else 0
     scores, labels = scores.double(), labels.double()
@@ -93,66 +109,66 @@ def request_auc(
     order = order[request[order].argsort(stable=True)]  # by request, then by score
     scores, labels, request = scores[order], labels[order], request[order]
     size = torch.bincount(request, minlength=count)
-    place = torch.arange(len(order), device=order.device)
-    new = torch.ones_like(request, dtype=torch.bool)
-    new[1:] = (request[1:] != request[:-1]) | (scores[1:] != scores[:-1])
-    tie = new.cumsum(0) - 1  # number of the run of equal scores
-    runs = torch.bincount(tie) if len(tie) else tie
-    first = place[new]
-    middle = (first + (runs - 1) / 2)[tie]  # mean place of a run of equal scores
-    rank = middle - (size.cumsum(0) - size)[request]  # from 0, within the request
+    starts_run = torch.ones_like(request, dtype=torch.bool)
+    starts_run[1:] = (request[1:] != request[:-1]) | (scores[1:] != scores[:-1])
+    run = starts_run.cumsum(0) - 1  # (N,) index of the run of equal scores
+    run_length = torch.bincount(run) if len(run) else run
+    run_start = torch.arange(len(order), device=order.device)[starts_run]
+    mean_index = (run_start + (run_length - 1) / 2)[run]
+    request_start = size.cumsum(0) - size
+    rank = mean_index - request_start[request]  # from 0, within the request
     zeros = torch.zeros(count, dtype=torch.float64, device=scores.device)
     positives = zeros.index_add(0, request, labels)
     negatives = size - positives
-    below = zeros.index_add(0, request, labels * rank) - positives * (positives - 1) / 2
+    rank_sum = zeros.index_add(0, request, labels * rank)
+    ordered_pairs = rank_sum - positives * (positives - 1) / 2
     valid = (positives > 0) & (negatives > 0)
-    return torch.where(
-        valid, below / (positives * negatives).clamp(min=1), torch.nan
-    ), valid
+    auc = ordered_pairs / (positives * negatives).clamp(min=1)
+    return torch.where(valid, auc, torch.nan), valid
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Negatives and positives by logit: what adds up, over batches and workers in any order, to the same AUC.
+    """Counts of negatives and positives by logit, which can be added in any order.
 
-    A bin is a logit as long as there are at most `EXACT` of them. Of more, as many low bits of the floating-point
-    numbers are dropped as leave no more bins than that: those that are near each other are joined, at any scale.
+    With at most `MAX_EXACT_LOGITS` distinct logits each has its own bin. With more, the
+    low bits of the floating-point numbers are dropped until no more bins are left, so
+    nearby logits of any scale share a bin.
     """
 
     chunks: tuple[tuple[Tensor, Tensor, int], ...]
-    """Each: (n,) int64, the logits' bits in the order of their values, without the lowest; (2, n) float64, negatives
-    and positives; the number of bits dropped."""
+    """Tuples of keys, counts and dropped bits. Keys (n,) int64 are the bits of the logits,
+    mapped so that they rise with the logit, without the dropped low bits. Counts (2, n)
+    float64 are negatives and positives."""
 
     @classmethod
-    def of(cls, logits: Tensor, labels: Tensor) -> Self:
-        """Of candidates with `logits` (N,), no NaN among them, and `labels` (N,) true or false."""
-        bits = (logits.double() + 0.0).view(torch.int64)  # -0 is 0
+    def from_logits(cls, logits: Tensor, labels: Tensor) -> Self:
+        """Count the candidates of a batch.
+
+        Args:
+            logits: (N,) logits without NaN.
+            labels: (N,) labels, true or false.
+        """
+        bits = (logits.double() + 0.0).view(torch.int64)  # -0 becomes 0
+        # Negative numbers are stored as sign and magnitude: flip the magnitude.
+        key = bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF)
         positive = labels.double()
-        return cls(
-            (
-                (
-                    bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF),
-                    torch.stack([1 - positive, positive]),
-                    0,
-                ),
-            )
-        )
+        counts = torch.stack([1 - positive, positive])
+        return cls(((key, counts, 0),))
 
     def __add__(self, other: Histogram | float) -> Histogram:
-        if not isinstance(other, Histogram):  # the 0 that a sum begins with
-            return self
+        if not isinstance(other, Histogram):
+            return self  # the 0 that `sum` starts with
         joined = Histogram((*self.chunks, *other.chunks))
-        held = sum(len(key) for key, _, _ in joined.chunks)
-        return (
-            joined.merged()
-            if held > 2 * EXACT or len(joined.chunks) > CHUNKS
-            else joined
-        )
+        num_keys = sum(len(key) for key, _, _ in joined.chunks)
+        if num_keys > 2 * MAX_EXACT_LOGITS or len(joined.chunks) > MAX_CHUNKS:
+            return joined.merge()
+        return joined
 
     __radd__ = __add__
 
     def cpu(self) -> Histogram:
-        """The same in the memory of the CPU."""
+        """Copy the counts to CPU memory."""
         return Histogram(
             tuple(
                 (key.cpu(), counts.cpu(), dropped)
@@ -160,34 +176,24 @@ class Histogram:
             )
         )
 
-    def merged(self) -> Histogram:
-        """The same as one chunk of at most `EXACT` bins, ascending."""
+    def merge(self) -> Histogram:
+        """Merge all chunks into one with at most `MAX_EXACT_LOGITS` ascending keys."""
         dropped = max(bits for _, _, bits in self.chunks)
         key = torch.cat([key >> (dropped - bits) for key, _, bits in self.chunks])
-        key, place = key.unique(return_inverse=True)
+        key, index = key.unique(return_inverse=True)
         more = 0
-        while (
-            bool(len(key))
-            and int(((key[1:] >> more) != (key[:-1] >> more)).sum()) >= EXACT
-        ):
+        while len(key) and _count_distinct(key >> more) > MAX_EXACT_LOGITS:
             more += 1
         if more:
-            key, bin_ = (key >> more).unique_consecutive(return_inverse=True)
-            place = bin_[place]
-        counts = torch.cat([counts for _, counts, _ in self.chunks], 1)
-        return Histogram(
-            (
-                (
-                    key,
-                    counts.new_zeros(2, len(key)).index_add(1, place, counts),
-                    dropped + more,
-                ),
-            )
-        )
+            key, bin_index = (key >> more).unique_consecutive(return_inverse=True)
+            index = bin_index[index]
+        all_counts = torch.cat([counts for _, counts, _ in self.chunks], 1)
+        counts = all_counts.new_zeros(2, len(key)).index_add(1, index, all_counts)
+        return Histogram(((key, counts, dropped + more),))
 
     def auc(self) -> tuple[float, float]:
-        """(AUC, the most by which it can be off); NaN where a label is missing."""
-        ((_, (negative, positive), dropped),) = self.merged().chunks
+        """Return the AUC and the bound of its error; NaN if a label is missing."""
+        ((_, (negative, positive), dropped),) = self.merge().chunks
         pairs = float(negative.sum() * positive.sum())
         if not pairs:
             return math.nan, math.nan
@@ -203,14 +209,23 @@ def ranking_sums(
     prefix: str = "",
     correction: float = 0.0,
 ) -> dict[str, Any]:
-    """Sums over a batch of whole requests that `ranking_means` turns into metrics; names begin with `prefix`.
+    """Compute the sums over a batch of whole requests for `ranking_means`.
 
-    `logits` (N,), `labels` (N,) true or false, `request` (N,) the request of each candidate. `correction` is what was
-    added to the logits, of a model that corrects them. Raises UserError where a logit is not finite.
+    Args:
+        logits: (N,) logits.
+        labels: (N,) labels, true or false.
+        request: (N,) request of each candidate.
+        prefix: Prefix of the names of the sums.
+        correction: Value that was added to the logits to correct them for sampled
+            negatives, 0 for none.
+
+    Raises:
+        UserError: If a logit is not finite.
     """
     logits, labels = check_finite(logits.double()), labels.double()
     auc, valid = request_auc(logits, labels, request)
     size = torch.bincount(request, minlength=len(auc)).double()
+    loss = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
     sums: dict[str, Any] = {
         "request_auc": auc[valid].sum(),
         "requests_both": valid.sum(),
@@ -220,41 +235,37 @@ def ranking_sums(
         "candidates": torch.tensor(len(logits)),
         "positives": labels.sum(),
         "predicted": torch.sigmoid(logits).sum(),
-        "loss": functional.binary_cross_entropy_with_logits(
-            logits, labels, reduction="sum"
-        ),
+        "loss": loss,
     }
     if correction:
         sums["predicted_uncorrected"] = torch.sigmoid(logits - correction).sum()
-    sums = {name: value.double() for name, value in sums.items()} | {
-        "histogram": Histogram.of(logits, labels)
-    }
+    sums = {name: value.double() for name, value in sums.items()}
+    sums["histogram"] = Histogram.from_logits(logits, labels)
     return {prefix + name: value for name, value in sums.items()}
 
 
 def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Metrics from the sums whose names begin with `prefix`, under that prefix too."""
+    """Turn sums into metrics.
+
+    Args:
+        sums: Sums of `ranking_sums`, added over batches and workers.
+        prefix: Prefix of the names in `sums` and of the returned names.
+    """
+    undefined: dict[str, list[str]] = {}
 
     def total(name: str) -> float:
         return float(sums[prefix + name])
 
-    undefined: dict[str, list[str]] = {}
-
-    def ratio(name: str, above: float, below: float, why: str) -> float:
-        if below > 0:
-            return above / below
-        undefined.setdefault(why, []).append(prefix + name)
+    def ratio(name: str, numerator: float, denominator: float, reason: str) -> float:
+        if denominator > 0:
+            return numerator / denominator
+        undefined.setdefault(reason, []).append(prefix + name)
         return math.nan
 
     one_class, same = "no request has both labels", "all labels are the same"
     both = total("impressions_both")
     count, positives = total("candidates"), total("positives")
-    rate = positives / count if count else 0.0
-    entropy = (
-        -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-        if 0 < rate < 1
-        else 0.0
-    )
+    entropy = _binary_entropy(positives / count) if count else 0.0
     auc, error = sums[prefix + "histogram"].auc()
     if math.isnan(auc):
         undefined.setdefault(same, []).append(f"{prefix}auc")
@@ -277,40 +288,56 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         "positives": positives,
     }
     if undefined:
-        said = "; ".join(
-            f"{', '.join(names)}: {why}" for why, names in undefined.items()
-        )
-        warnings.warn(f"not defined: {said}", stacklevel=2)
+        reasons = [f"{', '.join(names)}: {why}" for why, names in undefined.items()]
+        warnings.warn(f"not defined: {'; '.join(reasons)}", stacklevel=2)
     if prefix + "predicted_uncorrected" in sums and positives:
         metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
     return {prefix + name: value for name, value in metrics.items()}
 
 
-def summary(
-    found: dict[str, float], kinds: Sequence[str], who: str = "requests"
+def _binary_entropy(rate: float) -> float:
+    """Return the entropy in nats of a label with this base rate."""
+    if not 0 < rate < 1:
+        return 0.0
+    return -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+
+
+def _count_distinct(ascending: Tensor) -> int:
+    """Count the distinct values of a non-empty ascending tensor (n,)."""
+    return int((ascending[1:] != ascending[:-1]).sum()) + 1
+
+
+def summarize(
+    metrics: dict[str, float], names: Sequence[str], unit: str = "requests"
 ) -> list[str]:
-    """Two lines per label: its metrics of these `kinds`, with its calibration, and of how many of `who` all labels are
-    the same."""
-    kinds = (*kinds, "calibration", "calibration_uncorrected")
+    """Format the metrics of all labels, two lines per label.
+
+    The second line counts the requests or users whose labels are all the same.
+
+    Args:
+        metrics: Metrics of `ranking_means` for one or more prefixes.
+        names: Metrics to show, in this order, followed by the calibration.
+        unit: What AUC groups by: "requests" or "users".
+    """
+    names = (*names, "calibration", "calibration_uncorrected")
     prefixes = sorted(
         name.removesuffix("requests_one_class")
-        for name in found
+        for name in metrics
         if name.endswith("requests_one_class")
     )
     width = max(10, *(len(prefix) + 1 for prefix in prefixes))
     lines = []
     for prefix in prefixes:
-        there = (name for name in kinds if prefix + name in found)
+        values = [
+            f"{name} {format_metric(metrics[prefix + name])}"
+            for name in names
+            if prefix + name in metrics
+        ]
+        lines.append(f"  {prefix:<{width}}" + "  ".join(values))
+        one_class = int(metrics[prefix + "requests_one_class"])
+        total = int(metrics[prefix + "requests"])
         lines.append(
-            f"  {prefix:<{width}}"
-            + "  ".join(
-                f"{name} {format_metric(found[prefix + name])}" for name in there
-            )
-        )
-        one, all_ = (
-            int(found[prefix + name]) for name in ("requests_one_class", "requests")
-        )
-        lines.append(
-            f"  {'':<{width}}{one:,} of {all_:,} {who} have one class and no part in gauc"
+            f"  {'':<{width}}{one_class:,} of {total:,} {unit} have one class and no "
+            f"part in gauc"
         )
     return lines

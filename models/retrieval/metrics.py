@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.metrics.per_user_metrics import PREFIX, ByUser
+from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import format_metric
 
 CUTOFFS = (1, 5, 10, 20)
@@ -132,7 +132,9 @@ def ranking_sums(
         values = {"recall@10": (rank < 10).double(), "ndcg@10": ndcg}
         values[f"{FIRST}ndcg@10"] = torch.where(first, ndcg, torch.nan)
         sums |= {
-            PREFIX + name: ByUser.of(batch["user_row"], value, by_user)
+            PER_USER_PREFIX + name: PerUserValues.from_batch(
+                batch["user_row"], value, by_user
+            )
             for name, value in values.items()
         }
     return sums

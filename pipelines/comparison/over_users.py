@@ -22,7 +22,7 @@ import numpy as np
 from mlflow import MlflowClient
 from numpy.typing import NDArray
 
-from models.metrics.per_user_metrics import unpacked
+from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.rows import (
     OF_TEACHER,
     Comparison,
@@ -205,8 +205,8 @@ def same_users(
         )
         if mine and its and mine["users"] == its["users"]:
             users = mine["users"]
-            value, counts = unpacked(mine)
-            both.append((value, unpacked(its)[0]))
+            value, counts = decode_values(mine)
+            both.append((value, decode_values(its)[0]))
     if not both or not len(counts):  # no user has a request that the metric counts
         return None
     value, base = np.mean(both, 0)

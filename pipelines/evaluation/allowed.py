@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from models.item_ids import item_ids
+from models.item_ids import parse_item_ids
 from models.storage.tables import UserError, join, open_uri, read_table
 from models.storage.uri import asked
 
@@ -27,7 +27,7 @@ def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
     filesystem, path = open_uri(uri)
     with asked(uri), filesystem.open_input_stream(path) as stream:
         content = stream.read()
-    ids = item_ids(
+    ids = parse_item_ids(
         uri, _parquet(content, uri) if content[:4] == b"PAR1" else _text(content, uri)
     )
     if not ids:

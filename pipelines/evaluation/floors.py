@@ -15,7 +15,11 @@ import torch
 
 from models import registry
 from models.evaluation import measure_examples
-from models.metrics.per_user_metrics import PREFIX, ByUser, stride_of
+from models.metrics.per_user_metrics import (
+    PER_USER_PREFIX,
+    PerUserValues,
+    sampling_stride,
+)
 from models.retrieval.recommend import history_to_give
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
@@ -76,7 +80,7 @@ def measure_floor(
         max_history=history_to_give(setup.config.max_history, options),
         **family.dataset.dataset_options(setup.config),
     )
-    stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
+    stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
     sums = measure_examples(
         setup.model,
         setup.entry.measured.measure,
@@ -85,8 +89,11 @@ def measure_floor(
         device=torch.device("cpu"),
         options={**options, "by_user": stride},
     ).sums
-    by_user: dict[str, ByUser] = {
-        key: sums.pop(key) for key in list(sums) if key.startswith(PREFIX)
+    by_user: dict[str, PerUserValues] = {
+        key: sums.pop(key) for key in list(sums) if key.startswith(PER_USER_PREFIX)
     }
-    packed = {key.removeprefix(PREFIX): user.packed() for key, user in by_user.items()}
+    packed = {
+        key.removeprefix(PER_USER_PREFIX): user.to_text()
+        for key, user in by_user.items()
+    }
     return Floor(name, setup.means(sums), packed)

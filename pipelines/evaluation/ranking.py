@@ -22,7 +22,11 @@ from mlflow.exceptions import MlflowException
 from models import registry
 from models.evaluation import measure_examples
 from models.loaded_model import LoadedModel, accept_other_log, hash_inputs
-from models.metrics.per_user_metrics import PREFIX, ByUser, stride_of
+from models.metrics.per_user_metrics import (
+    PER_USER_PREFIX,
+    PerUserValues,
+    sampling_stride,
+)
 from models.retrieval.metrics import add_sums, exposure
 from models.retrieval.recommend import history_to_give
 from models.storage import checkpoint
@@ -170,7 +174,7 @@ def rank_shard(
         inputs, split, max_history=history, rank=rank, world=world
     )
     model, measure = loaded.model, loaded.entry.measured.measure
-    stride = stride_of(read_manifest(inputs.sequences, "sequences").rows)
+    stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
     common: dict[str, Any] = {"batch_size": batch_size, "device": where}
     asked = {**options, "by_user": stride}
     if len(examples):
@@ -248,8 +252,10 @@ def evaluate(
             f"the split '{split}' of {inputs.tables} has no request with a history; choose another --split"
         )
     total: dict[str, Any] = add_sums(part[0] for part in parts)
-    by_user: dict[str, ByUser] = {
-        name: total.pop(name) for name in list(total) if name.startswith(PREFIX)
+    by_user: dict[str, PerUserValues] = {
+        name: total.pop(name)
+        for name in list(total)
+        if name.startswith(PER_USER_PREFIX)
     }
     exposed = exposure(total.pop(SHOWN), total.pop(TRAINED)) if SHOWN in total else {}
     if given.get("sequences") != about.hashes.get(
@@ -277,7 +283,7 @@ def evaluate(
             hashes={name: given[name] for name in about.hashes if name in given},
             device=parts[0][4] if shards == 1 else f"{shards} x {parts[0][4]}",
             by_user={
-                name.removeprefix(PREFIX): value.packed()
+                name.removeprefix(PER_USER_PREFIX): value.to_text()
                 for name, value in by_user.items()
             },
         ),

@@ -43,7 +43,7 @@ if (
 
 from models import registry
 from models.config import nearest, pluralize
-from models.item_ids import allowed_ids
+from models.item_ids import parse_allowed
 from models.metrics.scores import check_finite
 from models.requests import Row, bundled
 from models.retrieval.recommend import allow
@@ -324,7 +324,7 @@ def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
                 f"params has no value for '{name}'; give one or leave it out"
             )
     if "allowed" in params:
-        return params | {"allowed": allowed_ids(params["allowed"])}
+        return params | {"allowed": parse_allowed(params["allowed"])}
     return params
 
 

@@ -14,7 +14,7 @@ from models.storage.input_folders import CHECKPOINT
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest
 from models.storage.uri import absolute
-from models.text.text_encoder import located
+from models.text.text_encoder import resolve_encoder_path
 from models.training.fit import FitConfig
 from models.training_run import check_fit, check_init, trained_until
 from pipelines.tracking import resolve_uri
@@ -93,7 +93,7 @@ def check(
     check_checkpoints(model, entry, storage)
     encoders = naming(entry.config, "encoder")
     model = {
-        key: located(value) if key in encoders else value
+        key: resolve_encoder_path(value) if key in encoders else value
         for key, value in model.items()
     }
     catalogue = load_catalogue(model["name"], inputs)

@@ -11,11 +11,11 @@ import torch
 
 from models.label_loss import (
     LabelOptions,
-    counted,
-    drawn,
     label_loss,
-    mask_places,
-    weights_of,
+    resolve_masks,
+    resolve_weights,
+    sample_learned,
+    select_measured,
 )
 from models.search import metrics
 from models.search.data import SearchCatalogue, SearchDataset
@@ -53,9 +53,9 @@ def plain_loss(
 def test_the_loss_is_its_loop(masks: dict[str, str], weights: dict[str, float]) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(40, 3), torch.rand(40, 3) < 0.4
-    places = mask_places(LABELS, masks)
-    there = counted(labels, places) if masks else None
-    got = label_loss(logits, labels, weights_of(LABELS, weights), there)
+    places = resolve_masks(LABELS, masks)
+    there = select_measured(labels, places) if masks else None
+    got = label_loss(logits, labels, resolve_weights(LABELS, weights), there)
     assert float(got) == pytest.approx(
         plain_loss(logits, labels, weights, masks), rel=1e-5
     )
@@ -66,7 +66,7 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
         torch.randn(5, 2, requires_grad=True),
         torch.zeros(5, 2, dtype=torch.bool),
     )
-    loss = label_loss(logits, labels, [1.0, 1.0], counted(labels, [None, 0]))
+    loss = label_loss(logits, labels, [1.0, 1.0], select_measured(labels, [None, 0]))
     loss.backward()
     assert torch.isfinite(loss)
     assert not logits.grad[:, 1].any()  # type: ignore[index]
@@ -92,8 +92,8 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
 def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
     def use() -> None:
         given = LabelOptions(**options)
-        mask_places(LABELS, given.label_masks)
-        weights_of(LABELS, given.label_weights)
+        resolve_masks(LABELS, given.label_masks)
+        resolve_weights(LABELS, given.label_weights)
 
     with pytest.raises((UserError, ValueError), match=said):
         use()
@@ -105,7 +105,7 @@ def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighte
     rate, masks = 0.25, {"purchase": "click"}
     torch.manual_seed(0)
     logits, labels = torch.randn(600, 3), torch.rand(600, 3) < 0.2
-    places = mask_places(LABELS, masks)
+    places = resolve_masks(LABELS, masks)
     expected = 0.0
     for place, name in enumerate(LABELS):
         cost = weight = 0.0
@@ -123,13 +123,15 @@ def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighte
             )
         expected += cost / weight
     losses = [
-        float(label_loss(logits, labels, [1.0] * 3, drawn(labels, places, rate)))
+        float(
+            label_loss(logits, labels, [1.0] * 3, sample_learned(labels, places, rate))
+        )
         for _ in range(400)
     ]
     assert np.mean(losses) == pytest.approx(
         expected, abs=4 * np.std(losses) / 20 + 1e-3
     )
-    assert drawn(labels, [None] * 3, 1.0) is None  # nothing to draw
+    assert sample_learned(labels, [None] * 3, 1.0) is None  # nothing to draw
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])

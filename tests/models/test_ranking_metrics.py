@@ -15,7 +15,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from models.metrics import ranking_metrics
 from models.metrics.ranking_metrics import (
-    NAMES,
+    METRIC_NAMES,
     Histogram,
     ranking_means,
     ranking_sums,
@@ -84,7 +84,7 @@ def test_sums_of_batches_add_up_to_the_whole_and_match_scikit_learn():
         len(scores), generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     whole = ranking_means(ranking_sums(scores, labels, request))
-    assert tuple(whole) == NAMES
+    assert tuple(whole) == METRIC_NAMES
     total: dict[str, Any] = {}
     for begin in range(0, 200, 37):
         mine = (request >= begin) & (request < begin + 37)
@@ -129,7 +129,7 @@ def test_calibration_before_and_after_what_is_added_to_logits():
     assert together["like/calibration_uncorrected"] == pytest.approx(
         found["like/calibration_uncorrected"]
     )
-    (told, _) = ranking_metrics.summary(found, ("auc",))
+    (told, _) = ranking_metrics.summarize(found, ("auc",))
     assert told.split()[-4::2] == ["calibration", "calibration_uncorrected"]
 
 
@@ -153,10 +153,12 @@ def clicks(
 )
 def test_auc_is_exact_at_any_scale(deviation: float, offset: float):
     scores, labels = clicks(deviation, offset=offset)
-    auc, error = Histogram.of(scores, labels).auc()
+    auc, error = Histogram.from_logits(scores, labels).auc()
     assert error == 0
     assert auc == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
-    zeros = Histogram.of(torch.tensor([-0.0, 0.0]), torch.tensor([True, False]))
+    zeros = Histogram.from_logits(
+        torch.tensor([-0.0, 0.0]), torch.tensor([True, False])
+    )
     assert zeros.auc() == (0.5, 0.0)
 
 
@@ -167,16 +169,16 @@ def test_beyond_memory_the_bound_holds_and_is_tight(
     monkeypatch: pytest.MonkeyPatch, deviation: float, offset: float
 ):
     scores, labels = clicks(deviation, offset=offset)
-    monkeypatch.setattr(ranking_metrics, "EXACT", 256)
-    whole = Histogram.of(scores, labels)
+    monkeypatch.setattr(ranking_metrics, "MAX_EXACT_LOGITS", 256)
+    whole = Histogram.from_logits(scores, labels)
     auc, error = whole.auc()
-    assert len(whole.merged().chunks[0][0]) <= 256
+    assert len(whole.merge().chunks[0][0]) <= 256
     assert abs(auc - roc_auc_score(labels, scores)) <= error
     assert 0 < error < 0.02
-    monkeypatch.setattr(ranking_metrics, "CHUNKS", 3)
+    monkeypatch.setattr(ranking_metrics, "MAX_CHUNKS", 3)
     for sizes in ([1000] * 4, [1, 2999, 1000], [100] * 40):
         parts = [
-            Histogram.of(*part)
+            Histogram.from_logits(*part)
             for part in zip(scores.split(sizes), labels.split(sizes), strict=True)
         ]
         assert sum(parts).auc() == (auc, error)  # in whatever parts it came

@@ -17,7 +17,7 @@ from scipy.stats import ttest_1samp
 
 from benchmarks.tables import rows_of_lines
 from models import registry
-from models.metrics.per_user_metrics import ByUser
+from models.metrics.per_user_metrics import PerUserValues
 from models.storage.tables import UserError
 from papers.claims import (
     FAILS,
@@ -115,9 +115,11 @@ class Store:
         logger.flush()
         logger.tag(**{tracking.WEIGHTS_TAG: run})
         if len(users):
-            kept = ByUser.of(torch.arange(len(users)), torch.tensor(users))
+            kept = PerUserValues.from_batch(
+                torch.arange(len(users)), torch.tensor(users)
+            )
             tracking.log_json(
-                opened, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json"
+                opened, {"by_user": {"ndcg@10": kept.to_text()}}, "evaluation-test.json"
             )
         if end:
             logger.end()

@@ -139,7 +139,7 @@ def resolve(config: LcRecConfig, catalogue: Catalogue) -> LcRecConfig:
     if config.lm:
         made = language_model.pretrained_config(config.lm)
     else:
-        made = language_model.small_config(
+        made = language_model.llama_config(
             tokenizer.size,
             config.width,
             config.num_layers,
@@ -171,8 +171,8 @@ class LcRec(Retriever):
         longest = (
             items + words + response
         )  # a title's prompt may be of more words than the codes'
-        lm = language_model.make(config.lm_model, longest)
-        tied = language_model.tied(lm)
+        lm = language_model.build_model(config.lm_model, longest)
+        tied = language_model.has_tied_embeddings(lm)
         if config.lora_rank:
             language_model.add_lora(
                 lm, config.lora_rank, config.lora_alpha, config.lora_dropout

@@ -255,7 +255,7 @@ class LcRecNezha(Joint):
     ) -> None:
         backbone = NezhaLmBackbone(lc_rec_of(teacher))
         lm = cast(Any, backbone.lm)
-        if not language_model.tied(lm):
+        if not language_model.has_tied_embeddings(lm):
             lm.get_output_embeddings().requires_grad_(
                 False
             )  # that of words, which nothing asks for

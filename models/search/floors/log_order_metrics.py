@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.metrics.per_user_metrics import PREFIX
+from models.metrics.per_user_metrics import PER_USER_PREFIX
 from models.search import metrics
 from models.search.metrics import WITH_POSITION, summary
 
@@ -28,13 +28,13 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
 def _rename(name: str) -> str:
     if name == metrics.EXAMPLES:
         return name
-    kind = PREFIX if name.startswith(PREFIX) else ""
-    return f"{kind}{WITH_POSITION}{name.removeprefix(PREFIX)}"
+    kind = PER_USER_PREFIX if name.startswith(PER_USER_PREFIX) else ""
+    return f"{kind}{WITH_POSITION}{name.removeprefix(PER_USER_PREFIX)}"
 
 
 def names(catalogue: Any) -> list[str]:
     """Return the names of the metrics of the first label."""
-    return ["requests", *(f"{WITH_POSITION}{name}" for name in metrics.NAMES)]
+    return ["requests", *(f"{WITH_POSITION}{name}" for name in metrics.METRIC_NAMES)]
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ import polars as pl
 import pyarrow as pa
 
 from models.config import pluralize
-from models.item_ids import ODD, clean_id
+from models.item_ids import UNCLEAN_ID, clean_id
 from models.storage.tables import LARGEST_NUMBER, UserError
 from pipelines.data.reading.read import LONGEST_QUOTE, ROW, Broken, FilePart, roots
 from pipelines.data.reading.times import Time, moments, reject_future, suggest_unit
@@ -398,7 +398,7 @@ def clean_ids(values: pl.Series) -> pl.Series:
         if values.dtype.is_float()
         else values.cast(pl.String, strict=False)
     )
-    odd = text.str.contains(ODD).fill_null(False)
+    odd = text.str.contains(UNCLEAN_ID).fill_null(False)
     if not odd.any():
         return text
     strange = text.filter(odd)

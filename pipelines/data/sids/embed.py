@@ -37,12 +37,12 @@ from models.storage.tables import (
     write_part,
 )
 from models.text.text_encoder import (
-    WORDS,
+    TFIDF_OPTIONS,
     TextEncoder,
-    loading,
+    pretrained_source,
     locate_encoder,
     text_columns,
-    texts_of,
+    format_item_texts,
 )
 from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
@@ -71,7 +71,7 @@ def item_texts(
     Raises UserError for a column that the table does not have, where no item has a text, and where some have none
     unless `config.empty` allows them, which is said then.
     """
-    found, blank = texts_of(items, config.template)
+    found, blank = format_item_texts(items, config.template)
     if blank:
         columns = ", ".join(text_columns(items.column_names, config.template))
         what = f"{blank:,} of {len(found):,} items have no text in {columns}"
@@ -98,7 +98,7 @@ def encoder_version(name: str) -> str:
     from transformers import AutoConfig
 
     location = locate_encoder(name)
-    with loading(name) as source:
+    with pretrained_source(name) as source:
         config = AutoConfig.from_pretrained(**source)
     if not Path(location).is_dir():
         return str(getattr(config, "_commit_hash", None))
@@ -251,7 +251,7 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    vectorizer = TfidfVectorizer(max_features=50_000, **WORDS)
+    vectorizer = TfidfVectorizer(max_features=50_000, **TFIDF_OPTIONS)
     try:
         counts = vectorizer.fit_transform(texts)
     except ValueError as error:

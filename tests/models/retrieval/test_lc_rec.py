@@ -456,8 +456,8 @@ def save_pretrained(folder: Path) -> Any:
         tokenizer_object=own, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
     torch.manual_seed(5)
-    lm: Any = language_model.make(
-        language_model.small_config(64, 24, 2, 2, 32, 0.0), 10
+    lm: Any = language_model.build_model(
+        language_model.llama_config(64, 24, 2, 2, 32, 0.0), 10
     )
     torch.nn.init.normal_(lm.get_input_embeddings().weight, mean=0.5, std=0.02)
     lm.save_pretrained(folder)

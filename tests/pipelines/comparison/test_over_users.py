@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.metrics.per_user_metrics import ByUser
+from models.metrics.per_user_metrics import PerUserValues
 from pipelines import tracking
 from pipelines.comparison.over_users import (
     Interval,
@@ -70,16 +70,18 @@ def log(
         1,
     )
     logger.tag(**{tracking.WEIGHTS_TAG: f"w-{name}-{seed}"})
-    kept = ByUser.of(torch.arange(users, users + len(values)), torch.tensor(values))
+    kept = PerUserValues.from_batch(
+        torch.arange(users, users + len(values)), torch.tensor(values)
+    )
     tracking.log_json(
-        ref, {"by_user": {"ndcg@10": kept.packed()}}, "evaluation-test.json"
+        ref, {"by_user": {"ndcg@10": kept.to_text()}}, "evaluation-test.json"
     )
     if fresh:
         logger.log({f"test-fresh-{fresh}/ndcg@10": 0.99}, 1)
-        other = ByUser.of(torch.arange(7), torch.full((7,), 0.99))
+        other = PerUserValues.from_batch(torch.arange(7), torch.full((7,), 0.99))
         tracking.log_json(
             ref,
-            {"by_user": {"ndcg@10": other.packed()}},
+            {"by_user": {"ndcg@10": other.to_text()}},
             f"evaluation-test-fresh-{fresh}.json",
         )
     logger.end()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.item_ids import NOTHING, clean_id
+from models.item_ids import NULL_WORDS, clean_id
 from models.storage.tables import UserError
 from pipelines.data.reading import read as reading
 from pipelines.data.reading.log import LOG_ROW, Log, load_source, log_of
@@ -472,7 +472,7 @@ def test_items_and_features_that_change(tmp_path: Path) -> None:
 
 ODD = st.text(max_size=6) | st.sampled_from(
     [
-        *NOTHING,
+        *NULL_WORDS,
         *[
             "NaN",
             " None ",
@@ -509,7 +509,7 @@ def test_ids_of_text(values: list[str | None]) -> None:
             assert clean_id(made) == made
             assert unicodedata.is_normalized("NFC", made)
             assert made.strip(" \t\r\n\xa0\u200b\ufeff") == made != ""
-            assert made.lower() not in NOTHING
+            assert made.lower() not in NULL_WORDS
 
 
 @given(

@@ -17,7 +17,7 @@ from jobs.evaluate import Config, run
 from jobs.options import parse
 from models import registry
 from models.loaded_model import LoadedModel
-from models.metrics.per_user_metrics import unpacked
+from models.metrics.per_user_metrics import decode_values
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -134,13 +134,15 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
         )
         gains = sum(1 / math.log2(rank + 2) for rank in ranks if rank < k)
         assert result.metrics[f"ndcg@{k}"] == pytest.approx(gains / 60)
-    means, counts = unpacked(
+    means, counts = decode_values(
         result.by_user["recall@10"]
     )  # of every user, in the order of the table's rows
     assert means.tolist() == [float(rank < 10) for rank in ranks]
     assert set(counts) == {1}
     gained = [1 / math.log2(rank + 2) if rank < 10 else 0.0 for rank in ranks]
-    assert unpacked(result.by_user["ndcg@10"])[0] == pytest.approx(gained, rel=2**-11)
+    assert decode_values(result.by_user["ndcg@10"])[0] == pytest.approx(
+        gained, rel=2**-11
+    )
 
 
 def test_shards_add_up_to_the_whole(world: World, ray_local: None) -> None:

