@@ -39,10 +39,10 @@ from models.storage.tables import (
 from models.text.text_encoder import (
     TFIDF_OPTIONS,
     TextEncoder,
-    pretrained_source,
-    locate_encoder,
-    text_columns,
     format_item_texts,
+    locate_encoder,
+    pretrained_source,
+    text_columns,
 )
 from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
