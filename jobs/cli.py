@@ -26,13 +26,15 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from jobs import leave
 from jobs.options import parse
 from models.config import pluralize
 from models.storage.tables import UserError
 from models.storage.uri import check_first_contact
 from pipelines.faults import explain, first_line, user_error_in
 from pipelines.training.stop import STOP_REQUEST
+
+STOPPED = "stopped; the same line again goes on from what is finished\n"
+"""Message of a command that SIGINT (Ctrl-C) or SIGTERM ends, with exit code 130 or 143."""
 
 TRACEBACK = "TRIELINE_TRACEBACK"
 """Environment variable that shows tracebacks, and on a cluster all that workers print."""
@@ -230,7 +232,30 @@ def check_token(address: str) -> None:
 
 
 _signals: list[int] = []
-"""Those that asked this process to stop."""
+"""Signals that asked this process to stop."""
+
+
+def leave(number: int, frame: FrameType | None = None) -> NoReturn:
+    """End the process at once, with the exit code of the signal."""
+    os.write(2, STOPPED.encode())
+    os._exit(128 + number)
+
+
+def set_ray_defaults() -> None:
+    """Set the environment of a local Ray. Ray reads it when `ray` is imported."""
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    # A local Ray is for its user alone.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # Ray's switch for laptops: a node's address is then 127.0.0.1, where everything
+    # that the node starts listens, its metrics too. Ray turns
+    # `ray.init(_node_ip_address="127.0.0.1")` into the machine's own address.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # Ray's own niceness of 15 leaves its workers one part in 28 of a busy machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Waiting threads sleep: beside other processes, spinning threads take many times
+    # the time of the work itself.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def catch_signals() -> None:
@@ -332,6 +357,7 @@ def main(
     `parse_()` is for jobs whose options are more than those of `config`.
     """
     catch_signals()
+    set_ray_defaults()
     check_first_contact()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for those who watch a file or a pipe
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]

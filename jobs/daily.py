@@ -99,8 +99,8 @@ def parsed(job: str, options: dict[str, Any]) -> tuple[Any, Any]:
     return module, cli.options_for(module, [*words(options)])
 
 
-def versions(uri: str) -> list[str]:
-    """Return the hashes of a table and of the versions that it extends."""
+def read_ancestry(uri: str) -> list[str]:
+    """Return the hashes of a table and of the versions that the table extends."""
     manifest = read_manifest(uri)
     return [*manifest.extends, manifest.hash]
 
@@ -164,7 +164,7 @@ class Day:
         if not has_manifest(join(place, "sids")):
             return options
         made_of = read_manifest(join(place, "sids"), "sids").info["items_hash"]
-        goes_on = made_of in versions(join(self.tables, "items"))
+        goes_on = made_of in read_ancestry(join(self.tables, "items"))
         return options | ({"extend": place} if goes_on else {"overwrite": True})
 
     def text_is_old(self) -> bool:
@@ -300,7 +300,7 @@ class Day:
             The record of its day; None without a running model, and where it cannot go on with the tables, as after
             `jobs.prepare --overwrite`. A model is then trained anew.
         """
-        from models.loaded_model import hash_inputs
+        from models.loaded_model import read_versions
         from models.storage import checkpoint
 
         running = next(
@@ -313,8 +313,8 @@ class Day:
         where = running["checkpoint"]
         about = checkpoint.read(where)
         try:
-            hashes = hash_inputs(about.name, Inputs(**self.read))
-            checkpoint.check(about, where, hashes, extending=True)
+            versions = read_versions(about.name, Inputs(**self.read))
+            checkpoint.check(about, where, versions, extending=True)
             before = self.measured(where)
         except checkpoint.OtherTablesError as error:
             print(

@@ -266,7 +266,7 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
 def measure(config: Options, inputs: Inputs, name: str) -> Result:
     """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
     from models import registry
-    from models.loaded_model import hash_inputs
+    from models.loaded_model import read_versions
     from models.metrics.ranking_metrics import describe_chance_level
     from models.retrieval.metrics import FIRST
     from models.storage import checkpoint
@@ -292,7 +292,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if config.user_stride > 1:
         print(f"note: measured on every {config.user_stride}th user of the split")
-    if checkpoint.extended(about, "sequences", hash_inputs(name, inputs)):
+    if checkpoint.extended(about, "sequences", read_versions(name, inputs)):
         print(
             f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned"
         )

@@ -28,6 +28,7 @@ from models.search import metrics as search_metrics
 from models.search.data import SearchCatalogue, SearchDataset
 from models.search.requests import SearchRequests
 from models.storage.inputs import Inputs
+from models.storage.tables import TableVersion
 
 
 class Measured(Protocol):
@@ -78,9 +79,9 @@ class Family:
         `scales` are a checkpoint's (`models/warm_start.py`)."""
         raise NotImplementedError
 
-    def hashes(self, inputs: Inputs) -> dict[str, str]:
-        """Hashes of the tables that a catalogue comes from, from their manifests alone."""
-        return inputs.hashes(self.tables)
+    def versions(self, inputs: Inputs) -> dict[str, TableVersion]:
+        """Read the versions of the catalogue's tables from their manifests."""
+        return inputs.versions(self.tables)
 
     def trim_catalogue(
         self, catalogue: Any, examples: Iterable[Any], config: Any

@@ -15,7 +15,7 @@ from models import registry
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, family_of, read_manifest
+from models.storage.tables import TableVersion, UserError, family_of, read_manifest
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class LoadedModel:
         """
         about = checkpoint.read(uri)
         catalogue = load_catalogue(about.name, inputs, about)
-        trained = replace(catalogue, hashes=accept_other_log(catalogue.hashes, about))
+        trained = replace(
+            catalogue, versions=accept_other_log(catalogue.versions, about)
+        )
         model, _ = registry.load(uri, trained)
         return cls(
             checkpoint=about,
@@ -82,17 +84,19 @@ class LoadedModel:
         )
 
 
-def accept_other_log(hashes: dict[str, str], about: Checkpoint) -> dict[str, str]:
-    """Return the hashes of tables with the `sequences` of the training if they may differ.
+def accept_other_log(
+    versions: dict[str, TableVersion], about: Checkpoint
+) -> dict[str, TableVersion]:
+    """Return the versions of tables with the `sequences` of the training if they may differ.
 
     A model that ranks a catalogue may be evaluated on another log of the same items.
     `checkpoint.check` refuses all other differences.
     """
-    trained = about.hashes.get("sequences")
-    same_items = hashes.get("items") == about.hashes.get("items")
+    trained, items = about.hashes.get("sequences"), versions.get("items")
+    same_items = items is not None and items.hash == about.hashes.get("items")
     if trained and same_items and registry.find(about.name).recommends:
-        return {**hashes, "sequences": trained}
-    return hashes
+        return {**versions, "sequences": TableVersion(trained)}
+    return versions
 
 
 def select_inputs(name: str, inputs: Inputs) -> Inputs:
@@ -129,10 +133,10 @@ def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -
     return registry.find(name).family.catalogue(inputs, scales=scales)
 
 
-def hash_inputs(name: str, inputs: Inputs) -> dict[str, str]:
-    """Return the hashes of the tables that the model `name` reads, from their manifests.
+def read_versions(name: str, inputs: Inputs) -> dict[str, TableVersion]:
+    """Read the versions of the tables that the model `name` reads, from their manifests.
 
     Raises:
         UserError: As `select_inputs`.
     """
-    return registry.find(name).family.hashes(select_inputs(name, inputs))
+    return registry.find(name).family.versions(select_inputs(name, inputs))

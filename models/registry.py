@@ -489,7 +489,7 @@ def load(
     the checkpoint's scales; `name`, where given, is the model that is expected.
     """
     about = checkpoint.read(uri)
-    checkpoint.check(about, uri, catalogue.hashes, name, extending=True)
+    checkpoint.check(about, uri, catalogue.versions, name, extending=True)
     model = build(config_from_dict(about.model), catalogue)
     if any(
         value and value != catalogue.hashes[table]

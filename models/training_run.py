@@ -29,7 +29,13 @@ from models.own_features import adopt_scales
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, code_version, join, read_manifest
+from models.storage.tables import (
+    TableVersion,
+    UserError,
+    code_version,
+    join,
+    read_manifest,
+)
 from models.training.fit import (
     REQUESTS,
     Counted,
@@ -149,7 +155,7 @@ class TrainingRun:
         module = registry.build(config, catalogue).to(device)
         notes = []
         if first and init:
-            check_init(first, init, catalogue.hashes, model["name"])
+            check_init(first, init, catalogue.versions, model["name"])
             changes = carry(module, init, first, catalogue.num_items, learns=True)
             notes += [f"weights of {init}", *changes, *warnings_of_scales]
         entry.teach(module, config, catalogue)
@@ -265,7 +271,7 @@ class TrainingRun:
         """
         uri = join(folder, about.folder)
         name = registry.config_to_dict(self.config)["name"]
-        checkpoint.check(about, uri, self.catalogue.hashes, name)
+        checkpoint.check(about, uri, self.catalogue.versions, name)
         with checkpoint.local(uri) as copy:
             checkpoint.load_weights(self.model, copy)
             if not self.entry.gradient:
@@ -317,13 +323,15 @@ def choose_scales(
     return adopt_scales(first.learned["scales"], info)
 
 
-def check_init(first: Checkpoint, init: str, hashes: dict[str, str], name: str) -> None:
+def check_init(
+    first: Checkpoint, init: str, versions: dict[str, TableVersion], name: str
+) -> None:
     """Raise UserError if the model `name` on these tables cannot begin with the checkpoint `init`."""
     if not registry.find(name).gradient:
         raise UserError(
             f"'{name}' is not trained by steps, so it goes on from nothing; leave out --init"
         )
-    checkpoint.check(first, init, hashes, name, extending=True)
+    checkpoint.check(first, init, versions, name, extending=True)
 
 
 def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:

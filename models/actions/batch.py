@@ -49,7 +49,14 @@ from torch import Tensor
 
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join, read_table, sequences_manifest
+from models.storage.tables import (
+    TableVersion,
+    UserError,
+    join,
+    read_table,
+    sequences_manifest,
+    table_hashes,
+)
 from models.text.text_tables import read_vectors, root_mean_square
 
 Batch = dict[str, Tensor]
@@ -160,12 +167,17 @@ class ActionsCatalogue:
     """The log's own features of events: numbers, and what is joined to them as of their time."""
     train_rates: tuple[float, ...] = ()
     """Each task's share of positives among training events; or empty where it is not known."""
-    hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tables it comes from."""
+    versions: dict[str, TableVersion] = field(default_factory=dict)
+    """Versions of the catalogue's tables, by name."""
 
     def __post_init__(self) -> None:
         if not self.text_size:
             object.__setattr__(self, "text_size", root_mean_square(self.text))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the catalogue's tables, by name."""
+        return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
         """What a checkpoint keeps of how items' and events' numbers and texts are read."""
@@ -189,7 +201,7 @@ class ActionsCatalogue:
 
         Raises UserError where the tables do not belong together.
         """
-        hashes = Inputs(tables, text=text).hashes(TABLES)
+        versions = Inputs(tables, text=text).versions(TABLES)
         info = sequences_manifest(join(tables, "sequences"), "actions").info
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
@@ -223,7 +235,7 @@ class ActionsCatalogue:
             train_rates=tuple(
                 float(info["base_rates"][task]) for task in info["tasks"]
             ),
-            hashes=hashes,
+            versions=versions,
         )
 
 

@@ -38,10 +38,12 @@ from models.retrieval.search.trie import Trie
 from models.storage.inputs import Inputs
 from models.storage.tables import (
     Manifest,
+    TableVersion,
     UserError,
     join,
     read_manifest,
     read_table,
+    table_hashes,
 )
 from models.training.cuda_graphs import rung
 
@@ -64,10 +66,15 @@ class Catalogue:
     """Codes per level; empty without semantic IDs."""
     trie: Trie | None = None
     """The semantic IDs as a trie, or None."""
-    hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tables it comes from: `sequences`, `items`, `sids`, `trie`."""
+    versions: dict[str, TableVersion] = field(default_factory=dict)
+    """Versions of the catalogue's tables: `sequences`, `items`, `sids`, `trie`."""
     tables: str = ""
     """Where the tables are, for models that read the items' texts; empty without tables."""
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the catalogue's tables, by name."""
+        return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
         """Nothing: items are numbers."""
@@ -79,14 +86,14 @@ class Catalogue:
 
         Raises UserError if the tables do not belong together.
         """
-        hashes = Inputs(tables_uri, sids_uri).hashes(TABLES)
+        versions = Inputs(tables_uri, sids_uri).versions(TABLES)
         items = read_manifest(join(tables_uri, "items"), "items")
         if items.rows == 0:
             raise UserError(
                 f"{join(tables_uri, 'items')} has no rows; check the filters of jobs.prepare"
             )
         if sids_uri is None:
-            return cls(items.rows, hashes=hashes, tables=tables_uri)
+            return cls(items.rows, versions=versions, tables=tables_uri)
 
         sids = read_manifest(join(sids_uri, "sids"), "sids")
         sizes = tuple(int(size) for size in sids.info["codebook_sizes"])
@@ -102,7 +109,7 @@ class Catalogue:
             trie = Trie(codes, sizes)
         except UserError as error:
             raise UserError(f"{sids_uri}: {error}") from error
-        return cls(items.rows, codes, sizes, trie, hashes, tables_uri)
+        return cls(items.rows, codes, sizes, trie, versions, tables_uri)
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:

@@ -47,6 +47,7 @@ from models.retrieval.data import (
 from models.storage.inputs import Inputs
 from models.storage.tables import (
     Manifest,
+    TableVersion,
     UserError,
     has_manifest,
     iter_parts,
@@ -54,6 +55,7 @@ from models.storage.tables import (
     read_manifest,
     read_table,
     sequences_manifest,
+    table_hashes,
 )
 from models.text.text_tables import read_vectors, root_mean_square
 from models.training.cuda_graphs import rung
@@ -117,8 +119,8 @@ class SearchCatalogue:
     """The log's own features, the last ones of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Groups of features, in order."""
-    hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tables it comes from."""
+    versions: dict[str, TableVersion] = field(default_factory=dict)
+    """Versions of the catalogue's tables, by name."""
     documents: DocumentTokens | None = None
     """What the encoder read; None for TF-IDF."""
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
@@ -127,6 +129,11 @@ class SearchCatalogue:
     def __post_init__(self) -> None:
         if not self.text_size:
             object.__setattr__(self, "text_size", root_mean_square(self.items))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the catalogue's tables, by name."""
+        return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
         """What a checkpoint keeps of how texts and the log's own numbers are read."""
@@ -148,10 +155,8 @@ class SearchCatalogue:
         Without `scale` the manifest of the sequences is enough: 0 and 1 stand for the features' mean and deviation,
         which a checkpoint brings with it, as it does its `scales`. Raises UserError where they do not belong together.
         """
-        hashes, uri = (
-            Inputs(tables, text=text).hashes(TABLES),
-            join(tables, "sequences"),
-        )
+        versions = Inputs(tables, text=text).versions(TABLES)
+        uri = join(tables, "sequences")
         sequences = sequences_manifest(uri, "search")
         items, queries = (
             read_manifest(join(tables, name), name) for name in ("items", "queries")
@@ -181,7 +186,7 @@ class SearchCatalogue:
             groups={
                 group["name"]: tuple(group["features"]) for group in info["groups"]
             },
-            hashes=hashes,
+            versions=versions,
         )
 
     def of_pairs(self, keys: NDArray[np.int64]) -> Self:

@@ -34,8 +34,8 @@ from torch import nn
 
 from models.storage.attempts import UNNUMBERED, Attempt, require_current
 from models.storage.tables import (
+    TableVersion,
     UserError,
-    Version,
     check_inside,
     join,
     open_uri,
@@ -429,47 +429,60 @@ def _remedy(table: str) -> str:
     return f"{what}, or train again"
 
 
-def extended(about: Checkpoint, table: str, hashes: Mapping[str, str | None]) -> bool:
-    """Whether the table of these hashes extends that of the training; queries and their texts, which models know by
-    their words alone, go with what they belong to."""
+def extended(
+    about: Checkpoint, table: str, versions: Mapping[str, TableVersion]
+) -> bool:
+    """Return whether a table extends the table that the checkpoint was trained on.
+
+    Queries and their texts, which models know by their words alone, count as extended
+    if the sequences and the items' texts are.
+    """
     table = {
         "queries": "sequences",
         "text_queries": "text_items",
         "text_pairs": "text_items",
     }.get(table, table)
-    given = hashes.get(table)
-    return isinstance(given, Version) and about.hashes.get(table) in given.extends
+    given = versions.get(table)
+    return given is not None and about.hashes.get(table) in given.extends
 
 
 def check(
     about: Checkpoint,
     uri: str | Path,
-    hashes: Mapping[str, str | None],
+    versions: Mapping[str, TableVersion],
     name: str | None = None,
     extending: bool = False,
 ) -> None:
-    """Raises UserError where the checkpoint is of another model than `name` or of other tables than `hashes`; where
-    `extending` it takes tables that extend its own."""
+    """Raise UserError if the checkpoint is of another model or of other tables.
+
+    Args:
+        about: What the checkpoint says of its training.
+        uri: Where the checkpoint is, for messages.
+        versions: The tables, by name.
+        name: The model that is expected; None: any.
+        extending: Whether tables that extend the checkpoint's own tables are accepted.
+    """
     if name is not None and about.name != name:
         raise UserError(
             f"{uri} is a checkpoint of the model '{about.name}', not of '{name}'; give one of '{name}'"
         )
     for table, trained in about.hashes.items():
-        given = hashes.get(table)
-        if trained and not given:
+        version = versions.get(table)
+        if trained and not version:
             raise UserError(
                 f"{uri} was trained with a table '{table}' that is not given; {_remedy(table)}"
             )
         if (
             trained
-            and given != trained
-            and not (extending and extended(about, table, hashes))
+            and version
+            and version.hash != trained
+            and not (extending and extended(about, table, versions))
         ):
             raise OtherTablesError(
-                f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {str(given)[:12]} is given; "
+                f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {version.hash[:12]} is given; "
                 f"{_remedy(table)}"
             )
-    if about.hashes and OPTIONAL in hashes and OPTIONAL not in about.hashes:
+    if about.hashes and OPTIONAL in versions and OPTIONAL not in about.hashes:
         raise UserError(
             f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave out --text"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from models.storage.tables import UserError, Version, join, read_manifest
+from models.storage.tables import TableVersion, UserError, join, read_manifest
 from models.storage.uri import absolute
 
 MADE = {
@@ -42,26 +42,35 @@ class Inputs:
         """Those that there are, by option."""
         return {option: place for option, place in vars(self).items() if place}
 
-    def hashes(self, tables: Mapping[str, Sequence[str]]) -> dict[str, str]:
-        """Hashes of tables, from their manifests: `tables` has their names by folder, those of others before theirs.
-        Those of TEXT begin with `text_`. UserError where one was made from another table than is given."""
-        found: dict[str, str] = {}
+    def versions(self, tables: Mapping[str, Sequence[str]]) -> dict[str, TableVersion]:
+        """Read the versions of tables from their manifests.
+
+        Args:
+            tables: Names of the tables by option; a table comes after the tables that
+                it is made from.
+
+        Returns:
+            The versions by the table's name; names of TEXT's tables begin with `text_`.
+
+        Raises:
+            UserError: if a table was made from another table than the given one.
+        """
+        versions: dict[str, TableVersion] = {}
         for option, folder in self.given().items():
             for table in tables.get(option, ()):
                 manifest = read_manifest(
                     join(folder, table), None if option == "text" else table
                 )
                 for name, made_from in manifest.inputs.items():
-                    if (given := found.get(name, made_from)) != made_from:
+                    if name in versions and versions[name].hash != made_from:
                         job = MADE[option][1] if option in MADE else "jobs.prepare"
                         raise UserError(
                             f"{join(folder, table)} was made from other {name} ({made_from[:12]}, these are "
-                            f"{given[:12]}); point at tables that belong together or run {job} again"
+                            f"{versions[name].hash[:12]}); point at tables that belong together or run {job} again"
                         )
-                found[f"text_{table}" if option == "text" else table] = Version.of(
-                    manifest
-                )
-        return found
+                name = f"text_{table}" if option == "text" else table
+                versions[name] = TableVersion.from_manifest(manifest)
+        return versions
 
     def of(self, model: str, reads: Mapping[str, bool]) -> Inputs:
         """Those that the model reads: `reads` has the folders beside the tables, by option, and whether the model

@@ -105,16 +105,24 @@ class Manifest:
     """Hashes of the versions that it extends, the latest last: what they number has the same number here."""
 
 
-class Version(str):
-    """A table's hash, with those of the versions that it extends."""
+@dataclass(frozen=True)
+class TableVersion:
+    """The hash of a table and the hashes of the versions that the table extends."""
 
+    hash: str
+    """Hash of the table's content."""
     extends: tuple[str, ...] = ()
+    """Hashes of the versions that the table extends, the latest last."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Self:
-        found = cls(manifest.hash)
-        found.extends = tuple(manifest.extends)
-        return found
+    def from_manifest(cls, manifest: Manifest) -> Self:
+        """Return the version of the table that a manifest describes."""
+        return cls(manifest.hash, tuple(manifest.extends))
+
+
+def table_hashes(versions: Mapping[str, TableVersion]) -> dict[str, str]:
+    """Return the hash of each table, by the table's name."""
+    return {name: version.hash for name, version in versions.items()}
 
 
 def sealed(content: dict[str, Any]) -> str:

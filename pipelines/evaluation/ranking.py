@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 
 from models import registry
 from models.evaluation import measure_examples
-from models.loaded_model import LoadedModel, accept_other_log, hash_inputs
+from models.loaded_model import LoadedModel, accept_other_log, read_versions
 from models.metrics.per_user_metrics import (
     PER_USER_PREFIX,
     PerUserValues,
@@ -32,7 +32,7 @@ from models.retrieval.recommend import history_to_give
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join, read_manifest
+from models.storage.tables import UserError, join, read_manifest, table_hashes
 from models.storage.uri import write_file
 from pipelines import cluster, tracking
 from pipelines.training.record import find_checkpoint
@@ -89,12 +89,10 @@ def check(
     best one of a run. UserError where it takes other tables, or its model has no such options of `recommend`."""
     uri = find_checkpoint(uri)
     about = checkpoint.read(uri)
-    chosen, given = (
-        recommend_options(about.name, options),
-        hash_inputs(about.name, inputs),
-    )
-    checkpoint.check(about, uri, accept_other_log(given, about), extending=True)
-    return uri, about, chosen, given
+    chosen = recommend_options(about.name, options)
+    versions = read_versions(about.name, inputs)
+    checkpoint.check(about, uri, accept_other_log(versions, about), extending=True)
+    return uri, about, chosen, table_hashes(versions)
 
 
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def check(
     if init:
         init = teacher.locate(init, "checkpoint")
         first = checkpoint.read(init)
-        check_init(first, init, catalogue.hashes, model["name"])
+        check_init(first, init, catalogue.versions, model["name"])
         config["init"] = first.sha256[checkpoint.WEIGHTS]
     trained_until(first, fit)
     notes = []

@@ -25,13 +25,13 @@ from ray.exceptions import RayError
 from ray.train.torch import get_device
 
 from models.config import pluralize
-from models.loaded_model import hash_inputs
+from models.loaded_model import read_versions
 from models.metrics.ranking_metrics import format_metric
 from models.storage import attempts, checkpoint
 from models.storage.attempts import UNNUMBERED, Attempt
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.storage.tables import UserError, table_hashes
 from models.storage.uri import join
 from models.training.fit import (
     ASK,
@@ -358,7 +358,7 @@ def perform(task: Task, place: WorkerContext) -> None:
 
 def check_tables(task: Task) -> None:
     """Raise UserError where a table is another one than the driver has checked."""
-    found = hash_inputs(task.model["name"], Inputs(**task.inputs))
+    found = table_hashes(read_versions(task.model["name"], Inputs(**task.inputs)))
     for table, checked in task.hashes.items():
         if found.get(table) != checked:
             raise UserError(

@@ -163,7 +163,7 @@ def test_user_error_behind_a_ray_task(ray_local: None) -> None:
 
 @pytest.mark.long
 def test_waiting_threads_sleep_beside_other_processes() -> None:
-    code = "import os; import jobs.cli; print(os.environ.get('OMP_WAIT_POLICY'))"
+    code = "import os; from jobs import cli; cli.set_ray_defaults(); print(os.environ.get('OMP_WAIT_POLICY'))"
     given = {
         name: value
         for name, value in os.environ.items()

@@ -17,8 +17,11 @@ from models.storage.tables import UserError
 from pipelines.ray_inside import shorten_raylet_errors
 
 LISTENING = """
-import ipaddress, json, psutil, ray
+import ipaddress, json, psutil
 from jobs import cli
+
+cli.set_ray_defaults()
+import ray
 
 cli.start_ray(num_cpus=2)
 where = ray.remote(lambda: ray.util.get_node_ip_address())

@@ -21,7 +21,7 @@ from models import registry
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, sealed, unsealed
+from models.storage.tables import TableVersion, UserError, sealed, unsealed
 from models.storage.uri import open_uri
 from models.train import main
 from models.training.fit import FitConfig
@@ -91,7 +91,9 @@ def test_a_loaded_model_ranks_as_the_saved_one(
 def test_what_does_not_belong_together_is_refused(saved: dict[str, str]) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
     wider = registry.build(registry.config_from_dict({**SASREC, "dim": 32}), catalogue)
-    other_trie = replace(catalogue, hashes={**catalogue.hashes, "trie": "0" * 64})
+    other_trie = replace(
+        catalogue, versions={**catalogue.versions, "trie": TableVersion("0" * 64)}
+    )
     for load, said in (
         (
             lambda: registry.load(saved["sasrec"], catalogue, name="tiger"),

@@ -39,7 +39,7 @@ def resolve(config: C, catalogue: Catalogue, known: Collection[str]) -> C:
             f"{', '.join(known)}"
         )
     try:
-        checkpoint.check(about, uri, dict(catalogue.hashes))
+        checkpoint.check(about, uri, catalogue.versions)
     except UserError as error:
         raise UserError(
             f"the teacher {error}, for teacher and student alike"

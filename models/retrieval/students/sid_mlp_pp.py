@@ -267,7 +267,7 @@ def resolve(
         )
     uri = teachers.locate(config.encoder, "encoder")
     about = checkpoint.read(uri)
-    checkpoint.check(about, uri, dict(catalogue.hashes), STAGE_1)
+    checkpoint.check(about, uri, catalogue.versions, STAGE_1)
     config = teachers.resolve(
         replace(config, teacher=config.teacher or about.model["teacher"]),
         catalogue,

@@ -29,7 +29,7 @@ from models.retrieval.students.sid_mlp_pp import (
 from models.retrieval.tiger import Tiger, TigerConfig
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.storage.tables import TableVersion, UserError
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
@@ -395,7 +395,8 @@ def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
     ):
         resolve(encoder=str(trained.encoder), teacher=str(tmp_path / "other"))
     elsewhere = replace(
-        trained.catalogue, hashes={**trained.catalogue.hashes, "sids": "f" * 64}
+        trained.catalogue,
+        versions={**trained.catalogue.versions, "sids": TableVersion("f" * 64)},
     )
     with pytest.raises(UserError, match="another table 'sids'"):
         registry.resolve(SidMlpPpConfig(encoder=str(trained.encoder)), elsewhere)

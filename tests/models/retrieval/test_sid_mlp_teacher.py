@@ -20,7 +20,7 @@ from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.distillation.teacher import locate
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.storage.tables import TableVersion, UserError
 from models.training.fit import EpochEvent, FitConfig
 from models.training_run import TrainingRun
 from tests.models.retrieval.conftest import World
@@ -197,7 +197,11 @@ def test_a_teacher_of_another_depth_is_refused(taught: Taught, tmp_path: Path) -
     codes = torch.cat([catalogue.sids[:, :2], torch.zeros(24, 2, dtype=torch.long)], 1)
     deep = Catalogue.from_codes(codes, (4, 6, 1, 1))
     deep = Catalogue(
-        24, deep.sids, (4, 6, 1, 1), deep.trie, {**catalogue.hashes, "sids": "d" * 64}
+        24,
+        deep.sids,
+        (4, 6, 1, 1),
+        deep.trie,
+        {**catalogue.versions, "sids": TableVersion("d" * 64)},
     )
     with pytest.raises(
         UserError,
