@@ -42,15 +42,16 @@ class RayOptions:
     """How often a run is continued by itself when workers are lost and it has not come further since the last time; a
     new checkpoint counts as further, so that nodes may come and go for days."""
     hang_minutes: float = 10
-    """After so long without a step the workers that hang are named and the training goes on from its last checkpoint,
-    as after a loss; 0: never. Reading examples counts as no step, validation does."""
+    """Minutes after which the workers are started again from the last checkpoint if one of them does not answer, or if
+    the others wait for it to exchange gradients. A single worker that still answers is not ended."""
     fsdp: bool = False
     """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for language models whose training
     does not fit on one device."""
 
     def __post_init__(self) -> None:
         check_least(self, ["num_workers"], 1, "ray.")
-        least_0 = ["min_workers", "threads", "max_failures", "hang_minutes"]
+        check_least(self, ["hang_minutes"], 0.1, "ray.")
+        least_0 = ["min_workers", "threads", "max_failures"]
         check_least(self, [*least_0, "memory_gb"], 0, "ray.")
         check_choices(self, "ray.")
         if self.min_workers > self.num_workers:

@@ -72,6 +72,9 @@ WATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # A local Ray's node is not taken away with notice: one process fewer.
 os.environ.setdefault(WATCH, "1" if os.environ.get("RAY_ADDRESS") else "0")
 
+UNRESPONSIVE_S = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
+"""Variable with the seconds after which Ray Train ends a worker that does not answer."""
+
 RETRY_PAUSE_S = 5.0
 """Seconds between the loss of workers and their next start."""
 
@@ -404,13 +407,12 @@ def run_workers(
     """Runs the workers to the end."""
     fewest = options.least(workers)
     each = resources(options, use_gpu)
+    os.environ[UNRESPONSIVE_S] = str(options.hang_minutes * 60)
     failures, reached = 0, -1
     while True:
         # Ray would try an error of the user's again; what is lost is tried again here, where it can be said. Lines come
         # by an actor anew, as it may have been lost too.
-        with shown(
-            say, lambda: waiting(workers, each), options.hang_minutes * 60
-        ) as progress:
+        with shown(say, lambda: waiting(workers, each)) as progress:
             trainer = TorchTrainer(
                 worker,
                 train_loop_config={
@@ -420,6 +422,7 @@ def run_workers(
                 },
                 torch_config=FencedTorchConfig(
                     "nccl" if use_gpu else "gloo",
+                    timeout_s=round(options.hang_minutes * 60),
                     folder=task.folder,
                     attempt=str(attempt),
                 ),
@@ -620,11 +623,10 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
 def shown(
     say: Callable[[str], None],
     waits: Callable[[], str | None] = lambda: None,
-    hangs: float = 0,
 ) -> Iterator[Any]:
     """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`.
 
-    What the workers wait for, which `waits` tells, is said too; one that hangs for `hangs` seconds is named and ended.
+    What the workers wait for, which `waits` tells, is said too.
     The actor is on the driver's node, whose loss ends the training anyway; where it is lost all the same, only its
     lines are.
     """
@@ -662,24 +664,12 @@ def shown(
                 if line:
                     said = now
                     say(line)
-                end_hung()
 
     def is_alive() -> bool:
         try:
             return bool(ray.get(progress.is_alive.remote(), timeout=60))
         except RayError:
             return True  # nothing is known, so nothing is said
-
-    def end_hung() -> None:
-        with suppress(RayError):
-            hung = ray.get(progress.hung.remote(hangs), timeout=60) if hangs else []
-            if hung:
-                who = ", ".join(f"{rank} on {node}" for rank, node, _ in hung)
-                say(
-                    f"note: no step for {hangs / 60:g} minutes (ray.hang_minutes) by rank {who}; ending what hangs"
-                )
-            for *_, actor in hung:
-                ray.kill(actor)
 
     thread = threading.Thread(target=work, daemon=True, name="progress")
     thread.start()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable
@@ -42,8 +41,6 @@ from models.training.fit import (
     FitConfig,
     StepEvent,
     StillEvent,
-    Sums,
-    Validate,
     best_of,
     defined,
     describe,
@@ -57,30 +54,32 @@ from pipelines.training.stop import STOP_REQUEST
 
 @ray.remote(num_cpus=0)
 class Progress:
-    """What workers tell the driver: lines, which it prints, and that they live and move."""
+    """Lines and heartbeats of a training's workers, and the driver's request to stop."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.pulses: dict[int, tuple[str, Any, float, float]] = {}
-        self.stopping = self.trains = self.saved = False
+        self.last_heartbeat = -math.inf
+        self.trains = self.stopping = self.saved = False
 
     def say(self, line: str) -> None:
+        """Add a line for the driver to print."""
         self.lines.append(line)
 
     def since(self, seen: int) -> list[str]:
+        """Return the lines after the first `seen` ones."""
         return self.lines[seen:]
 
-    def pulse(
-        self, rank: int, node: str, actor: Any, still: float, trains: bool
-    ) -> bool:
-        """Note that the worker of that rank lives, has taken no step for `still` seconds, and whether it has begun to
-        train. Return whether the training is to save a checkpoint and stop."""
+    def note_heartbeat(self, trains: bool) -> bool:
+        """Note that a worker lives, and whether its training loop has begun.
+
+        Return whether the training is to save a checkpoint and stop.
+        """
         self.trains |= trains
-        self.pulses[rank] = (node, actor, still, time.monotonic())
+        self.last_heartbeat = time.monotonic()
         return self.stopping
 
     def stop(self) -> bool:
-        """Let the workers save a checkpoint and stop. Return whether they train, so that they will."""
+        """Request that the workers save a checkpoint and stop. Return whether they train, so that they will."""
         self.stopping = True
         return self.trains
 
@@ -93,77 +92,31 @@ class Progress:
         return self.saved
 
     def is_alive(self) -> bool:
-        """Return whether a worker has given a pulse just now, so that this training waits for no room."""
-        recent = time.monotonic() - ALIVE_S
-        return any(at > recent for *_, at in self.pulses.values())
-
-    def hung(self, seconds: float) -> list[tuple[int, str, Any]]:
-        """Rank, node and actor of workers that gave no pulse for so long; where all do, of those that took no step.
-        They are told of once."""
-        now, pulses = time.monotonic(), sorted(self.pulses.items())
-        silent = [
-            (rank, node, actor)
-            for rank, (node, actor, _, at) in pulses
-            if now - at > seconds
-        ]
-        still = [
-            (rank, node, actor)
-            for rank, (node, actor, since, _) in pulses
-            if since > seconds
-        ]
-        if found := silent or still:
-            self.pulses.clear()
-        return found
+        """Return whether a worker sent a heartbeat within the last `ALIVE_S` seconds."""
+        return time.monotonic() - self.last_heartbeat < ALIVE_S
 
 
-class Pulse:
-    """A thread that reports to the driver how long ago this worker took a step, and learns from it of a stop.
-    Validation counts as one step, however long it takes."""
+class Heartbeat:
+    """A thread that tells the driver that this worker lives, and learns from it of a stop."""
 
-    def __init__(self, progress: Any, rank: int) -> None:
-        self.progress, self.rank, self.stepped, self.validates = (
-            progress,
-            rank,
-            time.monotonic(),
-            False,
-        )
+    def __init__(self, progress: Any) -> None:
+        self.progress = progress
         self.trains = self.stopping = False
-        self.actor = ray.get_runtime_context().current_actor
-        threading.Thread(target=self._beat, daemon=True, name="pulse").start()
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     def _beat(self) -> None:
         while True:
-            still = 0.0 if self.validates else time.monotonic() - self.stepped
-            beat = self.progress.pulse.remote(
-                self.rank, platform.node(), self.actor, still, self.trains
-            )
-            with suppress(RayError):  # lost with its lines; the training goes on
+            beat = self.progress.note_heartbeat.remote(self.trains)
+            with suppress(RayError):  # the actor is lost; the training continues
                 self.stopping = ray.get(beat)
-            time.sleep(BEAT)
-
-    def step(self) -> None:
-        """Notes that the training moves."""
-        self.stepped = time.monotonic()
-
-    def around(self, validate: Validate) -> Validate:
-        """The validation, during which no step is awaited."""
-
-        def validated(model: torch.nn.Module) -> tuple[Sums, int]:
-            self.validates = True
-            try:
-                return validate(model)
-            finally:
-                self.step()
-                self.validates = False
-
-        return validated
+            time.sleep(HEARTBEAT_S)
 
 
-BEAT = 0.5
-"""Seconds between two pulses: a stopped job has 3 seconds by default until Ray kills it, its checkpoint included."""
+HEARTBEAT_S = 0.5
+"""Seconds between two heartbeats: by default Ray kills a stopped job, checkpoint included, after 3 seconds."""
 
 ALIVE_S = 20.0
-"""Seconds for which a worker counts as alive after a pulse."""
+"""Seconds for which a worker counts as alive after a heartbeat."""
 
 NOTICE_S = 2.0
 """Seconds between two questions whether a node is to be taken away."""
@@ -216,8 +169,8 @@ class WorkerContext:
     """Hears of every checkpoint, on every rank."""
     say: Callable[[str], Any]
     """Tells the driver of the progress; called by rank 0."""
-    pulse: Pulse | None = None
-    """Tells the driver that it moves, where that is another process."""
+    heartbeat: Heartbeat | None = None
+    """Learns from the driver of a stop, if the driver is another process."""
     uploads: checkpoint.Uploads = field(default_factory=checkpoint.Uploads)
     """Takes checkpoints to a storage elsewhere."""
     warned: Callable[[], bool] | None = None
@@ -247,7 +200,7 @@ def worker(config: dict[str, Any]) -> None:
         leaving.extend(fresh)
         return bool(fresh)
 
-    pulse = Pulse(config["progress"], context.get_world_rank())
+    heartbeat = Heartbeat(config["progress"])
     place = WorkerContext(
         context.get_world_rank(),
         context.get_world_size(),
@@ -255,11 +208,11 @@ def worker(config: dict[str, Any]) -> None:
         context.get_local_world_size(),
         report,
         config["progress"].say.remote,
-        pulse,
+        heartbeat,
         warned=warned if config["watch"] else None,
     )
     perform(task, place)
-    if pulse.stopping and place.rank == 0:
+    if heartbeat.stopping and place.rank == 0:
         ray.get(config["progress"].note_saved.remote())
 
 
@@ -389,20 +342,17 @@ def by_gradient(
     spent = (
         dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
     )
-    pulse = place.pulse
-    validate = pulse.around(setup.validate) if pulse else setup.validate
+    heartbeat = place.heartbeat
     asked_at = -math.inf
-    if pulse:
-        pulse.trains = True
+    if heartbeat:
+        heartbeat.trains = True
 
     def stopping() -> bool:
-        return STOP_REQUEST.requested or bool(pulse and pulse.stopping)
+        return STOP_REQUEST.requested or bool(heartbeat and heartbeat.stopping)
 
     def wanted() -> int:
         """Return STOP for a stop, on rank 0 ASK where it is time to ask for notices about nodes, else CONTINUE."""
         nonlocal asked_at
-        if pulse:
-            pulse.step()
         if stopping():
             return STOP
         now = time.monotonic()
@@ -422,7 +372,7 @@ def by_gradient(
     for event in fit(
         setup.model,
         setup.train,
-        validate,
+        setup.validate,
         setup.fit,
         means=setup.means,
         lr_multipliers=setup.lr_multipliers,
