@@ -6,6 +6,7 @@ examples = loaded.load_examples(inputs, "test")
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -15,7 +16,13 @@ from models import registry
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import TableVersion, UserError, family_of, read_manifest
+from models.storage.tables import (
+    TableVersion,
+    UserError,
+    family_of,
+    read_manifest,
+    table_hashes,
+)
 
 
 @dataclass(frozen=True)
@@ -140,3 +147,18 @@ def read_versions(name: str, inputs: Inputs) -> dict[str, TableVersion]:
         UserError: As `select_inputs`.
     """
     return registry.find(name).family.versions(select_inputs(name, inputs))
+
+
+def require_tables(name: str, inputs: Inputs, checked: Mapping[str, str]) -> None:
+    """Check that the tables that the model `name` reads still have the checked hashes.
+
+    Raises:
+        UserError: If a table was replaced.
+    """
+    current = table_hashes(read_versions(name, inputs))
+    for table, expected in checked.items():
+        if current.get(table) != expected:
+            raise UserError(
+                f"the table '{table}' was replaced since this job checked it: {expected[:12]} was checked, "
+                f"{str(current.get(table))[:12]} is there now; choose another --name to train on the new tables"
+            )

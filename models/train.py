@@ -2,7 +2,8 @@
 
     python -m models.train --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
 
-The same configs, loop and checkpoints as `jobs.train`, without Ray and MLflow. Run again, it resumes.
+The same configs, loop and checkpoints as `jobs.train`, without Ray and MLflow. Run again, it resumes. SIGINT and
+SIGTERM save a checkpoint of the current step first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
@@ -28,6 +34,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
 from models.storage.uri import check_first_contact
 from models.training.fit import (
+    CONTINUE,
+    STOP,
     EpochEvent,
     FitConfig,
     StillEvent,
@@ -54,6 +62,77 @@ def check_same(about: Checkpoint, now: Checkpoint, output: str) -> None:
                 raise UserError(
                     f"{output} was begun with {part}.{key} {before[key]}, not {wanted[key]}; give another --output"
                 )
+
+
+@contextmanager
+def note_signals() -> Iterator[list[int]]:
+    """Collect the first SIGINT or SIGTERM in a list. A second one ends the process."""
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {
+        number: signal.signal(number, note)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train_sgd(
+    setup: TrainingRun,
+    output: str,
+    attempt: str,
+    state: dict[str, Any] | None,
+    about: Checkpoint | None,
+) -> Checkpoint | None:
+    """Train to the end and return the last checkpoint. A signal saves a checkpoint and exits.
+
+    Args:
+        setup: Model and data.
+        output: Folder of the checkpoints.
+        attempt: Number of this attempt at the training.
+        state: State to resume from.
+        about: Checkpoint that the state belongs to.
+    """
+    with note_signals() as signals:
+        setup.stopping = lambda: bool(signals)
+        for event in fit(
+            setup.model,
+            setup.train,
+            setup.validate,
+            setup.fit,
+            means=setup.means,
+            lr_multipliers=setup.lr_multipliers,
+            state=state,
+            device=setup.device,
+            wanted=lambda: STOP if signals else CONTINUE,
+        ):
+            if isinstance(event, StillEvent):
+                print(describe(event, setup.fit, setup.counted), flush=True)
+            if not event.state:
+                continue
+            before = about
+            about = setup.checkpoint(
+                epoch=event.epoch,
+                step=event.step,
+                metrics=defined(event.metrics),
+                best=best_of(event.state),
+                attempt=attempt,
+            )
+            about.follow(before)
+            if event.metrics or isinstance(event, EpochEvent):
+                print(describe(event, setup.fit, setup.counted), flush=True)
+            checkpoint.keep(output, setup.model, about, event.state)
+            if event.interrupted:
+                print(f"stopped at step {event.step}; the same line again continues")
+                sys.exit(128 + signals[0])
+    return about
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -140,32 +219,7 @@ def main(argv: list[str] | None = None) -> None:
             checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
             print(f"counted; checkpoint {place}")
             return
-        for event in fit(
-            setup.model,
-            setup.train,
-            setup.validate,
-            setup.fit,
-            means=setup.means,
-            lr_multipliers=setup.lr_multipliers,
-            state=state,
-            device=device,
-        ):
-            if isinstance(event, StillEvent):
-                print(describe(event, setup.fit, setup.counted), flush=True)
-            if not event.state:
-                continue
-            before = about
-            about = setup.checkpoint(
-                epoch=event.epoch,
-                step=event.step,
-                metrics=defined(event.metrics),
-                best=best_of(event.state),
-                attempt=str(attempt),
-            )
-            about.follow(before)
-            if event.metrics or isinstance(event, EpochEvent):
-                print(describe(event, setup.fit, setup.counted), flush=True)
-            checkpoint.keep(output, setup.model, about, event.state)
+        about = train_sgd(setup, output, str(attempt), state, about)
         if about:
             print(f"best checkpoint: {checkpoint.publish(output, about)}")
     except UserError as error:

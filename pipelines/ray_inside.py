@@ -1,7 +1,9 @@
-"""All that is asked of Ray beside its public interface. Where a version of Ray answers otherwise, jobs do without it.
+"""Every use of Ray's private interfaces. Jobs do without the result if a version of Ray has changed one of them.
 
-Supported is Ray 2.60, the newest at this time. 2.59 has the shuffle that prepare uses, but refuses an empty block
-between two of them, as windowed counts have; all other tests of data and training pass (`make test-ray RAY=2.59.0`).
+`models.storage.tables.submission_id` reads one more, an environment variable, because `models` imports no Ray.
+
+Ray 2.60 is supported. Ray 2.59 has the shuffle that prepare uses, but refuses an empty block between two shuffles, which
+windowed counts have. All other tests of data and training pass with it (`make test-ray RAY=2.59.0`).
 """
 
 from __future__ import annotations
@@ -39,15 +41,6 @@ def signals_as_they_are() -> Iterator[None]:
     finally:
         if theirs:
             utils.set_sigterm_handler = theirs
-
-
-def submission_id() -> str:
-    """Return the id by which `ray job` lists the job of this process, empty for another process.
-
-    Ray hands it to the driver of a submitted job with the job's settings, and has no public call for it.
-    """
-    settings = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    return str(settings.get("metadata", {}).get("job_submission_id", ""))
 
 
 def has_autoscaler() -> bool:

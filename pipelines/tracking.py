@@ -42,9 +42,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from models.config import flattened, hint
 from models.storage.locks import locked
-from models.storage.tables import UserError, code_version, git, join
+from models.storage.tables import UserError, code_version, git, join, submission_id
 from models.storage.uri import read_json, refuse_secrets
-from pipelines.ray_inside import submission_id
 
 for chatty in ("mlflow", "alembic"):
     logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -238,6 +238,7 @@ def sweep(
         plan,
         experiment=experiment_of(plan, experiment)
         or f"{family}/{dataset_name(inputs.tables)}",
+        hashes=hashes,
     )
     pending = [trial for trial in trials if not is_done(trial, plan)]
     tracking.connect(plan.uri)
@@ -246,7 +247,7 @@ def sweep(
             start()
             tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
             check_cluster(ray_options, workers, wants_gpu(ray_options))
-        run = open_run(plan, hashes, options, smoke)
+        run = open_run(plan, options, smoke)
         plan = replace(plan, parent=run.run_id)
         if pending:  # the folder stands for no best trial until the sweep has ended
             write_trials(plan.folder, [outcome(trial, plan, {}) for trial in trials])
@@ -267,6 +268,10 @@ def sweep(
             best = close(plan, run, found)
         except KeyboardInterrupt:
             ray.shutdown()  # ends the trials
+            say(
+                "trials that were running continue from their last checkpoint: the end of an epoch, or "
+                "fit.checkpoint_every_steps"
+            )
             close(plan, run, [outcome(trial, plan, ledger.errors) for trial in trials])
             raise
         except BaseException:
@@ -285,10 +290,13 @@ def sweep(
     return Swept(name, plan.folder, run, found, best, time.monotonic() - began, results)
 
 
-def check(plan: Plan) -> tuple[str, dict[str, str]]:
-    """The family of the models, and the hashes of the tables that all trials read. UserError for what no trial could
-    do. Nothing is written."""
-    family, hashes = "", []
+def check(plan: Plan) -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the family of the models, and by trial the hashes of the tables that it reads. Nothing is written.
+
+    Raises:
+        UserError: if a trial cannot run with its settings and tables.
+    """
+    family, hashes = "", {}
     for trial in plan.trials.values():
         own = trial.inputs(plan.inputs)
         if plan.grid.kind == "train":
@@ -303,7 +311,7 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
                 remedy=f"choose another --name, or remove {plan.folder}/{trial.name} to begin this trial anew",
             )
             family = checked.entry.family.name
-            hashes.append(checked.hashes)
+            hashes[trial.name] = checked.hashes
             continue
         options = {
             key: value for key, value in trial.evaluate.items() if key != "batch_size"
@@ -325,10 +333,8 @@ def check(plan: Plan) -> tuple[str, dict[str, str]]:
                 f"{trial.name} was measured with other options in {plan.folder}; choose another --name"
             )
         family = registry.find(about.name).family.name
-        hashes.append(about.hashes)
-    return family, dict(
-        sorted(set.intersection(*(set(read.items()) for read in hashes)))
-    )
+        hashes[trial.name] = about.hashes
+    return family, hashes
 
 
 def experiment_of(plan: Plan, given: str | None) -> str | None:
@@ -350,10 +356,8 @@ def experiment_of(plan: Plan, given: str | None) -> str | None:
     return given
 
 
-def open_run(
-    plan: Plan, hashes: dict[str, str], options: Options, smoke: bool = False
-) -> tracking.RunRef:
-    """The sweep's MLflow run: that of this folder, or a new one."""
+def open_run(plan: Plan, options: Options, smoke: bool = False) -> tracking.RunRef:
+    """Return the MLflow run of the sweep in this folder, or open a new one."""
     key, client, grid = (
         sha256(plan.folder.encode()).hexdigest(),
         tracking.connect(plan.uri),
@@ -394,6 +398,7 @@ def open_run(
         "ray": asdict(plan.ray),
         "options": asdict(options),
     }
+    shared = set.intersection(*(set(read.items()) for read in plan.hashes.values()))
     storage, _, name = plan.folder.rpartition("/")
     return tracking.open_run(
         plan.uri,
@@ -401,7 +406,7 @@ def open_run(
         name,
         storage,
         config=config,
-        hashes=hashes,
+        hashes=dict(sorted(shared)),
         tags=tags,
     )
 

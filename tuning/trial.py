@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
+from models.loaded_model import require_tables
 from models.storage import attempts, checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
@@ -62,6 +63,8 @@ class Plan:
     """MLflow experiment."""
     parent: str = ""
     """Id of the sweep's MLflow run, once it is open."""
+    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Hashes of the tables that each trial reads, by trial, as the sweep checked them."""
 
     @property
     def metric(self) -> str:
@@ -109,11 +112,13 @@ def fit(trial: Trial, plan: Plan) -> None:
                 {EPOCH: about.epoch, VALUE: about.metrics[plan.metric], **about.metrics}
             )
 
+    inputs = trial.inputs(plan.inputs)
+    require_tables(trial.model["name"], inputs, plan.hashes[trial.name])
     trained = train(
         model=trial.model,
         fit=FitConfig(**trial.fit),
         ray_options=plan.ray,
-        inputs=trial.inputs(plan.inputs),
+        inputs=inputs,
         storage=plan.folder,
         name=trial.name,
         tracking_uri=plan.uri,
@@ -129,7 +134,7 @@ def fit(trial: Trial, plan: Plan) -> None:
     if not is_done(trial, plan):
         result, about = evaluate(
             trained.checkpoint,
-            trial.inputs(plan.inputs),
+            inputs,
             device=plan.device,
             batch_size=FitConfig(**trial.fit).eval_batch_size,
             remote=plan.ray.num_workers > 1,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import posixpath
 import re
 import subprocess
@@ -101,6 +102,8 @@ class Manifest:
     """UTC time of the commit, ISO 8601."""
     timings: dict[str, float]
     """Seconds per phase."""
+    submission_id: str = ""
+    """Id by which `ray job` lists the job that made it, if it was submitted."""
     extends: list[str] = field(default_factory=list)
     """Hashes of the versions that it extends, the latest last: what they number has the same number here."""
 
@@ -378,6 +381,15 @@ def code_version() -> str:
     return " ".join(filter(None, (release, commit, f"code {code_hash()[:12]}")))
 
 
+def submission_id() -> str:
+    """Return the id by which `ray job` lists the job of this process, or an empty string for another process.
+
+    Ray passes the job's settings to the driver of a submitted job in this variable, and has no public call for the id.
+    """
+    settings = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    return str(settings.get("metadata", {}).get("job_submission_id", ""))
+
+
 def code_hash() -> str:
     """Return the SHA-256 of the Python files of this project's packages."""
     root = Path(__file__).parents[2]
@@ -430,6 +442,7 @@ def describe(
         code_version=code_version(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings or {},
+        submission_id=submission_id(),
         extends=list(extends),
     )
 

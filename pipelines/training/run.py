@@ -47,10 +47,10 @@ from models.storage.tables import (
     join,
     open_uri,
     read_manifest,
+    submission_id,
 )
 from models.training.fit import FitConfig
 from pipelines import cluster, faults, tracking
-from pipelines.ray_inside import submission_id
 from pipelines.serving import package
 from pipelines.training.fencing import FencedTorchConfig
 from pipelines.training.ray_options import FEWER, RayOptions

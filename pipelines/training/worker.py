@@ -24,13 +24,12 @@ from ray.exceptions import RayError
 from ray.train.torch import get_device
 
 from models.config import pluralize
-from models.loaded_model import read_versions
+from models.loaded_model import require_tables
 from models.metrics.ranking_metrics import format_metric
 from models.storage import attempts, checkpoint
 from models.storage.attempts import UNNUMBERED, Attempt
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, table_hashes
 from models.storage.uri import join
 from models.training.fit import (
     ASK,
@@ -220,12 +219,13 @@ def perform(task: Task, place: WorkerContext) -> None:
     """Train, from the last checkpoint in the run's folder where there is one, to the end or until
     a stop is requested."""
     torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
-    check_tables(task)
+    inputs = Inputs(**task.inputs)
+    require_tables(task.model["name"], inputs, task.hashes)
     about = find_last_checkpoint(task.folder, place)
     setup = TrainingRun.build(
         task.model,
         FitConfig(**task.fit),
-        Inputs(**task.inputs),
+        inputs,
         device=place.device,
         rank=place.rank,
         world=place.world,
@@ -233,7 +233,8 @@ def perform(task: Task, place: WorkerContext) -> None:
         init=task.init,
     )
     setup.check_metric()
-    check_tables(task)  # what was read in between is what is there now
+    # again: both the hashes and the tables may have changed while they were read
+    require_tables(task.model["name"], inputs, task.hashes)
     state = setup.resume(task.folder, about) if about else None
     if place.rank == 0:
         parameters = sum(p.numel() for p in setup.model.parameters())
@@ -307,18 +308,6 @@ def perform(task: Task, place: WorkerContext) -> None:
             by_counts(setup, task, place, log)
         if log and (waited := log.flush()) >= 1:
             place.say(f"waited {waited:.0f} s for MLflow to take the metrics")
-
-
-def check_tables(task: Task) -> None:
-    """Raise UserError where a table is another one than the driver has checked."""
-    found = table_hashes(read_versions(task.model["name"], Inputs(**task.inputs)))
-    for table, checked in task.hashes.items():
-        if found.get(table) != checked:
-            raise UserError(
-                f"the table '{table}' was replaced while this training started: {checked[:12]} was checked, "
-                f"{str(found.get(table))[:12]} is there now; to train on the new tables run the same line with "
-                f"--overwrite, or with another --name"
-            )
 
 
 def find_last_checkpoint(folder: str, place: WorkerContext) -> Checkpoint | None:

@@ -243,6 +243,45 @@ def test_a_stopped_training_goes_on_within_the_epoch_to_the_same_weights(
             torch.testing.assert_close(second[name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_models_train_continues_within_the_epoch_to_the_same_weights(
+    small: tuple[str, str], tmp_path: Path
+) -> None:
+    model = {"name": "sasrec", "dim": 256, "num_layers": 4, "max_history": 12}
+    fit = {"batch_size": 2, "patience": 0, "max_epochs": 4}
+    (tmp_path / "model.json").write_text(json.dumps({"model": model, "fit": fit}))
+    words = ["models.train", "--config", f"{tmp_path}/model.json", "--tables", small[0]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def train(folder: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", *words, "--output", str(tmp_path / folder)],
+            cwd=ROOT,
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    train("whole")
+    printed, code = send(
+        [*words, "--output", str(tmp_path / "cut")],
+        signal.SIGTERM,
+        " 1/4 ",
+        environment,
+    )
+    again = train("cut")
+
+    assert code == CODES[signal.SIGTERM]
+    stopped = re.search(r"stopped at step (\d+); the same line again", printed)
+    assert stopped, printed
+    assert f", step {stopped[1]}\n" in again
+    whole, cut = (
+        safetensors.torch.load_file(tmp_path / name / "best/model.safetensors")
+        for name in ("whole", "cut")
+    )
+    assert all(torch.equal(cut[key], value) for key, value in whole.items())
+
+
 @pytest.mark.parametrize("number", CODES)
 def test_a_sweep(
     number: signal.Signals,
@@ -268,6 +307,7 @@ def test_a_sweep(
         STOPPED,
         CODES[number],
     )
+    assert "trials that were running continue from their last checkpoint" in printed
     assert set(status(store).values()) <= {"KILLED", "FINISHED"}
     again = subprocess.run(
         [sys.executable, "-m", *words],

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -450,6 +451,32 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     )
     assert len(history) == 9
     assert max(point.value for point in history) == pytest.approx(ahead.value)
+
+
+def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
+    ray_local: None, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    tables, _ = write_tables(tmp_path / "small")
+    other, _ = write_tables(tmp_path / "other", parts=3)
+    new_store(tmp_path / "runs")
+
+    def replace_tables() -> None:
+        for source in Path(other, "sequences").iterdir():
+            shutil.copy(source, Path(tables, "sequences"))
+
+    with pytest.raises(UserError, match="'sequences' was replaced since this job"):
+        sweep(
+            grid(),
+            grid().trials(),
+            inputs=Inputs(tables),
+            storage=str(tmp_path / "runs"),
+            name="replaced",
+            ray_options=RayOptions(threads=1),
+            options=Options(concurrency=1),
+            start=replace_tables,
+        )
+
+    assert not list((tmp_path / "runs/replaced").glob("*/step-*"))
 
 
 def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:

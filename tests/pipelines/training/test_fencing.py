@@ -183,7 +183,7 @@ def test_tables_replaced_after_the_check_are_refused_in_one_line(
         )
 
     words = str(caught.value)
-    assert words.startswith("the table 'sequences' was replaced while this training")
-    assert words.endswith("run the same line with --overwrite, or with another --name")
+    assert words.startswith("the table 'sequences' was replaced since this job checked")
+    assert words.endswith("choose another --name to train on the new tables")
     assert not list((tmp_path / "one").glob("step-*"))
     assert not any("epoch" in line for line in lines)
