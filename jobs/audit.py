@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jobs import cli
 from models.config import pluralize
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.tables import UserError
 
 
@@ -31,7 +31,7 @@ def run(config: Config) -> None:
     from pipelines.data.audit.rules import audit, report
 
     start = time.monotonic()
-    reach(tables=config.tables)
+    require_folders(tables=config.tables)
     rules = audit(
         config.tables, lambda step: print(f"audit: {step}", file=sys.stderr, flush=True)
     )

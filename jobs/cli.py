@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from jobs.options import parse
 from models.config import pluralize
 from models.storage.tables import UserError
-from models.storage.uri import check_first_contact
+from models.storage.uri import check_buckets_first
 from pipelines.faults import explain, first_line, user_error_in
 from pipelines.training.stop import STOP_REQUEST
 
@@ -358,7 +358,7 @@ def main(
     """
     catch_signals()
     set_ray_defaults()
-    check_first_contact()
+    check_buckets_first()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for those who watch a file or a pipe
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import cli
 from models.config import hint
 from models.storage.inputs import Inputs
-from models.storage.locks import locked
+from models.storage.locks import hold_lock
 from models.storage.tables import UserError, has_manifest, join, read_manifest
 from models.storage.uri import absolute, check_writable, read_json, write_file
 
@@ -415,7 +415,7 @@ def run(config: Config) -> None:
     day.check()
     check_writable(config.output)
     busy = f"{config.output} is being worked on by another jobs.daily; wait for it"
-    with locked(join(absolute(config.output), ".daily.lock"), busy):
+    with hold_lock(join(absolute(config.output), ".daily.lock"), busy):
         day.run()
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from jobs import cli
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.tables import join, read_manifest
 from models.storage.uri import check_writable
 from models.text.text_encoder import check_encoder
@@ -44,7 +44,7 @@ def run(config: Config) -> None:
     cli.say_loading("ray")
     from pipelines.data.sids.texts import encode_log
 
-    reach(tables=config.tables)
+    require_folders(tables=config.tables)
 
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)

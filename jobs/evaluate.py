@@ -18,7 +18,7 @@ from jobs import cli
 from jobs.options import most_derived
 from models.config import check_positive, pluralize
 from models.retrieval.options import RECOMMEND_OPTIONS
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.uri import check_writable
 
@@ -152,7 +152,7 @@ def run(config: Options) -> Result | None:
     from pipelines import tracking
     from pipelines.evaluation.ranking import check
 
-    reach(
+    require_folders(
         checkpoint=config.checkpoint,
         tables=config.tables,
         sids=config.sids,

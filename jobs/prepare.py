@@ -25,7 +25,7 @@ from pyarrow import fs
 from jobs import cli
 from jobs.options import Given, check_whole, read
 from models.config import pluralize
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, open_uri
 from models.storage.uri import write_file
 from pipelines.data.kinds import KINDS
@@ -77,7 +77,7 @@ def run(given: Given) -> dict[str, object]:
             f"--append and {other} are both given; --append keeps the tables and their items: leave one out"
         )
     print(f"reading {config.input}", flush=True)
-    reach(input=config.input, catalogue=settings.catalogue)
+    require_folders(input=config.input, catalogue=settings.catalogue)
     cli.preflight(
         input=config.input, output=config.output, catalogue=settings.catalogue
     )
@@ -140,7 +140,7 @@ class Suggestion:
 
 def run_suggestion(config: Suggestion) -> None:
     """Prints or writes a first source file, without Ray."""
-    reach(suggest=config.suggest)
+    require_folders(suggest=config.suggest)
     text = suggest(config.suggest, config.kind).text
     if config.output is None:
         print(text, end="")

@@ -27,7 +27,7 @@ from typing import Any, Literal, NoReturn
 from jobs import cli, simulate, time_budget
 from jobs.time_budget import Schedule
 from models.config import check_positive, pluralize
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, join, read_manifest
 from models.text.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
@@ -359,7 +359,7 @@ def locate(config: Config) -> Folders:
         raise UserError(
             f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one"
         )
-    reach(data=config.data)
+    require_folders(data=config.data)
     name = (
         Path(config.data).resolve().name
         if config.data

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from models.config import naming, pluralize
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.storage.uri import check_writable
@@ -142,7 +142,7 @@ def run(config: Config) -> Swept | None:
     if config.dry_run:
         show(grid, trials)
         return None
-    reach(tables=config.tables, sids=config.sids, text=config.text)
+    require_folders(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(str(config.storage))
     workers = config.ray.num_workers if grid.kind == "train" else 1
     cli.check_cpus(workers, config.ray.cpus_per_worker, FEWER)

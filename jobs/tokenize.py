@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jobs import cli
 from models.config import pluralize
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.tables import Manifest, join
 from models.storage.uri import check_writable
 from models.text.text_encoder import check_encoder
@@ -140,7 +140,7 @@ def run(config: Config) -> None:
         "" if config.own else config.embeddings,
     )
     # what does not answer is said before Ray starts
-    reach(tables=config.tables, embeddings=shared, extend=config.extend)
+    require_folders(tables=config.tables, embeddings=shared, extend=config.extend)
     cli.preflight(
         tables=config.tables,
         embeddings=shared,

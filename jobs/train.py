@@ -19,7 +19,7 @@ from typing import Any
 from jobs import cli
 from jobs.options import read
 from models.config import pluralize
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.storage.uri import check_writable
@@ -173,7 +173,7 @@ def run(config: Config) -> Any:
     from pipelines.training.run import run_training
     from pipelines.training.settings import check
 
-    reach(tables=config.tables, sids=config.sids, text=config.text)
+    require_folders(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(config.storage)
     entry = registry.find(config.model["name"])
     checked = check(

@@ -126,7 +126,7 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
             "config of one (jobs/configs), or tables that jobs.prepare made with --kind "
             f"{expected}"
         )
-    return inputs.of(name, entry.reads)
+    return inputs.select(name, entry.reads)
 
 
 def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -> Any:

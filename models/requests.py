@@ -22,7 +22,7 @@ from torch import Tensor
 from models.config import hint
 from models.item_ids import parse_item_ids
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
-from models.storage.inputs import MADE, Inputs
+from models.storage.inputs import MADE_BY, Inputs
 from models.storage.tables import LARGEST_NUMBER, UserError, read_table
 from models.text.text_encoder import load_saved
 
@@ -218,5 +218,7 @@ def own_names(own: OwnFeatures) -> dict[str, list[str]]:
 
 def bundled(folder: str) -> Inputs:
     """What a bundle has."""
-    beside = {name: f"{folder}/{name}" for name in MADE if Path(folder, name).exists()}
+    beside = {
+        name: f"{folder}/{name}" for name in MADE_BY if Path(folder, name).exists()
+    }
     return Inputs(f"{folder}/tables", **beside)

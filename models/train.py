@@ -29,10 +29,10 @@ from models.config import build, instead, read_configs, typed
 from models.retrieval.distillation import teacher
 from models.storage import attempts, checkpoint
 from models.storage.checkpoint import BEST, Checkpoint
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
-from models.storage.uri import check_first_contact
+from models.storage.uri import check_buckets_first
 from models.training.fit import (
     CONTINUE,
     STOP,
@@ -166,10 +166,10 @@ def main(argv: list[str] | None = None) -> None:
         help="checkpoint whose weights it begins with, of tables that these may extend",
     )
     options = parser.parse_args(argv)
-    check_first_contact()
+    check_buckets_first()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        reach(tables=options.tables, sids=options.sids, text=options.text)
+        require_folders(tables=options.tables, sids=options.sids, text=options.text)
         inputs = Inputs(options.tables, options.sids, options.text)
         content = read_configs(options.config, "check --config")
         for section, values in content.items():

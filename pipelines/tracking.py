@@ -41,7 +41,7 @@ from mlflow.utils.rest_utils import http_request, verify_rest_response
 from sqlalchemy.exc import SQLAlchemyError
 
 from models.config import flattened, hint
-from models.storage.locks import locked
+from models.storage.locks import hold_lock
 from models.storage.tables import UserError, code_version, git, join, submission_id
 from models.storage.uri import read_json, refuse_secrets
 
@@ -238,7 +238,7 @@ def connect(uri: str) -> MlflowClient:
         return MlflowClient(uri)
     try:
         # Of several that start together one makes the tables of a file: MLflow's own lock leaves some out.
-        with locked(f"{file}.lock", "", math.inf) if file else nullcontext():
+        with hold_lock(f"{file}.lock", "", math.inf) if file else nullcontext():
             if file and not Path(file).exists():
                 make_store(file)
             client = MlflowClient(uri)
@@ -479,7 +479,7 @@ def end_dead(client: MlflowClient, runs: Iterable[Any]) -> None:
         folder = folders[run_id]
         if not folder or ("://" not in folder and not Path(folder).is_dir()):
             return
-        with suppress(UserError), locked(lock_of(folder), "it is alive"):
+        with suppress(UserError), hold_lock(lock_of(folder), "it is alive"):
             client.set_terminated(run_id, "KILLED")
 
     with ThreadPoolExecutor(16) as threads:

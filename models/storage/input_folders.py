@@ -1,6 +1,6 @@
-"""Folders that options name, and what each option takes.
+"""Folders that options name, and the content that each option takes.
 
-reach(tables="runs/shop/tabels")
+require_folders(tables="runs/shop/tabels")
 # UserError: --tables is runs/shop/tabels, where nothing is; give a folder that jobs.prepare made
 """
 
@@ -22,35 +22,33 @@ from models.storage.tables import (
 
 @dataclass(frozen=True)
 class FolderKind:
-    """What an option takes."""
+    """A kind of folder that an option takes. Without tables and files it is any folder."""
 
-    words: str
-    """What it is, and which job makes it."""
+    description: str
+    """The folder and the job that makes it, for messages."""
     tables: tuple[tuple[str, str], ...] = ()
-    """A folder in it, and the table that it holds."""
+    """Subfolders and the table in each."""
     files: tuple[str, ...] = ()
-    """Files of which it holds one; neither tables nor files: it is any folder."""
+    """Files of which the folder holds at least one."""
 
-    def is_at(self, uri: str) -> bool:
-        """Whether it is at the place. What is damaged counts: who reads it says how."""
+    def matches(self, uri: str) -> bool:
+        """Return whether the folder at `uri` is of this kind. Damaged tables match: their readers name the damage."""
         with suppress(UserError):
-            for folder, table in self.tables:
-                if (
-                    not has_manifest(join(uri, folder))
-                    or read_manifest(join(uri, folder)).table != table
-                ):
+            for subfolder, table in self.tables:
+                where = join(uri, subfolder)
+                if not has_manifest(where) or read_manifest(where).table != table:
                     return False
         if self.files:
-            return any(
-                file_info(join(uri, name)).type == fs.FileType.File
-                for name in self.files
-            )
+            infos = [file_info(join(uri, name)) for name in self.files]
+            return any(info.type == fs.FileType.File for info in infos)
         return bool(self.tables) or file_info(uri).type == fs.FileType.Directory
 
     @property
-    def holds(self) -> str:
-        """What shows that it is one."""
-        return f"table {self.tables[0][1]}" if self.tables else " or ".join(self.files)
+    def content(self) -> str:
+        """Content by which a folder of this kind is recognised, for messages."""
+        if self.tables:
+            return f"table {self.tables[0][1]}"
+        return " or ".join(self.files)
 
 
 TABLES = FolderKind("a folder that jobs.prepare made", tables=(("items", "items"),))
@@ -62,7 +60,7 @@ CHECKPOINT = FolderKind(
 )
 RAW = FolderKind("the folder of a raw log")
 
-PLACES = {
+FOLDER_KINDS = {
     "tables": TABLES,
     "catalogue": TABLES,
     "sids": SIDS,
@@ -73,23 +71,25 @@ PLACES = {
     "suggest": RAW,
     "data": RAW,
 }
-"""By option."""
+"""Kind of folder that each option takes."""
 
 
-def reach(**places: str | None) -> None:
-    """First contact with what a job will read, by its options, before it starts anything: UserError for what does not
-    answer, and for what is none of what the option takes."""
-    given = {
-        option: (uri, file_info(uri).type) for option, uri in places.items() if uri
-    }
-    for option, (uri, found) in given.items():
-        place = PLACES.get(option)
-        if place is None or place.is_at(uri):
+def require_folders(**folders: str | None) -> None:
+    """Check the folders that a job will read, by option, before it starts anything.
+
+    Raises:
+        UserError: if a storage does not answer, or a folder is not of the kind that its option takes.
+    """
+    types = {option: file_info(uri).type for option, uri in folders.items() if uri}
+    for option, file_type in types.items():
+        uri = str(folders[option])
+        kind = FOLDER_KINDS.get(option)
+        if kind is None or kind.matches(uri):
             continue
-        if found == fs.FileType.NotFound:
+        if file_type == fs.FileType.NotFound:
             why = "where nothing is"
+        elif kind.content:
+            why = f"which holds no {kind.content}"
         else:
-            why = (
-                f"which holds no {place.holds}" if place.holds else "which is no folder"
-            )
-        raise UserError(f"--{option} is {uri}, {why}; give {place.words}")
+            why = "which is no folder"
+        raise UserError(f"--{option} is {uri}, {why}; give {kind.description}")

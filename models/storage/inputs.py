@@ -1,6 +1,6 @@
-"""What a run works on: the folder of tables, and the folders beside it that some models read.
+"""Folders that a run reads: the tables, and the folders beside them that some models read.
 
-Inputs("tables", sids="sids").of("tiger", {"sids": True})
+Inputs("tables", sids="sids").select("tiger", {"sids": True})
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from models.storage.tables import TableVersion, UserError, join, read_manifest
 from models.storage.uri import absolute
 
-MADE = {
+MADE_BY = {
     "sids": ("semantic IDs", "jobs.tokenize"),
     "text": ("text embeddings", "jobs.encode"),
 }
-"""By folder beside the tables: what it holds, and the job that makes it."""
+"""Content of each folder beside the tables, and the job that makes it, by option."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Absolute paths or URIs. Each is called as the option of the commands that takes it."""
+    """Folders that a run reads, absolute paths or URIs. Fields are named like the options of the commands."""
 
     tables: str
     """TABLES: the folder that jobs.prepare made."""
@@ -30,17 +30,17 @@ class Inputs:
     """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
 
     def __post_init__(self) -> None:
-        for option, place in self.given().items():
-            object.__setattr__(self, option, absolute(place))
+        for option, folder in self.given().items():
+            object.__setattr__(self, option, absolute(folder))
 
     @property
     def sequences(self) -> str:
-        """The table that examples are made of."""
+        """Folder of the table `sequences`."""
         return join(self.tables, "sequences")
 
     def given(self) -> dict[str, str]:
-        """Those that there are, by option."""
-        return {option: place for option, place in vars(self).items() if place}
+        """Return the folders that are given, by option."""
+        return {option: folder for option, folder in vars(self).items() if folder}
 
     def versions(self, tables: Mapping[str, Sequence[str]]) -> dict[str, TableVersion]:
         """Read the versions of tables from their manifests.
@@ -63,7 +63,7 @@ class Inputs:
                 )
                 for name, made_from in manifest.inputs.items():
                     if name in versions and versions[name].hash != made_from:
-                        job = MADE[option][1] if option in MADE else "jobs.prepare"
+                        _, job = MADE_BY.get(option, ("tables", "jobs.prepare"))
                         raise UserError(
                             f"{join(folder, table)} was made from other {name} ({made_from[:12]}, these are "
                             f"{versions[name].hash[:12]}); point at tables that belong together or run {job} again"
@@ -72,15 +72,21 @@ class Inputs:
                 versions[name] = TableVersion.from_manifest(manifest)
         return versions
 
-    def of(self, model: str, reads: Mapping[str, bool]) -> Inputs:
-        """Those that the model reads: `reads` has the folders beside the tables, by option, and whether the model
-        needs them. UserError where it needs one that is not given."""
-        for option, needed in reads.items():
-            if needed and not getattr(self, option):
-                holds, job = MADE[option]
+    def select(self, model: str, reads: Mapping[str, bool]) -> Inputs:
+        """Return the inputs that a model reads.
+
+        Args:
+            model: Name of the model.
+            reads: Folders beside the tables that the model reads, by option, and whether it needs them.
+
+        Raises:
+            UserError: if a folder that the model needs is not given.
+        """
+        for option, is_needed in reads.items():
+            if is_needed and not getattr(self, option):
+                content, job = MADE_BY[option]
                 raise UserError(
-                    f"the model '{model}' needs {holds}; give --{option} with the folder that {job} made"
+                    f"the model '{model}' needs {content}; give --{option} with the folder that {job} made"
                 )
-        return Inputs(
-            self.tables, **{option: getattr(self, option) for option in reads}
-        )
+        folders = {option: getattr(self, option) for option in reads}
+        return Inputs(self.tables, **folders)

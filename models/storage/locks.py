@@ -1,6 +1,10 @@
-"""Locks that keep other processes out of a place, local or at a URI, while this one writes there.
+"""Locks that let one process write to a folder, local or at a URI.
 
-A killed holder stands in nobody's way: the kernel lets go of a local lock, and one at a URI falls silent.
+    with hold_lock("s3://bucket/tables/.lock", "s3://bucket/tables is being written by another process"):
+        ...
+
+A lock outlives its holder by seconds at most: the kernel releases a local lock, and a lock at a URI expires without
+heartbeats.
 """
 
 from __future__ import annotations
@@ -19,32 +23,42 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pyarrow import fs
 
-from models.storage.uri import OBSTORE_PATIENCE, UserError, asked, open_uri
+from models.storage.uri import OBSTORE_RETRIES, UserError, open_uri, storage_errors
 
 LOCK = ".lock"
-"""File by which the folder is held that someone writes. A local one stays beside what was written."""
+"""Lock file of a folder. A local one stays beside the files that were written."""
 
-BEAT, SILENT = 5.0, 30.0
-"""Seconds, of a lock at a URI: between two heartbeats; without one until its holder counts as dead."""
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats of a lock at a URI."""
+
+EXPIRES_S = 30.0
+"""Seconds without a heartbeat after which a lock at a URI is free."""
 
 
 @contextmanager
-def locked(
-    place: str,
+def hold_lock(
+    uri: str,
     busy: str,
     wait: float = 0,
     remedy: str = "choose an output folder that you may write",
 ) -> Iterator[None]:
-    """Keeps other processes out by the lock file `place`; let go when the process ends, however it ends. One that
-    another process holds is waited for `wait` seconds, then UserError says `busy`; one that cannot be written raises
-    UserError with the `remedy`.
+    """Hold the lock file at a path or URI while the block runs.
 
-    On a local path it keeps out the processes of this machine, by the kernel's lock. At a URI, processes anywhere, by
-    heartbeats (`_leased`).
+    A local lock is one of the kernel and excludes processes of this machine. A lock at a URI has heartbeats and
+    excludes processes anywhere (`_hold_lock_object`).
+
+    Args:
+        uri: Path or URI of the lock file.
+        busy: Message if another process holds the lock.
+        wait: Seconds to wait for another holder.
+        remedy: End of the message if the lock file cannot be written.
+
+    Raises:
+        UserError: if another process holds the lock, or the lock file cannot be written.
     """
-    filesystem, where = open_uri(place)
+    filesystem, where = open_uri(uri)
     if not isinstance(filesystem, fs.LocalFileSystem):
-        with _leased(place, busy, wait):
+        with _hold_lock_object(uri, busy, wait):
             yield
         return
     path = Path(where)
@@ -61,41 +75,37 @@ def locked(
     try:
         yield
     finally:
-        if os.listdir(path.parent) == [
-            path.name
-        ]:  # nothing was written: nothing is left
-            path.unlink()  # whoever waits for it sees that it is gone, and makes a new one
+        is_alone = os.listdir(path.parent) == [path.name]
+        if is_alone:  # the block wrote nothing, so no lock file stays either
+            path.unlink()
         lock.release()
 
 
 @contextmanager
-def _leased(place: str, busy: str, wait: float) -> Iterator[None]:
-    """`locked` at a URI: the object `place` names its holder and is written again every BEAT seconds.
+def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
+    """Hold a lock at a URI: an object that names its holder and that a thread rewrites every `HEARTBEAT_S` seconds.
 
-    Whoever finds one looks on, by its own clock, so that no clocks are compared: one that changes is alive, and refused
-    after `wait`; one that stays the same for SILENT seconds is dead and written over. Every write is conditional, on
-    there being no object or on its version, so of several writers one succeeds. A holder that the storage does not hear
-    for SILENT seconds may lose its lock; it finds out at its next beat and ends with UserError when its work is done.
+    A process that finds the object watches it by its own clock, so no clocks are compared. While the object changes,
+    its holder lives, and the process is refused after `wait` seconds. An object that stays the same for `EXPIRES_S`
+    seconds is overwritten. Every write is conditional on the object's version, so of several writers one succeeds. A
+    holder that cannot reach the storage for `EXPIRES_S` seconds may lose its lock; its next heartbeat finds out, and
+    the block ends with UserError.
     """
-    from obstore.exceptions import BaseError  # of those who write to URIs alone
+    from obstore.exceptions import BaseError  # jobs with local paths do not need it
 
     done = threading.Event()
     lost = threading.Event()
 
     def beat() -> None:
-        while not done.wait(BEAT):
-            try:
-                if not lease.write(lease.version):
+        while not done.wait(HEARTBEAT_S):
+            with suppress(BaseError):  # the next heartbeat may reach the storage
+                if not lock.write(lock.version):
                     return lost.set()
-            except (
-                BaseError
-            ):  # a storage that is away for a moment: the next beat may reach it
-                continue
 
-    with asked(place):
+    with storage_errors(uri):
         try:
-            lease = _Lease(place)
-            lease.take(busy, wait)
+            lock = _LockObject(uri)
+            lock.acquire(busy, wait)
         except BaseError as error:
             raise OSError(str(error)) from error
     thread = threading.Thread(target=beat, daemon=True, name="lock")
@@ -105,97 +115,117 @@ def _leased(place: str, busy: str, wait: float) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        lease.let_go()
+        lock.release()
     if lost.is_set():
         raise UserError(
-            f"another process took {place} meanwhile, as this one was not heard for {SILENT:g} s; both have written "
+            f"another process took {uri} meanwhile, as this one was not heard for {EXPIRES_S:g} s; both have written "
             f"there, so look at what it holds, or remove it and start again"
         )
 
 
-class _Lease:
-    """The object of a lock at a URI. pyarrow.fs has no conditional writes, so it is written through obstore."""
+class _LockObject:
+    """A lock's object in a bucket, written through obstore because pyarrow.fs has no conditional writes."""
 
-    def __init__(self, place: str) -> None:
-        from obstore import store
-
-        filesystem, path = open_uri(place)
-        bucket, _, self.key = path.partition("/")
-        if isinstance(filesystem, fs.GcsFileSystem):
-            self.store: Any = store.GCSStore(bucket, **OBSTORE_PATIENCE)
-        else:
-            options = filesystem.__reduce__()[1][0]
-            more: dict[str, Any] = {}
-            if endpoint := options[
-                "endpoint_override"
-            ]:  # of a query without, of AWS_ENDPOINT_URL with its scheme
-                more["endpoint"] = (
-                    endpoint
-                    if "://" in endpoint
-                    else f"{options['scheme']}://{endpoint}"
-                )
-            if os.environ.get("AWS_PROFILE"):  # obstore reads none by itself
-                from obstore.auth.boto3 import Boto3CredentialProvider
-
-                more["credential_provider"] = Boto3CredentialProvider()
-            self.store = store.S3Store(
-                bucket,
-                region=options["region"],
-                client_options={"allow_http": True},
-                **OBSTORE_PATIENCE,
-                **more,
-            )
-        self.holder = f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+    def __init__(self, uri: str) -> None:
+        bucket, _, self.key = open_uri(uri)[1].partition("/")
+        self.store = _open_store(uri, bucket)
+        started = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
+        self.holder = (
+            f"process {os.getpid()} on {socket.gethostname()}, since {started}"
+        )
         self.id = uuid.uuid4().hex
         self.version: Any = None
-        """The version of the object that this process wrote last."""
+        """Version of the object that this process wrote last."""
 
-    def take(self, busy: str, wait: float) -> None:
-        """Waits until the lock is ours; UserError where its holder is alive for longer than `wait`."""
-        until, since = time.monotonic() + wait, time.monotonic()
-        seen: tuple[str, Any] | None = None
+    def acquire(self, busy: str, wait: float) -> None:
+        """Wait until this process holds the lock.
+
+        Raises:
+            UserError: if another holder still sends heartbeats after `wait` seconds.
+        """
+        until = time.monotonic() + wait
+        previous: tuple[str, Any] | None = None
+        unchanged_since = time.monotonic()
         while True:
-            found, now = self.read(), time.monotonic()
-            if found is None or (found == seen and now - since >= SILENT):
-                if self.write(found and found[1]):
+            current = self.read()
+            now = time.monotonic()
+            has_expired = current == previous and now - unchanged_since >= EXPIRES_S
+            if current is None:
+                if self.write(None):
                     return
-            elif found != seen:
-                if seen and now >= until:
-                    raise UserError(f"{busy} ({found[0].partition(';')[0]})")
-                seen, since = found, now
+            elif has_expired:
+                if self.write(current[1]):
+                    return
+            elif current != previous:
+                if previous and now >= until:
+                    raise UserError(f"{busy} ({current[0].partition(';')[0]})")
+                previous = current
+                unchanged_since = now
             time.sleep(1)
 
     def read(self) -> tuple[str, Any] | None:
-        """Content and version of the object; None where there is none."""
+        """Return the content and the version of the object, or None if there is no object."""
         try:
             found = self.store.get(self.key)
         except FileNotFoundError:
             return None
-        return bytes(found.bytes()).decode(errors="replace"), {
+        version = {
             name: found.meta[name] for name in ("e_tag", "version") if found.meta[name]
         }
+        return bytes(found.bytes()).decode(errors="replace"), version
 
-    def write(self, over: Any) -> bool:
-        """Write the object over this version of it, None: where there is none. Return whether it is ours then.
+    def write(self, version: Any) -> bool:
+        """Write the object over one of its versions, or create it for None. Return whether this process holds it then.
 
-        It may be ours after an error too: where an answer is lost, obstore writes again, and so does the next
-        heartbeat where obstore gave up.
+        The write may succeed after an error too: if an answer is lost, obstore writes again, and so does the next
+        heartbeat if obstore has given up.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        content = f"{self.holder}; {self.id}.{uuid.uuid4().hex}"
+        mine = f"{self.holder}; {self.id}."
+        content = f"{mine}{uuid.uuid4().hex}".encode()
         with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError):
-            self.store.put(self.key, content.encode(), mode=over or "create")
-        found = self.read()
-        if found is None or not found[0].startswith(f"{self.holder}; {self.id}."):
+            self.store.put(self.key, content, mode=version or "create")
+        current = self.read()
+        if current is None or not current[0].startswith(mine):
             return False
-        self.version = found[1]
+        self.version = current[1]
         return True
 
-    def let_go(self) -> None:
-        """Removes the object if it is ours; where the storage is gone, it falls silent by itself."""
+    def release(self) -> None:
+        """Delete the object if this process holds it. If the storage does not answer, the lock expires."""
         from obstore.exceptions import BaseError
 
         with suppress(BaseError):
-            if (found := self.read()) and found[1] == self.version:
+            current = self.read()
+            if current and current[1] == self.version:
                 self.store.delete(self.key)
+
+
+def _open_store(uri: str, bucket: str) -> Any:
+    """Return obstore's store of a bucket, with the endpoint, region and credentials of its pyarrow file system."""
+    from obstore import store
+
+    filesystem, _ = open_uri(uri)
+    if isinstance(filesystem, fs.GcsFileSystem):
+        return store.GCSStore(bucket, **OBSTORE_RETRIES)
+    options = filesystem.__reduce__()[1][0]
+    settings: dict[str, Any] = {}
+    endpoint = options["endpoint_override"]
+    if (
+        endpoint and "://" not in endpoint
+    ):  # AWS_ENDPOINT_URL has a scheme, a query none
+        endpoint = f"{options['scheme']}://{endpoint}"
+    if endpoint:
+        settings["endpoint"] = endpoint
+    if os.environ.get("AWS_PROFILE"):  # obstore reads no profiles by itself
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        settings["credential_provider"] = Boto3CredentialProvider()
+    return store.S3Store(
+        bucket,
+        region=options["region"],
+        client_options={"allow_http": True},
+        **OBSTORE_RETRIES,
+        **settings,
+    )

@@ -32,8 +32,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.storage.locks import LOCK, locked
-from models.storage.uri import UserError, asked, file_info, join, open_uri, write_file
+from models.storage.locks import LOCK, hold_lock
+from models.storage.uri import (
+    UserError,
+    file_info,
+    join,
+    open_uri,
+    storage_errors,
+    write_file,
+)
 
 MANIFEST = "manifest.json"
 
@@ -168,7 +175,7 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
             f"a finished table"
         )
     filesystem, path = open_uri(join(uri, MANIFEST))
-    with asked(uri), filesystem.open_input_stream(path) as stream:
+    with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         text = stream.read()
     try:
         content = unsealed(text)
@@ -205,7 +212,7 @@ def sequences_manifest(uri: str, family: str) -> Manifest:
 def part_uris(uri: str, manifest: Manifest) -> list[str]:
     """URIs of the table's files, each checked to be there at its listed size."""
     filesystem, root = open_uri(uri)
-    with asked(uri):
+    with storage_errors(uri):
         infos = filesystem.get_file_info(
             [posixpath.join(root, part.path) for part in manifest.files]
         )
@@ -301,8 +308,8 @@ def up_to_date(uri: str, print_: str) -> bool:
 
 
 def writing(uri: str) -> AbstractContextManager[None]:
-    """Holds a folder of tables while a job writes them (`locked`)."""
-    return locked(
+    """Holds a folder of tables while a job writes them (`hold_lock`)."""
+    return hold_lock(
         join(uri, LOCK),
         f"{uri} is being written by another process; wait for it or choose another output folder",
     )

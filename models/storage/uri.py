@@ -1,4 +1,9 @@
-"""Files at local paths and URIs such as s3://bucket/key, by pyarrow.fs. A URI that holds a secret is refused."""
+"""Files at local paths and URIs such as s3://bucket/key, through pyarrow.fs.
+
+    filesystem, path = open_uri("s3://bucket/tables/items")
+
+URIs that hold a secret are refused, since records and logs would keep them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from pyarrow import fs
 class UserError(Exception):
     """An error of input or configuration: one line that names the value, the limit and the remedy.
 
-    Jobs print it without a traceback and exit with code 1. Everything else is a defect and keeps its
+    Jobs print the line without a traceback and exit with code 1. Every other exception is a defect and keeps its
     traceback.
     """
 
@@ -31,7 +36,7 @@ SECRET = re.compile(
     r"secret|token|passw|passphrase|pwd|signature|credential|authorization|accesskey|accessid|accountkey|apikey|"
     r"privatekey|sharedkey|^(?:sig|key|keyid|user|username|login|auth|pass|uid)$"
 )
-"""Names of parameters that hold secrets, in small letters and digits alone."""
+"""Names of URI parameters that hold secrets, in lower-case letters and digits."""
 
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -42,20 +47,17 @@ CREDENTIALS = {
     ),
     "postgresql": "set PGUSER and PGPASSWORD",
 }
-"""Where the credentials of a scheme come from."""
+"""Remedy for a URI that holds credentials, by scheme."""
 
 
 def refuse_secrets(value: Any, what: str = "a URI") -> None:
-    """UserError for a URI with a user or a secret parameter, which records and logs would keep; in mappings and lists
-    for each of their values. `what` names the value; the message does not print it."""
-    for inner in (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    ):
-        refuse_secrets(inner, what)
+    """Raise UserError if a value is a URI with a user or a secret parameter, or holds such a URI at any depth.
+
+    `what` names the value in the message, which does not print the URI.
+    """
+    if isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            refuse_secrets(inner, what)
     if isinstance(value, str) and SCHEME.match(value) and _has_secret(value):
         scheme = value.partition("://")[0].lower()
         remedy = CREDENTIALS.get(
@@ -67,16 +69,15 @@ def refuse_secrets(value: Any, what: str = "a URI") -> None:
 
 
 def _has_secret(uri: str) -> bool:
-    shape = urlsplit(uri)
-    user, at, host = unquote(shape.netloc).rpartition("@")
-    if (at and user != "anonymous") or re.search(
-        r":\D", host.rpartition("]")[2]
-    ):  # a password ends at a / in it
+    parts = urlsplit(uri)
+    user, has_user, host = unquote(parts.netloc).rpartition("@")
+    if has_user and user != "anonymous":
         return True
-    names = [
-        re.sub(r"[^a-z0-9]", "", name.lower())
-        for name, _ in parse_qsl(f"{shape.query}&{shape.fragment}")
-    ]
+    port = host.rpartition("]")[2]
+    if re.search(r":\D", port):  # a password with a slash ends the host there
+        return True
+    parameters = parse_qsl(f"{parts.query}&{parts.fragment}")
+    names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name, _ in parameters]
     return any(map(SECRET.search, names))
 
 
@@ -86,99 +87,104 @@ REMEDIES = {
     "gs": "check the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
     "": "check that it is there and that you may read it",
 }
-"""What to do about a storage that does not answer, by its scheme; else: a local path."""
+"""Remedy for a storage that does not answer, by scheme; a local path has an empty one."""
+
+UNKNOWN_SCHEME = (
+    "check the address and its credentials; known are local paths, s3:// and gs://"
+)
 
 
-S3_PATIENCE: dict[str, Any] = {
+S3_RETRIES: dict[str, Any] = {
     "connect_timeout": 10.0,
     "request_timeout": 30.0,  # until the first byte, and between bytes
     "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=9),
 }
-"""How long S3 may hesitate: by its waits of up to 20 s the nine attempts last for about a minute. What is forbidden or
-missing (403, 404) is not tried again."""
+"""Retries of S3: with its pauses of up to 20 s, nine attempts take about a minute. 403 and 404 are not retried."""
 
-GCS_PATIENCE: dict[str, Any] = {"retry_time_limit": timedelta(seconds=60)}
-"""How long GCS may hesitate."""
+GCS_RETRIES: dict[str, Any] = {"retry_time_limit": timedelta(seconds=60)}
+"""Retries of GCS."""
 
-OBSTORE_PATIENCE: dict[str, Any] = {
+OBSTORE_RETRIES: dict[str, Any] = {
     "retry_config": {"max_retries": 9, "retry_timeout": timedelta(seconds=60)},
 }
-"""How long S3 and GCS may hesitate where a lock is read or written."""
+"""Retries of S3 and GCS for reads and writes of locks."""
 
-_checks_first_contact = False
-"""Whether this process asks a bucket once, and impatiently, before it works with it."""
+FIRST_S3_RETRIES: dict[str, Any] = {
+    "connect_timeout": 5.0,
+    "request_timeout": 30.0,
+    "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2),
+}
+"""Retries of a job's first request to a bucket of S3."""
+
+FIRST_GCS_RETRIES: dict[str, Any] = {"retry_time_limit": timedelta(seconds=5)}
+"""Retries of a job's first request to a bucket of GCS."""
+
+_checks_buckets = False
+"""Whether `open_uri` sends a first request with few retries to every bucket."""
+
+_answered: set[tuple[str, str, str]] = set()
+"""Scheme, host and query of the buckets that have answered this process."""
 
 
-def check_first_contact() -> None:
-    """Let this process end within seconds where a storage does not answer at all.
+def check_buckets_first() -> None:
+    """Let `open_uri` fail within seconds in this process if a bucket does not answer at all.
 
-    A job's own process calls this. Workers do not: the storage has answered their job, so they wait for it.
+    The driver of a job calls this. Workers do not: the storage has answered their driver, so they retry for a minute.
     """
-    global _checks_first_contact
-    _checks_first_contact = True
+    global _checks_buckets
+    _checks_buckets = True
 
 
 def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system and the path in it for a local path or a URI such as `s3://bucket/key`.
+    """Return the file system of a local path or a URI such as `s3://bucket/key`, and the path in it.
 
-    This is the only place where file systems are opened. Raises UserError where the storage does not answer.
+    All file systems are opened here, with the retries above.
+
+    Raises:
+        UserError: if the URI holds a secret, or the storage does not answer.
     """
     uri = str(uri)
     if "://" not in uri:
         return fs.LocalFileSystem(), str(Path(uri).expanduser().absolute())
     refuse_secrets(uri)
-    with asked(uri):
+    with storage_errors(uri):
         filesystem, path = fs.FileSystem.from_uri(uri)
-        if _checks_first_contact and not isinstance(filesystem, fs.LocalFileSystem):
-            _meet(filesystem, path, uri)
-        return _with_options(filesystem, S3_PATIENCE, GCS_PATIENCE), path
+        if _checks_buckets and not isinstance(filesystem, fs.LocalFileSystem):
+            _check_bucket(filesystem, path, uri)
+        return _with_options(filesystem, S3_RETRIES, GCS_RETRIES), path
 
 
 def _with_options(
     filesystem: fs.FileSystem, s3: dict[str, Any], gcs: dict[str, Any]
 ) -> fs.FileSystem:
-    """Return the file system of a bucket opened anew with other options."""
+    """Return a file system with other options if it is one of S3 or GCS."""
     options = {"s3": s3, "gcs": gcs}.get(filesystem.type_name)
     if not options:
         return filesystem
-    settings = filesystem.__reduce__()[1][0]  # the same one, as it is pickled
+    settings = filesystem.__reduce__()[1][0]  # pyarrow has no copy with changes
     return type(filesystem)(**{**settings, **options})
 
 
 @contextmanager
-def asked(uri: str) -> Iterator[None]:
-    """While a storage is asked for `uri`: what it answers with becomes one line that names the remedy."""
+def storage_errors(uri: str) -> Iterator[None]:
+    """Turn errors of a storage inside the block into UserErrors that name `uri` and a remedy."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
+        lines = str(error).splitlines() or [""]
+        reason = " ".join(lines[0].split())[:300]
         scheme = uri.partition("://")[0].lower() if "://" in uri else ""
-        remedy = REMEDIES.get(
-            scheme,
-            "check the address and its credentials; known are local paths, s3:// and gs://",
-        )
-        raise UserError(f"cannot reach {uri} ({first}); {remedy}") from error
+        remedy = REMEDIES.get(scheme, UNKNOWN_SCHEME)
+        raise UserError(f"cannot reach {uri} ({reason}); {remedy}") from error
 
 
-_met: set[tuple[str, str, str]] = set()
-"""Buckets that have answered this process: scheme, host, query."""
-
-
-def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
-    """Asks for the bucket once: an error where it is not there, or nobody answers within seconds. Work that has begun
-    keeps the file system's own patience."""
-    shape = urlsplit(uri)
-    if (met := (shape.scheme, shape.netloc, shape.query)) in _met:
+def _check_bucket(filesystem: fs.FileSystem, path: str, uri: str) -> None:
+    """Send a first request with few retries to a bucket that has not answered yet; raise OSError if it fails."""
+    parts = urlsplit(uri)
+    bucket_id = (parts.scheme, parts.netloc, parts.query)
+    if bucket_id in _answered:
         return
-    filesystem = _with_options(
-        filesystem,
-        {
-            "connect_timeout": 5.0,
-            "request_timeout": 30.0,
-            "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2),
-        },
-        {"retry_time_limit": timedelta(seconds=5)},
-    )
+    filesystem = _with_options(filesystem, FIRST_S3_RETRIES, FIRST_GCS_RETRIES)
     bucket = path.split("/")[0]
     try:
         if filesystem.get_file_info(bucket).type == fs.FileType.NotFound:
@@ -186,66 +192,70 @@ def _meet(filesystem: fs.FileSystem, path: str, uri: str) -> None:
     except OSError as error:
         if "ACCESS_DENIED" not in str(error):
             raise
-        filesystem.get_file_info(
-            path
-        )  # a part of the bucket may be open to those who may not look at the whole
-    _met.add(met)
+        # a prefix of the bucket may be open to accounts that may not list the bucket
+        filesystem.get_file_info(path)
+    _answered.add(bucket_id)
 
 
 def file_info(uri: str) -> fs.FileInfo:
-    """What the storage knows of the file or folder; UserError where it cannot be asked."""
+    """Return type and size of a file or folder. Raise UserError if the storage does not answer."""
     filesystem, path = open_uri(uri)
-    with asked(uri):
+    with storage_errors(uri):
         return filesystem.get_file_info(path)
 
 
 def join(uri: str, *names: str) -> str:
-    """`uri` with path elements added, before its query where it has one."""
-    place, sign, query = (
-        str(uri).partition("?") if "://" in str(uri) else (str(uri), "", "")
-    )
-    return posixpath.join(place, *names) + sign + query
+    """Return `uri` with path elements added, before its query if it has one."""
+    uri = str(uri)
+    if "://" not in uri:
+        return posixpath.join(uri, *names)
+    path, mark, query = uri.partition("?")
+    return posixpath.join(path, *names) + mark + query
 
 
 def absolute(uri: str) -> str:
-    """A local path made absolute, since workers run in other folders; a URI as it is."""
+    """Return a local path as an absolute path, since workers run in other folders, and a URI without a last slash."""
     return uri.rstrip("/") if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
 def check_writable(uri: str) -> None:
-    """Refuses an output that can never be written, and makes nothing: the storage answers, the folder that is there
-    or is to hold it is one and may be written."""
+    """Raise UserError if an output folder cannot be written: its storage does not answer, or permissions are missing.
+
+    Nothing is created.
+    """
     if "://" in uri:
         file_info(uri)
         return
-    wanted = Path(uri).expanduser().absolute()
-    there = next(path for path in (wanted, *wanted.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is no folder" if not there.is_dir() else "may not be written by you"
-        raise UserError(
-            f"cannot write to {uri} ({there} {why}); choose an output folder that you may write"
-        )
+    folder = Path(uri).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        why = "is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        why = "may not be written by you"
+    else:
+        return
+    raise UserError(
+        f"cannot write to {uri} ({existing} {why}); choose an output folder that you may write"
+    )
 
 
 def write_file(uri: str, content: bytes | pa.Buffer) -> None:
-    """Writes a file so that readers see the old content or the new, never a part of it."""
+    """Write a file so that readers see either its old content or all of the new content."""
     filesystem, path = open_uri(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(
-            f"{path}.{os.getpid()}.tmp"
-        )  # `commit` removes one that a killed run leaves
+        # `tables.commit` removes a temporary file that a killed job leaves
+        temporary = Path(f"{path}.{os.getpid()}.tmp")
         temporary.write_bytes(memoryview(content))
         temporary.replace(path)
         return
-    with filesystem.open_output_stream(
-        path
-    ) as stream:  # object stores show a put when it is complete
+    # an object store shows a new object when it is complete
+    with filesystem.open_output_stream(path) as stream:
         stream.write(content)
 
 
 def read_json(uri: str) -> Any:
-    """What a JSON file holds, or None where there is no file; ValueError for one that is damaged."""
+    """Return the content of a JSON file, or None if there is no file. Raise ValueError for a damaged file."""
     filesystem, path = open_uri(uri)
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.item_ids import parse_item_ids
 from models.storage.tables import UserError, join, open_uri, read_table
-from models.storage.uri import asked
+from models.storage.uri import storage_errors
 
 COLUMN = "item_id"
 
@@ -25,7 +25,7 @@ def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
     """(N,) bool, by item_index, of the items in a file, and the hash of its bytes. It is Parquet or CSV with a column
     `item_id`, or text with one id per line. UserError for ids that the tables do not have, and for none."""
     filesystem, path = open_uri(uri)
-    with asked(uri), filesystem.open_input_stream(path) as stream:
+    with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         content = stream.read()
     ids = parse_item_ids(
         uri, _parquet(content, uri) if content[:4] == b"PAR1" else _text(content, uri)

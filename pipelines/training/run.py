@@ -39,7 +39,7 @@ from models.storage import attempts, checkpoint
 from models.storage.attempts import Attempt
 from models.storage.checkpoint import BEST, Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.locks import locked
+from models.storage.locks import hold_lock
 from models.storage.tables import (
     UserError,
     code_version,
@@ -511,9 +511,9 @@ def waiting(workers: int, each: dict[str, float]) -> str | None:
 
 
 def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[None]:
-    """Keeps other processes from the run (`locked`)."""
+    """Keeps other processes from the run (`hold_lock`)."""
     busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
-    return locked(tracking.lock_of(join(storage, name)), busy, wait)
+    return hold_lock(tracking.lock_of(join(storage, name)), busy, wait)
 
 
 def wants_gpu(options: RayOptions) -> bool:

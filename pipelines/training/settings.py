@@ -137,7 +137,7 @@ def check(
             ]
     elif record["status"] != "opening":
         check_same(record, config, catalogue.hashes, remedy)
-    inputs = inputs.of(model["name"], entry.reads)
+    inputs = inputs.select(model["name"], entry.reads)
     return Checked(
         name,
         storage,
@@ -172,10 +172,10 @@ def check_checkpoints(
         if (
             not given
             or "/" in given
-            or any(CHECKPOINT.is_at(place) for place in (given, join(given, "best")))
+            or any(CHECKPOINT.matches(place) for place in (given, join(given, "best")))
         ):
             continue
-        if CHECKPOINT.is_at(run := join(storage, given)):
+        if CHECKPOINT.matches(run := join(storage, given)):
             raise UserError(
                 f"model.{option} is {given}, the name of a run; give the run's folder, which is {run}"
             )

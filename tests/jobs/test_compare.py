@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jobs.compare import Config, run
-from models.storage.locks import locked
+from models.storage.locks import hold_lock
 from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.plots import Point, frontier
@@ -120,7 +120,7 @@ def test_a_run_that_nobody_trains_any_more_is_ended(
         opened[name] = tracking.open_run(
             uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}, tags=tags
         )
-    with locked(tracking.lock_of(str(tmp_path / "alive")), "busy"):
+    with hold_lock(tracking.lock_of(str(tmp_path / "alive")), "busy"):
         select(uri, ["retrieval/x"])
     client = tracking.connect(uri)
     said = {

@@ -33,7 +33,7 @@ def closed() -> str:
 @pytest.fixture(autouse=True)
 def as_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first contact with a bucket be as impatient as in a job's process."""
-    monkeypatch.setattr("models.storage.uri._checks_first_contact", True)
+    monkeypatch.setattr("models.storage.uri._checks_buckets", True)
 
 
 @pytest.fixture

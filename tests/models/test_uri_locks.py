@@ -13,28 +13,28 @@ from pathlib import Path
 import pytest
 
 from models.storage import locks
-from models.storage.locks import LOCK, locked
+from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import UserError, open_uri
 
 ROOT = Path(__file__).parents[2]
 
 HOLDS = """
 import sys
-from models import locks
-locks.BEAT = 0.5
-with locks.locked(sys.argv[1], "it is held"):
+from models.storage import locks
+locks.HEARTBEAT_S = 0.5
+with locks.hold_lock(sys.argv[1], "it is held"):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def writing(uri: str) -> AbstractContextManager[None]:
-    return locked(f"{uri}/{LOCK}", f"{uri} is being written")
+    return hold_lock(f"{uri}/{LOCK}", f"{uri} is being written")
 
 
 def lock(uri: str) -> str | None:
     """What the lock says; None where there is none."""
-    found = locks._Lease(f"{uri}/{LOCK}").read()
+    found = locks._LockObject(f"{uri}/{LOCK}").read()
     return found and found[0]
 
 
@@ -60,7 +60,7 @@ def test_a_second_job_is_refused_while_the_first_one_lives(s3: str) -> None:
         with pytest.raises(UserError, match=said), writing(f"{s3}/t"):
             raise AssertionError("two hold it")
         assert (
-            time.monotonic() - began < locks.SILENT / 2
+            time.monotonic() - began < locks.EXPIRES_S / 2
         )  # it does not wait for the first one to fall silent
         with writing(f"{s3}/other"):
             assert lock(f"{s3}/other")
@@ -77,7 +77,7 @@ def test_a_second_job_is_refused_while_the_first_one_lives(s3: str) -> None:
 def test_a_killed_job_gives_way_when_it_is_silent_and_one_that_beats_does_not(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "SILENT", 4.0)
+    monkeypatch.setattr(locks, "EXPIRES_S", 4.0)
     first, alive = holder(f"{s3}/killed"), holder(f"{s3}/alive")
     first.kill()
     first.wait()
@@ -88,7 +88,7 @@ def test_a_killed_job_gives_way_when_it_is_silent_and_one_that_beats_does_not(
         began = time.monotonic()
         with (
             pytest.raises(UserError, match=f"process {alive.pid} on"),
-            locked(f"{s3}/alive/{LOCK}", "held", 5),
+            hold_lock(f"{s3}/alive/{LOCK}", "held", 5),
         ):
             raise AssertionError("two hold it")
         assert time.monotonic() - began > 5
@@ -99,7 +99,7 @@ def test_a_killed_job_gives_way_when_it_is_silent_and_one_that_beats_does_not(
 def test_of_several_that_begin_together_one_has_it(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "BEAT", 1.0)
+    monkeypatch.setattr(locks, "HEARTBEAT_S", 1.0)
     inside, most, refused = 0, 0, []
     guard = threading.Lock()
 
@@ -128,23 +128,23 @@ def test_of_several_that_begin_together_one_has_it(
 
 def test_of_two_that_find_a_silent_one_one_takes_it(s3: str) -> None:
     """The write over a version that is no longer there fails."""
-    one, two, three = (locks._Lease(f"{s3}/silent/{LOCK}") for _ in range(3))
+    one, two, three = (locks._LockObject(f"{s3}/silent/{LOCK}") for _ in range(3))
     assert one.write(None)
     silent = one.version
     assert not two.write(None)
     assert two.write(silent)
     assert not three.write(silent)
     assert not one.write(one.version)
-    one.let_go()
+    one.release()
     assert lock(f"{s3}/silent")  # it is left to whom it belongs now
-    two.let_go()
+    two.release()
     assert lock(f"{s3}/silent") is None
 
 
 def test_who_loses_the_lock_says_so_at_the_end(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "BEAT", 0.2)
+    monkeypatch.setattr(locks, "HEARTBEAT_S", 0.2)
 
     def write() -> None:
         with writing(f"{s3}/lost"):

@@ -34,7 +34,7 @@ from models.config import pluralize
 from models.dataset.columns import Columns, open_columns
 from models.retrieval.data import PAD, Catalogue, RetrievalDataset
 from models.retrieval.parts import History, real_positions
-from models.storage.locks import LOCK, locked
+from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import (
     Manifest,
     Part,
@@ -270,7 +270,7 @@ def _held(uri: str) -> Iterator[bool]:
         yield True
         return
     remedy = "give model.teacher_cache a folder that you may write"
-    with locked(
+    with hold_lock(
         join(uri, LOCK), f"{uri} is being made by another process", math.inf, remedy
     ):
         yield has_manifest(uri)

@@ -25,7 +25,7 @@ from models.retrieval.data import RetrievalDataset
 from models.retrieval.distillation.teacher_cache import States
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.locks import LOCK, locked
+from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import (
     UserError,
     open_uri,
@@ -410,7 +410,7 @@ def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
     ]
     with ExitStack() as stack:
         for name in names:  # so that both ask for it before it is there
-            stack.enter_context(locked(f"{s3}/kept/{name}/{LOCK}", "it is held"))
+            stack.enter_context(hold_lock(f"{s3}/kept/{name}/{LOCK}", "it is held"))
         for run in runs:
             run.start()
         for _ in runs:
@@ -429,9 +429,9 @@ def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
 
 HOLDS = """
 import sys
-from models.storage.locks import LOCK, locked
+from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import open_uri
-with locked(f"{sys.argv[1]}/{LOCK}", "it is held"):
+with hold_lock(f"{sys.argv[1]}/{LOCK}", "it is held"):
     filesystem, path = open_uri(f"{sys.argv[1]}/part-00000000000000000000.parquet")
     with filesystem.open_output_stream(path) as stream:
         stream.write(b"PAR1")

@@ -317,8 +317,8 @@ def test_a_storage_folder_of_any_name_holds_its_store_and_artifacts(
 def test_a_run_at_s3_whose_job_is_gone_is_ended(
     s3: str, tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "BEAT", 0.5)
-    monkeypatch.setattr(locks, "SILENT", 5.0)
+    monkeypatch.setattr(locks, "HEARTBEAT_S", 0.5)
+    monkeypatch.setattr(locks, "EXPIRES_S", 5.0)
     client = tracking.connect(uri)
     runs = {
         name: tracking.open_run(
@@ -334,7 +334,7 @@ def test_a_run_at_s3_whose_job_is_gone_is_ended(
     }
     write_file(tracking.lock_of(f"{s3}/runs/killed"), b"process 1 on a lost node")
 
-    with locks.locked(tracking.lock_of(f"{s3}/runs/alive"), "it is alive"):
+    with locks.hold_lock(tracking.lock_of(f"{s3}/runs/alive"), "it is alive"):
         tracking.end_dead(client, [client.get_run(run) for run in runs.values()])
 
     states = {name: client.get_run(run).info.status for name, run in runs.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from models.storage.input_folders import reach
+from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, commit
 
 
@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> Path:
 def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     for root in (Path(), home):
-        reach(
+        require_folders(
             tables=str(root / "tables"),
             sids=str(root / "sids"),
             text=str(root / "text"),
@@ -43,7 +43,7 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
             embeddings="not/there/yet",
             catalogue=None,
         )
-        reach(checkpoint=str(root / "runs/tiger/best"))
+        require_folders(checkpoint=str(root / "runs/tiger/best"))
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_another_folder(home: Path, option: str, place: str, why: str) -> None:
     given = str(home / place)
     with pytest.raises(UserError) as caught:
-        reach(**{option: given})
+        require_folders(**{option: given})
     assert str(caught.value) == f"--{option} is {given}, {why}"
