@@ -33,7 +33,7 @@ from pipelines.data.reading.log import log_of
 from pipelines.data.retrieval.simulator import simulate_retrieval
 from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.simulation import Settings
-from pipelines.ray_inside import WORKERS
+from pipelines.ray_inside import SHUFFLE_ENV
 
 EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
 SPLIT = SplitConfig("temporal")
@@ -180,7 +180,7 @@ def timed(variant: str, log: str, output: str, store_mb: str = "0") -> float:
 
         options: dict[str, Any] = {
             "object_store_memory": int(store_mb) << 20 or None,
-            "runtime_env": WORKERS,
+            "runtime_env": SHUFFLE_ENV,
         }
         ray.init(
             address="local",

@@ -30,7 +30,7 @@ from jobs.options import parse
 from models.config import pluralize
 from models.storage.tables import UserError
 from models.storage.uri import check_buckets_first
-from pipelines.faults import explain, first_line, user_error_in
+from pipelines.faults import explain, find_user_error, first_line
 from pipelines.training.stop import STOP_REQUEST
 
 STOPPED = "stopped; the same line again goes on from what is finished\n"
@@ -51,7 +51,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     say_loading("ray")
     import ray
 
-    from pipelines.ray_inside import signals_as_they_are
+    from pipelines.ray_inside import keep_sigterm_handler
 
     if ray.is_initialized():
         return
@@ -66,7 +66,7 @@ def start_ray(num_cpus: int | None = None) -> None:
         else {}
     )
     try:
-        with signals_as_they_are():
+        with keep_sigterm_handler():
             _start_ray(num_cpus)
     finally:
         for number, handler in before.items():
@@ -79,7 +79,7 @@ def _start_ray(num_cpus: int | None) -> None:
         return
     import ray
 
-    from pipelines.ray_inside import WORKERS
+    from pipelines.ray_inside import SHUFFLE_ENV
 
     for attempt in range(1, STARTS + 1):
         try:
@@ -89,7 +89,7 @@ def _start_ray(num_cpus: int | None) -> None:
                 include_dashboard=False,
                 logging_level=logging.WARNING,
                 log_to_driver=False,
-                runtime_env=WORKERS,
+                runtime_env=SHUFFLE_ENV,
             )
             break
         except Exception as error:  # Ray raises nothing more special where its processes do not come up in time
@@ -205,7 +205,7 @@ def check_token(address: str) -> None:
     """
     import grpc
 
-    from pipelines.ray_inside import first_answer
+    from pipelines.ray_inside import probe_token
 
     given, mode = token(), os.environ.get("RAY_AUTH_MODE", "").lower()
     if mode == "token" and not given:
@@ -214,7 +214,7 @@ def check_token(address: str) -> None:
         )
     if address in ("auto", "local") or address.startswith("ray://"):
         return
-    answer = first_answer(address, given if mode != "disabled" else "")
+    answer = probe_token(address, given if mode != "disabled" else "")
     if answer in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         what = (
             "another token than this client's"
@@ -376,7 +376,7 @@ def main(
             raise
         if isinstance(error, BrokenPipeError) and not output_is_read():
             sys.exit(141)
-        known = user_error_in(error)
+        known = find_user_error(error)
         fault = None if known else explain(error)
         if known is None and fault is None:
             traceback.print_exc()

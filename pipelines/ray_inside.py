@@ -9,8 +9,6 @@ windowed counts have. All other tests of data and training pass with it (`make t
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,36 +16,41 @@ from typing import Any
 import grpc
 import ray
 
-WORKERS = {
+SHUFFLE_ENV = {
     "env_vars": {
         "RAY_DATA_SHUFFLE_MAP_WORKER": "1",
         "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1",
     }
 }
-"""The environments that Ray Data gives the tasks of its shuffle, as that of a whole Ray: so all tasks share the same
-processes, where each kind would start its own: 5 s of starts, which are spared where a log is small. A version with
-other ones starts these."""
+"""Runtime environment with the variables that Ray Data gives the tasks of its shuffle.
+
+Ray starts separate processes for each environment. If all tasks have this one, they share processes, which spares a small
+log 5 s of process starts. With a version of Ray that sets other variables, only this saving is lost.
+"""
 
 
 @contextmanager
-def signals_as_they_are() -> Iterator[None]:
-    """Keeps Ray, while it starts, from taking SIGTERM: its handler raises SystemExit, which Python drops in places."""
+def keep_sigterm_handler() -> Iterator[None]:
+    """Keep Ray from replacing the handler of SIGTERM while it starts.
+
+    Ray's handler raises SystemExit, which Python drops in some places.
+    """
     utils: Any = getattr(getattr(ray, "_private", None), "utils", None)
-    theirs = getattr(utils, "set_sigterm_handler", None)
-    if theirs:
+    original = getattr(utils, "set_sigterm_handler", None)
+    if original:
         utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        if theirs:
-            utils.set_sigterm_handler = theirs
+        if original:
+            utils.set_sigterm_handler = original
 
 
 def has_autoscaler() -> bool:
     """Return whether an autoscaler starts nodes of this cluster.
 
-    Version 1 reports node types to GCS, and on a cluster without an autoscaler one type per node, `node_ID`. Version 2
-    numbers its reports. (The label `ray.io/node-group` says nothing: KubeRay sets it on all pods.)
+    Version 1 reports node types to GCS; on a cluster without an autoscaler it reports one type per node, `node_ID`.
+    Version 2 numbers its reports. KubeRay sets the label `ray.io/node-group` on all pods, so the label tells nothing.
     """
     with suppress(ImportError, AttributeError, ValueError):
         from ray.experimental.internal_kv import _internal_kv_get
@@ -65,15 +68,18 @@ def has_autoscaler() -> bool:
     return False
 
 
-HIDDEN = ("maximum expected startup concurrency", "infeasible resource requests")
-"""In warnings that mislead: of processes without a CPU, such as trials that wait for their workers, and of requests
-that an autoscaler is about to serve (`pipelines.cluster.check_room` refuses the others)."""
+MISLEADING = ("maximum expected startup concurrency", "infeasible resource requests")
+"""Parts of warnings that are not printed.
+
+The first is about processes without a CPU, such as trials that wait for their workers. The second is about requests that
+an autoscaler is about to serve; `pipelines.cluster.check_room` refuses all others.
+"""
 
 
 def shorten_raylet_errors() -> None:
-    """Print the first line of each error that Ray pushes to the driver, in place of a node's last 20 log lines.
+    """Print only the first line of each error that Ray pushes to the driver, without a node's last 20 log lines.
 
-    Both agents of a lost node push those lines. Ray has no option for them; the logs are in the dashboard.
+    Both agents of a lost node push these lines, and Ray has no option for them. The dashboard has the logs.
     """
     worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
     print_lines = getattr(worker, "print_to_stdstream", None)
@@ -85,7 +91,7 @@ def shorten_raylet_errors() -> None:
             lines = [
                 first_sentences(text)
                 for text in data["lines"]
-                if not any(words in text for words in HIDDEN)
+                if not any(words in text for words in MISLEADING)
             ]
             data = {**data, "lines": lines}
         if data["lines"]:
@@ -96,45 +102,27 @@ def shorten_raylet_errors() -> None:
 
 
 def first_sentences(text: str) -> str:
-    """Return the first line of an error, without the announcement of the log lines that follow it."""
+    """Return the first line of an error, without the announcement of the log lines below it."""
     first = text.strip().partition("\n")[0]
     return first.partition(" Last 20 lines")[0]
 
 
-def first_answer(address: str, token: str) -> grpc.StatusCode:
-    """How the cluster at HOST:PORT answers a client with that token (empty: without), within 10 seconds: `ray.init`
-    would wait for minutes where it is refused."""
+def probe_token(address: str, token: str) -> grpc.StatusCode:
+    """Return the status with which the cluster at HOST:PORT answers a client with the token, within 10 seconds.
+
+    `ray.init` would try for minutes if the cluster refuses the token. An empty token is not sent.
+    """
     try:
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
     except ImportError:
         return grpc.StatusCode.OK
-    bearer = [("authorization", f"Bearer {token}")] if token else []
+    metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address) as channel:
         try:
             request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # made at import
-            gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(
-                request, 10, bearer
-            )
+            stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+            stub.CheckAlive(request, 10, metadata)
         except grpc.RpcError as error:
             code: grpc.StatusCode = error.code()
             return code
     return grpc.StatusCode.OK
-
-
-@contextmanager
-def cpp_silenced() -> Iterator[None]:
-    """Keep the lines of Ray's C++ off the terminal, such as a warning for each actor of Ray Data about its restart.
-
-    Ray's logs have them too, and failures are raised in Python. What Python writes to stderr is shown.
-    """
-    sys.stderr.flush()
-    before, terminal = sys.stderr, os.dup(2)
-    with open(os.devnull, "w") as nothing, os.fdopen(os.dup(2), "w") as ours:
-        os.dup2(nothing.fileno(), 2)
-        sys.stderr = ours
-        try:
-            yield
-        finally:
-            sys.stderr = before
-            os.dup2(terminal, 2)
-            os.close(terminal)

@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from models.config import check_choices, check_least
 from models.storage.tables import UserError
-from pipelines.faults import user_error_in
+from pipelines.faults import find_user_error
 
 if TYPE_CHECKING:
     from ray.data import DataContext
@@ -127,9 +127,9 @@ class Engine:
 
     def processes(self) -> dict[str, Any]:
         """Return the options of Ray for every task."""
-        from pipelines.ray_inside import WORKERS
+        from pipelines.ray_inside import SHUFFLE_ENV
 
-        options: dict[str, Any] = {"runtime_env": WORKERS} if self.small else {}
+        options: dict[str, Any] = {"runtime_env": SHUFFLE_ENV} if self.small else {}
         if self.settings.memory_gb:
             options["memory"] = self.settings.memory_gb * 2**30
         return options
@@ -289,7 +289,7 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if known := user_error_in(error):
+        if known := find_user_error(error):
             raise UserError(str(known).partition(RETRIES)[0]) from None
         raise
 

@@ -452,15 +452,15 @@ def run_workers(
                 save_before_stop(progress, training)
                 raise
             except TrainingFailedError as error:
-                if mistake := faults.user_error_in(error):
+                if mistake := faults.find_user_error(error):
                     raise mistake from error
                 step = last_step(task.folder)
                 failures = 1 if step > reached else failures + 1
                 reached = max(step, reached)
-                if failures > options.max_failures or faults.lasting(error):
+                if failures > options.max_failures or faults.is_permanent(error):
                     raise
                 why = faults.explain(error) or faults.first_line(
-                    list(faults.causes(error))[-1]
+                    list(faults.iter_causes(error))[-1]
                 )
                 tries = f"{failures} of {options.max_failures} times"
                 say(

@@ -21,7 +21,7 @@ from pyarrow import fs
 from ray.train import WorkerGroupError
 
 from models.storage.tables import UserError
-from pipelines.faults import explain, lasting, user_error_in
+from pipelines.faults import explain, find_user_error, is_permanent
 
 ROOT = Path(__file__).parents[2]
 WIDE = torch.zeros(1 << 20)
@@ -72,7 +72,7 @@ def test_a_full_disk_is_told_by_every_library(
         fill(tmp_path)
     assert str(explain(caught.value)).startswith("the disk is full (")
     assert "free some space, then run the same line again" in str(explain(caught.value))
-    assert lasting(caught.value)
+    assert is_permanent(caught.value)
 
 
 def test_a_full_disk_is_told_with_node_and_path_where_the_error_has_them() -> None:
@@ -98,7 +98,7 @@ def test_a_lost_storage_is_named(tmp_path: Path) -> None:
         (tmp_path / "gone/run.json").read_bytes()
     line = str(explain(caught.value))
     assert f"{tmp_path}/gone/run.json: No such file or directory" in line
-    assert not lasting(caught.value)
+    assert not is_permanent(caught.value)
 
 
 def test_a_worker_that_others_wait_for_is_named() -> None:
@@ -110,7 +110,7 @@ def test_a_worker_that_others_wait_for_is_named() -> None:
     assert line.startswith(
         "a training worker lost another one (Read error [127.0.0.1]:31432: Connection reset by peer);"
     )
-    assert not lasting(said)
+    assert not is_permanent(said)
 
 
 def test_an_s3_that_mlflow_cannot_reach_is_a_line() -> None:
@@ -138,9 +138,9 @@ def test_defects_keep_their_tracebacks() -> None:
     with pytest.raises(KeyError) as caught:
         defect()
     assert explain(caught.value) is None  # what was being handled is not why
-    assert user_error_in(caught.value) is None
+    assert find_user_error(caught.value) is None
     assert explain(ValueError("no disk is meant")) is None
-    assert lasting(UserError("lower fit.lr"))
+    assert is_permanent(UserError("lower fit.lr"))
 
 
 JOB = """
@@ -198,11 +198,11 @@ def test_memory_that_does_not_suffice_is_told_and_not_tried_again() -> None:
         "the memory does not suffice",
     ]
     assert all("use smaller batches" in str(line) for line in lines)
-    assert all(map(lasting, (of_torch.value, of_numpy.value, of_gpu, of_worker)))
+    assert all(map(is_permanent, (of_torch.value, of_numpy.value, of_gpu, of_worker)))
 
 
 def test_a_lost_peer_of_nccl_is_told() -> None:
     error = torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp")
 
     assert str(explain(error)).startswith("a training worker lost another one (NCCL")
-    assert not lasting(error)
+    assert not is_permanent(error)
