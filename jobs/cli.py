@@ -110,9 +110,9 @@ def preflight(**places: str | None) -> None:
     if not os.environ.get("RAY_ADDRESS"):
         return
     start_ray()
-    from pipelines.cluster import check_places, check_room
+    from pipelines.cluster import check_paths, check_room
 
-    check_places(places)
+    check_paths(places)
     check_room(1, {"CPU": 1}, "no task can run on it")
 
 

@@ -1,6 +1,9 @@
-"""What a job asks of its cluster, looked at before any work: room for its workers, and places that all nodes reach.
+"""Checks of a cluster before a job starts any work: it has room for the workers, and all nodes reach the paths.
 
-Else a job would wait for ever for a node that nobody will start, or spread its output over the disks of several
+    check_room(workers=4, each={"CPU": 1, "GPU": 1}, remedy="lower --ray.num_workers")
+    check_paths({"tables": "s3://bucket/tables", "storage": "/mnt/efs/runs"})
+
+Without them, a job would wait for ever for a node that nobody starts, or spread its output over the disks of several
 machines.
 """
 
@@ -18,36 +21,39 @@ from models.storage.tables import UserError
 from pipelines.ray_inside import has_autoscaler
 
 SHARED = "TRIELINE_SHARED"
-"""Environment variable with the folders, separated by `:`, that are one file system on all nodes, such as /mnt/efs."""
+"""Environment variable with folders that are one file system on all nodes, such as /mnt/efs, separated by `:`."""
 
 ACCELERATOR = "accelerator_type:"
-"""Prefix of the resource by which Ray tells nodes with a type of accelerator."""
+"""Prefix of Ray's resource for a type of accelerator."""
 
 UPLOADED = ("runtime_resources", "working_dir_files")
-"""Folders below which Ray unpacks what was submitted with a job, to remove it when it needs the room."""
+"""Folders below which Ray unpacks the code of a job. Ray removes them when it needs the space."""
 
 
-def alive() -> list[dict[str, Any]]:
-    """The nodes of this cluster, as Ray lists them."""
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return the nodes of this cluster that are alive, as `ray.nodes` describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def machines(nodes: list[dict[str, Any]]) -> int:
-    """How many disks they have: nodes of one host and address share theirs."""
+def count_machines(nodes: list[dict[str, Any]]) -> int:
+    """Return the number of machines. Nodes with the same host name and address share a machine and its disk."""
     return len(
         {(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes}
     )
 
 
-def room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:
-    """How many workers that need `each` the nodes hold at once, when nothing else runs."""
-    needs = {kind: need for kind, need in each.items() if need}
+def count_room(nodes: list[dict[str, Any]], each: Mapping[str, float]) -> int:
+    """Return how many workers the nodes hold at once if nothing else runs. Each worker needs the resources `each`."""
+    needs = {kind: amount for kind, amount in each.items() if amount}
     if not needs:
         return len(nodes) and 2**31
-    return sum(
-        min(int(node["Resources"].get(kind, 0) / need) for kind, need in needs.items())
-        for node in nodes
-    )
+    room = 0
+    for node in nodes:
+        resources = node["Resources"]
+        room += min(
+            int(resources.get(kind, 0) / amount) for kind, amount in needs.items()
+        )
+    return room
 
 
 def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
@@ -56,28 +62,34 @@ def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
     Raises:
         UserError: if the workers do not fit and no autoscaler can start nodes.
     """
-    nodes = alive()
-    fits = room(nodes, each)
-    if fits >= workers:
+    nodes = alive_nodes()
+    room = count_room(nodes, each)
+    if room >= workers:
         return
-    needs = {kind: need for kind, need in each.items() if need}
+    needs = {kind: amount for kind, amount in each.items() if amount}
     total = {
         kind: sum(node["Resources"].get(kind, 0) for node in nodes) for kind in needs
     }
-    asked = ", ".join(
-        describe_resource(kind, need * workers, "s") for kind, need in needs.items()
+    for_all = ", ".join(
+        describe_resource(kind, amount * workers, "s") for kind, amount in needs.items()
     )
-    one = " and ".join(describe_resource(kind, need) for kind, need in needs.items())
-    there = ", ".join(
+    for_one = " and ".join(
+        describe_resource(kind, amount) for kind, amount in needs.items()
+    )
+    available = ", ".join(
         describe_resource(kind, amount, "s") for kind, amount in total.items()
     )
-    has = f"the cluster has {there} on {pluralize(len(nodes), 'node')}, room for {fits}"
-    who = f"{pluralize(workers, 'worker')} need{'s' * (workers == 1)} {asked}, {one} for each on one node"
+    on_nodes = f"on {pluralize(len(nodes), 'node')}, room for {room}"
+    verb = "needs" if workers == 1 else "need"
+    wish = f"{pluralize(workers, 'worker')} {verb} {for_all}, {for_one} for each on one node"
     if not has_autoscaler():
         raise UserError(
-            f"{who}; {has}, and no autoscaler to start more; {remedy}, or start more nodes"
+            f"{wish}; the cluster has {available} {on_nodes}, and no autoscaler to start more; {remedy}, or start more "
+            f"nodes"
         )
-    print(f"note: {who}; {has} now, so this waits for its autoscaler to start more")
+    print(
+        f"note: {wish}; the cluster has {available} {on_nodes} now, so this waits for its autoscaler to start more"
+    )
 
 
 def describe_resource(kind: str, amount: float, plural: str = "") -> str:
@@ -89,32 +101,34 @@ def describe_resource(kind: str, amount: float, plural: str = "") -> str:
     return f"{amount:g} {kind}{plural}"
 
 
-def shared() -> list[Path]:
-    """The folders that the environment says are the same on all nodes."""
-    return [
-        Path(folder).absolute()
-        for folder in os.environ.get(SHARED, "").split(":")
-        if folder
-    ]
+def shared_folders() -> list[Path]:
+    """Return the folders that are one file system on all nodes, by the environment variable TRIELINE_SHARED."""
+    folders = os.environ.get(SHARED, "").split(":")
+    return [Path(folder).absolute() for folder in folders if folder]
 
 
-def check_places(places: Mapping[str, str | None]) -> None:
-    """UserError for a local path, by the option that names it, that other nodes of the cluster do not reach."""
-    count = machines(alive())
-    for option, place in places.items():
-        if not place or "://" in place:
+def check_paths(paths: Mapping[str, str | None]) -> None:
+    """Check that all nodes of the cluster reach the paths of a job, given by option.
+
+    Raises:
+        UserError: if a path is on the disk of one machine, or in a folder that Ray removes.
+    """
+    machines = count_machines(alive_nodes())
+    shared = shared_folders()
+    for option, given in paths.items():
+        if not given or "://" in given:
             continue
-        path = Path(place).expanduser().absolute()
-        if any(path.is_relative_to(folder) for folder in shared()):
+        path = Path(given).expanduser().absolute()
+        if any(path.is_relative_to(folder) for folder in shared):
             continue
         if set(UPLOADED) <= set(path.parts):
             raise UserError(
-                f"--{option} is {place}, which lies in the job's own working folder, and Ray removes that; give a URI "
-                f"that all nodes reach, such as s3://BUCKET/{Path(place).name}, or on one machine an absolute path"
+                f"--{option} is {given}, which lies in the job's own working folder, and Ray removes that; give a URI "
+                f"that all nodes reach, such as s3://BUCKET/{Path(given).name}, or on one machine an absolute path"
             )
-        if count > 1:
+        if machines > 1:
             raise UserError(
-                f"--{option} is {place}, on the disk of one machine, and the cluster has {count}; give a URI such as "
-                f"s3://BUCKET/{path.name}, or where all share that folder name it: {SHARED}={path.parent} in the "
+                f"--{option} is {given}, on the disk of one machine, and the cluster has {machines}; give a URI such "
+                f"as s3://BUCKET/{path.name}, or where all share that folder name it: {SHARED}={path.parent} in the "
                 f"env_vars of runtime_env.yaml"
             )

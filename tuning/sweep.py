@@ -480,7 +480,7 @@ def waiting_trials(each: dict[str, float], workers: int) -> int:
     Ray reserves the workers of a trial together, so trials beyond the room of the cluster wait, and an autoscaler
     starts nodes for them.
     """
-    room = cluster.room(cluster.alive(), each) // workers
+    room = cluster.count_room(cluster.alive_nodes(), each) // workers
     return max(room, WAITING_TRIALS if has_autoscaler() else 1)
 
 

@@ -196,7 +196,7 @@ MAX_DEFAULT_WORKERS = 32
 
 def default_workers(each: dict[str, float], blocks: int) -> int:
     """Return the number of encoders to ask for: the room of the cluster, or more if an autoscaler can start nodes."""
-    room = cluster.room(cluster.alive(), each)
+    room = cluster.count_room(cluster.alive_nodes(), each)
     if not has_autoscaler():
         return room
     return max(room, min(-(-blocks // BLOCKS_PER_WORKER), MAX_DEFAULT_WORKERS))

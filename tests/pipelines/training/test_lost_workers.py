@@ -135,11 +135,14 @@ def test_a_node_group_of_kuberay_is_no_autoscaler(ray_local: None) -> None:
     there = {**here, "NodeManagerHostname": "b"}
 
     assert not has_autoscaler()
-    assert (cluster.machines([here, here]), cluster.machines([here, there])) == (1, 2)
     assert (
-        cluster.room([here, there], {"CPU": 2, "GPU": 0}) == 2
+        cluster.count_machines([here, here]),
+        cluster.count_machines([here, there]),
+    ) == (1, 2)
+    assert (
+        cluster.count_room([here, there], {"CPU": 2, "GPU": 0}) == 2
     )  # a worker is on one node
-    assert cluster.room([here, there], {"CPU": 1, "GPU": 1}) == 0
+    assert cluster.count_room([here, there], {"CPU": 1, "GPU": 1}) == 0
 
 
 @pytest.mark.long
