@@ -101,7 +101,7 @@ def train_sgd(
         about: Checkpoint that the state belongs to.
     """
     with note_signals() as signals:
-        setup.stopping = lambda: bool(signals)
+        setup.should_stop = lambda: bool(signals)
         for event in fit(
             setup.model,
             setup.train,
