@@ -9,6 +9,8 @@ windowed counts have. All other tests of data and training pass with it (`make t
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -126,3 +128,24 @@ def probe_token(address: str, token: str) -> grpc.StatusCode:
             code: grpc.StatusCode = error.code()
             return code
     return grpc.StatusCode.OK
+
+
+@contextmanager
+def silence_cpp_log() -> Iterator[None]:
+    """Keep the log lines of Ray's C++ off the terminal, such as a warning for each actor of Ray Data about restarts.
+
+    Ray's log files have these lines, and failures are raised in Python. Python's output to stderr is still printed.
+    RAY_BACKEND_LOG_LEVEL would print a line about itself in every job.
+    """
+    sys.stderr.flush()
+    original = sys.stderr
+    terminal = os.dup(2)
+    with open(os.devnull, "w") as nothing, os.fdopen(os.dup(2), "w") as python_stderr:
+        os.dup2(nothing.fileno(), 2)
+        sys.stderr = python_stderr
+        try:
+            yield
+        finally:
+            sys.stderr = original
+            os.dup2(terminal, 2)
+            os.close(terminal)

@@ -53,6 +53,7 @@ from models.training.fit import to_device
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.ranking import check, device_of, takes_gpu
+from pipelines.ray_inside import silence_cpp_log
 
 
 def listed(value: pa.DataType) -> pa.DataType:
@@ -427,19 +428,20 @@ def by_ray(
     """The part and the count of each unit, made by actors of Ray Data."""
     gpu = takes_gpu(device, actors)
     quiet_ray_data()
-    made = (
-        ray.data.from_items(units, override_num_blocks=len(units))
-        .map_batches(
-            kernel,
-            fn_constructor_args=arguments,
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(
-                min_size=1, max_size=actors, initial_size=actors
-            ),
-            num_cpus=1,
-            num_gpus=1 if gpu else 0,
+    with silence_cpp_log():
+        made = (
+            ray.data.from_items(units, override_num_blocks=len(units))
+            .map_batches(
+                kernel,
+                fn_constructor_args=arguments,
+                batch_size=1,
+                compute=ray.data.ActorPoolStrategy(
+                    min_size=1, max_size=actors, initial_size=actors
+                ),
+                num_cpus=1,
+                num_gpus=1 if gpu else 0,
+            )
+            .take_all()
         )
-        .take_all()
-    )
     made = sorted(made, key=itemgetter("file", "first"))
     return [(Part(**json.loads(row["part"])), int(row["count"])) for row in made]

@@ -156,7 +156,7 @@ def test_user_error_behind_a_ray_task(ray_local: None) -> None:
 
     with pytest.raises(Exception) as caught:  # noqa: PT011 - Ray wraps it in a class of its own
         ray.get(fail.remote())
-    found = cli.user_error_in(caught.value)
+    found = cli.find_user_error(caught.value)
     assert found is not None
     assert str(found) == "a is 1, the limit is 0; give 0"
 

@@ -49,7 +49,7 @@ from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
-from pipelines.ray_inside import has_autoscaler
+from pipelines.ray_inside import silence_cpp_log, has_autoscaler
 
 Say = Callable[[str], None]
 
@@ -164,7 +164,7 @@ def in_actors(
     cluster.check_room(1, each, remedy)
     workers = min(len(blocks), config.workers or default_workers(each, len(blocks)))
     say(f"{pluralize(workers, 'encoder actor')} on {'GPU' if use_gpu else 'CPU'}")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), silence_cpp_log():
         # Ray deprecates keywords without a parameter of `map_batches`, and has none for restarts
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
         dataset = ray.data.from_arrow(
