@@ -49,7 +49,7 @@ from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
-from pipelines.ray_inside import silence_cpp_log, has_autoscaler
+from pipelines.ray_inside import has_autoscaler, silence_cpp_log
 
 Say = Callable[[str], None]
 
