@@ -112,7 +112,7 @@ def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
 class World:
     """A cluster, an MLflow server, a raw log, and what each command makes of it undisturbed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, head_cpus: int = 2) -> None:
         os.environ.setdefault(
             "RAY_AUTH_MODE", "token"
         )  # which Ray reads when it is imported
@@ -124,9 +124,11 @@ class World:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         from ray.cluster_utils import Cluster
 
-        self.folder = folder
+        self.folder, self.addresses = folder, 0
+        head = {**self._node(), "num_cpus": head_cpus}
+        del head["node_ip_address"]
         self.cluster: Any = Cluster(
-            initialize_head=True, head_node_args=self._node(), shutdown_at_exit=False
+            initialize_head=True, head_node_args=head, shutdown_at_exit=False
         )
         self.nodes = [self.cluster.add_node(**self._node()) for _ in range(2)]
         self.store = free_address()
@@ -161,9 +163,12 @@ class World:
         done = self.start(["jobs.simulate", *simulate])
         assert done.wait() == 0, said(done)
 
-    @staticmethod
-    def _node() -> dict[str, Any]:
+    def _node(self) -> dict[str, Any]:
+        self.addresses += (
+            1  # one each, as on machines of their own; a driver is on the head
+        )
         return {
+            "node_ip_address": f"127.0.0.{1 + self.addresses}",
             "num_cpus": 2,
             "object_store_memory": 200 << 20,
             "include_dashboard": False,
@@ -246,11 +251,11 @@ class World:
 
 
 @contextmanager
-def world() -> Iterator[World]:
+def world(head_cpus: int = 2) -> Iterator[World]:
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir="/tmp"))
     made = None
     try:
-        made = World(folder)
+        made = World(folder, head_cpus)
         yield made
     finally:
         if made:
