@@ -327,9 +327,8 @@ class Day:
 
     def check_fall(self) -> None:
         """UserError for a metric of `fall` that the model does not have, before it is trained."""
-        from models.setup import load_catalogue
-
         from models import registry
+        from models.loaded_model import load_catalogue
 
         name = self.model_name()
         catalogue = load_catalogue(name, Inputs(**self.read))

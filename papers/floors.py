@@ -1,26 +1,26 @@
-"""Models without training on the logs of RESULTS.md, as runs that can be kept beside trained models.
+"""The models of the retrieval quickstart on a log of RESULTS.md, as runs to keep.
 
     python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT
+    python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT --seeds 42 43 44
     python -m papers.kept --experiment retrieval/amazon18_industrial \
         --tracking_uri sqlite:///OUT/amazon18_industrial/runs/mlflow.db \
-        --output papers/results/floors_amazon18_industrial.jsonl
+        --output papers/results/small_amazon18_industrial.jsonl
 
-Each model is trained with its shipped config and evaluated on test, with all items and with
-known items left out. The line again goes on from what is finished.
+Without `--seeds` only the models without training run, with their shipped configs. With
+seeds SASRec, TIGER and SID-MLP follow as the quickstart trains them, but for all of their
+epochs, however fast the machine is. Each model is evaluated on test, with all items and
+with known items left out. The line again goes on from what is finished.
 """
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from jobs import cli
+from jobs import cli, quickstart
+from jobs.quickstart import Folders, Steps, Trained
+from jobs.time_budget import Schedule
 from models import registry
-from models.families import RETRIEVAL
-
-CONFIGS = Path(__file__).parents[1] / "jobs" / "configs"
 
 
 @dataclass
@@ -37,33 +37,47 @@ class Config:
     """MLflow experiment; by default retrieval/LOG."""
     source: str | None = None
     """Another mapping file."""
+    seeds: list[int] = field(default_factory=list)
+    """Seeds of the trained models; without any, these are left out."""
 
 
 def run(config: Config) -> None:
-    """Prepare the log, and train and evaluate each model without training."""
+    """Prepare the log, and train and evaluate each model."""
     folder = Path(config.output).absolute() / config.log
-    tables, runs = str(folder / "tables"), str(folder / "runs")
-    source = config.source or str(CONFIGS / "sources" / f"{config.log}.yaml")
-    run_job("prepare", source=source, input=config.input, output=tables)
-    for name in registry.floors(RETRIEVAL):
-        run_job(
-            "train",
-            config=str(CONFIGS / f"{name}.yaml"),
-            tables=tables,
-            storage=runs,
-            name=name,
-            experiment=config.experiment or f"retrieval/{config.log}",
-        )
-        where = {"checkpoint": f"{runs}/{name}", "tables": tables}
-        run_job("evaluate", **where)
-        run_job("evaluate", **where, unseen="true")
+    tables, sids, runs = (str(folder / name) for name in ("tables", "sids", "runs"))
+    source = config.source or str(quickstart.CONFIGS / "sources" / f"{config.log}.yaml")
+    folders = Folders(
+        config.log, "retrieval", source, Path(config.input), tables, sids, runs
+    )
+    trainings = plan_trainings(config)
+    steps = Steps(count=1 + bool(config.seeds) + 3 * len(trainings))
+    log = ["--source", source, "--input", config.input, "--output", tables]
+    steps.run("Raw log to tables", "prepare", *log)
+    if config.seeds:
+        quickstart.make_extra(trainings[0][0], folders, steps)
+    for quick, trained in trainings:
+        name = quickstart.run_of(quick, folders, trained).name
+        words = ["--experiment", config.experiment or f"retrieval/{config.log}"]
+        if registry.find(trained.model).gradient:
+            words += ["--fit.max_epochs", str(trained.epochs)]
+        quickstart.measure(quick, folders, steps, trained, Schedule({name: words}))
 
 
-def run_job(job: str, **options: str) -> Any:
-    """Run a job in this process."""
-    module = importlib.import_module(f"jobs.{job}")
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return module.run(cli.options_for(module, words))
+def plan_trainings(config: Config) -> list[tuple[quickstart.Config, Trained]]:
+    """Return the models to train, each with the quickstart's options: seed after seed.
+
+    Models without training come once.
+    """
+    models = quickstart.FLOWS["retrieval"].models
+    learned = [model for model in models if registry.find(model.model).gradient]
+    counted = [model for model in models if model not in learned]
+    quick = quickstart.Config(data=config.input)
+    seeded = [
+        (quickstart.Config(data=config.input, seed=seed), model)
+        for seed in config.seeds
+        for model in learned
+    ]
+    return [(quick, model) for model in counted] + seeded
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ class Retriever(nn.Module):
     """A module with these parts, trained on the target's codes; any of them can be a student's teacher. A subclass that
     learns or searches in another way has its own `forward` or `recommend`."""
 
+    label_smoothing = 0.0
+    """Share of each target's probability that training spreads evenly over all logits."""
+
     def __init__(
         self, config: Any, catalogue: Catalogue, backbone: Backbone, decoder: Decoder
     ) -> None:
@@ -50,11 +53,14 @@ class Retriever(nn.Module):
             self.decoder.targets(codes),
         )
 
-    @staticmethod
-    def loss(logits: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Mean cross-entropy over positions, each with logits (B, O) and targets (B,)."""
+    def loss(
+        self, logits: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the mean cross-entropy over positions, each with logits (B, O) and targets (B,)."""
         losses = [
-            functional.cross_entropy(level.float(), target)
+            functional.cross_entropy(
+                level.float(), target, label_smoothing=self.label_smoothing
+            )
             for level, target in zip(logits, targets, strict=True)
         ]
         return {"loss": whole_mean(torch.stack(losses).mean(), len(targets[0]))}

@@ -46,6 +46,8 @@ class TigerConfig:
     """Decoder blocks."""
     dropout: float = 0.1
     """Dropout on embeddings, attention and blocks."""
+    label_smoothing: float = 0.0
+    """Share of each target's probability that training spreads evenly over the vocabulary."""
     n_user_tokens: int = 1
     """Tokens that users are hashed to (TIGER has 2000; 1 in the code behind SID-MLP)."""
     max_history: int = 20
@@ -69,7 +71,7 @@ class TigerConfig:
             "num_decoder_layers",
         )
         check_positive(self, (*positive, "n_user_tokens", "max_history", "beam"))
-        check_dropout(self, "dropout")
+        check_dropout(self, "dropout", "label_smoothing")
         check_choices(self)
 
     def sizes(self, vocabulary: int) -> T5Sizes:
@@ -100,6 +102,7 @@ class Tiger(Retriever):
         super().__init__(
             config, catalogue, backbone, T5Decoder(tokens, sizes, backbone.embedding)
         )
+        self.label_smoothing = config.label_smoothing
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """As `Retriever.forward`; with `end_token` over L + 1 positions."""
