@@ -292,7 +292,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
     if config.user_stride > 1:
         print(f"note: measured on every {config.user_stride}th user of the split")
-    if checkpoint.extended(about, "sequences", read_versions(name, inputs)):
+    if checkpoint.is_extended(about, "sequences", read_versions(name, inputs)):
         print(
             f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned"
         )

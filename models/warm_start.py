@@ -33,7 +33,7 @@ from models.storage.checkpoint import (
     OtherTablesError,
     check_finite,
     local,
-    whole,
+    verify_file,
 )
 
 Names = Sequence[Sequence[str] | None]
@@ -86,7 +86,7 @@ def carry(
         OtherTablesError: where the weights do not fit otherwise.
     """
     with local(uri) as folder:
-        old = safetensors.torch.load_file(whole(folder, WEIGHTS, uri))
+        old = safetensors.torch.load_file(verify_file(folder, WEIGHTS, uri))
     check_tasks(model, about, uri)
     there, kept = model.state_dict(), {name for name, _ in of_content(model)}
     names, notes = dict(named_rows(model, about)), list[str]()

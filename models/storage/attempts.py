@@ -1,11 +1,11 @@
-"""Numbers of the attempts at a training, by which a newer attempt fences off the workers of older ones.
+"""Attempt numbers of a training, by which a newer attempt fences off the workers of older attempts.
 
     job = attempts.begin(folder)               # a job trains the run
     attempt = attempts.start(folder, job)      # its workers start: older ones are superseded from here on
     attempts.require_current(folder, attempt)  # before a worker changes what another attempt may read
 
-A worker that was lost may only have been paused. When it wakes up, it still has the number of its own attempt and
-finds another one in the run's folder.
+A worker that counts as lost may only be paused. When it wakes up, it has the number of its own attempt and finds a
+newer number in the run's folder.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import NamedTuple
 from models.storage.uri import UserError, join, read_json, write_file
 
 ATTEMPT = "attempt.json"
-"""In a run's folder: the newest attempt at its training."""
+"""File in a run's folder with the number of the newest attempt."""
 
 
 class SupersededError(UserError):
-    """Another attempt trains the run meanwhile, so this one changes nothing any more."""
+    """A newer attempt trains the run, so the older one must not change it any more."""
 
 
 class Attempt(NamedTuple):
-    """Number of an attempt at a training; a newer attempt is larger."""
+    """Number of an attempt at a training. A newer attempt has a larger number."""
 
     job: int
-    """Jobs that trained the run so far, this one included."""
+    """Number of jobs that have trained the run, this one included."""
     start: int
-    """Starts of workers in this job, this one included; 0 while none has started."""
+    """Number of worker starts in the job, this one included; 0 before the first."""
 
     def __str__(self) -> str:
         return f"{self.job}.{self.start}"
 
     @classmethod
     def parse(cls, text: str) -> Attempt:
-        """Return the attempt that `str` wrote."""
+        """Return the attempt with the number that `str` has formatted."""
         job, start = text.split(".")
         return cls(int(job), int(start))
 
 
 UNNUMBERED = Attempt(0, 0)
-"""Attempt of a run that nobody has trained, and of checkpoints from before attempts had numbers."""
+"""Attempt of an untrained run, and of checkpoints without a number in their name."""
 
 
 def read_attempt(folder: str) -> Attempt:
@@ -70,9 +70,9 @@ def begin(folder: str) -> Attempt:
 def claim(folder: str, attempt: Attempt) -> None:
     """Make `attempt` the newest attempt at the run.
 
-    Whoever trains reads the last checkpoint only after this. A worker of an older attempt that completes a checkpoint
-    and then still finds its own number may therefore remove what that checkpoint replaces: whoever claims later reads
-    the completed one.
+    A training reads the last checkpoint only after this call. So a worker of an older attempt that completes a
+    checkpoint and then still finds its own number may remove older checkpoints: an attempt that claims the run later
+    reads the completed checkpoint.
     """
     write_file(join(folder, ATTEMPT), json.dumps({"attempt": str(attempt)}).encode())
 
@@ -80,7 +80,8 @@ def claim(folder: str, attempt: Attempt) -> None:
 def start(folder: str, job: Attempt) -> Attempt:
     """Claim and return the number of the next start of workers in the job that `begin` numbered.
 
-    Raises SupersededError where another job trains the run.
+    Raises:
+        SupersededError: if a newer job trains the run.
     """
     require_job(folder, job)
     attempt = Attempt(job.job, read_attempt(folder).start + 1)
@@ -89,14 +90,14 @@ def start(folder: str, job: Attempt) -> Attempt:
 
 
 def require_current(folder: str, attempt: Attempt) -> None:
-    """Raise SupersededError where another attempt than `attempt` is the newest at the run."""
+    """Raise SupersededError unless `attempt` is the newest attempt at the run."""
     newest = read_attempt(folder)
     if newest != attempt:
         raise _superseded(folder, attempt, newest)
 
 
 def require_job(folder: str, attempt: Attempt) -> None:
-    """Raise SupersededError where another job than that of `attempt` is the newest to train the run."""
+    """Raise SupersededError unless the job of `attempt` is the newest job that trains the run."""
     newest = read_attempt(folder)
     if newest.job != attempt.job:
         raise _superseded(folder, attempt, newest)

@@ -1,16 +1,16 @@
-"""Checkpoints: a directory with the weights as safetensors, a readable `config.json`, and `state.pt` to resume.
+"""Checkpoints: a folder with the weights as safetensors, a readable `config.json`, and `state.pt` to resume from.
 
     about = checkpoint.read("runs/sasrec/best")
     checkpoint.load_weights(model, "runs/sasrec/best")     # registry.load builds the model too
 
-Nothing in it is pickled code: `state.pt` holds tensors and numbers and is read with `weights_only=True`.
-`config.json` is written last and lists the files with their sizes and SHA-256, so a half-written checkpoint is none;
-sizes are checked wherever a checkpoint is looked at, hashes when a file of it is loaded.
+No file holds pickled code: `state.pt` has tensors and numbers and is read with `weights_only=True`. `config.json` is
+written last and lists the other files with sizes and SHA-256, so a half-written checkpoint is not one. Sizes are checked
+when a checkpoint is read, hashes when one of its files is loaded.
 
-A run's folder, local or a URI, has the checkpoints `step-N-aATTEMPT` that `keep` makes, the last one and the best one:
-none is written over, so whenever the process is killed `last` finds a whole one. An attempt at the training
-(`models/storage/attempts.py`) writes only folders of its own number and removes none of a newer one. `publish` ends the run
-with `best`.
+The folder of a run, local or at a URI, has checkpoints `step-N-aATTEMPT` from `keep`: the last one and the best one. No
+checkpoint is overwritten, so `last` finds a complete one after a kill at any moment. An attempt at the training
+(`models/storage/attempts.py`) writes only folders of its own number, and removes no folder of a newer attempt. `publish`
+adds the folder `best` at the end of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -36,7 +36,7 @@ from models.storage.attempts import UNNUMBERED, Attempt, require_current
 from models.storage.tables import (
     TableVersion,
     UserError,
-    check_inside,
+    check_file_names,
     join,
     open_uri,
     sealed,
@@ -47,57 +47,58 @@ from models.storage.uri import file_info, write_file
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
 BEST = "best"
-"""In a run's folder: its best checkpoint, when it is finished."""
+"""Folder of a finished run with its best checkpoint."""
 
 OPTIONAL = "text_items"
-"""A table that some models are trained with and some without."""
+"""Table that some models are trained with and some without."""
 
 
 @dataclass
 class Checkpoint:
-    """What `config.json` holds."""
+    """Content of `config.json`."""
 
     model: dict[str, Any]
     """Name in the registry under `name`, and the fields of the model's config."""
     fit: dict[str, Any] = field(default_factory=dict)
     """The training config."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tables that it belongs to: `sequences`, `items`, `sids`, `trie`, `queries`, `text_*`."""
+    """Hashes of the tables that it was trained on: `sequences`, `items`, `sids`, `trie`, `queries`, `text_*`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Validation metrics at this point."""
+    """Validation metrics at this step."""
     epoch: int = 0
-    """Epochs done."""
+    """Completed epochs."""
     step: int = 0
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     best: dict[str, Any] = field(default_factory=dict)
-    """The best validation so far: `value`, `epoch` and `step`, and the `folder` of its checkpoint."""
+    """Best validation so far: `value`, `epoch`, `step`, and the `folder` of its checkpoint."""
     attempt: str = str(UNNUMBERED)
     """Number of the attempt that wrote it (`models/storage/attempts.py`)."""
     tracking: dict[str, str] = field(default_factory=dict)
-    """MLflow `run_id`, `uri` and `experiment` of the training run, where there is one."""
+    """MLflow `run_id`, `uri` and `experiment` of the training run, if there is one."""
     code: str = ""
     """Version of the code that wrote it (`code_version`)."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds and examples per second so far."""
     learned: dict[str, Any] = field(default_factory=dict)
-    """What it knows of its tables beside weights (`models/warm_start.py`)."""
+    """State of the model about its tables beside the weights (`models/warm_start.py`)."""
     files: dict[str, int] = field(default_factory=dict)
-    """The other files and their sizes in bytes."""
+    """Sizes of the other files in bytes, by name."""
     sha256: dict[str, str] = field(default_factory=dict)
-    """Their SHA-256."""
+    """SHA-256 of the other files, by name."""
 
     @property
     def name(self) -> str:
+        """Name of the model."""
         return str(self.model.get("name"))
 
     @property
     def folder(self) -> str:
-        """Folder of this checkpoint in its run's folder."""
+        """Name of this checkpoint's folder in the run's folder."""
         return folder_name(self.step, Attempt.parse(self.attempt))
 
     @property
     def best_folder(self) -> str:
-        """Folder of the run's best checkpoint so far."""
+        """Name of the folder of the run's best checkpoint so far."""
         return str(self.best.get("folder") or folder_name(self.best["step"]))
 
     def follow(self, before: Checkpoint | None) -> None:
@@ -108,24 +109,25 @@ class Checkpoint:
             self.best["folder"] = before.best_folder
 
     def to_json(self) -> str:
+        """Return the content of `config.json`, with a hash of itself."""
         return sealed(asdict(self))
 
 
 class Uploads:
-    """A thread that takes a run's checkpoints to a storage elsewhere, one after the other, while the training goes on
-    from the files that were written here."""
+    """A thread that uploads the checkpoints of a run one after the other, while the training goes on."""
 
     def __init__(self) -> None:
-        self._thread, self._last = ThreadPoolExecutor(1), Future[None]()
+        self._thread = ThreadPoolExecutor(1)
+        self._last = Future[None]()
         self._last.set_result(None)
 
     def __call__(self, upload: Callable[[], None]) -> None:
-        """Begins it, once the one before has ended."""
+        """Start an upload when the one before has ended."""
         self.wait()
         self._last = self._thread.submit(upload)
 
     def wait(self) -> None:
-        """Returns when all is there, or raises what went wrong."""
+        """Wait for the last upload, and raise its error if it failed."""
         self._last.result()
 
 
@@ -136,7 +138,7 @@ def save(
     state: dict[str, Any] | None = None,
     after: Callable[[], None] = lambda: None,
     uploads: Uploads | None = None,
-    shares: Sequence[Written] = (),
+    shards: Sequence[WrittenFile] = (),
     extra: Mapping[str, bytes] | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> None:
@@ -146,93 +148,112 @@ def save(
         uri: Folder of the checkpoint.
         model: Model whose weights are saved.
         about: Content of `config.json`, which is written last.
-        state: State to resume from. That of a model with a shard of its weights holds all of them as `weights`.
+        state: State to resume from. The state of a sharded model has all its weights under `weights`.
         after: Called when the checkpoint is complete.
-        uploads: Thread that sends a checkpoint to a URI, so that this returns at once.
-        shares: Files that `write_shares` has written there.
+        uploads: Thread that uploads a checkpoint to a URI, so that this returns at once.
+        shards: Files that `write_shards` has written into the folder.
         extra: Further files, by name.
         before: Called right before `config.json` is written.
     """
     filesystem, path = open_uri(str(uri))
     is_local = isinstance(filesystem, fs.LocalFileSystem)
-    if is_local and not shares:
-        _make_anew(filesystem, path)
-    made = None if is_local else TemporaryDirectory()
-    folder = Path(made.name if made else path)
-    if state is not None and "weights" in state:
-        state = dict(state)
-        safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
-    else:
-        safetensors.torch.save_model(
-            model, str(folder / WEIGHTS)
-        )  # keeps tied weights once
-    if state is not None:
-        torch.save(state, folder / STATE)
-    for name, content in (extra or {}).items():
-        (folder / name).write_bytes(content)
-    names = (WEIGHTS, STATE, *(extra or {}))
-    there = [name for name in names if (folder / name).exists()]
-    about.files = {name: (folder / name).stat().st_size for name in there}
-    about.sha256 = {name: _hash(folder / name) for name in there}
-    about.files |= {name: size for name, size, _ in shares}
-    about.sha256 |= {name: sha256 for name, _, sha256 in shares}
+    if is_local and not shards:
+        _make_empty_folder(filesystem, path)
+    staging = None if is_local else TemporaryDirectory()
+    folder = Path(staging.name if staging else path)
+    _write_files(folder, model, about, state, extra or {})
+    about.files |= {shard.name: shard.size for shard in shards}
+    about.sha256 |= {shard.name: shard.sha256 for shard in shards}
     config = about.to_json().encode()
 
     def upload() -> None:
-        if made:
-            with made:
-                if not shares:
-                    _make_anew(filesystem, path)
-                fs.copy_files(
-                    str(folder),
-                    path,
-                    source_filesystem=fs.LocalFileSystem(),
-                    destination_filesystem=filesystem,
-                )
+        if staging:
+            with staging:
+                if not shards:
+                    _make_empty_folder(filesystem, path)
+                _copy(str(folder), path, fs.LocalFileSystem(), filesystem)
         before()
         write_file(join(str(uri), CONFIG), config)
         after()
 
-    if made and uploads:
+    if staging and uploads:
         uploads(upload)
     else:
         upload()
 
 
-SHARE = re.compile(r"state-\d+\.pt")
-"""File of a checkpoint with one rank's share of the optimizer's state."""
+def _write_files(
+    folder: Path,
+    model: nn.Module,
+    about: Checkpoint,
+    state: dict[str, Any] | None,
+    extra: Mapping[str, bytes],
+) -> None:
+    """Write weights, state and further files into a local folder, and note their sizes and hashes in `about`."""
+    if state is not None and "weights" in state:
+        state = dict(state)
+        safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
+    else:
+        # keeps tied weights once
+        safetensors.torch.save_model(model, str(folder / WEIGHTS))
+    if state is not None:
+        torch.save(state, folder / STATE)
+    for name, content in extra.items():
+        (folder / name).write_bytes(content)
+    names = [WEIGHTS, *([STATE] if state is not None else []), *extra]
+    about.files = {name: (folder / name).stat().st_size for name in names}
+    about.sha256 = {name: _hash(folder / name) for name in names}
 
-Written = tuple[str, int, str]
-"""A file's name, size and SHA-256."""
+
+SHARD = re.compile(r"state-\d+\.pt")
+"""File of a checkpoint with one rank's shard of the optimizer's state."""
 
 
-def write_shares(
+class WrittenFile(NamedTuple):
+    """A file of a checkpoint that another rank has written."""
+
+    name: str
+    size: int
+    """Size in bytes."""
+    sha256: str
+
+
+def write_shards(
     folder: str, about: Checkpoint, state: dict[str, Any], rank: int
-) -> list[Written]:
-    """Every rank but 0, whose own is in its state, writes its share of the optimizer's state into a checkpoint that
-    `save` then ends. All ranks call this at once, and get what was written."""
+) -> list[WrittenFile]:
+    """Write the shards of the optimizer's state of all ranks but 0 into a checkpoint that `save` completes.
+
+    Rank 0 has its own shard in the state that it saves. All ranks call this at once, and all get the list of files.
+    """
     filesystem, path = open_uri(join(folder, about.folder))
     if rank == 0:
-        _make_anew(filesystem, path)
+        _make_empty_folder(filesystem, path)
     dist.barrier()
-    mine: Written | None = None
+    mine: WrittenFile | None = None
     if rank:
-        with TemporaryDirectory() as made:
-            file = Path(made) / f"state-{rank}.pt"
+        with TemporaryDirectory() as staging:
+            file = Path(staging) / f"state-{rank}.pt"
             torch.save(state["optimizer"]["state"], file)
-            fs.copy_files(
-                str(file),
-                f"{path}/{file.name}",
-                source_filesystem=fs.LocalFileSystem(),
-                destination_filesystem=filesystem,
-            )
-            mine = (file.name, file.stat().st_size, _hash(file))
-    every: list[Written | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return [written for written in every if written]
+            _copy(str(file), f"{path}/{file.name}", fs.LocalFileSystem(), filesystem)
+            mine = WrittenFile(file.name, file.stat().st_size, _hash(file))
+    gathered: list[WrittenFile | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return [written for written in gathered if written]
 
 
-def _make_anew(filesystem: fs.FileSystem, path: str) -> None:
+def _copy(
+    source: str, target: str, source_system: fs.FileSystem, target_system: fs.FileSystem
+) -> None:
+    """Copy a file or a folder between file systems."""
+    fs.copy_files(
+        source,
+        target,
+        source_filesystem=source_system,
+        destination_filesystem=target_system,
+    )
+
+
+def _make_empty_folder(filesystem: fs.FileSystem, path: str) -> None:
     if filesystem.get_file_info(path).type != fs.FileType.NotFound:
         filesystem.delete_dir(path)
     filesystem.create_dir(path, recursive=True)
@@ -249,19 +270,21 @@ def keep(
     about: Checkpoint,
     state: dict[str, Any] | None,
     uploads: Uploads | None = None,
-    shares: Sequence[Written] = (),
+    shards: Sequence[WrittenFile] = (),
     extra: Mapping[str, bytes] | None = None,
 ) -> None:
     """Save a checkpoint of the run in `folder` and remove the run's older ones, except the best.
 
-    `uploads`, `shares` and `extra` are arguments of `save`. Raises SupersededError, and removes nothing, where a newer
-    attempt trains the run.
+    `uploads`, `shards` and `extra` are arguments of `save`.
+
+    Raises:
+        SupersededError: if a newer attempt trains the run. Then no checkpoint is removed.
     """
     attempt = Attempt.parse(about.attempt)
     check_attempt = partial(require_current, folder, attempt)
     staying = (about.folder, about.best_folder)
 
-    def remove() -> None:
+    def remove_older() -> None:
         check_attempt()
         filesystem, path = open_uri(folder)
         for name in _steps(folder):
@@ -273,32 +296,32 @@ def keep(
         model,
         about,
         state,
-        remove,
+        remove_older,
         uploads,
-        shares,
+        shards,
         extra,
         check_attempt,
     )
 
 
 STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
-"""Folder of a checkpoint: the step and the attempt, which Trieline 0.1 did not name at first."""
+"""Name of a checkpoint's folder: the step and the attempt, which early versions of Trieline 0.1 left out."""
 
 
 def folder_name(step: int, attempt: Attempt = UNNUMBERED) -> str:
-    """Return the folder of a run's checkpoint at an optimizer step."""
+    """Return the name of the folder of a run's checkpoint at an optimizer step."""
     return f"step-{step:08d}" + (f"-a{attempt}" if attempt > UNNUMBERED else "")
 
 
 def _attempt_and_step(name: str) -> tuple[Attempt, int]:
-    """Return what the folder name of a checkpoint says; it sorts checkpoints by age."""
+    """Return the attempt and the step of a checkpoint by its folder name, a key that sorts checkpoints by age."""
     found = STEP.fullmatch(name)
     assert found
     return Attempt.parse(found[2] or str(UNNUMBERED)), int(found[1])
 
 
 def _steps(folder: str) -> list[str]:
-    """Return the names of a run's checkpoints, complete or not, the newest attempt and its newest first."""
+    """Return the folder names of a run's checkpoints, complete or not, from the newest to the oldest."""
     filesystem, path = open_uri(folder)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     names = [info.base_name for info in found if STEP.fullmatch(info.base_name)]
@@ -312,59 +335,57 @@ def last(folder: str) -> Checkpoint | None:
     that it refers to.
     """
     for name in _steps(folder):
-        with suppress(
-            UserError
-        ):  # it was being written when the run was killed: the one before it counts
+        with suppress(UserError):  # incomplete: a kill came while it was written
             return read(join(folder, name))
     return None
 
 
 def publish(folder: str, about: Checkpoint) -> str:
-    """Copies the best checkpoint of a run that ended with `about` to `best`, without the state to resume from; where
-    that is."""
-    source, target = join(folder, about.best_folder), join(folder, BEST)
+    """Copy the best checkpoint of a run that ended with the checkpoint `about` to `best`, without state to resume from.
+
+    Return the URI of the copy.
+    """
+    source = join(folder, about.best_folder)
+    target = join(folder, BEST)
     best = read(source)
-    best.files, best.sha256 = (
-        {WEIGHTS: best.files[WEIGHTS]},
-        {WEIGHTS: best.sha256[WEIGHTS]},
-    )
-    (filesystem, origin), (_, path) = open_uri(source), open_uri(target)
-    filesystem.create_dir(path, recursive=True)
-    filesystem.copy_file(f"{origin}/{WEIGHTS}", f"{path}/{WEIGHTS}")
+    best.files = {WEIGHTS: best.files[WEIGHTS]}
+    best.sha256 = {WEIGHTS: best.sha256[WEIGHTS]}
+    filesystem, source_path = open_uri(source)
+    _, target_path = open_uri(target)
+    filesystem.create_dir(target_path, recursive=True)
+    filesystem.copy_file(f"{source_path}/{WEIGHTS}", f"{target_path}/{WEIGHTS}")
     write_file(join(target, CONFIG), best.to_json().encode())
     return target
 
 
 @contextmanager
 def local(uri: str | Path) -> Iterator[Path]:
-    """The checkpoint at a path or URI as a local folder; one that is elsewhere is copied for the time."""
+    """Provide the checkpoint at a path or URI as a local folder; a remote one is downloaded while the block runs."""
     filesystem, path = open_uri(str(uri))
     if isinstance(filesystem, fs.LocalFileSystem):
         yield Path(path)
         return
-    with TemporaryDirectory() as made:
-        folder = Path(made)
+    with TemporaryDirectory() as folder:
         if filesystem.get_file_info(path).type == fs.FileType.Directory:
-            fs.copy_files(
-                path,
-                str(folder),
-                source_filesystem=filesystem,
-                destination_filesystem=fs.LocalFileSystem(),
-            )
-        yield folder
+            _copy(path, folder, filesystem, fs.LocalFileSystem())
+        yield Path(folder)
 
 
 def exists(uri: str | Path) -> bool:
-    """Whether there is a checkpoint, its files whole or not."""
+    """Return whether there is a checkpoint, damaged or not."""
     return bool(file_info(join(str(uri), CONFIG)).type == fs.FileType.File)
 
 
 class OtherTablesError(UserError):
-    """A checkpoint cannot go on with these tables: a model has to be trained anew."""
+    """A checkpoint does not belong to the given tables, so a model has to be trained anew."""
 
 
 def read(uri: str | Path) -> Checkpoint:
-    """The checkpoint's `config.json`, its files checked to be whole. Raises UserError where there is none."""
+    """Return the content of `config.json`, and check that the other files are complete.
+
+    Raises:
+        UserError: if there is no checkpoint, or it is damaged.
+    """
     filesystem, path = open_uri(str(uri))
     where = f"{path}/{CONFIG}"
     if not exists(uri):
@@ -377,7 +398,7 @@ def read(uri: str | Path) -> Checkpoint:
         content.pop("shards", None)  # checkpoints before commit 61e80fa have it
         about = Checkpoint(**content)
         about.model, about.files = dict(about.model), dict(about.files)
-        check_inside(about.files)
+        check_file_names(about.files)
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{where} is damaged ({error}); use another checkpoint or train again"
@@ -396,40 +417,40 @@ def read(uri: str | Path) -> Checkpoint:
     return about
 
 
-def whole(folder: Path, name: str, uri: str | Path) -> Path:
-    """The file `name` of the checkpoint at `uri`, whose local copy is `folder`; UserError where it is damaged."""
-    expected, found = read(uri).sha256.get(name, "nothing"), _hash(folder / name)
-    if found != expected:
+def verify_file(folder: Path, name: str, uri: str | Path) -> Path:
+    """Return the path of a file of the checkpoint at `uri`, whose local copy is `folder`.
+
+    Raises:
+        UserError: if the hash of the file is not the one in `config.json`.
+    """
+    expected = read(uri).sha256.get(name, "nothing")
+    actual = _hash(folder / name)
+    if actual != expected:
         raise UserError(
-            f"{uri}/{name} is damaged: its SHA-256 is {found[:12]}, {CONFIG} says {expected[:12]}; use another "
+            f"{uri}/{name} is damaged: its SHA-256 is {actual[:12]}, {CONFIG} says {expected[:12]}; use another "
             f"checkpoint or train again"
         )
     return folder / name
 
 
 def weights_hash(uri: str) -> str:
-    """SHA-256 of the weights file of the checkpoint at `uri`."""
+    """Return the SHA-256 of the weights of the checkpoint at `uri`."""
     with local(uri) as folder:
-        return _hash(whole(folder, WEIGHTS, uri))
+        return _hash(verify_file(folder, WEIGHTS, uri))
 
 
 def _remedy(table: str) -> str:
-    option = (
-        "text"
-        if table.startswith("text_")
-        else "sids"
-        if table in ("sids", "trie")
-        else ""
-    )
-    what = (
-        f"give the --{option} that it was trained with"
-        if option
-        else "evaluate on the tables that it was trained on"
-    )
+    """Return what the user can do about a table that a checkpoint does not belong to."""
+    if table.startswith("text_"):
+        what = "give the --text that it was trained with"
+    elif table in ("sids", "trie"):
+        what = "give the --sids that it was trained with"
+    else:
+        what = "evaluate on the tables that it was trained on"
     return f"{what}, or train again"
 
 
-def extended(
+def is_extended(
     about: Checkpoint, table: str, versions: Mapping[str, TableVersion]
 ) -> bool:
     """Return whether a table extends the table that the checkpoint was trained on.
@@ -476,7 +497,7 @@ def check(
             trained
             and version
             and version.hash != trained
-            and not (extending and extended(about, table, versions))
+            and not (extending and is_extended(about, table, versions))
         ):
             raise OtherTablesError(
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {version.hash[:12]} is given; "
@@ -489,10 +510,14 @@ def check(
 
 
 def load_weights(model: nn.Module, uri: str | Path) -> None:
-    """Fills `model` with the checkpoint's weights; every one must be there and fit."""
+    """Load the weights of a checkpoint into a model of the same shapes.
+
+    Raises:
+        UserError: if weights are missing, do not fit, or are not finite.
+    """
     with local(uri) as folder:
         try:
-            safetensors.torch.load_model(model, str(whole(folder, WEIGHTS, uri)))
+            safetensors.torch.load_model(model, str(verify_file(folder, WEIGHTS, uri)))
             check_finite(model, uri)
         except RuntimeError as error:
             first = " ".join(str(error).split())[:300]
@@ -502,7 +527,7 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
 
 
 def check_finite(model: nn.Module, uri: str | Path) -> None:
-    """UserError where a weight is no number."""
+    """Raise UserError if a weight is infinite or not a number."""
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             raise UserError(
@@ -512,17 +537,24 @@ def check_finite(model: nn.Module, uri: str | Path) -> None:
 
 
 def load_state(uri: str | Path) -> dict[str, Any]:
-    """What `fit` needs to resume. Raises UserError where the checkpoint has none, as that of a served model."""
+    """Return the state that `fit` resumes from.
+
+    Raises:
+        UserError: if the checkpoint has no state, like the checkpoint of a served model.
+    """
     with local(uri) as folder:
         if not (folder / STATE).exists():
             raise UserError(
                 f"{uri} holds no {STATE}, so training cannot resume from it; use the run's last checkpoint"
             )
-        state, *shares = [
-            torch.load(whole(folder, name, uri), map_location="cpu", weights_only=True)
-            for name in [STATE, *sorted(filter(SHARE.fullmatch, read(uri).files))]
+        names = [STATE, *sorted(filter(SHARD.fullmatch, read(uri).files))]
+        parts: list[dict[str, Any]] = [
+            torch.load(
+                verify_file(folder, name, uri), map_location="cpu", weights_only=True
+            )
+            for name in names
         ]
-    for share in shares:
-        state["optimizer"]["state"] |= share
-    found: dict[str, Any] = state
-    return found
+    state, *shards = parts
+    for shard in shards:
+        state["optimizer"]["state"] |= shard
+    return state

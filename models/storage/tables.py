@@ -1,14 +1,17 @@
-"""Tables: directories of Parquet files that a `manifest.json` lists, at any `pyarrow.fs` URI (local path, s3://, gs://).
+"""Tables: folders of Parquet files that a `manifest.json` lists, at any `pyarrow.fs` URI (local path, s3://, gs://).
 
-A table is written in two steps. Tasks anywhere write parts with `write_part`; then one process calls `commit`, which
-writes the manifest last and removes parts that it does not list. Parts are named by the hash of their content, so a
-task that runs twice writes the same file, a killed run leaves only files that no reader sees, and a new version never
-touches a file of the old one before the switch. A directory without a manifest is not a table, and readers read the
-files that it lists and nothing else. Jobs hold their output while they write (`writing`), since `commit` would remove
-the parts of another one.
+    parts = [write_part(uri, rows) for rows in partitions]     # in tasks on any node
+    commit(uri, "items", schema, parts, config={}, inputs={})  # in one process
+    items = read_table(uri, "items")
 
-Damage is found when data is used: a part is read into memory once, hashed, and parsed from there (`read_parquet`);
-the manifest holds a hash of itself (`sealed`). So a flipped bit anywhere is an error that names the file.
+A table is written in two steps. Tasks write parts with `write_part`; then one process calls `commit`, which writes the
+manifest last and removes parts that it does not list. The name of a part is the hash of its content. So a task that runs
+twice writes the same file, a killed job leaves only files that no reader sees, and a new version changes no file of the
+old one before the manifest is replaced. A folder without a manifest is not a table, and readers read only the listed
+files. Jobs lock their output while they write (`writing`), because `commit` would remove the parts of another job.
+
+Damage is found when data is read: a part is read into memory once, hashed, and parsed from there (`read_parquet`), and the
+manifest holds a hash of itself (`sealed`). So an error names the file with a flipped bit.
 """
 
 from __future__ import annotations
@@ -47,22 +50,22 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 
 LARGEST_NUMBER = 1.8e19
-"""Largest float32 whose square is finite. Larger ones, such as FLT_MAX, stand for no value in many exports."""
+"""Largest float32 whose square is finite. In many exports larger numbers, such as FLT_MAX, mark a missing value."""
 
 
 SEAL = "seal"
-"""Key of the hash that a JSON file holds of the rest of its content."""
+"""Key of a JSON file with the hash of the rest of its content."""
 
 PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
-"""Name of a part: the beginning of its SHA-256."""
+"""Name of a part, with the first digits of its SHA-256."""
 
-OWN = re.compile(
+JOB_FILES = re.compile(
     r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?"
 )
-"""Names of the files that we write into the folder of a table; a file of any other name is the user's."""
+"""Names of the files that jobs write into the folder of a table. Files with other names belong to the user."""
 
-INSIDE = re.compile(r"[\w-][\w.-]*", re.ASCII)
-"""A file's name, which leads out of no folder."""
+FILE_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
+"""Name of a file in the same folder."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` holds."""
+    """Content of `manifest.json`."""
 
     table: str
     """Name of the table, such as `sequences`."""
@@ -90,29 +93,29 @@ class Manifest:
     schema: list[dict[str, str]]
     """Columns: `name`, `type` and whether `nullable`."""
     files: list[Part]
-    """The files, in the order in which rows are read."""
+    """Files in the order in which rows are read."""
     rows: int
     """Rows in all files."""
     hash: str
-    """Hash of the content: of the files' hashes in order."""
+    """Hash of the hashes of the files in order."""
     fingerprint: str
-    """Hash of what the table is made from: config, inputs and schema version."""
+    """Hash of configuration, inputs and schema version. Equal fingerprints mean equal tables."""
     config: dict[str, Any]
-    """The configuration that it was made with."""
+    """Configuration that the table was made with."""
     inputs: dict[str, str]
-    """Hashes of what it was made from, by name."""
+    """Hashes of the tables and files that the table was made from, by name."""
     info: dict[str, Any]
-    """What the step that made it counted (duplicates dropped, codebook sizes, ...)."""
+    """Counts of the step that made the table (duplicates dropped, codebook sizes, ...)."""
     code_version: str
-    """Version of the package and git commit, where known."""
+    """Version of the code that made the table (`code_version`)."""
     created: str
     """UTC time of the commit, ISO 8601."""
     timings: dict[str, float]
     """Seconds per phase."""
     submission_id: str = ""
-    """Id by which `ray job` lists the job that made it, if it was submitted."""
+    """Id in `ray job list` of the job that made the table, if it was submitted."""
     extends: list[str] = field(default_factory=list)
-    """Hashes of the versions that it extends, the latest last: what they number has the same number here."""
+    """Hashes of the versions that the table extends, the latest last. Their items keep their numbers."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +139,13 @@ def table_hashes(versions: Mapping[str, TableVersion]) -> dict[str, str]:
 
 
 def sealed(content: dict[str, Any]) -> str:
-    """`content` as JSON with a hash of itself, by which `unsealed` finds damage."""
+    """Return `content` as JSON with a hash of itself, by which `unsealed` finds damage."""
     plain = json.loads(json.dumps(content, default=str))
     return json.dumps({**plain, SEAL: _seal(plain)}, indent=2, sort_keys=True)
 
 
 def unsealed(text: bytes | str) -> dict[str, Any]:
-    """The content that `sealed` was given; ValueError where it is damaged."""
+    """Return the content that `sealed` was given. Raise ValueError if the text is damaged."""
     content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError(f"it holds {type(content).__name__}, not a mapping")
@@ -155,20 +158,24 @@ def _seal(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_inside(names: Iterable[str]) -> None:
-    """ValueError unless each is the name of a file, which leads out of no folder."""
+def check_file_names(names: Iterable[str]) -> None:
+    """Raise ValueError unless each name is the name of a file in the same folder."""
     for name in names:
-        if not isinstance(name, str) or not INSIDE.fullmatch(name):
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise ValueError(f"the path {name!r} is not a file's name")
 
 
 def has_manifest(uri: str) -> bool:
-    """Whether the directory holds a finished table."""
+    """Return whether the folder holds a finished table."""
     return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
 
 
 def read_manifest(uri: str, table: str | None = None) -> Manifest:
-    """The manifest of the table at `uri`; an error if there is none or it is of another `table`."""
+    """Return the manifest of the table at `uri`.
+
+    Raises:
+        UserError: if there is no manifest, it is damaged, or it is of another table than `table`.
+    """
     if not has_manifest(uri):
         raise UserError(
             f"{uri} is not a table: it holds no {MANIFEST}; run the job that makes it again, or point at "
@@ -181,7 +188,7 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
         content = unsealed(text)
         content["files"] = [Part(**part) for part in content["files"]]
         manifest = Manifest(**content)
-        check_inside(part.path for part in manifest.files)
+        check_file_names(part.path for part in manifest.files)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{join(uri, MANIFEST)} is damaged ({error}); make the table again"
@@ -194,12 +201,15 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
 
 
 def family_of(sequences: Manifest) -> str:
-    """The family whose models read the sequences: the namesake of their kind of request, unless they name another."""
+    """Return the family of the models that read the sequences.
+
+    It is named like their kind of request, unless the manifest names another family.
+    """
     return str(sequences.info.get("family", sequences.info["kind"]))
 
 
 def sequences_manifest(uri: str, family: str) -> Manifest:
-    """The manifest of sequences that models of the family read; an error for those of another one."""
+    """Return the manifest of `sequences`. Raise UserError if models of another family read them."""
     manifest = read_manifest(uri, "sequences")
     if family_of(manifest) != family:
         raise UserError(
@@ -210,7 +220,7 @@ def sequences_manifest(uri: str, family: str) -> Manifest:
 
 
 def part_uris(uri: str, manifest: Manifest) -> list[str]:
-    """URIs of the table's files, each checked to be there at its listed size."""
+    """Return the URIs of a table's files. Raise UserError if a file is missing or has another size than listed."""
     filesystem, root = open_uri(uri)
     with storage_errors(uri):
         infos = filesystem.get_file_info(
@@ -235,27 +245,34 @@ def read_parquet(
     sha256: str = "",
     dictionary: Iterable[str] = (),
 ) -> pa.Table:
-    """One Parquet file, `dictionary` naming columns to keep dictionary-coded; UserError where it is damaged.
+    """Read one Parquet file. All of the file is read and hashed, whatever the columns.
 
-    All of the file is read and hashed, whatever the columns. Its hash must begin with `sha256`: by default that in a
-    part's name, so that whoever is told a part's URI alone checks it too. Files of other names are not checked.
+    Args:
+        uri: Path or URI of the file.
+        columns: Columns to return; None: all.
+        sha256: First digits of the expected hash; empty: the digits in the name of a part. A file with another name
+            is not checked then.
+        dictionary: Columns to keep dictionary-coded.
+
+    Raises:
+        UserError: if the file is damaged.
     """
     filesystem, path = open_uri(uri)
-    named = PART.fullmatch(posixpath.basename(path))
+    part = PART.fullmatch(posixpath.basename(path))
+    expected = sha256 or (part[1] if part else "")
     try:
         with filesystem.open_input_file(path) as file:
             content = file.read_buffer()
-        expected = sha256 or (named.group(1) if named else "")
-        if expected and not (found := hashlib.sha256(content).hexdigest()).startswith(
-            expected
-        ):
+        actual = hashlib.sha256(content).hexdigest() if expected else ""
+        if not actual.startswith(expected):
             raise UserError(
-                f"{uri} is damaged: its SHA-256 is {found[:12]}, not {expected[:12]} as when it was written; make it "
+                f"{uri} is damaged: its SHA-256 is {actual[:12]}, not {expected[:12]} as when it was written; make it "
                 f"again with --overwrite"
             )
-        return pq.ParquetFile(
+        parquet = pq.ParquetFile(
             pa.BufferReader(content), read_dictionary=list(dictionary)
-        ).read(columns=columns)
+        )
+        return parquet.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
         first = str(error).splitlines()[0]
         raise UserError(
@@ -269,11 +286,10 @@ def iter_parts(
     columns: list[str] | None = None,
     manifest: Manifest | None = None,
 ) -> Iterator[pa.Table]:
-    """The table's files one after the other, in the order of the manifest: that which is there, unless another is
-    given."""
+    """Yield the files of a table in the order of its manifest, which is read unless `manifest` is given."""
     manifest = manifest or read_manifest(uri, table)
-    for part, place in zip(manifest.files, part_uris(uri, manifest), strict=True):
-        yield read_parquet(place, columns, part.sha256)
+    for part, part_uri in zip(manifest.files, part_uris(uri, manifest), strict=True):
+        yield read_parquet(part_uri, columns, part.sha256)
 
 
 def read_table(
@@ -282,7 +298,7 @@ def read_table(
     columns: list[str] | None = None,
     manifest: Manifest | None = None,
 ) -> pa.Table:
-    """The whole table, as `iter_parts` reads it."""
+    """Return all rows of a table; `iter_parts` describes the arguments."""
     parts = list(iter_parts(uri, table, columns, manifest))
     if not parts:
         raise UserError(
@@ -292,23 +308,23 @@ def read_table(
 
 
 def digest(content: Any) -> str:
-    """A stable hash of JSON-like content."""
+    """Return a stable hash of JSON-like content."""
     text = json.dumps(content, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
-    """Hash of what a table is made from; equal fingerprints mean that the step need not run again."""
+    """Return a hash of configuration and inputs. Equal fingerprints mean that a step need not run again."""
     return digest([SCHEMA_VERSION, config, inputs])
 
 
-def up_to_date(uri: str, print_: str) -> bool:
-    """Whether the table at `uri` is finished and was made from what `print_` (a fingerprint) says."""
-    return has_manifest(uri) and read_manifest(uri).fingerprint == print_
+def up_to_date(uri: str, expected: str) -> bool:
+    """Return whether the table at `uri` is finished and has the expected fingerprint."""
+    return has_manifest(uri) and read_manifest(uri).fingerprint == expected
 
 
 def writing(uri: str) -> AbstractContextManager[None]:
-    """Holds a folder of tables while a job writes them (`hold_lock`)."""
+    """Lock a folder of tables while a job writes them (`hold_lock`)."""
     return hold_lock(
         join(uri, LOCK),
         f"{uri} is being written by another process; wait for it or choose another output folder",
@@ -316,11 +332,11 @@ def writing(uri: str) -> AbstractContextManager[None]:
 
 
 def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
-    """Writes one Parquet file into the directory `uri`, named by the hash of its bytes; `options` of the Parquet writer
-    take the place of those for tables of ids and times.
+    """Write one Parquet file, named by the hash of its bytes, into the folder `uri`.
 
-    The bytes are assembled in memory (a part is one partition), hashed and put in one go. Strings of flat
-    tables may come dictionary-coded, which saves the writer from coding them; the file holds plain strings.
+    The bytes are assembled in memory (a part is one partition), hashed and written at once. Strings of flat tables may
+    be dictionary-coded, which saves the writer from coding them; the file holds plain strings. `options` of the Parquet
+    writer replace the options for tables of ids and times.
     """
     buffer = pa.BufferOutputStream()
     if not options:
@@ -352,7 +368,7 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
 
 
 def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
-    """Columns of a Parquet file: their paths and types."""
+    """Return the paths and types of a column's Parquet columns."""
     if isinstance(kind, pa.ListType | pa.FixedSizeListType):
         return _leaves(f"{path}.list.element", kind.value_type)
     if isinstance(kind, pa.StructType):
@@ -409,15 +425,14 @@ def code_hash() -> str:
 
 
 def git(*words: str) -> str | None:
-    """What git says of the checkout that this code runs from; None where there is none, or no git, as in an image or
-    an archive."""
+    """Return the output of git about the checkout of this code, or None without a checkout or git, as in an image."""
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
         )
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return said.stdout.strip() if said.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def describe(
@@ -431,7 +446,7 @@ def describe(
     timings: dict[str, Any] | None = None,
     extends: Iterable[str] = (),
 ) -> Manifest:
-    """The manifest of a table of these parts, which `switch` makes the table."""
+    """Return the manifest of a table with these parts, for `switch`."""
     return Manifest(
         table=table,
         schema_version=SCHEMA_VERSION,
@@ -455,19 +470,23 @@ def describe(
 
 
 def switch(tables: Mapping[str, Manifest]) -> None:
-    """Makes the parts of each manifest the table at its URI: writes the manifests, one right after the other, then
-    removes every part that they do not list. UserError where a part is gone: another job that wrote there too has
-    removed it."""
+    """Make the parts of each manifest the table at its URI.
+
+    All manifests are written, one right after the other; then parts that they do not list are removed.
+
+    Raises:
+        UserError: if a part is missing, because another job wrote to the same folder.
+    """
     for uri, manifest in tables.items():
         filesystem, root = open_uri(uri)
         filesystem.create_dir(root, recursive=True)
-        there = filesystem.get_file_info(fs.FileSelector(root))
-        if gone := {part.path for part in manifest.files} - {
-            entry.base_name for entry in there
-        }:
+        infos = filesystem.get_file_info(fs.FileSelector(root))
+        existing = {info.base_name for info in infos}
+        missing = {part.path for part in manifest.files} - existing
+        if missing:
             raise UserError(
-                f"{join(uri, min(gone))} is gone before its table was complete: another job writes to {uri} too; wait "
-                f"for it, then run this one again or choose another output folder"
+                f"{join(uri, min(missing))} is gone before its table was complete: another job writes to {uri} too; "
+                f"wait for it, then run this one again or choose another output folder"
             )
     for uri, manifest in tables.items():
         write_file(join(uri, MANIFEST), sealed(asdict(manifest)).encode())
@@ -478,44 +497,46 @@ def switch(tables: Mapping[str, Manifest]) -> None:
 def commit(
     uri: str, table: str, schema: pa.Schema, parts: list[Part], **described: Any
 ) -> Manifest:
-    """Makes the parts the table at `uri`; `described` is what `describe` takes."""
+    """Make the parts the table at `uri`. `described` are arguments of `describe`."""
     manifest = describe(table, schema, parts, **described)
     switch({uri: manifest})
     return manifest
 
 
 def clear(uri: str, keep: Collection[str] = ()) -> None:
-    """Deletes the files of our own (`OWN`) but those of `keep`, and the folder if nothing is left in it."""
+    """Delete the files of jobs in a table's folder, except `keep`, and the folder if it is empty then."""
     filesystem, root = open_uri(uri)
-    left = 0
-    for entry in sorted(
-        filesystem.get_file_info(fs.FileSelector(root)), key=lambda e: e.base_name
-    ):  # manifest first
-        if (
-            entry.type == fs.FileType.File
-            and OWN.fullmatch(entry.base_name)
-            and entry.base_name not in keep
-        ):
-            filesystem.delete_file(entry.path)
+    infos = filesystem.get_file_info(fs.FileSelector(root))
+    remaining = 0
+    for info in sorted(infos, key=lambda info: info.base_name):  # the manifest first
+        is_job_file = info.type == fs.FileType.File and bool(
+            JOB_FILES.fullmatch(info.base_name)
+        )
+        if is_job_file and info.base_name not in keep:
+            filesystem.delete_file(info.path)
         else:
-            left += 1
-    if not left:
+            remaining += 1
+    if not remaining:
         filesystem.delete_dir(root)
 
 
 def check_place(uri: str, table: str) -> bool:
-    """Whether `uri` holds an earlier `table`. UserError where it holds anything else that is not hidden."""
+    """Return whether `uri` holds an earlier version of `table`.
+
+    Raises:
+        UserError: if it holds another table or other files that are not hidden.
+    """
     if has_manifest(uri):
         try:
-            held = read_manifest(uri).table
-        except UserError:  # a damaged one, to be replaced
-            held = table
-        if held != table:
+            current = read_manifest(uri).table
+        except UserError:  # damaged, so it is replaced
+            current = table
+        if current != table:
             raise UserError(
-                f"{uri} holds the table '{held}', not '{table}'; choose a new or empty folder"
+                f"{uri} holds the table '{current}', not '{table}'; choose a new or empty folder"
             )
         return True
-    if other := _first_other(uri, lambda name: bool(OWN.fullmatch(name))):
+    if other := _first_other(uri, lambda name: bool(JOB_FILES.fullmatch(name))):
         raise UserError(
             f"{uri} holds '{other}', which is no part of a table; choose a new or empty folder"
         )
@@ -525,8 +546,18 @@ def check_place(uri: str, table: str) -> bool:
 def check_output(
     uri: str, tables: Mapping[str, str], files: Collection[str] = ()
 ) -> None:
-    """UserError where the folder `uri` holds other things than `tables`, {folder: table}, and `files`. One with a
-    finished table of these is an earlier output, whatever the user keeps beside it."""
+    """Check the output folder of a job.
+
+    A folder with a finished table of `tables` is an earlier output, whatever else the user keeps in it.
+
+    Args:
+        uri: The folder.
+        tables: Tables that the job makes, by subfolder.
+        files: Other files that the job makes.
+
+    Raises:
+        UserError: if the folder holds anything else and no earlier output.
+    """
     earlier = [
         check_place(join(uri, folder), table) for folder, table in tables.items()
     ]
@@ -543,7 +574,7 @@ def check_output(
 
 
 def _first_other(uri: str, known: Callable[[str], bool]) -> str | None:
-    """A file or folder in `uri`, not hidden, that is not `known`."""
+    """Return the first file or folder in `uri` that is neither hidden nor `known`, if there is one."""
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return None

@@ -109,7 +109,7 @@ class Event:
     state: State = field(default_factory=dict)
     """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
     generator goes on. Of a sharded model also `weights`, the whole ones, on rank 0, and on each rank its
-    share of the optimizer's state (`checkpoint.write_shares`)."""
+    shard of the optimizer's state (`checkpoint.write_shards`)."""
 
 
 @dataclass(frozen=True)

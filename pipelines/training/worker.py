@@ -448,16 +448,16 @@ def hand_in(
 ) -> None:
     """Save the checkpoint, with the curves up to it, and report it.
 
-    Rank 0 saves; of a sharded model the other ranks write their shares. The checkpoint may still be on its way to the
+    Rank 0 saves; of a sharded model the other ranks write their shards. The checkpoint may still be on its way to the
     storage when every rank reports it.
     """
     curves = {tracking.CURVES: tracking.curves_to_bytes(log.curves)} if log else {}
-    shares = []
+    shards: list[checkpoint.WrittenFile] = []
     if state and "weights" in state:
-        shares = checkpoint.write_shares(task.folder, about, state, place.rank)
+        shards = checkpoint.write_shards(task.folder, about, state, place.rank)
     if place.rank == 0:
         checkpoint.keep(
-            task.folder, setup.model, about, state, place.uploads, shares, curves
+            task.folder, setup.model, about, state, place.uploads, shards, curves
         )
     place.report(about)
 

@@ -134,5 +134,5 @@ def test_an_upload_that_a_pause_held_back_leaves_the_newer_attempt_alone(
 
     assert checkpoint.last(run) == at_20
     with checkpoint.local(f"{run}/{at_20.best_folder}") as folder:
-        assert checkpoint.whole(folder, checkpoint.WEIGHTS, folder)
+        assert checkpoint.verify_file(folder, checkpoint.WEIGHTS, folder)
     assert checkpoint.read(checkpoint.publish(run, at_20)).step == 10

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from models.config import hint
-from models.storage.tables import OWN, UserError, open_uri
+from models.storage.tables import JOB_FILES, UserError, open_uri
 
 ROW = "__row"
 """Column with the row's number in its piece, from 0, broken ones counted too."""
@@ -193,7 +193,7 @@ def list_files(
         if fnmatchcase(name, pattern)
         and not any(fnmatchcase(name, other) for other in beside)
         and not any(part.startswith((".", "_")) for part in name.split("/"))
-        and not ("/" in name and OWN.fullmatch(name.rsplit("/", 1)[1]))
+        and not ("/" in name and JOB_FILES.fullmatch(name.rsplit("/", 1)[1]))
     )
     if required and not files:
         raise UserError(
