@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 HOLD_CPUS = """
 import time, ray
 ray.init()
-ray.get([ray.remote(num_cpus=2)(time.sleep).remote(10000) for _ in range(2)])
+ray.get([ray.remote(num_cpus=2)(lambda: time.sleep(10000)).remote() for _ in range(2)])
 """
 
 
