@@ -1,5 +1,8 @@
-"""Jobs on a real Ray cluster: own ports, own folder, token authentication, `ray job submit`; one node, at the end two,
-the second one under another host name, as on another machine."""
+"""Jobs on a real Ray cluster with token authentication, submitted by `ray job submit`.
+
+The cluster has its own ports and folder, and one node; for the last test a second node under another host name, as on
+another machine.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ prepare: {core: 2, split: {kind: leave_last_out}}
 
 @dataclass
 class Cluster:
-    """A running cluster and how its clients reach it."""
+    """A running cluster and the settings of its clients."""
 
     address: str
     """URL of the job server."""
@@ -57,13 +60,13 @@ class Cluster:
     """Its own folder."""
 
     def submit(self, *command: str) -> str:
-        """Runs `ray job submit` as a user does and returns what it printed; retried until the agent listens."""
+        """Submit a command as a user does and return its output. Retry until the job agent listens."""
         done = self._submit(*command)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    def refused(self, *commands: list[str]) -> list[str]:
-        """The one line with which each of the commands, submitted as one job, refuses to begin."""
+    def submit_refused(self, *commands: list[str]) -> list[str]:
+        """Submit commands as one job, and return the one line with which each command ends."""
         *others, last = (shlex.join(command) for command in commands)
         done = self._submit(
             "sh", "-c", " && ".join([*(f"! {other}" for other in others), last])
@@ -103,7 +106,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[str]:
-    """Ports that nobody listens on, all different."""
+    """Return different ports that nobody listens on."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -111,8 +114,8 @@ def free_ports(count: int) -> list[str]:
         return [str(one.getsockname()[1]) for one in sockets]
 
 
-def status_of(address: str, token: str | None) -> int:
-    """HTTP status of the list of jobs; 0 while nobody answers."""
+def http_status(address: str, token: str | None) -> int:
+    """Return the HTTP status of the list of jobs, or 0 if nobody answers."""
     request = urllib.request.Request(
         f"{address}/api/jobs/",
         headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -187,7 +190,7 @@ def cluster() -> Iterator[Cluster]:
     address = f"http://127.0.0.1:{ports[1]}"
     token = (folder / "home/.ray/auth_token").read_text()
     try:
-        while status_of(address, token) != 200:
+        while http_status(address, token) != 200:
             said = (folder / "head.log").read_text()[-2000:]
             assert head.poll() is None, said
             time.sleep(0.3)
@@ -205,7 +208,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def raw_log(folder: Path) -> int:
-    """A log of 60 users who walk along a ring of 20 items; returns its number of rows."""
+    """Write a log of 60 users who walk along a ring of 20 items, and return its number of rows."""
     draw = random.Random(0)
     rows = [
         (
@@ -226,8 +229,8 @@ def raw_log(folder: Path) -> int:
 
 
 def test_client_without_the_token_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    assert status_of(cluster.address, None) == 401
-    assert status_of(cluster.address, "0" * 64) == 403
+    assert http_status(cluster.address, None) == 401
+    assert http_status(cluster.address, "0" * 64) == 403
     stranger = {**cluster.env, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(
         [RAY, "job", "submit", "--address", cluster.address, "--", "true"],
@@ -240,7 +243,7 @@ def test_client_without_the_token_is_refused(cluster: Cluster, tmp_path: Path) -
 
 
 def test_job_runs_the_submitted_code_on_the_cluster(cluster: Cluster) -> None:
-    """Driver and tasks import the uploaded folder, and `start_ray` joins the cluster that runs the job."""
+    """Driver and tasks import the uploaded folder, and `start_ray` joins the cluster of the job."""
     program = (
         "import os, ray, jobs; from jobs import cli; cli.start_ray(); "
         "where = ray.remote(lambda: __import__('models').__file__); "
@@ -323,7 +326,7 @@ def test_prepare_and_train_on_the_cluster(
 def test_what_the_cluster_cannot_give_or_keep_is_refused(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """More workers than there is room for, and an output in the working folder of the job."""
+    """Too many workers for the cluster, and an output in the working folder of the job."""
     tables, _ = write_tables(tmp_path)
     store = f"sqlite:///{tmp_path}/mlflow.db"
     line = [
@@ -354,7 +357,7 @@ def test_what_the_cluster_cannot_give_or_keep_is_refused(
         str(tmp_path / "raw/source.yaml"),
     ]
     prepare += ["--input", str(tmp_path / "raw"), "--output", "tables"]
-    said, kept = cluster.refused([*line, "--ray.num_workers", "4"], prepare)
+    said, kept = cluster.submit_refused([*line, "--ray.num_workers", "4"], prepare)
     assert (
         "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2"
         in said
@@ -366,7 +369,7 @@ def test_what_the_cluster_cannot_give_or_keep_is_refused(
 
 @pytest.fixture
 def elsewhere(cluster: Cluster) -> Iterator[None]:
-    """A second node of the cluster, with a host name of its own."""
+    """Start a second node of the cluster with another host name."""
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
         pytest.skip("another host name takes the right to unshare")
     names = [
@@ -431,7 +434,7 @@ def elsewhere(cluster: Cluster) -> Iterator[None]:
 
 
 def local_address(cluster: Cluster) -> str:
-    """The address that the head has told its nodes."""
+    """Return the address at which the head tells nodes to join."""
     found = re.search(
         r"Local node IP.*?(\d+\.\d+\.\d+\.\d+)",
         (cluster.folder / "head.log").read_text(),

@@ -1,4 +1,4 @@
-"""The files of the cluster: Ray accepts them, and the commands in them are commands that the jobs take."""
+"""Files of the cluster: Ray accepts them, and the jobs accept the commands in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(name: str | Path) -> dict:
 
 
 def options(command: str) -> object:
-    """Parses `python -m jobs.NAME ...` as the job itself does; paths in the image are those of the checkout."""
+    """Parse `python -m jobs.NAME ...` as the job does, with paths of the image replaced by those of the checkout."""
     python, flag, module, *argv = shlex.split(command.replace(IN_IMAGE, str(ROOT)))
     assert (python, flag) == ("python", "-m")
     job = importlib.import_module(module)
@@ -96,7 +96,7 @@ def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
 
 
 def test_rayignore_keeps_data_and_stores_out(tmp_path: Path) -> None:
-    """On a copy with what a user may have lying in the checkout."""
+    """A copy of the checkout with data, stores and runs in it."""
     left_out = [
         ".git/objects/x",
         ".venv/lib/x.py",

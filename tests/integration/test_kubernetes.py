@@ -1,12 +1,4 @@
-"""The files of deploy/ hold only fields that KubeRay takes, in their types, and commands that the jobs take.
-
-Schemas do not say which fields exclude each other: the operator's own validation does, after `kubectl apply` has taken
-a file. `RULES` has the rules of KubeRay 1.5.1 to 1.7.0 (ray-operator/controllers/ray/utils/validation.go) that concern
-fields of these files.
-
-The fields are those of KubeRay 1.5.1 that the files set, written by hand, as its own schemas have megabytes. With
-KUBERAY_CRDS=FOLDER, a folder of KubeRay's `ray.io_*.yaml` (helm-chart/kuberay-operator/crds), those take their place.
-"""
+"""Files of deploy/: KubeRay accepts all fields and their types, and the jobs accept the commands."""
 
 from __future__ import annotations
 
@@ -45,7 +37,7 @@ QUANTITY: Schema = {
 
 
 def fields(required: str = "", **types: Schema) -> Schema:
-    """These fields and no others."""
+    """Return the schema of a mapping with these fields and no others."""
     return {
         "type": "object",
         "properties": types,
@@ -55,12 +47,12 @@ def fields(required: str = "", **types: Schema) -> Schema:
 
 
 def each(value: Schema) -> Schema:
-    """Any keys, with such values."""
+    """Return the schema of a mapping from any keys to values of one schema."""
     return {"type": "object", "additionalProperties": value}
 
 
 def several(item: Schema) -> Schema:
-    """A list of one or more."""
+    """Return the schema of a list with at least one element."""
     return {"type": "array", "items": item, "minItems": 1}
 
 
@@ -171,8 +163,8 @@ NIGHTLY = fields(
 SPECS = {"RayJob": JOB, "RayCluster": CLUSTER, "RayService": SERVICE}
 
 
-def closed(schema: Any) -> Any:
-    """KubeRay's schema as the API server reads it for kubectl: a field that it does not name is an error."""
+def forbid_unknown_fields(schema: Any) -> Any:
+    """Return KubeRay's schema with unknown fields forbidden, as kubectl validates it."""
     if not isinstance(schema, dict):
         return schema
     only = (
@@ -180,10 +172,10 @@ def closed(schema: Any) -> Any:
         if isinstance(schema.get("properties"), dict) and "type" in schema
         else {}
     )
-    return {name: closed(value) for name, value in schema.items()} | only
+    return {name: forbid_unknown_fields(value) for name, value in schema.items()} | only
 
 
-def schema_of(kind: str) -> Schema:
+def make_schema(kind: str) -> Schema:
     schema = fields(
         "spec",
         apiVersion={"const": "ray.io/v1"},
@@ -196,7 +188,7 @@ def schema_of(kind: str) -> Schema:
             (Path(CRDS) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader
         )
         (latest,) = (v for v in crd["spec"]["versions"] if v["name"] == "v1")
-        schema["properties"]["spec"] = closed(
+        schema["properties"]["spec"] = forbid_unknown_fields(
             latest["schema"]["openAPIV3Schema"]["properties"]["spec"]
         )
     return schema
@@ -206,7 +198,7 @@ Resource = dict[str, Any]
 """A RayJob, RayCluster or RayService as its file holds it."""
 
 
-def cluster_of(resource: Resource) -> dict[str, Any] | None:
+def find_cluster(resource: Resource) -> dict[str, Any] | None:
     """Return the spec of the cluster that a resource starts, or None for a job on a cluster that is there."""
     spec = resource["spec"]
     if resource["kind"] == "RayCluster":
@@ -214,16 +206,16 @@ def cluster_of(resource: Resource) -> dict[str, Any] | None:
     return spec.get("rayClusterSpec") or spec.get("rayClusterConfig")
 
 
-def groups_of(resource: Resource) -> list[dict[str, Any]]:
+def find_groups(resource: Resource) -> list[dict[str, Any]]:
     """Return the head's group and the workers' groups."""
-    cluster = cluster_of(resource)
+    cluster = find_cluster(resource)
     if cluster is None:
         return []
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
 
 
 def name_is_short_dns_label(resource: Resource) -> bool:
-    """At most 53 characters for a cluster and 47 for what starts one, from `validation.IsDNS1035Label`."""
+    """Names have at most 53 characters for a cluster and 47 for a resource that starts one (`validation.IsDNS1035Label`)."""
     name = resource["metadata"]["name"]
     longest = 53 if resource["kind"] == "RayCluster" else 47
     return len(name) <= longest and bool(
@@ -239,7 +231,7 @@ def job_has_a_cluster(resource: Resource) -> bool:
 
 
 def retries_need_a_cluster_of_their_own(resource: Resource) -> bool:
-    """`BackoffLimit is incompatible with ClusterSelector mode`, since 1.6.0."""
+    """KubeRay since 1.6.0: `BackoffLimit is incompatible with ClusterSelector mode`."""
     spec = resource["spec"]
     return not (spec.get("clusterSelector") and spec.get("backoffLimit", 0) > 0)
 
@@ -263,29 +255,29 @@ def deadline_is_positive(resource: Resource) -> bool:
 
 
 def resources_stand_in_one_place(resource: Resource) -> bool:
-    """Not in both `rayStartParams` and the group's own `resources`."""
+    """Resources are not in both `rayStartParams` and the group's `resources`."""
     names = {"num-cpus", "num-gpus", "memory", "resources"}
     return not any(
         group.get("resources") and names & set(group.get("rayStartParams", {}))
-        for group in groups_of(resource)
+        for group in find_groups(resource)
     )
 
 
 def labels_are_no_start_parameter(resource: Resource) -> bool:
     return not any(
-        "labels" in group.get("rayStartParams", {}) for group in groups_of(resource)
+        "labels" in group.get("rayStartParams", {}) for group in find_groups(resource)
     )
 
 
 def replicas_are_in_order(resource: Resource) -> bool:
     return all(
         group.get("minReplicas", 0) <= group.get("maxReplicas", 2**31)
-        for group in groups_of(resource)[1:]
+        for group in find_groups(resource)[1:]
     )
 
 
 def redis_stands_in_its_options_alone(resource: Resource) -> bool:
-    cluster = cluster_of(resource)
+    cluster = find_cluster(resource)
     if cluster is None:
         return True
     head = cluster["headGroupSpec"]
@@ -300,18 +292,18 @@ def redis_stands_in_its_options_alone(resource: Resource) -> bool:
 
 
 def autoscaler_2_restarts_no_pod(resource: Resource) -> bool:
-    cluster = cluster_of(resource) or {}
+    cluster = find_cluster(resource) or {}
     if cluster.get("autoscalerOptions", {}).get("version") != "v2":
         return True
     return all(
         group["template"]["spec"].get("restartPolicy", "Never") == "Never"
-        for group in groups_of(resource)
+        for group in find_groups(resource)
     )
 
 
 def autoscaler_version_stands_in_one_place(resource: Resource) -> bool:
-    """Not in both `autoscalerOptions` and the head's environment, and there only with autoscaling."""
-    cluster = cluster_of(resource)
+    """The version is not in both `autoscalerOptions` and the head's environment, where it needs autoscaling."""
+    cluster = find_cluster(resource)
     if cluster is None:
         return True
     containers = cluster["headGroupSpec"]["template"]["spec"]["containers"]
@@ -323,7 +315,7 @@ def autoscaler_version_stands_in_one_place(resource: Resource) -> bool:
 
 
 def token_needs_ray_2_52(resource: Resource) -> bool:
-    cluster = cluster_of(resource) or {}
+    cluster = find_cluster(resource) or {}
     if cluster.get("authOptions", {}).get("mode") != "token":
         return True
     number = cluster.get("rayVersion", "0").split(".")[:2]
@@ -408,10 +400,10 @@ def test_the_rules_refuse_what_the_operator_refuses() -> None:
 
 
 def test_spot_pods_live_as_long_as_rays_notice() -> None:
-    """Kubernetes ends a pod after its grace period, whatever Ray's drain on SIGTERM still does."""
+    """Kubernetes kills a pod after its grace period, even if Ray still drains the node after SIGTERM."""
     noticed = 0
     for path in FILES:
-        for group in groups_of(load(path)):
+        for group in find_groups(load(path)):
             pod = group["template"]["spec"]
             for variable in pod["containers"][0].get("env", []):
                 if variable["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S":
@@ -425,7 +417,7 @@ def test_spot_pods_live_as_long_as_rays_notice() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_kuberay_takes_it(path: Path) -> None:
     content = load(path)
-    validate(content, schema_of(content["kind"]))
+    validate(content, make_schema(content["kind"]))
     spec, about = content["spec"], content["metadata"]
     if content["kind"] == "RayJob":
         RuntimeEnv(**yaml.safe_load(spec["runtimeEnvYAML"]))

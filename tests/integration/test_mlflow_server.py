@@ -1,4 +1,4 @@
-"""An MLflow server: many trials that log at once, and one that is gone for a while."""
+"""An MLflow server while many trials log at once, and while it is slow or gone."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_trials_of_a_sweep_log_at_once_to_a_server(
 
 
 class Slow(BaseHTTPRequestHandler):
-    """Passes every request on, after a while; the first ones after `failing` was set are answered with 500."""
+    """A server that passes every request on late, and answers the first ones after `failing` was set with 500."""
 
     to, seconds, failing, asked = "", 0.5, 0, Counter[str]()
 
@@ -117,7 +117,7 @@ class Slow(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = pass_on
 
     def log_message(self, *_: object) -> None:
-        """Not on the terminal."""
+        """Print nothing for a request."""
 
 
 def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(

@@ -1,4 +1,4 @@
-"""The flows from a simulated log to the table that compares, in small: what `jobs.quickstart --family` runs."""
+"""The flows of `jobs.quickstart --family`, from a small simulated log to the table that compares models."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_doubtful_guess_stops_before_anything_is_made(
 
 
 def searches(folder: Path, at: str, split: str) -> quickstart.Config:
-    """The quickstart of a log of searches without texts of items, at the times `at`."""
+    """Run the quickstart on a search log without texts of items, with searches at the times `at`."""
     (folder / "visits").mkdir()
     shown = [
         f"u{user},q,{user},i{item},{int(item == user % 5)}\n"

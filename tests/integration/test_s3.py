@@ -1,4 +1,4 @@
-"""The whole flow with everything at `s3://`, on a local S3 server: the same tables and weights as on a local disk."""
+"""The whole flow with everything at `s3://` on a local S3 server: the same tables and weights as on a local disk."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ axes: {fit.lr: [0.01, 0.001]}
 
 @dataclass
 class World:
-    """A Ray to join, whose workers know the S3 server, and places on S3 and on disk."""
+    """A Ray whose workers know the S3 server, and folders on S3 and on disk."""
 
     env: dict[str, str]
     s3: str
@@ -58,7 +58,7 @@ class World:
     store: str
 
     def start(self, *lines: str) -> subprocess.Popen:
-        """A process that runs the commands."""
+        """Start a process that runs the commands."""
         words = [
             line.format(s3=self.s3, here=self.here, store=self.store).split()
             for line in lines
@@ -73,7 +73,7 @@ class World:
         )
 
     def run(self, *lines: str) -> str:
-        """What the commands print."""
+        """Run the commands and return their output."""
         process = self.start(*lines)
         said, _ = process.communicate()
         assert process.returncode == 0, said[-4000:]
@@ -124,7 +124,7 @@ FIT = {"batch_size": 64, "max_epochs": 40, "patience": 0}
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
-    """Those of a finished run."""
+    """Return the weights of a finished run."""
     with checkpoint.local(f"{folder}/best") as local:
         return load_file(local / checkpoint.WEIGHTS)
 

@@ -1,4 +1,4 @@
-"""A sweep whose driver is killed: the same line loses no trial, runs none twice, and prunes as if undisturbed."""
+"""A sweep whose driver is killed: the same line loses no trial, runs none twice, and prunes like an undisturbed sweep."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ RATES = [0.03, 0.01, 0.001]
 ASHA: dict[str, Any] = {"name": "asha", "grace": 3, "reduction": 2}
 
 
-def values_of(tables: str, lr: float) -> list[float]:
-    """Validation metric by epoch of an undisturbed training."""
+def train_undisturbed(tables: str, lr: float) -> list[float]:
+    """Return the validation metric of an undisturbed training by epoch."""
     config = FitConfig(**FIT, lr=lr)
     setup = TrainingRun.build(MODEL, config, Inputs(tables))
     events = fit(setup.model, setup.train, setup.validate, config, means=setup.means)
@@ -54,13 +54,13 @@ def values_of(tables: str, lr: float) -> list[float]:
 
 
 def undisturbed(tables: str) -> dict[float, list[float]]:
-    """Validation metrics by learning rate, up to where each trial is stopped, of one trial after the other."""
+    """Return validation metrics by learning rate, up to the epoch where each trial is stopped, for one trial after the other."""
     halving: Any = make_scheduler(Scheduler(**ASHA), FIT["max_epochs"])
     kept: dict[float, list[float]] = {}
     for lr in RATES:
         trial, kept[lr] = SimpleNamespace(config={TRIAL: str(lr)}), []
         halving.on_trial_add(None, trial)
-        for epoch, value in enumerate(values_of(tables, lr), 1):
+        for epoch, value in enumerate(train_undisturbed(tables, lr), 1):
             kept[lr].append(value)
             if (
                 halving.on_trial_result(None, trial, {EPOCH: epoch, VALUE: value})
@@ -70,8 +70,8 @@ def undisturbed(tables: str) -> dict[float, list[float]]:
     return kept
 
 
-def finished(folder: Path) -> list[Path]:
-    """Folders of the trials that are done."""
+def finished_trials(folder: Path) -> list[Path]:
+    """Return the folders of the finished trials."""
     return [
         path.parent
         for path in folder.glob("*/run.json")
@@ -123,14 +123,14 @@ def test_a_killed_sweep_goes_on_where_it_was(
         text=True,
     )
     while (
-        not finished(folder)
+        not finished_trials(folder)
         or len({path.parent for path in folder.glob("*/step-*")}) < 2
     ):  # the next has begun
         assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
         time.sleep(0.02)
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
-    done = finished(folder)
+    done = finished_trials(folder)
     before = {
         path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")
     }
