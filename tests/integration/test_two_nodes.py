@@ -113,7 +113,7 @@ def test_a_paused_node_that_wakes_up_removes_no_checkpoint_of_the_new_attempt(
             send_signal(paused, signal.SIGSTOP)
             is_paused.set()
 
-    line = train_line(tables, f"{s3}/runs", "paused", "--fit.max_epochs=300")
+    line = train_line(tables, f"{s3}/runs", "paused", "--fit.max_epochs=40")
     proxy.on_request = pause_rank_0
     training = world.start(line)
     try:
@@ -136,7 +136,7 @@ def test_a_paused_node_that_wakes_up_removes_no_checkpoint_of_the_new_attempt(
     assert "going on from the last checkpoint, 1 of 2 times" in "".join(printed)
     record = read_record(run)
     assert record is not None
-    assert (record["status"], record["epochs"]) == ("finished", 300)
+    assert (record["status"], record["epochs"]) == ("finished", 40)
     last = checkpoint.last(run)
     assert last is not None
     assert Attempt.parse(last.attempt) > Attempt(1, 1)
