@@ -16,7 +16,7 @@ import argparse
 import importlib
 import sys
 
-from benchmarks.harness import origin, write_rows
+from benchmarks.harness import describe_origin, write_rows
 from models.storage.tables import UserError
 
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -70,7 +70,7 @@ def main() -> None:
         write_rows(
             getattr(importlib.import_module(f"benchmarks.{name}"), name)(**given),
             file,
-            origin(),
+            describe_origin(),
         )
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -26,8 +26,8 @@ from benchmarks.harness import (
     device,
     device_name,
     in_fresh_process,
-    paired,
-    peaks,
+    peak_memory,
+    time_in_turns,
 )
 from models import registry
 from models.actions.base import ActionsModel
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """The models of actions, and AttnMVP without late fusion."""
 
 ITEMS, TASKS, ACTIONS, FEATURES = 10_000, 12, 12, 24
-"""Of the catalogue; twelve tasks as in Sec. 3 of AttnMVP."""
+"""Of the random_catalogue; twelve tasks as in Sec. 3 of AttnMVP."""
 
 
 class AttentionCount(TorchFunctionMode):
@@ -80,8 +80,8 @@ class AttentionCount(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def catalogue() -> ActionsCatalogue:
-    """Random items of two categories."""
+def random_catalogue() -> ActionsCatalogue:
+    """Return a random_catalogue of random items with two categories."""
     names = {"actions": ACTIONS, "labels": TASKS, "features": FEATURES}
     return ActionsCatalogue(
         num_items=ITEMS,
@@ -97,8 +97,8 @@ def catalogue() -> ActionsCatalogue:
     )
 
 
-def batch_of(rows: int, context: int, candidates: int) -> Batch:
-    """Sequences without padding; all candidates come after the context."""
+def random_batch(rows: int, context: int, candidates: int) -> Batch:
+    """Return sequences without padding; all candidates come after the context."""
     length = context + candidates
     whole: dict[str, Tensor] = {
         "item": torch.randint(ITEMS, (rows, length)),
@@ -115,7 +115,7 @@ def batch_of(rows: int, context: int, candidates: int) -> Batch:
     }
 
 
-def model_of(variant: str, params: Row) -> ActionsModel:
+def build_model(variant: str, params: Row) -> ActionsModel:
     sizes = {
         "width": params["width"],
         "num_layers": params["layers"],
@@ -124,21 +124,21 @@ def model_of(variant: str, params: Row) -> ActionsModel:
     config = registry.config_from_dict(
         {**VARIANTS[variant], "ffn": 4 * params["width"], "dropout": 0.0, **sizes}
     )
-    model: Any = registry.build(config, catalogue())
+    model: Any = registry.build(config, random_catalogue())
     return model
 
 
 def make(variant: str, params: Row) -> Call:
-    """One training step or one scoring of `batch` users."""
+    """Return a call that trains one step, or scores once, for `batch` users."""
     torch.set_num_threads(params["threads"])
     torch.manual_seed(params["seed"])
-    model = model_of(variant, params).to(device())
+    model = build_model(variant, params).to(device())
     rows, length = params["batch"], params["length"]
     if params["mode"] == "train":
         cut = 0 if model.history_targets else length // 2
-        batch = to_device(batch_of(rows, length - cut, cut), device())
+        batch = to_device(random_batch(rows, length - cut, cut), device())
     else:
-        batch = to_device(batch_of(rows, length, params["candidates"]), device())
+        batch = to_device(random_batch(rows, length, params["candidates"]), device())
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
@@ -160,8 +160,8 @@ def make(variant: str, params: Row) -> Call:
     return call
 
 
-def attention_of(call: Call) -> int:
-    """Operations of all attention in one forward pass."""
+def count_attention(call: Call) -> int:
+    """Return the operations of all attention in one forward pass."""
     with AttentionCount() as count:
         call(0)
     return count.operations
@@ -180,7 +180,10 @@ def actions(
     lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
-    """Users per second of every variant, mode by mode and length by length; `events` / length users at once."""
+    """Yield the users per second of every variant, by mode and length.
+
+    A batch has `events` / length users.
+    """
     variants = list(variants)
     for mode, length in itertools.product(modes, lengths):
         params: Row = {
@@ -198,10 +201,10 @@ def actions(
         }
         small = params | {"length": 2, "candidates": 1}
         memory = {
-            v: in_fresh_process(peaks, make, (v, small), v, [params])[0]
+            v: in_fresh_process(peak_memory, make, (v, small), v, [params])[0]
             for v in variants
         }
         calls = {variant: make(variant, params) for variant in variants}
-        operations = {variant: attention_of(call) for variant, call in calls.items()}
-        for row in paired("actions", calls, params, params["batch"], memory):
+        operations = {variant: count_attention(call) for variant, call in calls.items()}
+        for row in time_in_turns("actions", calls, params, params["batch"], memory):
             yield row | {"attention_flops": operations[row["variant"]]}

@@ -35,8 +35,8 @@ from benchmarks.harness import (
     device,
     device_name,
     in_fresh_process,
-    paired,
-    peaks,
+    peak_memory,
+    time_in_turns,
 )
 from models import registry
 from models.cpu import kernels
@@ -82,24 +82,28 @@ SLOW = (
     "tiger_shared_kv",
     "tiger_allowed",
 )
-"""Timed at one size only."""
+"""Variants that are timed at one size only."""
 
 BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
 """Sizes of the others."""
 
 SLOW_SIZE = (32, 50)
-"""Batch and beam of the slow ones."""
+"""Batch and beam of the slow variants."""
 
 MEAN_BRANCHING = (256, 38, 2.2, 1.2)
 """Children per node of the Instruments catalogue (Table 7 of the SID-MLP paper)."""
 
 TOP_K = 10
 USERS = 1024
-"""Histories that batches are cut from."""
+"""Number of histories that batches are cut from."""
 
 
 def random_codes(items: int, generator: torch.Generator) -> Tensor:
-    """(items, 4) distinct codes of uneven branching whose means follow `MEAN_BRANCHING`."""
+    """Return (items, 4) distinct codes whose mean branching follows `MEAN_BRANCHING`.
+
+    Raises:
+        UserError: if more items are asked for than codes can be drawn.
+    """
     first, second, third, fourth = MEAN_BRANCHING
     scale = max(1.0, items / (first * second * third * fourth))
     # second codes: the highest of uneven random weights, so that some first codes have many and some few
@@ -136,7 +140,7 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
 def random_histories(
     users: int, items: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Histories of 3 to 20 random items, 9 in the mean, shortest first."""
+    """Return histories of 3 to 20 random items, 9 on average, shortest first."""
     extra = torch.empty(users).geometric_(1 / 8, generator=generator).long() - 1
     lengths = (3 + extra).clamp(max=20).sort().values
     return [
@@ -146,8 +150,14 @@ def random_histories(
 
 
 def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
-    """The latest `longest` items of test requests of the folder `tables` of jobs.prepare, shortest first; `users` of
-    them, evenly over the lengths, or all where there are fewer."""
+    """Return the latest `longest` items of test requests, shortest first.
+
+    Args:
+        users: Number of requests, spread evenly over the lengths; all if there are
+            fewer.
+        tables: Folder that jobs.prepare made.
+        longest: Largest length of a history.
+    """
     examples = RetrievalDataset.load(
         join(tables, "sequences"), "test", max_history=longest
     )
@@ -162,8 +172,8 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
     return [examples.collate(row[None])["history"][0].tolist() for row in rows]
 
 
-def model_of(variant: str) -> str:
-    """The model that the variant is of."""
+def model_name(variant: str) -> str:
+    """Return the name of the variant's model."""
     names = (
         "lc_rec_nezha",
         "lc_rec_sid_mlp",
@@ -183,23 +193,23 @@ def model_of(variant: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Where models and histories are from."""
+    """Origin of the models and histories of a benchmark."""
 
     items: int
     """Items of the random catalogue."""
     seed: int
-    """Of codes, weights and histories."""
+    """Seed of codes, weights and histories."""
     histories: str | None = None
-    """Tables of jobs.prepare, or None for random ones."""
+    """Tables of jobs.prepare; None for random histories."""
     sids: str | None = None
-    """The semantic IDs of the checkpoints."""
+    """Semantic IDs that the checkpoints were trained with."""
     checkpoints: tuple[tuple[str, str], ...] = ()
-    """(model, checkpoint) of trained models, or none for random weights."""
+    """(model, checkpoint) of trained models; empty for random weights."""
 
 
 @lru_cache(maxsize=1)
-def histories_of(source: Source) -> list[list[int]]:
-    """Those that batches are cut from, shortest first."""
+def load_histories(source: Source) -> list[list[int]]:
+    """Return the histories that batches are cut from, shortest first."""
     if source.histories:
         return real_histories(USERS, source.histories, TigerConfig().max_history)
     return random_histories(
@@ -208,56 +218,61 @@ def histories_of(source: Source) -> list[list[int]]:
 
 
 @lru_cache(maxsize=1)
-def catalogue_of(source: Source) -> Catalogue:
-    """That of the checkpoints, or a random one that has all items of the histories."""
+def load_catalogue(source: Source) -> Catalogue:
+    """Return the catalogue of the checkpoints, or a random one with all items of the
+    histories.
+    """
     if source.checkpoints:
         return Catalogue.load(str(source.histories), source.sids)
-    items = max(source.items, 1 + max(map(max, histories_of(source))))
+    items = max(source.items, 1 + max(map(max, load_histories(source))))
     codes = random_codes(items, torch.Generator().manual_seed(source.seed))
     return Catalogue.from_codes(codes, (256, 256, 256, 256))
 
 
 @cache
-def made_model(source: Source, name: str) -> nn.Module:
-    """One model for all variants of it, trained or with random weights."""
+def load_model(source: Source, name: str) -> nn.Module:
+    """Return the model that all its variants share, trained or with random weights."""
     torch.manual_seed(source.seed)
     if source.checkpoints:
         model: Any = registry.load(
-            dict(source.checkpoints)[name], catalogue_of(source), name
+            dict(source.checkpoints)[name], load_catalogue(source), name
         )[0]
     else:
         model = registry.build(
-            registry.config_from_dict({"name": name}), catalogue_of(source)
+            registry.config_from_dict({"name": name}), load_catalogue(source)
         ).eval()
     return model.to(device())
 
 
 def model_for(source: Source, variant: str) -> Any:
-    return made_model(source, model_of(variant))
+    return load_model(source, model_name(variant))
 
 
 def set_padding(variant: str, model: Any) -> None:
-    """SID-MLP++ as published computes the places of padding too."""
+    """Let SID-MLP++ as published compute padded positions too."""
     if variant.startswith("sid_mlp_pp"):
         model.backbone.pack = variant != "sid_mlp_pp_plain"
 
 
-def encoder(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
-    """What a call of the variant begins with, by a name that variants with the same one share."""
+def make_encoder_call(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
+    """Return the name of the variant's encoder and a call that runs it.
+
+    Variants that share a name share the encoder.
+    """
     if variant in ("hf", "hf_nocache"):
         return "encoder/transformers", lambda batch: model.by_transformers().encoder(
             *model.with_mask(batch)
         )
     if variant.endswith("plain"):
-        return f"encoder/{model_of(variant)}_plain", model.encode
+        return f"encoder/{model_name(variant)}_plain", model.encode
     if variant in ("lc_rec", "lc_rec_sid_mlp"):
         return "encoder/lc_rec", model.backbone.infer
-    own = model_of(variant) in ("earn", "nezha", "sid_mlp_pp", "lc_rec_nezha")
-    return f"encoder/{model_of(variant) if own else 'tiger'}", model.backbone.infer
+    own = model_name(variant) in ("earn", "nezha", "sid_mlp_pp", "lc_rec_nezha")
+    return f"encoder/{model_name(variant) if own else 'tiger'}", model.backbone.infer
 
 
-def caller(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
-    """What is timed: recommending to a batch."""
+def make_call(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
+    """Return the timed call: recommending for a batch."""
     options: dict[str, Any] = {"beam": beam}
     if variant in SLOW and not variant.startswith(
         "atspeed"
@@ -281,9 +296,13 @@ def caller(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
     return call
 
 
-def batches_of(source: Source, variant: str, size: int, runs: int) -> list[Batch]:
-    """A batch per run, shortest histories first, padded to its own longest; a plain variant's to the longest of all."""
-    histories = histories_of(source)
+def cut_batches(source: Source, variant: str, size: int, runs: int) -> list[Batch]:
+    """Return one batch per run, shortest histories first.
+
+    A batch is padded to its own longest history; batches of a plain variant to the
+    longest of all.
+    """
+    histories = load_histories(source)
     if size > len(histories):
         raise UserError(
             f"batch {size} exceeds the {len(histories)} histories; give tables of more users"
@@ -309,21 +328,21 @@ def batches_of(source: Source, variant: str, size: int, runs: int) -> list[Batch
 
 
 def make(variant: str, params: Row) -> Call:
-    """What a run of the variant does, once a first call has built what it builds."""
+    """Return a call that runs the variant on a run's batch, after one warm-up call."""
     torch.set_num_threads(params["threads"])
     use_exact_onednn()  # for all variants
     source, runs = params["source"], params["runs"]
-    call = caller(variant, model_for(source, variant), params["beam"])
-    given = batches_of(source, variant, params["batch"], runs)
-    call(batches_of(source, variant, 1, runs)[0])
+    call = make_call(variant, model_for(source, variant), params["beam"])
+    given = cut_batches(source, variant, params["batch"], runs)
+    call(cut_batches(source, variant, 1, runs)[0])
     return lambda run: call(given[run])
 
 
 def make_encoder(variant: str, params: Row) -> tuple[str, Call]:
-    """As `encoder`, on the batches of the runs."""
+    """Return the make_encoder_call's name and a call that runs it on a run's batch."""
     model = model_for(params["source"], variant)
-    name, encode = encoder(variant, model)
-    given = batches_of(params["source"], variant, params["batch"], params["runs"])
+    name, encode = make_encoder_call(variant, model)
+    given = cut_batches(params["source"], variant, params["batch"], params["runs"])
 
     @torch.no_grad()
     def call(run: int) -> Any:
@@ -346,9 +365,15 @@ def decode(
     checkpoints: Iterable[str] = (),
     sids: str | None = None,
 ) -> Iterator[Row]:
-    """One row per variant and size (batch, beam), each size timed in one interleaved run; `SLOW` variants at the size
-    `slow` alone. `histories` are tables of jobs.prepare, or None for random ones; `checkpoints` are trained on them and
-    on `sids`, or empty for random weights."""
+    """Yield one row per variant and size (batch, beam), each size in one interleaved
+    run.
+
+    Args:
+        slow: The only size of `SLOW` variants.
+        histories: Tables of jobs.prepare; None for random histories.
+        checkpoints: Models trained on these tables and on `sids`; empty for random
+            weights.
+    """
     trained = find_checkpoints(checkpoints)
     if trained and not (histories and sids):
         raise UserError(
@@ -356,7 +381,7 @@ def decode(
         )
     source = Source(items, seed, histories, sids, tuple(trained.items()))
     variants = [
-        variant for variant in variants if not trained or model_of(variant) in trained
+        variant for variant in variants if not trained or model_name(variant) in trained
     ]
     sizes = [(batch, beam) for batch in sorted(batches) for beam in sorted(beams)]
     timed = {v: [slow] if v in SLOW else sizes for v in variants}
@@ -366,7 +391,7 @@ def decode(
         # so that the tables of a fast path count as its memory
         first = variant.replace("_fast", "_plain"), {"batch": 1, "beam": 2, **shared}
         settings = [{"batch": batch, "beam": beam, **shared} for batch, beam in own]
-        found = in_fresh_process(peaks, make, first, variant, settings)
+        found = in_fresh_process(peak_memory, make, first, variant, settings)
         memory |= {(variant, size): peak for size, peak in zip(own, found, strict=True)}
     told: Row = {
         "items": items,
@@ -379,20 +404,24 @@ def decode(
     told["kernels"] = (
         told["device"] == "cpu" and kernels.library() is not None
     )  # built here, if they are not yet
-    told["mean_history"] = round(statistics.mean(map(len, histories_of(source))), 2)
+    told["mean_history"] = round(statistics.mean(map(len, load_histories(source))), 2)
     for size in dict.fromkeys(size for own in timed.values() for size in own):
         here = [variant for variant, own in timed.items() if size in own]
         params = {"batch": size[0], "beam": size[1], **shared}
         calls = {variant: make(variant, params) for variant in here}
         parts = {variant: make_encoder(variant, params) for variant in here}
         params = {"batch": size[0], "beam": size[1], **told}
-        yield from paired(
+        yield from time_in_turns(
             "decode", calls, params, size[0], {v: memory[v, size] for v in here}, parts
         )
 
 
 def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
-    """The model's name of each checkpoint, or finished run; UserError for two of one model, or what nobody times."""
+    """Return the model's name of each checkpoint or finished run.
+
+    Raises:
+        UserError: for two checkpoints of one model, or a model without a variant.
+    """
     found: dict[str, str] = {}
     for place in given:
         uri = locate(place, "checkpoint")
@@ -401,7 +430,7 @@ def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
             raise UserError(
                 f"{uri} and {found[name]} are both of the model '{name}'; give one of them"
             )
-        if name not in map(model_of, VARIANTS):
+        if name not in map(model_name, VARIANTS):
             raise UserError(
                 f"{uri} is of the model '{name}', which has no variant; leave it out"
             )

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import actions, decode
-from benchmarks.harness import origin
+from benchmarks.harness import describe_origin
 from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.distillation.student import Student
@@ -51,7 +51,7 @@ def catalogue() -> Catalogue:
 
 
 def retrieval_batches(size: int, unit: str) -> list[dict[str, Tensor]]:
-    """Two batches of full histories of 20 items."""
+    """Return two batches of full histories of 20 items."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(2):
@@ -77,7 +77,7 @@ def actions_batches(name: str, rows: int, length: int) -> list[dict[str, Tensor]
     cut = length // 2 if name == "genrank" else 0
     found = []
     for _ in range(2):
-        batch = actions.batch_of(rows, length - cut, cut)
+        batch = actions.random_batch(rows, length - cut, cut)
         found.append(
             {
                 **{key: value.contiguous() for key, value in batch.items()},
@@ -87,7 +87,7 @@ def actions_batches(name: str, rows: int, length: int) -> list[dict[str, Tensor]
     return found
 
 
-TRAINED: dict[
+TRAINING_VARIANTS: dict[
     str, tuple[dict[str, Any], Callable[[], list[dict[str, Tensor]]], dict[str, Any]]
 ] = {
     "tiger": (
@@ -122,7 +122,7 @@ TRAINED: dict[
 
 
 class Repeated:
-    """The same batches again and again, as `fit` takes them."""
+    """An endless source of the same batches, in the form that `fit` takes."""
 
     def __init__(self, batches: list[dict[str, Tensor]], steps: int) -> None:
         self.given, self.count = batches, steps
@@ -134,10 +134,12 @@ class Repeated:
         return itertools.islice(itertools.cycle(self.given), skip, self.count)
 
 
-def built(options: dict[str, Any]) -> Any:
+def build_model(options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     of: Any = (
-        actions.catalogue() if options["name"] in actions.VARIANTS else catalogue()
+        actions.random_catalogue()
+        if options["name"] in actions.VARIANTS
+        else catalogue()
     )
     config = registry.config_from_dict(options)
     model: Any = registry.build(config, of)
@@ -146,10 +148,12 @@ def built(options: dict[str, Any]) -> Any:
     return model.to(CUDA)
 
 
-def train_of(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
-    """The row of a run, and its weights after as many steps as every run takes."""
-    options, batches, settings = TRAINED[variant]
-    model = built(options)
+def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
+    """Return the row of a run, and its weights after the number of steps that all runs
+    share.
+    """
+    options, batches, settings = TRAINING_VARIANTS[variant]
+    model = build_model(options)
     if isinstance(model, Student):
         model.teacher.to(CUDA)
     config = FitConfig(
@@ -211,7 +215,7 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
-                    row, weights = train_of(variant, mode)
+                    row, weights = time_training(variant, mode)
                 except Exception as error:
                     traceback.print_exc()
                     yield {
@@ -241,7 +245,7 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
             yield row
 
 
-SEARCHED = (
+SEARCH_VARIANTS = (
     "sid_mlp",
     "tiger",
     "sid_mlp_pp",
@@ -258,7 +262,7 @@ SIZES, BEAM = (1, 32, 256), 50
 def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
     for variant in variants:
         try:
-            yield from search_of(variant, runs)
+            yield from time_search(variant, runs)
         except Exception as error:
             traceback.print_exc()
             yield {
@@ -268,8 +272,8 @@ def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
             }
 
 
-def timed(call: Callable[[], Any], times: int = 5) -> list[float]:
-    """Seconds of each of some calls, after one that is left out: what went before is of other calls."""
+def time_calls(call: Callable[[], Any], times: int = 5) -> list[float]:
+    """Return the seconds of `times` calls, after one warm-up call."""
     call()
     found = []
     for _ in range(times):
@@ -282,8 +286,8 @@ def timed(call: Callable[[], Any], times: int = 5) -> list[float]:
 
 
 @torch.no_grad()
-def search_of(variant: str, runs: int) -> Iterator[Row]:
-    model = built({"name": variant}).eval()
+def time_search(variant: str, runs: int) -> Iterator[Row]:
+    model = build_model({"name": variant}).eval()
     plain = type(model).recommend.__wrapped__.__wrapped__
     options = {} if variant == "sasrec" else {"beam": BEAM}
     for size in SIZES:
@@ -303,7 +307,7 @@ def search_of(variant: str, runs: int) -> Iterator[Row]:
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(runs):
             for name, call in calls.items():
-                times[name] += timed(call)
+                times[name] += time_calls(call)
         (items, scores), (same, their), (other, _) = found.values()
         yield {
             "benchmark": "gpu search",
@@ -320,7 +324,7 @@ def search_of(variant: str, runs: int) -> Iterator[Row]:
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Markdown tables of kept lines."""
+    """Yield the lines of Markdown tables of stored rows."""
     trained: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["benchmark"] == "gpu train":
@@ -380,7 +384,7 @@ def main() -> None:
     about = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        **origin(),
+        **describe_origin(),
     }
 
     def chosen(known: Any) -> list[str]:
@@ -391,8 +395,8 @@ def main() -> None:
         ]
 
     parts = {
-        "train": lambda: train(chosen(TRAINED), options.modes),
-        "search": lambda: search(chosen(SEARCHED)),
+        "train": lambda: train(chosen(TRAINING_VARIANTS), options.modes),
+        "search": lambda: search(chosen(SEARCH_VARIANTS)),
     }
     for part in options.part:
         for row in parts[part]():

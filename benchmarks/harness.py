@@ -1,9 +1,11 @@
-"""What all benchmarks share: paired timings, peaks of memory, JSON lines.
+"""Paired timings, peak memory and JSON lines for all benchmarks.
 
-Variants are timed in turn within one run (A B C A B C ...), so that their ratios hold on a noisy machine. One JSON line
-per variant and setting: benchmark, variant, params, runs, median_s, min_s, max_s, items_per_s, peak_memory_mb.
+Variants are timed in turn within one run (A B C A B C ...), so that their ratios hold
+on a noisy machine. One JSON line per variant and setting: benchmark, variant, params,
+runs, median_s, min_s, max_s, items_per_s, peak_memory_mb.
 
-A benchmark gives `make(variant, params)`: what one call of the variant does, by the number of the run, built and warm.
+A benchmark gives `make(variant, params)`, which builds and warms up a variant and
+returns a call that takes the number of a run.
 """
 
 from __future__ import annotations
@@ -46,22 +48,30 @@ def wait_for_device() -> None:
 
 
 def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of the function in a fresh process, so that no variant profits from another's memory."""
+    """Run the function in a fresh process, so that no variant profits from another's
+    memory.
+    """
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def peaks(
+def peak_memory(
     make: Callable[[str, Row], Call],
     first: tuple[str, Row],
     variant: str,
     settings: Sequence[Row],
 ) -> list[float]:
-    """MB that a call of the variant needs at its peak beside what it is built of, setting by setting; for a process of
-    its own, in which `first` is made before. On a CPU a process's peak never falls, so a setting's is that of all
-    settings up to it."""
+    """Return the peak memory in MB of a call of the variant, for each setting.
+
+    Memory of the variant itself is not included. Call it in a process of its own: on a
+    CPU a process's peak never falls, so a setting's value includes the settings before
+    it.
+
+    Args:
+        first: Variant and params of a small call that is made before.
+    """
     make(*first)
     before, found = resident_peak_mb(), []
     for params in settings:
@@ -79,7 +89,7 @@ def peaks(
     return found
 
 
-def paired(
+def time_in_turns(
     benchmark: str,
     calls: dict[str, Call],
     params: Row,
@@ -87,10 +97,14 @@ def paired(
     memory: dict[str, float] | None = None,
     parts: dict[str, tuple[str, Call]] | None = None,
 ) -> Iterator[Row]:
-    """Times each variant once per run, in turn; `items` is what one call gets done, `memory` the peak of each variant.
+    """Time each variant once per run, in turn, and yield one row per variant.
 
-    `parts` gives variants the name of what they begin with and how to do that alone, which is timed beside them: a
-    row then has `encode_s`, and as `decode_s` the median over the runs of what the rest took.
+    Args:
+        items: Number of items that one call processes.
+        memory: Peak memory in MB of each variant.
+        parts: Name and call of the first part of a variant, which is also timed alone:
+            the row then has `encode_s`, and `decode_s` as the median over the runs of
+            the rest.
     """
     parts = parts or {}
     alone = dict(parts.values())
@@ -130,7 +144,7 @@ def row(
     items: int,
     **more: Any,
 ) -> Row:
-    """The line of a variant, from the seconds of its runs."""
+    """Return the row of a variant from the seconds of its runs."""
     median = statistics.median(seconds)
     return {
         "benchmark": benchmark,
@@ -145,9 +159,13 @@ def row(
     }
 
 
-def measured(module: str, *arguments: Any) -> Row:
-    """What `python -m module arguments` says in its last line, as JSON, with the processor time (s) and the peak of
-    memory (MB) of all its processes; or its error."""
+def run_module(module: str, *arguments: Any) -> Row:
+    """Return the last line of `python -m module arguments` as JSON, with processor time
+    and memory.
+
+    `cpu_s` is the processor time, `peak_memory_mb` the peak memory of all its
+    processes. After a failure the row has an `error`.
+    """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     settings = {
         "RAY_AUTH_MODE": "token",
@@ -184,8 +202,8 @@ def measured(module: str, *arguments: Any) -> Row:
     return {**found, **json.loads(out.splitlines()[-1])}
 
 
-def origin() -> Row:
-    """Where the lines are from: the command, the processor or GPU, the commit."""
+def describe_origin() -> Row:
+    """Return the command, the hardware and the commit of a benchmark run."""
     name = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -213,7 +231,9 @@ def origin() -> Row:
 def write_rows(
     rows: Iterable[Row], file: IO[str] | None, more: Row | None = None
 ) -> list[Row]:
-    """Prints each row, with what is `more` to say, as a JSON line, and writes it to the file, if given."""
+    """Print each row, merged with `more`, as a JSON line, and write it to the file if
+    given.
+    """
     written = []
     for each in ({**row, **(more or {})} for row in rows):
         for out in (sys.stdout, *([file] if file else [])):

@@ -21,8 +21,8 @@ from benchmarks.harness import (
     device,
     device_name,
     in_fresh_process,
-    paired,
-    peaks,
+    peak_memory,
+    time_in_turns,
 )
 from models.cpu.matmul import use_exact_onednn
 from models.search.encoders import HSTULayer, LinearHSTU
@@ -32,12 +32,14 @@ MODES = ("forward", "train")
 LENGTHS = (100, 300, 1000, 4000, 16000)
 VARIANTS = ("hstu", "linear_hstu", "projections")
 
-MOST_ATTENTION_MB = 6000
-"""`hstu` is left out where it would hold more than this of attention matrices."""
+MAX_ATTENTION_MB = 6000
+"""Limit of the attention matrices of `hstu`, which is skipped above it."""
 
 
 class Projections(nn.Module):
-    """The products of every layer alone: D to 4 D, of which the first quarter goes on."""
+    """The matrix products of every layer alone: D to 4 D; the first quarter is the next
+    input.
+    """
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class Projections(nn.Module):
         return h
 
 
-def encoder_of(variant: str, params: Row) -> nn.Module:
+def build_encoder(variant: str, params: Row) -> nn.Module:
     width, layers = params["width"], params["layers"]
     if variant == "projections":
         return Projections(width, layers)
@@ -66,11 +68,13 @@ def encoder_of(variant: str, params: Row) -> nn.Module:
 
 
 def make(variant: str, params: Row) -> Call:
-    """One pass (or one pass and its gradients) over random tokens of `batch` users."""
+    """Return a call that encodes random tokens of `batch` users, with gradients in mode
+    `train`.
+    """
     torch.set_num_threads(params["threads"])
     use_exact_onednn()  # for all variants
     torch.manual_seed(params["seed"])
-    encoder = encoder_of(variant, params).to(device())
+    encoder = build_encoder(variant, params).to(device())
     tokens = torch.randn(
         params["batch"], params["length"], params["width"], device=device()
     )
@@ -90,8 +94,8 @@ def make(variant: str, params: Row) -> Call:
     return call
 
 
-def fits(variant: str, params: Row) -> bool:
-    """Whether the variant is one of this mode and length."""
+def fits_in_memory(variant: str, params: Row) -> bool:
+    """Return whether the variant's attention matrices stay below `MAX_ATTENTION_MB`."""
     if variant != "hstu":
         return True
     kept = (
@@ -100,7 +104,7 @@ def fits(variant: str, params: Row) -> bool:
     matrices = (
         3 * kept * params["heads"] * params["batch"]
     )  # scores, SiLU and its causal part
-    return matrices * params["length"] ** 2 * 4 / 2**20 <= MOST_ATTENTION_MB
+    return matrices * params["length"] ** 2 * 4 / 2**20 <= MAX_ATTENTION_MB
 
 
 def search_encoder(
@@ -130,10 +134,11 @@ def search_encoder(
             "runs": runs,
             "device": device_name(),
         }
-        chosen = [variant for variant in variants if fits(variant, params)]
+        chosen = [variant for variant in variants if fits_in_memory(variant, params)]
         small = params | {"length": 2}
         memory = {
-            v: in_fresh_process(peaks, make, (v, small), v, [params])[0] for v in chosen
+            v: in_fresh_process(peak_memory, make, (v, small), v, [params])[0]
+            for v in chosen
         }
         calls = {variant: make(variant, params) for variant in chosen}
-        yield from paired("search_encoder", calls, params, batch, memory)
+        yield from time_in_turns("search_encoder", calls, params, batch, memory)

@@ -1,14 +1,17 @@
-"""The sequence step beside bare polars: the same log, in turn, each run in processes of its own.
+"""Time the sequence step beside bare polars, on the same log, in turn.
 
-`python -m benchmarks sequences` prints what `sequences` yields. The log is simulated and written once, as Parquet in
-time order. Both variants read it, sort by user and time, index the items, build every list column with requests,
-histories and a temporal split, and write Parquet; the rows are equal (a test holds that). `trieline` calls the
-functions of jobs.prepare, shuffle included, and so also drops duplicates, keeps an events table, checks that each user
-is in one part, and commits with hashes. `polars` is one process with the whole log in memory, on all cores.
+`python -m benchmarks sequences` prints the rows of `sequences`. The log is simulated
+and written once, as Parquet in time order. Both variants read it, sort by user and
+time, index the items, build every list column with requests, histories and a temporal
+split, and write Parquet; a test compares their rows. `trieline` calls the functions of
+jobs.prepare, shuffle included, and so also drops duplicates, writes an events table,
+checks that each user is in one part, and commits with hashes. `polars` is one process
+with the whole log in memory, on all cores.
 
-Timed is the work from the first read to the last byte written, without imports and the start of Ray. Peak memory is the
-sum over all processes of the variant, Ray's own included, shared pages counted once. A run that fails, as polars does
-where the log exceeds the memory, is a line with its `error`.
+Times run from the first read to the last byte written, without imports and the start of
+Ray. Peak memory is the sum over all processes of the variant, Ray's own included, with
+shared pages counted once. A failed run, such as polars on a log larger than the memory,
+is a row with its `error`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 
 import polars as pl
 
-from benchmarks.harness import Row, measured, row
+from benchmarks.harness import Row, row, run_module
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import log_of
@@ -49,13 +52,13 @@ LOG: dict[str, Any] = {
 
 
 def run_trieline(log: str, output: str) -> None:
-    """The log to committed tables with the functions of jobs.prepare."""
+    """Turn the log into committed tables with the functions of jobs.prepare."""
     config = PrepareConfig(core=0, split=SPLIT)
     prepare(log_of(LOG), log, output, config, overwrite=True, say=lambda line: None)
 
 
 def run_polars(log: str, output: str) -> None:
-    """The log to one Parquet file of sequences with polars alone."""
+    """Turn the log into one Parquet file of sequences with polars alone."""
     frame = pl.read_parquet(f"{log}/events-*.parquet")
     items = (
         frame.select("item_id").unique().sort("item_id").with_row_index("item_index")
@@ -124,7 +127,11 @@ VARIANTS: dict[str, Callable[[str, str], None]] = {
 def sequences(
     sizes: Sequence[int] = SIZES, runs: int = 5, store_mb: int | None = None
 ) -> Iterator[Row]:
-    """One line per size and variant. `items` are events; store_mb: of Ray's object store, None for Ray's own choice."""
+    """Yield one row per size and variant; `items` are events.
+
+    Args:
+        store_mb: MiB of Ray's object store; None for Ray's default.
+    """
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
         for events in sizes:
             log = f"{folder}/log-{events}"
@@ -145,7 +152,7 @@ def sequences(
                 for variant, found in results.items():
                     output = f"{folder}/{variant}"
                     found.append(
-                        measured(
+                        run_module(
                             "benchmarks.sequences",
                             variant,
                             log,
@@ -173,8 +180,8 @@ def sequences(
                 yield row("sequences", variant, params, seconds, events, **more)
 
 
-def timed(variant: str, log: str, output: str, store_mb: str = "0") -> float:
-    """Seconds of one run in this process."""
+def time_variant(variant: str, log: str, output: str, store_mb: str = "0") -> float:
+    """Run the variant in this process and return its seconds."""
     if variant == "trieline":
         import ray
 
@@ -195,4 +202,4 @@ def timed(variant: str, log: str, output: str, store_mb: str = "0") -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"seconds": timed(*sys.argv[1:])}))
+    print(json.dumps({"seconds": time_variant(*sys.argv[1:])}))

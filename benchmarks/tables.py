@@ -1,4 +1,4 @@
-"""Lines of a benchmark as tables: one for each size and setting, its variants side by side."""
+"""Tables of benchmark rows: one per size and setting, its variants side by side."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pipelines.comparison.rows import Row, Run
 from pipelines.comparison.table import Table
 
 REFERENCES = ("hf", "tiger_shared_kv")
-"""Variants that the others are told to be so many times as fast as, where they are there."""
+"""Variants that the speed of the others is compared with."""
 
-NOT_TOLD = (
+HIDDEN_PARAMS = (
     "name",
     "seed",
     "k",
@@ -25,8 +25,10 @@ NOT_TOLD = (
 """Params that are in no title."""
 
 
-def rows_of_lines(lines: Sequence[dict[str, Any]]) -> list[Row]:
-    """The lines as rows of a comparison, those of one variant and setting together: the mean counts."""
+def to_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
+    """Convert benchmark lines to rows of a comparison, averaging lines of one variant
+    and setting.
+    """
     rows: dict[tuple[Any, ...], Row] = {}
     for place, line in enumerate(lines):
         name, params = (
@@ -47,23 +49,27 @@ def rows_of_lines(lines: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def benchmark_tables(rows: Sequence[Row]) -> list[Table]:
-    """Of each setting its variants, slowest first: time, results per second, encoder and decoding apart, memory."""
+    """Return one table per setting: variants with time, rate, encoder, decoding and
+    memory, slowest first.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(settings(row), []).append(row)
+        groups.setdefault(variant_settings(row), []).append(row)
     return [
         table(dict(key), group)
-        for key, group in sorted(groups.items(), key=lambda item: order(dict(item[0])))
+        for key, group in sorted(
+            groups.items(), key=lambda item: sort_key(dict(item[0]))
+        )
     ]
 
 
-def settings(row: Row) -> tuple[tuple[str, str], ...]:
-    """The row's params but for the variant."""
+def variant_settings(row: Row) -> tuple[tuple[str, str], ...]:
+    """Return the row's params without the variant."""
     return tuple(sorted((k.removeprefix("model."), v) for k, v in row.params.items()))
 
 
-def order(params: dict[str, str]) -> tuple[object, ...]:
-    """Trained models first, then by size."""
+def sort_key(params: dict[str, str]) -> tuple[object, ...]:
+    """Return the sort key of a setting: trained models first, then by size."""
     sizes = [
         int(value) if (value := params.get(name, "")).isdigit() else 0
         for name in ("batch", "beam")
@@ -72,7 +78,7 @@ def order(params: dict[str, str]) -> tuple[object, ...]:
 
 
 def table(params: dict[str, str], rows: list[Row]) -> Table:
-    """One setting's."""
+    """Return the table of one setting."""
     rows = sorted(rows, key=lambda row: -row.mean("median_s"))
     variants = {row.model.split("/", 1)[1]: row for row in rows}
     apart = any(not math.isnan(row.mean("decode_s")) for row in rows)
@@ -80,33 +86,39 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
     header = ["variant", "ms", "min to max", "per s"]
     weighed = any(not math.isnan(row.mean("peak_memory_mb")) for row in rows)
     header += [
-        *(["encoder, ms", "decoding, ms"] if apart else []),
+        *(["encoder, format_ms", "decoding, format_ms"] if apart else []),
         *(["peak MB"] if weighed else []),
     ]
     header += [f"x {name}" for name in references]
     header += [f"decoding alone, x {name}" for name in references] if apart else []
     cells = []
     for name, row in variants.items():
-        line = [name, ms(row, "median_s"), f"{ms(row, 'min_s')} to {ms(row, 'max_s')}"]
-        line.append(number(row.mean("items_per_s")))
-        line += [ms(row, "encode_s"), ms(row, "decode_s")] if apart else []
-        line += [number(row.mean("peak_memory_mb"))] if weighed else []
+        line = [
+            name,
+            format_ms(row, "median_s"),
+            f"{format_ms(row, 'min_s')} to {format_ms(row, 'max_s')}",
+        ]
+        line.append(format_number(row.mean("items_per_s")))
+        line += (
+            [format_ms(row, "encode_s"), format_ms(row, "decode_s")] if apart else []
+        )
+        line += [format_number(row.mean("peak_memory_mb"))] if weighed else []
         for part in ("median_s", "decode_s") if apart else ("median_s",):
             line += [
-                times(variants[other].mean(part), row.mean(part))
+                format_speedup(variants[other].mean(part), row.mean(part))
                 for other in references
             ]
         cells.append(line)
     trained = params.get("checkpoints", "{}") != "{}"
-    left_out = (
-        (*NOT_TOLD, "items") if trained else NOT_TOLD
+    hidden = (
+        (*HIDDEN_PARAMS, "items") if trained else HIDDEN_PARAMS
     )  # a trained model has the catalogue of its tables
-    told = ", ".join(
+    title = ", ".join(
         f"{name} {value}"
         for name, value in params.items()
-        if name not in left_out and value != "None"
+        if name not in hidden and value != "None"
     )
-    notes = [f"medians of {number(rows[0].mean('runs'))} interleaved runs."]
+    notes = [f"medians of {format_number(rows[0].mean('runs'))} interleaved runs."]
     if "mean_history" in params:
         given = (
             "trained models, histories of test requests"
@@ -115,19 +127,19 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
         )
         notes[0] += f" {given}, {params['mean_history']} items in the mean."
     return Table(
-        f"{rows[0].model.split('/')[0]}: {told}", header, cells, notes, words=1
+        f"{rows[0].model.split('/')[0]}: {title}", header, cells, notes, words=1
     )
 
 
-def ms(row: Row, name: str) -> str:
+def format_ms(row: Row, name: str) -> str:
     value = 1000 * row.mean(name)
     return "-" if math.isnan(value) else f"{value:,.1f}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:,.0f}"
 
 
-def times(reference: float, value: float) -> str:
-    """How many times as fast as the reference."""
+def format_speedup(reference: float, value: float) -> str:
+    """Format how many format_speedup as fast as the reference a value is."""
     return "-" if math.isnan(reference / value) else f"{reference / value:,.2f}"

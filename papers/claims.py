@@ -1,10 +1,12 @@
-"""The papers' claims, decided by kept runs alone: each holds, does not hold, or is not yet measured.
+"""Decide the papers' claims from stored runs: each holds, does not hold, or is not yet
+measured.
 
     python -m papers.claims [--results FILE_OR_FOLDER]
 
-A claim is a rule of `claims.yaml`: one system against another by a metric, a setting's effect, or a metric's range. It
-is decided on every dataset (and trie) where its systems were evaluated. Direction and size both have to hold; what
-counts as the size is the printed range, from half to double.
+A claim is a rule of `claims.yaml`: one system against another by a metric, the effect
+of a setting, or the range of a metric. It is decided on every dataset (and trie) on
+which its systems were evaluated. Direction and size must both hold: the size may be
+half of the printed range's lower end, or twice its upper end.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
-from benchmarks.tables import rows_of_lines
+from benchmarks.tables import to_rows
 from jobs import cli
 from models.storage.tables import UserError
 from papers import kept
@@ -29,7 +31,7 @@ from papers.published import (
     check_there,
     load,
     pairs,
-    value_of,
+    param_value,
 )
 from pipelines.comparison.over_users import intervals, same_users
 from pipelines.comparison.plots import controlled, number
@@ -39,10 +41,10 @@ from pipelines.comparison.table import Table, percent
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
 
 PAIRED = ("higher", "lower", "same", "no_worse", "no_lower", "non_inferior")
-"""What may be expected of left against right."""
+"""Expectations of `left` against `right`."""
 
 OF_PARAM = ("best_in", "falls", "flat")
-"""What may be expected of a setting."""
+"""Expectations of a setting."""
 
 SEEDS = 3
 """Pairs of runs that a test of non-inferiority takes, as in the paper (Table 12 of SID-MLP): two decide little."""
@@ -53,7 +55,7 @@ FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Claim:
-    """A rule; the head of claims.yaml says what its fields mean."""
+    """A rule of claims.yaml, whose head documents the fields."""
 
     id: str
     """Short name."""
@@ -62,11 +64,11 @@ class Claim:
     says: str
     """The claim in words."""
     metric: str
-    """What decides it."""
+    """Metric that decides the claim."""
     left: str | None = None
-    """System that is claimed of."""
+    """System that the claim is about."""
     right: str | None = None
-    """System that it is compared with."""
+    """System that `left` is compared with."""
     system: str | None = None
     """System of a rule about a setting or a range."""
     match: str = "settings"
@@ -76,7 +78,7 @@ class Claim:
     expect: str = "higher"
     """One of PAIRED or OF_PARAM."""
     within: float = 0.01
-    """Share that same, no_worse, no_lower and flat leave room for."""
+    """Tolerated share for same, no_worse, no_lower and flat."""
     paper: tuple[float, float] | None = None
     """The printed sizes, from and to."""
     size: str = "printed"
@@ -84,9 +86,9 @@ class Claim:
     param: str | None = None
     """Setting whose effect is claimed."""
     values: tuple[float, ...] = ()
-    """Where the best value of the setting is claimed to be."""
+    """Claimed values of the best setting."""
     range: tuple[float, float] | None = None
-    """Where the metric is claimed to lie."""
+    """Claimed range of the metric."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -106,25 +108,29 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim on one dataset."""
+    """The verdict on one claim and dataset."""
 
     claim: Claim
     verdict: str
     """HOLDS, FAILS or OPEN."""
     where: str = ""
-    """Experiment, and the semantic IDs where there are several."""
+    """Experiment, and the semantic IDs if the experiment has several."""
     ours: str = ""
-    """What was measured."""
+    """The measured size."""
     paper: str = ""
-    """What is printed."""
+    """The printed size."""
     why: str = ""
-    """Which part decided."""
+    """The criterion that decided."""
     rows: tuple[Row, ...] = field(default=(), repr=False)
-    """The rows that it rests on."""
+    """The rows that the verdict is based on."""
 
 
 def read_claims(papers: Papers) -> list[Claim]:
-    """The rules; UserError for an impossible one."""
+    """Return the rules.
+
+    Raises:
+        UserError: if a rule is inconsistent.
+    """
     claims = []
     for given in papers.claims:
         content = {"as_" if key == "as" else key: value for key, value in given.items()}
@@ -142,7 +148,9 @@ def read_claims(papers: Papers) -> list[Claim]:
 
 
 def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """The claim on every dataset where it was measured, or once as not yet measured."""
+    """Return a verdict per dataset on which the claim was measured, or one that it was
+    not.
+    """
     ended = [row for row in rows if any(run.finished for run in row.runs)]
     if claim.left and claim.right:
         found = pairs(
@@ -158,19 +166,21 @@ def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
     else:
         verdicts = judge_range(claim, ended, papers.systems[str(claim.system)])
     return verdicts or [
-        Verdict(claim, OPEN, paper=printed(claim, paper_range(claim, papers)))
+        Verdict(claim, OPEN, paper=format_printed(claim, paper_range(claim, papers)))
     ]
 
 
-def size_of(claim: Claim, left: float, right: float) -> float:
-    """The claimed quantity of two figures."""
+def claimed_size(claim: Claim, left: float, right: float) -> float:
+    """Return the claimed quantity of two metric values."""
     if claim.as_ == "points":
         return left - right
     return ratio(left, right) - (claim.as_ == "change")
 
 
 def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
-    """The printed sizes: the claim's own, else those of the published tables."""
+    """Return the smallest and largest printed size, from the claim or else the
+    published tables.
+    """
     if claim.paper or not (claim.left and claim.right):
         return claim.paper or claim.range
     sizes = []
@@ -183,23 +193,28 @@ def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
             )
             if change is not None and left is not None and right is not None:
                 sizes.append(
-                    change if claim.as_ == "change" else size_of(claim, left, right)
+                    change
+                    if claim.as_ == "change"
+                    else claimed_size(claim, left, right)
                 )
     return (min(sizes), max(sizes)) if sizes else None
 
 
 def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
-    """Left against right: the mean of the claimed quantity over the pairs of runs, and where a metric of every user is
-    kept, the interval of the bootstrap over users."""
+    """Judge `left` against `right` by the mean size over pairs of runs.
+
+    Where runs have per-user metrics, the verdict names the bootstrap interval over
+    users.
+    """
     left, values, rows = pair.left, pair.values(claim.metric), (pair.left, pair.right)
-    size = statistics.fmean(size_of(claim, *both) for both in values)
+    size = statistics.fmean(claimed_size(claim, *both) for both in values)
     theirs = paper_range(claim, papers)
     if math.isnan(size):
         return Verdict(
             claim,
             OPEN,
             left.place,
-            paper=printed(claim, theirs),
+            paper=format_printed(claim, theirs),
             why="nothing to be relative to",
             rows=rows,
         )
@@ -235,35 +250,42 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
         why += (
             "; seeds "
             + " / ".join(str(len({run.seed for run in row.runs})) for row in rows)
-            + interval_of(claim, pair)
+            + format_interval(claim, pair)
         )
     return Verdict(
         claim,
         HOLDS if good else FAILS,
         left.place,
         show(claim, size),
-        printed(claim, theirs),
+        format_printed(claim, theirs),
         why,
         rows,
     )
 
 
-def interval_of(claim: Claim, pair: Pair) -> str:
-    """`; 95% -2.1% to +1.0%`, by the bootstrap over users; empty where their metric is not kept."""
+def format_interval(claim: Claim, pair: Pair) -> str:
+    """Format the bootstrap interval over users: `; 95% -2.1% to +1.0%`.
+
+    Return an empty text for runs without per-user metrics.
+    """
     split, _, metric = claim.metric.partition("/")
     options = (pair.left.options, pair.right.options)
     if split != "test" or (same := same_users(pair.runs, options, metric)) is None:
         return ""
     (found,) = intervals(same.difference[None], same.counts)
     low, high = (
-        show(claim, size_of(claim, same.mean + end, same.mean))
+        show(claim, claimed_size(claim, same.mean + end, same.mean))
         for end in (found.low, found.high)
     )
     return f"; 95% {low} to {high}"
 
 
 def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
-    """What a setting does, all else equal, per experiment and trie: of the group with the most values."""
+    """Judge the effect of a setting, per experiment and trie, on the group with the
+    most values.
+
+    All rows of a group differ in this setting only.
+    """
     without = System(
         system.model,
         {name: value for name, value in system.params.items() if name != claim.param},
@@ -282,7 +304,9 @@ def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
 
 
 def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
-    """Rows in order of one param; None where fewer than three have the metric."""
+    """Judge rows sorted by one setting; return None if fewer than three have the
+    metric.
+    """
     name = claim.metric
     if "/" not in name or not name.startswith(("val/", "test/", "train/")):
         name = next(
@@ -294,7 +318,7 @@ def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
             name,
         )
     line = [
-        (number(value_of(row, str(claim.param))), row.mean(name))
+        (number(param_value(row, str(claim.param))), row.mean(name))
         for row in group
         if row.values(name)
     ]
@@ -333,7 +357,9 @@ def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
 
 
 def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
-    """Whether a metric of a system lies in its range, per experiment and trie."""
+    """Judge whether a system's metric lies in its claimed range, per experiment and
+    trie.
+    """
     low, high = claim.range or (-math.inf, math.inf)
     found: dict[tuple[str, str], Verdict] = {}
     for row in rows:
@@ -353,14 +379,14 @@ def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
 
 
 def show(claim: Claim, size: float) -> str:
-    """A size as it is claimed: 8.74x, -2.4%, +1.91 points."""
+    """Format a size in the claim's unit: 8.74x, -2.4%, +1.91 points."""
     if claim.as_ == "times":
         return f"{size:.3f}x" if size < 2 else f"{size:.3g}x"
     return percent(size) if claim.as_ == "change" else f"{100 * size:+.2f} points"
 
 
-def printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
-    """The printed sizes."""
+def format_printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
+    """Format the printed sizes."""
     if sizes is None or claim.expect == "non_inferior":
         return ""
     if claim.range:
@@ -370,7 +396,9 @@ def printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    """All claims, in the order of the file, with a count of each verdict."""
+    """Return a table of all verdicts in the order of the file, with a count of each
+    verdict.
+    """
     cells = [
         [v.verdict, v.claim.source, v.claim.says, v.where, v.ours, v.paper, v.why]
         for v in verdicts
@@ -399,7 +427,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Every claim, decided by rows that are of no simulated log."""
+    """Decide every claim from the rows of real logs."""
     real = [row for row in rows if not row.simulated]
     return [
         verdict
@@ -410,7 +438,7 @@ def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of `python -m papers.claims`."""
 
     results: str = str(kept.RESULTS)
     """File of kept runs, or folder of such files."""
@@ -419,15 +447,13 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Prints the claims with their verdicts."""
+    """Print the claims with their verdicts."""
     papers = load(config.claims)
     runs, timings = kept.read(config.results)
     with kept.store(runs) as uri:
         print(
             verdicts_table(
-                verdicts(
-                    [*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers
-                )
+                verdicts([*rows_of(kept.select_all(uri)), *to_rows(timings)], papers)
             ).text()
         )
 

@@ -30,7 +30,7 @@ import yaml
 from matplotlib import rc_context
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.harness import origin
+from benchmarks.harness import describe_origin
 from jobs import cli
 from jobs.daily import words
 from models.config import build, read_configs
@@ -138,7 +138,7 @@ WEIGHTS = {"recall@10 new": "share new"}
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of `python -m papers.days`."""
 
     log: Literal[tuple(LOGS)]  # type: ignore[valid-type]
     """Which log."""
@@ -153,7 +153,7 @@ class Config:
 
 
 def kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
-    """The rows of each date, under their header."""
+    """Yield the rows of each date, with a header."""
     with gzip.open(next(raw.glob("log_standard*.gz")), "rt", newline="") as file:
         header, *rows = csv.reader(file)
     at = header.index("date")
@@ -162,8 +162,11 @@ def kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
 
 
 def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
-    """Twenty days of equally many rows, a user after the other, by the newest item that each has: Amazon's numbers of
-    items rise with time, and the log has no other clock."""
+    """Yield twenty days with equally many rows.
+
+    Users follow each other by their newest item: Amazon's item numbers rise with time,
+    and the log has no other clock.
+    """
     with gzip.open(raw / "interactions.csv.gz", "rt", newline="") as file:
         rows = [
             (row["user_id"], row["item_id"], int(row["order"]))
@@ -204,7 +207,7 @@ DAYS = {"kuairand": kuairand_days, "beauty": beauty_days}
 
 
 def do(job: str, **options: Any) -> None:
-    """Runs a job in this process."""
+    """Run a job in this process."""
     module = importlib.import_module(f"jobs.{job}")
     module.run(cli.options_for(module, [*words(options)]))
     torch.set_num_threads(
@@ -238,7 +241,9 @@ class Days:
         return read_manifest(self.inputs(day).tables + "/items").rows
 
     def prepare(self) -> None:
-        """Tables and semantic IDs of each day, which extend those of the day before."""
+        """Make the tables and semantic IDs of each day; each day extends the one
+        before.
+        """
         raw, log = Path(self.config.data) / self.log.folder, self.log
         mapping = (
             yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text())
@@ -279,7 +284,7 @@ class Days:
             done.touch()
 
     def tokenize(self, day: int, codes: str, **more: Any) -> None:
-        """Semantic IDs of the day's items."""
+        """Make the semantic IDs of the day's items."""
         here = self.folder / str(day)
         do(
             "tokenize",
@@ -295,7 +300,12 @@ class Days:
     def train(
         self, policy: str, day: int, steps: int = 0, init: str = "", codes: str = "sids"
     ) -> tuple[str, int]:
-        """The checkpoint and the number of its steps, of which about `steps` are asked for, by default all epochs."""
+        """Return the checkpoint and its number of steps.
+
+        Args:
+            steps: Approximate number of steps to train; 0 for the epochs of the config.
+            init: Checkpoint to start from.
+        """
         place = self.folder / f"runs/{policy}-{day}-{self.config.seed}".replace(
             ", ", "-"
         ).replace(" ", "-")
@@ -336,7 +346,11 @@ class Days:
     def measure(
         self, where: str, day: int, codes: str = "sids", known: int = 0
     ) -> dict[str, float]:
-        """Metrics of a checkpoint on the day; `known`: items that are recommended, by default all."""
+        """Return the metrics of a checkpoint on one day.
+
+        Args:
+            known: Recommend only this many first items of the catalogue; 0 for all.
+        """
         inputs = self.inputs(day, codes)
         loaded = LoadedModel.load(where, inputs)
         examples, new = (
@@ -395,7 +409,7 @@ class Days:
         codes: str = "sids",
         known: int = 0,
     ) -> None:
-        """Keeps what is measured, unless it is there."""
+        """Measure a checkpoint and append the result, unless the results have it."""
         key = {
             "log": self.config.log,
             "policy": policy,
@@ -407,7 +421,7 @@ class Days:
         line = (
             key
             | {"steps": steps, "metrics": self.measure(where, day, codes, known)}
-            | origin()
+            | describe_origin()
         )
         line["command"] = short(f"python -m papers.days {shlex.join(sys.argv[1:])}")
         self.lines.append(line)
@@ -417,7 +431,7 @@ class Days:
         print(json.dumps(line), flush=True)
 
     def run(self) -> None:
-        """All policies; those that need the steps of `daily` after it."""
+        """Run all policies; policies that need the steps of `daily` run after it."""
         log, last = self.log, self.log.last
         self.prepare()
         first, begun = self.train("daily", log.first)
@@ -445,7 +459,7 @@ class Days:
 
 
 def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
-    """The tables of a log, and its plot."""
+    """Return the tables and the plot of a log."""
     days = sorted({line["day"] for line in lines})
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for line in lines:
@@ -462,7 +476,7 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
     seeds = sorted({line["seed"] for line in lines})
 
     def mean(policy: str, some: list[int], name: str) -> float:
-        """Over days and seeds; of a metric of requests that are told apart, over these requests."""
+        """Average a metric over days and seeds, weighted by its number of requests."""
         every = [each for day in some for each in found.get((policy, day), ())]
         weights = [
             each[WEIGHTS[name]] * each.get("requests", 1) if name in WEIGHTS else 1.0
@@ -548,7 +562,7 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
 
 
 def pages(results: Path) -> Iterator[tuple[list[Table], Plot]]:
-    """What the page shows of each log, from its kept figures."""
+    """Yield the tables and the plot of each log from its stored results."""
     for file in sorted(results.glob("*.jsonl")):
         yield shown(
             file.stem, [json.loads(line) for line in file.read_text().splitlines()]
@@ -556,7 +570,7 @@ def pages(results: Path) -> Iterator[tuple[list[Table], Plot]]:
 
 
 def run(config: Config) -> None:
-    """Trains and measures what is not there yet."""
+    """Train and measure all missing days."""
     torch.set_num_threads(1)
     Days(config).run()
 

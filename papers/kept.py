@@ -1,11 +1,13 @@
-"""Runs as a small file that is kept in the repository, and back as a store that a comparison reads.
+"""Store runs in a small file of the repository, and restore them for a comparison.
 
     python -m papers.kept --experiment retrieval/DATASET --tracking_uri STORE --output papers/results/NAME.jsonl
 
-A line is a run: its params, tags (command, hardware, commit, hashes of tables), last metrics, those that evaluations
-kept of every user, and the curves that plots show. Of paths only the last two parts are kept, and nothing of what the
-machine was doing beside. Read back they are an MLflow store in a temporary folder, so tables, plots and claims come
-about as from the store that the runs were made in. Lines of `python -m benchmarks` lie beside them as they are.
+One line is one run: params, tags (command, hardware, commit, table hashes), last
+metrics, per-user metrics of evaluations, and the curves of the plots. Paths are
+shortened to their last two parts, and metrics of the machine are dropped. Restored,
+they are an MLflow store in a temporary folder, so that tables, plots and claims are
+made as from the original store. Rows of `python -m benchmarks` are stored beside them
+unchanged.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ from pipelines.comparison.runs import (
 )
 
 RESULTS = Path(__file__).with_name("results")
-"""The kept runs."""
+"""The stored runs."""
 
 POINTS = 100
-"""Points of a curve that are kept, at most: every so-manieth and the last."""
+"""Most points of a stored curve: every n-th point and the last one."""
 
 LEFT_OUT = ("system/",)
-"""Metrics that say what the machine did."""
+"""Prefixes of metrics of the machine, which are not stored."""
 
 PLACE = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
 """An absolute path or a URI within a text."""
 
 KEPT = ("mlflow.parentRunId", tracking.COMMIT_TAG)
-"""Tags of MLflow's own that are kept; all of ours are."""
+"""MLflow's own tags that are stored; all of ours are."""
 
 GRID = "grid.yaml"
 """The artifact of a sweep's run that holds its grid file."""
@@ -62,7 +64,7 @@ Line = dict[str, Any]
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of `python -m papers.kept`."""
 
     tracking_uri: str
     """The MLflow store that the runs are in."""
@@ -75,7 +77,9 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Writes the runs of the experiment, or the sweep, with the sweeps that they are trials of, as JSON lines."""
+    """Write the runs of an experiment or a sweep as JSON lines, with the sweeps that
+    they belong to.
+    """
     selection = select(config.tracking_uri, [config.experiment], config.sweep)
     chosen = {run.info.run_id for run in [*selection.runs, *selection.teachers]}
     there = search(selection.client, list(selection.experiments))
@@ -87,7 +91,7 @@ def run(config: Config) -> None:
         for run in there
         if run.info.run_id in chosen | sweeps or run.data.tags.get(PARENT) in sweeps
     ]
-    lines = [line_of(selection, run) for run in whole]
+    lines = [to_line(selection, run) for run in whole]
     lines.sort(key=lambda line: (line["experiment"], line["start_ms"], line["id"]))
     write(
         "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines),
@@ -96,8 +100,8 @@ def run(config: Config) -> None:
     print(f"{pluralize(len(lines), 'run')} written to {config.output}")
 
 
-def line_of(selection: Selection, run: Any) -> Line:
-    """What is kept of a run."""
+def to_line(selection: Selection, run: Any) -> Line:
+    """Return the stored line of a run."""
     metrics = {
         name: value
         for name, value in run.data.metrics.items()
@@ -134,7 +138,9 @@ def line_of(selection: Selection, run: Any) -> Line:
 
 
 def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
-    """[step, value] in the order of steps."""
+    """Return the [step, value] points of a metric, sorted by step, at most about
+    `POINTS`.
+    """
     points = sorted(
         (point.step, float(f"{point.value:.5g}"))
         for point in client.get_metric_history(run_id, name)
@@ -148,14 +154,14 @@ def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
 
 
 def short(value: str) -> str:
-    """Every absolute path or URI in the text by its last two parts."""
+    """Shorten every absolute path or URI in the text to its last two parts."""
     return PLACE.sub(
         lambda found: "/".join(found[0].rstrip("/").rsplit("/", 2)[-2:]), value
     )
 
 
 def grid_text(sweep: Any) -> str:
-    """The grid file of a sweep's run; nothing of one that ended before it kept it."""
+    """Return the grid file of a sweep's run, or an empty text if the run has none."""
     try:
         return str(mlflow.artifacts.load_text(f"{sweep.info.artifact_uri}/{GRID}"))
     except (MlflowException, OSError):
@@ -163,8 +169,12 @@ def grid_text(sweep: Any) -> str:
 
 
 def read(path: str | Path) -> tuple[list[Line], list[Line]]:
-    """The runs, and the timings of benchmarks, in a file or in all `*.jsonl` of a folder; UserError for a file that
-    holds something else."""
+    """Return the runs and the benchmark rows of a file, or of all `*.jsonl` files of a
+    folder.
+
+    Raises:
+        UserError: if a file contains anything else.
+    """
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
     runs: list[Line] = []
     timings: list[Line] = []
@@ -192,7 +202,7 @@ def read(path: str | Path) -> tuple[list[Line], list[Line]]:
 
 @contextmanager
 def store(lines: Sequence[Line]) -> Iterator[str]:
-    """The tracking URI of a store that holds the runs."""
+    """Restore the runs to a temporary MLflow store and yield its tracking URI."""
     with tempfile.TemporaryDirectory(prefix="trieline-results-") as folder:
         uri = f"sqlite:///{folder}/mlflow.db"
         client = tracking.connect(uri)
@@ -215,7 +225,7 @@ def store(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> None:
-    """Gives the run what its line says; tags that name a run name the new one."""
+    """Log the content of a line to a run; tags with run ids are mapped to the new ids."""
     tags = {
         name: ids.get(value, value) if name in (PARENT, tracking.BEST_TAG) else value
         for name, value in line["tags"].items()
@@ -247,7 +257,7 @@ def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> 
 
 
 def select_all(uri: str) -> Selection:
-    """All trainings and trials of a store."""
+    """Select all trainings and trials of a store."""
     client = tracking.connect(uri)
     there = {str(e.experiment_id): e.name for e in client.search_experiments()}
     return Selection(uri, "all runs", trainings(search(client, list(there))), there)

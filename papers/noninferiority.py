@@ -23,7 +23,7 @@ MARGIN = 0.01
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """What the test says."""
+    """The result of a non-inferiority test."""
 
     mean: float
     """Mean of the student over its seeds."""
@@ -36,14 +36,18 @@ class NonInferiority:
 
     @property
     def difference(self) -> float:
-        """Student minus teacher."""
+        """Return student minus teacher."""
         return self.mean - self.teacher
 
 
 def non_inferiority(
     student: Sequence[float], teacher: float, margin: float = MARGIN
 ) -> NonInferiority:
-    """The test for a student's values, one per seed, against the teacher's. ValueError without values."""
+    """Test a student's values, one per seed, against the teacher's.
+
+    Raises:
+        ValueError: without values.
+    """
     if not student:
         raise ValueError(
             "there are 0 values of the student, the test needs at least 2; evaluate it on test first"

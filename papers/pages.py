@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tables import benchmark_tables, rows_of_lines
+from benchmarks.tables import benchmark_tables, to_rows
 from jobs import cli
 from papers import days, kept
 from papers.claims import verdicts, verdicts_table
@@ -32,7 +32,7 @@ ORIGIN = ("hardware", tracking.COMMIT_TAG, "command")
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of `python -m papers.pages`."""
 
     results: str = str(kept.RESULTS)
     """File of kept runs, or folder of such files."""
@@ -41,7 +41,7 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Writes all pages."""
+    """Write all pages of results."""
     folder, papers = Path(config.output), load()
     runs, timings = kept.read(config.results)
     with kept.store(runs) as uri:
@@ -53,9 +53,7 @@ def run(config: Config) -> None:
             ]
             for sweep in (None, *sweeps):
                 write_comparison(select(uri, [name], sweep), papers, folder)
-        found = verdicts(
-            [*rows_of(kept.select_all(uri)), *rows_of_lines(timings)], papers
-        )
+        found = verdicts([*rows_of(kept.select_all(uri)), *to_rows(timings)], papers)
     for name in sorted({line["benchmark"] for line in timings}):
         own = [line for line in timings if line["benchmark"] == name]
         origins = [
@@ -67,7 +65,7 @@ def run(config: Config) -> None:
         ]
         write_page(
             f"benchmark/{name}",
-            [*benchmark_tables(rows_of_lines(own)), origins_table(origins)],
+            [*benchmark_tables(to_rows(own)), origins_table(origins)],
             [],
             folder,
         )
@@ -77,7 +75,9 @@ def run(config: Config) -> None:
 
 
 def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None:
-    """A page of an experiment or a sweep, with its plots as SVG beside it."""
+    """Write the page of an experiment or a sweep, with its plots as SVG files beside
+    it.
+    """
     comparison = compare(selection)
     origins = [
         (str(run.info.run_name), *(run.data.tags.get(tag, "") for tag in ORIGIN))
@@ -99,7 +99,7 @@ def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None
 
 
 def write_days(results: Path, folder: Path) -> None:
-    """The page of policies on logs that grow by days, where figures of them are kept."""
+    """Write the page of daily policies, if results of them are stored."""
     shown, words = [], []
     for of_log, plot in days.pages(results):
         shown += of_log
@@ -121,7 +121,7 @@ def write_days(results: Path, folder: Path) -> None:
 def write_page(
     title: str, shown: Sequence[Table], words: Sequence[str], folder: Path
 ) -> None:
-    """The tables, then the words, as Markdown in a file named by the title."""
+    """Write tables and text as a Markdown file named by the title."""
     content = "\n".join([*(table.markdown() for table in shown), *words])
     name = re.sub(r"\W+", "-", title.lower())
     write(f"# {title}\n\n{content}", str(folder / f"{name}.md"))

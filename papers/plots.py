@@ -16,7 +16,9 @@ from pipelines.figures import COLOURS, new_figure, say_axes
 
 
 def tokenizers(comparison: Comparison) -> list[Drawn]:
-    """Teacher and student side by side for each folder of semantic IDs; none with fewer than two."""
+    """Draw teacher and student side by side per set of semantic IDs, for two or more
+    sets.
+    """
     name = f"test/{comparison.metric}"
     pairs: dict[str, tuple[float, Row]] = {}
     sign = 1 if lower_is_better(comparison.metric) else -1
@@ -77,7 +79,7 @@ def tokenizers(comparison: Comparison) -> list[Drawn]:
 
 
 def beams(comparison: Comparison) -> list[Drawn]:
-    """The metric by the number of beams, for models evaluated with two or more."""
+    """Draw the metric by the beam width, for models evaluated with at least two widths."""
     name = f"test/{comparison.metric}"
     lines: dict[tuple[str, str], dict[int, float]] = {}
     for row in comparison.rows:

@@ -1,9 +1,11 @@
-"""What the papers print, beside what runs here measured: `claims.yaml` says both how a system is told and its figures.
+"""Compare runs with the figures that the papers print; `claims.yaml` defines systems
+and figures.
 
     papers = load()
     for table in beside_the_papers(comparison, papers): print(table.text())
 
-Figures stand beside runs on the papers' data sets alone, as they are and relative to the same reference system.
+Figures stand beside runs on the papers' own datasets only, as absolute values and
+relative to the same reference.
 """
 
 from __future__ import annotations
@@ -38,21 +40,23 @@ years. Those of QGS and AttnMVP are not public."""
 
 @dataclass(frozen=True)
 class System:
-    """How a system of a paper is told among rows."""
+    """A system of a paper, and how its rows are recognised."""
 
     model: str | list[str]
     """Name in the registry, or BENCHMARK/VARIANT; or several names."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Params of the model and what they are: a value, a list of values, {above: n}, or any."""
+    """Required params of the model: a value, a list of values, {above: n}, or any."""
 
     def matches(self, row: Row) -> bool:
-        """Whether the row is this system's, evaluated as it was trained or with the `beam` that is asked for."""
+        """Return whether the row is this system, evaluated with its trained options or
+        the required `beam`.
+        """
         if not fits(row.model, self.model) or (
             row.options and not ("beam" in self.params and row.options[:5] == "beam-")
         ):
             return False
         return all(
-            fits(value_of(row, name), wanted) for name, wanted in self.params.items()
+            fits(param_value(row, name), wanted) for name, wanted in self.params.items()
         )
 
 
@@ -63,16 +67,16 @@ class Published:
     source: str
     """Paper and table."""
     metrics: list[str]
-    """Metrics, as runs here have them."""
+    """Metrics, by the names that runs have."""
     datasets: dict[str, dict[str, list[float]]]
-    """By dataset and system, a figure per metric."""
+    """A value per metric, by dataset and system."""
     reference: str | None = None
-    """System that others are seen against."""
+    """System that the others are compared with."""
     relative: bool = False
-    """Whether the figures are changes against the reference, and absolute ones are not printed."""
+    """Whether the values are changes against the reference."""
 
     def value(self, dataset: str, system: str, metric: str) -> float | None:
-        """The printed figure, or None."""
+        """Return the printed value, or None."""
         line = self.datasets[dataset].get(system)
         value = (
             line[self.metrics.index(metric)]
@@ -84,7 +88,9 @@ class Published:
     def change(
         self, dataset: str, system: str, metric: str, reference: str | None = None
     ) -> float | None:
-        """(system - reference) / reference, or None where one is not printed."""
+        """Return (system - reference) / reference, or None if one of them is not
+        printed.
+        """
         reference = reference or self.reference
         value = self.value(dataset, system, metric)
         base = self.value(dataset, reference, metric) if reference else None
@@ -97,7 +103,7 @@ class Published:
 
 @dataclass
 class Papers:
-    """The content of the file."""
+    """The content of claims.yaml."""
 
     systems: dict[str, System]
     published: list[Published]
@@ -105,15 +111,15 @@ class Papers:
     """Rules, as `claims.py` reads them."""
 
 
-def value_of(row: Row, name: str) -> str | None:
-    """The row's param; `beam` is that of its evaluation."""
+def param_value(row: Row, name: str) -> str | None:
+    """Return a param of the row; `beam` is the beam width of its evaluation."""
     if name == "beam":
         return str(row.beam) if row.beam else None
     return row.params.get(name, row.params.get(f"model.{name}"))
 
 
 def fits(value: str | None, wanted: Any) -> bool:
-    """Whether a param, a string, is what is wanted."""
+    """Return whether a param matches a required value."""
     if wanted == "any" or value is None:
         return bool(wanted == "any")
     if isinstance(wanted, list):
@@ -130,7 +136,11 @@ def fits(value: str | None, wanted: Any) -> bool:
 
 
 def load(path: str | Path = CLAIMS) -> Papers:
-    """The file's content; UserError with the nearest name for an unknown key or system."""
+    """Read claims.yaml.
+
+    Raises:
+        UserError: for an unknown key or system; names the nearest one.
+    """
     content = read_yaml(str(path), "give a file with systems, published and claims")
     check_names(content, ("systems", "published", "claims"), str(path))
     systems: dict[str, System] = {}
@@ -165,7 +175,7 @@ def load(path: str | Path = CLAIMS) -> Papers:
 
 
 def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """UserError for a name that is not known."""
+    """Raise UserError for an unknown name."""
     check_known(
         given,
         known,
@@ -174,7 +184,7 @@ def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def check_there(given: Iterable[str], needed: Iterable[str], where: str) -> None:
-    """UserError for a key that is left out."""
+    """Raise UserError for a missing key."""
     if missing := [name for name in needed if name not in given]:
         raise UserError(
             f"{where}: {', '.join(missing)} missing; give {', '.join(needed)}"
@@ -187,37 +197,44 @@ OF_STAGE_1 = {
     "model.encoder_layers",
     "model.encoder_width",
 }
-"""Params of SID-MLP++ that make its stage 1 another one, so that the encoder's hash differs with them."""
+"""Params of SID-MLP++ that change its stage 1, and so the hash of the encoder."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two rows that compare, each with those of its runs alone that have a partner, where any have."""
+    """Two comparable rows, restricted to runs that have a partner if any run has one."""
 
     left: Row
-    """Of students of several teachers, all of them."""
+    """The compared row; for students of several teachers, all of their runs."""
     right: Row
-    """That it is compared with."""
+    """The row that `left` is compared with."""
     runs: tuple[tuple[Run, Run], ...]
-    """Each run of left with its partner: its teacher, or the run of its seed; none where no seed is shared."""
+    """Each run of `left` with its teacher, or with the run of its seed; empty if no
+    seed is shared.
+    """
 
     def values(self, metric: str) -> list[tuple[float, float]]:
-        """(left, right) of each pair of runs; of rows without such pairs, their means."""
+        """Return (left, right) values of each pair of runs, or the means of rows
+        without pairs.
+        """
         both = [
             (one.metrics[metric], other.metrics[metric]) for one, other in self.runs
         ]
         return both or [(self.left.mean(metric), self.right.mean(metric))]
 
     def change(self, metric: str) -> float:
-        """Mean of (left - right) / right over the pairs of runs; NaN where a right is 0."""
+        """Return the mean of (left - right) / right over the pairs of runs; NaN if a
+        right value is 0.
+        """
         return statistics.fmean(
             ratio(one, other) - 1 for one, other in self.values(metric)
         )
 
 
-def pair_of(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
-    """The runs of the rows that have the metric, each with its partner among those of right; of a seed, and of a
-    teacher, that are there twice, the newest."""
+def pair_runs(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
+    """Pair the runs that have the metric; of several runs with one seed and teacher,
+    take the newest.
+    """
     ours = [run for row in lefts for run in row.runs if metric in run.metrics]
     theirs = [run for run in right.runs if metric in run.metrics]
     told: dict[tuple[str, str], tuple[Run, Run]] = {}
@@ -241,9 +258,15 @@ def pair_of(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
 def pairs(
     rows: Sequence[Row], left: System, right: System, metric: str, match: str
 ) -> list[Pair]:
-    """Rows of two systems that compare, one pair per experiment and trie: that with the most seeds, then the best left,
-    then the best right on validation. `match` teacher: right has taught left, each student its own teacher of right's
-    seeds; settings: all else alike, and both are of the seeds that they share, where there are any."""
+    """Return one pair of comparable rows per experiment and trie.
+
+    Pairs with the most seeds come first, then the best `left`, then the best `right` on
+    validation.
+
+    Args:
+        match: `teacher` pairs each student with its own teacher among `right`'s runs;
+            `settings` pairs rows that are equal in everything else, by seed.
+    """
     named = {
         name if "." in name else f"model.{name}"
         for name in (*left.params, *right.params)
@@ -259,7 +282,7 @@ def pairs(
                 alike.setdefault(key, ([], theirs))[0].append(ours)
     groups: dict[tuple[str, str], list[Pair]] = {}
     for lefts, theirs in alike.values():
-        pair = pair_of(lefts, theirs, metric, match)
+        pair = pair_runs(lefts, theirs, metric, match)
         if pair.runs or (match == "settings" and theirs.values(metric)):
             place = (theirs.experiment, lefts[0].params.get("table.trie", ""))
             groups.setdefault(place, []).append(pair)
@@ -274,8 +297,12 @@ def pairs(
 
 
 def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
-    """Whether two rows may be compared: same experiment and tables, evaluated alike, and all else equal but for the
-    params `named`, where the models are the same or of one benchmark; for `match` teacher right has taught left."""
+    """Return whether two rows may be compared.
+
+    They share experiment, tables and evaluation options. Rows of one model or benchmark
+    may differ only in the params `named`. With `match` `teacher`, `right` is the
+    teacher of `left`.
+    """
     if left is right or left.experiment != right.experiment:
         return False
     how = {
@@ -307,14 +334,14 @@ def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
 
 
 def on_val(row: Row, metric: str) -> float:
-    """How good the row is on validation by the metric, larger is better; where that is not known, worse than all."""
+    """Return the row's validation metric with larger values better; -inf if unknown."""
     name = f"val/{metric.split('/', 1)[-1]}"
     sign = -1 if lower_is_better(metric) else 1
     return sign * row.mean(name) if row.values(name) else -math.inf
 
 
 def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
-    """Of the system's rows that have the metric that with the most seeds, then the best on validation."""
+    """Return the system's row with the most seeds, then the best on validation."""
     there = [row for row in rows if system.matches(row) and row.values(metric)]
     return max(
         there,
@@ -324,7 +351,7 @@ def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
 
 
 def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
-    """A table per source and data set that has a system which is measured here, on that data set."""
+    """Return a table per source and dataset with at least one measured system."""
     made = []
     for published, name in (
         (each, name) for each in papers.published for name in each.datasets
@@ -342,7 +369,9 @@ def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
 def compare_with(
     comparison: Comparison, published: Published, systems: dict[str, System]
 ) -> Table | None:
-    """Ours beside one source's; None where no system is measured here, or none that compares with the reference."""
+    """Return our values beside one source's, or None if no measured system is
+    comparable.
+    """
     names = list(
         dict.fromkeys(name for lines in published.datasets.values() for name in lines)
     )

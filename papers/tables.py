@@ -19,7 +19,7 @@ MAJOR = ("long_dwell", "contribution", "like")
 
 
 def paper_tables(comparison: Comparison) -> list[Table]:
-    """All but the last, where there is something to say."""
+    """Return all tables of a page except the last one, without empty tables."""
     rows = comparison.rows
     return [
         *non_inferiority_tables(rows, comparison.metric, comparison.teachers),
@@ -31,10 +31,11 @@ def paper_tables(comparison: Comparison) -> list[Table]:
 def non_inferiority_tables(
     rows: Sequence[Row], metric: str, teachers: Sequence[Row] = ()
 ) -> list[Table]:
-    """Students beside each evaluation of their teacher, told by the hash of its weights, among the rows or `teachers`;
-    none without such pairs.
+    """Return tables of students beside each evaluation of their teacher.
 
-    A student that was evaluated with other options than its own stands beside a teacher with the same alone.
+    A teacher is found by the hash of its weights among the rows or `teachers`. A
+    student evaluated with non-default options is compared with a teacher evaluated with
+    the same ones.
     """
     name = f"test/{metric}"
     cells = []
@@ -80,7 +81,9 @@ def non_inferiority_tables(
 
 
 def relative_tables(rows: Sequence[Row]) -> list[Table]:
-    """Each row's change on test against the baseline of the same log, the best, over the seeds that both have."""
+    """Return each row's change on test against the best baseline of its log, over
+    common seeds.
+    """
     baselines: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if row.model == BASELINE and row.by_seed("test/eval_loss"):
@@ -116,7 +119,9 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
-    """Mean relative change over `seeds`, with its deviation where there are several."""
+    """Format the mean relative change over `seeds`, with its deviation for several
+    seeds.
+    """
     ours, theirs = row.by_seed(name), baseline.by_seed(name)
     changes = [
         ratio(ours[seed], theirs[seed]) - 1
@@ -131,7 +136,7 @@ def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
 
 
 def parameter_tables(rows: Sequence[Row]) -> list[Table]:
-    """Learned numbers by part of each model; one row per model and size."""
+    """Return the number of parameters by part, one row per model and size."""
     parts = list(
         dict.fromkeys(
             n
@@ -159,7 +164,7 @@ def parameter_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def origins_table(origins: Sequence[tuple[str, ...]]) -> Table:
-    """Where runs are from: name, hardware, commit and command of each."""
+    """Return the origin of runs: name, hardware, commit and command."""
     cells = [
         [name, hardware, commit[:10], command]
         for name, hardware, commit, command in sorted(origins, key=lambda o: o[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.tables import benchmark_tables, rows_of_lines
+from benchmarks.tables import benchmark_tables, to_rows
 
 
 def test_a_benchmark_is_a_table_for_each_size() -> None:
@@ -35,7 +35,7 @@ def test_a_benchmark_is_a_table_for_each_size() -> None:
             lines.append(
                 {"benchmark": "decode", "variant": variant, "params": params, **seconds}
             )
-    first, second = benchmark_tables(rows_of_lines(lines))
+    first, second = benchmark_tables(to_rows(lines))
     assert first.title == "decode: batch 32, beam 10, items 25000"
     assert second.title == "decode: batch 32, beam 50, items 25000"
     assert second.cells[-1] == [

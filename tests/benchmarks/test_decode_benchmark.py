@@ -155,16 +155,16 @@ def test_real_histories_are_those_of_test_requests(tmp_path):
 def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
     source = decode.Source(items=400, seed=0)
     for kind in ("sid_mlp", "sid_mlp_pp"):
-        model = decode.made_model(source, kind)
+        model = decode.load_model(source, kind)
         plain, fast = (
-            decode.batches_of(source, f"{kind}_{path}", 4, runs=3)
+            decode.cut_batches(source, f"{kind}_{path}", 4, runs=3)
             for path in ("plain", "fast")
         )
         assert all(batch["history"].shape == (4, 20) for batch in plain)
         for padded, batch in zip(plain, fast, strict=True):
             assert batch["history"].shape[1] == batch["history_length"].max()
-            items, scores = decode.caller(f"{kind}_plain", model, 10)(padded)
-            found, fast_scores = decode.caller(f"{kind}_fast", model, 10)(batch)
+            items, scores = decode.make_call(f"{kind}_plain", model, 10)(padded)
+            found, fast_scores = decode.make_call(f"{kind}_fast", model, 10)(batch)
             torch.testing.assert_close(fast_scores, scores, rtol=1e-4, atol=1e-4)
             assert found.tolist() == items.tolist()
 

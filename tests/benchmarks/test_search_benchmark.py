@@ -28,13 +28,13 @@ def test_rows_name_mode_and_length(monkeypatch):
 
 def test_attention_too_large_to_train_is_left_out():
     params = {"mode": "train", "length": 4000, "layers": 12, "heads": 8, "batch": 1}
-    assert not search_encoder.fits("hstu", params)
-    assert search_encoder.fits("hstu", params | {"mode": "forward"})
-    assert not search_encoder.fits(
+    assert not search_encoder.fits_in_memory("hstu", params)
+    assert search_encoder.fits_in_memory("hstu", params | {"mode": "forward"})
+    assert not search_encoder.fits_in_memory(
         "hstu", params | {"mode": "forward", "length": 16000}
     )
-    assert search_encoder.fits("hstu", params | {"length": 1000})
-    assert search_encoder.fits("linear_hstu", params)
+    assert search_encoder.fits_in_memory("hstu", params | {"length": 1000})
+    assert search_encoder.fits_in_memory("linear_hstu", params)
 
 
 def test_the_floor_is_the_products_alone():

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
-from benchmarks.tables import rows_of_lines
+from benchmarks.tables import to_rows
 from models import registry
 from models.metrics.per_user_metrics import PerUserValues
 from models.storage.tables import UserError
@@ -345,7 +345,7 @@ def test_lines_of_benchmarks_are_evidence(papers: Papers) -> None:
     def decided(*more: dict) -> Verdict:
         (found,) = [
             v
-            for v in verdicts(rows_of_lines([*lines, *more]), papers)
+            for v in verdicts(to_rows([*lines, *more]), papers)
             if v.claim.id == "speed"
         ]
         return found
