@@ -19,7 +19,7 @@ from models.storage.inputs import Inputs
 from models.storage.tables import (
     TableVersion,
     UserError,
-    family_of,
+    model_family,
     read_manifest,
     table_hashes,
 )
@@ -115,7 +115,7 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
     """
     entry = registry.find(name)
     expected = entry.family.name
-    family = family_of(read_manifest(inputs.sequences, "sequences"))
+    family = model_family(read_manifest(inputs.sequences, "sequences"))
     if family != expected:
         fitting = [
             other for other, row in registry.MODELS.items() if row.family.name == family

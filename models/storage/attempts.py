@@ -93,17 +93,19 @@ def require_current(folder: str, attempt: Attempt) -> None:
     """Raise SupersededError unless `attempt` is the newest attempt at the run."""
     newest = read_attempt(folder)
     if newest != attempt:
-        raise _superseded(folder, attempt, newest)
+        raise _superseded_error(folder, attempt, newest)
 
 
 def require_job(folder: str, attempt: Attempt) -> None:
     """Raise SupersededError unless the job of `attempt` is the newest job that trains the run."""
     newest = read_attempt(folder)
     if newest.job != attempt.job:
-        raise _superseded(folder, attempt, newest)
+        raise _superseded_error(folder, attempt, newest)
 
 
-def _superseded(folder: str, attempt: Attempt, newest: Attempt) -> SupersededError:
+def _superseded_error(
+    folder: str, attempt: Attempt, newest: Attempt
+) -> SupersededError:
     return SupersededError(
         f"attempt {newest} trains the run in {folder} meanwhile, so attempt {attempt} ends without changing it; wait "
         f"for the other job, or stop it and run the same line again"

@@ -36,11 +36,11 @@ from models.storage.attempts import UNNUMBERED, Attempt, require_current
 from models.storage.tables import (
     TableVersion,
     UserError,
+    add_seal,
     check_file_names,
+    check_seal,
     join,
     open_uri,
-    sealed,
-    unsealed,
 )
 from models.storage.uri import file_info, write_file
 
@@ -110,7 +110,7 @@ class Checkpoint:
 
     def to_json(self) -> str:
         """Return the content of `config.json`, with a hash of itself."""
-        return sealed(asdict(self))
+        return add_seal(asdict(self))
 
 
 class Uploads:
@@ -394,7 +394,7 @@ def read(uri: str | Path) -> Checkpoint:
         )
     try:
         with filesystem.open_input_stream(where) as stream:
-            content = unsealed(stream.read())
+            content = check_seal(stream.read())
         content.pop("shards", None)  # checkpoints before commit 61e80fa have it
         about = Checkpoint(**content)
         about.model, about.files = dict(about.model), dict(about.files)

@@ -11,7 +11,7 @@ old one before the manifest is replaced. A folder without a manifest is not a ta
 files. Jobs lock their output while they write (`writing`), because `commit` would remove the parts of another job.
 
 Damage is found when data is read: a part is read into memory once, hashed, and parsed from there (`read_parquet`), and the
-manifest holds a hash of itself (`sealed`). So an error names the file with a flipped bit.
+manifest holds a hash of itself (`add_seal`). So an error names the file with a flipped bit.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FILE_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class Part:
-    """One Parquet file of a table."""
+    """A Parquet file of a table."""
 
     path: str
     """File name, relative to the table's directory."""
@@ -138,14 +138,14 @@ def table_hashes(versions: Mapping[str, TableVersion]) -> dict[str, str]:
     return {name: version.hash for name, version in versions.items()}
 
 
-def sealed(content: dict[str, Any]) -> str:
-    """Return `content` as JSON with a hash of itself, by which `unsealed` finds damage."""
+def add_seal(content: dict[str, Any]) -> str:
+    """Return `content` as JSON with a hash of itself, by which `check_seal` finds damage."""
     plain = json.loads(json.dumps(content, default=str))
     return json.dumps({**plain, SEAL: _seal(plain)}, indent=2, sort_keys=True)
 
 
-def unsealed(text: bytes | str) -> dict[str, Any]:
-    """Return the content that `sealed` was given. Raise ValueError if the text is damaged."""
+def check_seal(text: bytes | str) -> dict[str, Any]:
+    """Return the content that `add_seal` was given. Raise ValueError if the text is damaged."""
     content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError(f"it holds {type(content).__name__}, not a mapping")
@@ -185,7 +185,7 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         text = stream.read()
     try:
-        content = unsealed(text)
+        content = check_seal(text)
         content["files"] = [Part(**part) for part in content["files"]]
         manifest = Manifest(**content)
         check_file_names(part.path for part in manifest.files)
@@ -200,7 +200,7 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
     return manifest
 
 
-def family_of(sequences: Manifest) -> str:
+def model_family(sequences: Manifest) -> str:
     """Return the family of the models that read the sequences.
 
     It is named like their kind of request, unless the manifest names another family.
@@ -211,7 +211,7 @@ def family_of(sequences: Manifest) -> str:
 def sequences_manifest(uri: str, family: str) -> Manifest:
     """Return the manifest of `sequences`. Raise UserError if models of another family read them."""
     manifest = read_manifest(uri, "sequences")
-    if family_of(manifest) != family:
+    if model_family(manifest) != family:
         raise UserError(
             f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of {family} need '{family}' (prepare: "
             f"kind: {family})"
@@ -386,7 +386,7 @@ RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")
 
 @cache
 def code_version() -> str:
-    """Return the package version and what identifies the code that this process runs.
+    """Return the package version and an identifier of the code that this process runs.
 
     That is the git commit of a checkout without changes, else the package that Ray unpacked, else a hash of the
     project's Python files.
@@ -489,7 +489,7 @@ def switch(tables: Mapping[str, Manifest]) -> None:
                 f"wait for it, then run this one again or choose another output folder"
             )
     for uri, manifest in tables.items():
-        write_file(join(uri, MANIFEST), sealed(asdict(manifest)).encode())
+        write_file(join(uri, MANIFEST), add_seal(asdict(manifest)).encode())
     for uri, manifest in tables.items():
         clear(uri, {part.path for part in manifest.files} | {MANIFEST})
 

@@ -21,7 +21,7 @@ from models import registry
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import TableVersion, UserError, sealed, unsealed
+from models.storage.tables import TableVersion, UserError, add_seal, check_seal
 from models.storage.uri import open_uri
 from models.train import main
 from models.training.fit import FitConfig
@@ -237,14 +237,14 @@ def test_a_flipped_bit_is_found_when_the_checkpoint_is_used(
 def test_files_of_other_folders_are_none_of_a_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "best", *linear(1))
     config = tmp_path / "best/config.json"
-    content = unsealed(config.read_text())
+    content = check_seal(config.read_text())
     for files in (
         {"../model.safetensors": 3},
         {"/etc/passwd": 3},
         ["model.safetensors"],
         3,
     ):
-        config.write_text(sealed({**content, "files": files}))
+        config.write_text(add_seal({**content, "files": files}))
         with pytest.raises(
             UserError,
             match=r"config\.json is damaged \(.*\); use another checkpoint or train again",

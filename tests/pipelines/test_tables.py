@@ -14,8 +14,10 @@ import pytest
 from models.storage.locks import LOCK
 from models.storage.tables import (
     UserError,
+    add_seal,
     check_output,
     check_place,
+    check_seal,
     clear,
     code_version,
     commit,
@@ -24,8 +26,6 @@ from models.storage.tables import (
     read_manifest,
     read_parquet,
     read_table,
-    sealed,
-    unsealed,
     up_to_date,
     write_part,
     writing,
@@ -221,9 +221,9 @@ def test_a_manifests_paths_stay_in_its_folder(tmp_path: Path, path: str | None) 
     uri = make(tmp_path / "t", sids([1]))
     write_part(str(tmp_path), sids([2]))
     manifest = tmp_path / "t" / "manifest.json"
-    content = unsealed(manifest.read_text())
+    content = check_seal(manifest.read_text())
     content["files"][0]["path"] = path
-    manifest.write_text(sealed(content))
+    manifest.write_text(add_seal(content))
     with pytest.raises(
         UserError,
         match=r"manifest\.json is damaged \(the path .* is not a file's name\); make the",

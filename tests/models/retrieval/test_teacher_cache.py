@@ -28,11 +28,11 @@ from models.storage.inputs import Inputs
 from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import (
     UserError,
+    add_seal,
+    check_seal,
     open_uri,
     read_manifest,
     read_table,
-    sealed,
-    unsealed,
 )
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
@@ -269,7 +269,7 @@ def test_a_wrong_one_is_refused_with_what_to_do(
         if "encoder_width" not in read_manifest(str(path)).config
     )
     uri = next(tables)
-    manifest = unsealed((uri / "manifest.json").read_text())
+    manifest = check_seal((uri / "manifest.json").read_text())
 
     def refused(why: str) -> None:
         with pytest.raises(
@@ -279,7 +279,7 @@ def test_a_wrong_one_is_refused_with_what_to_do(
             world.build(copy)
 
     def changed(**change: Any) -> None:
-        (uri / "manifest.json").write_text(sealed({**manifest, **change}))
+        (uri / "manifest.json").write_text(add_seal({**manifest, **change}))
 
     changed(files=[])
     refused("it lacks .* requests")

@@ -13,7 +13,7 @@ from search_tables import request, write_tables
 from models.search import metrics
 from models.search.data import NO_QUERY, SearchCatalogue, SearchDataset
 from models.search.qgs import QGS, QGSConfig
-from models.storage.tables import UserError, join, sealed, unsealed
+from models.storage.tables import UserError, add_seal, check_seal, join
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,9 @@ def test_text_of_several_encoders_is_refused(
     for name in ("tokens", "pairs"):
         path = tmp_path / "text" / name / "manifest.json"
         before = path.read_text()
-        path.write_text(sealed({**unsealed(before), "config": {"encoder": "another"}}))
+        path.write_text(
+            add_seal({**check_seal(before), "config": {"encoder": "another"}})
+        )
         with pytest.raises(UserError, match="were encoded with several settings"):
             SearchCatalogue.load(tables, str(tmp_path / "text"))
         path.write_text(before)

@@ -16,7 +16,13 @@ import pytest
 from own_layouts import MAKERS
 
 from jobs import audit, cli, prepare
-from models.storage.tables import UserError, read_manifest, read_table, sealed, unsealed
+from models.storage.tables import (
+    UserError,
+    add_seal,
+    check_seal,
+    read_manifest,
+    read_table,
+)
 from pipelines.data.audit.rules import audit as check
 from pipelines.training import run as training
 
@@ -159,9 +165,9 @@ def test_the_audit_finds_an_item_too_many_among_those_without_behaviours(
 ) -> None:
     _, tables = tables_of("hm", tmp_path)
     path = Path(tables) / "items" / "manifest.json"
-    content = unsealed(path.read_text())
+    content = check_seal(path.read_text())
     content["info"]["items_without_behaviours"] = 19
-    path.write_text(sealed(content))
+    path.write_text(add_seal(content))
     found = {rule.name: rule.examples for rule in check(tables) if rule.violations}
     assert found["catalogue"] == [
         "20 items of the catalogue have no behaviour, the manifest says 19"

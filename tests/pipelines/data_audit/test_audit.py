@@ -15,11 +15,11 @@ import pytest
 from jobs import audit as job
 from models.storage.tables import (
     UserError,
+    add_seal,
+    check_seal,
     commit,
     read_manifest,
     read_table,
-    sealed,
-    unsealed,
     write_part,
 )
 from pipelines.data.audit.rules import RULES, audit
@@ -353,9 +353,9 @@ def foreign(folder: Path) -> None:
 
 def says(**info: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        content = unsealed((folder / "manifest.json").read_text())
+        content = check_seal((folder / "manifest.json").read_text())
         content["info"] |= info
-        (folder / "manifest.json").write_text(sealed(content))
+        (folder / "manifest.json").write_text(add_seal(content))
 
     return change
 
