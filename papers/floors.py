@@ -8,7 +8,7 @@
 
 Without `--seeds` only the models without training run, with their shipped configs. With
 seeds SASRec, TIGER and SID-MLP follow as the quickstart trains them, but for all of their
-epochs, however fast the machine is. Each model is evaluated on test, with all items and
+epochs, or at most `--epochs`, however fast the machine is. Each model is evaluated on test, with all items and
 with known items left out. The line again goes on from what is finished.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jobs import cli, quickstart
 from jobs.quickstart import Folders, Steps, Trained
-from jobs.time_budget import Schedule
+from jobs.time_budget import EVAL_EXAMPLES, Schedule
 from models import registry
 
 
@@ -39,6 +39,8 @@ class Config:
     """Another mapping file."""
     seeds: list[int] = field(default_factory=list)
     """Seeds of the trained models; without any, these are left out."""
+    epochs: int = 1000
+    """Epochs of a trained model at most."""
 
 
 def run(config: Config) -> None:
@@ -59,7 +61,8 @@ def run(config: Config) -> None:
         name = quickstart.run_of(quick, folders, trained).name
         words = ["--experiment", config.experiment or f"retrieval/{config.log}"]
         if registry.find(trained.model).gradient:
-            words += ["--fit.max_epochs", str(trained.epochs)]
+            words += ["--fit.max_epochs", str(min(trained.epochs, config.epochs))]
+            words += ["--fit.eval_examples", str(EVAL_EXAMPLES)]
         quickstart.measure(quick, folders, steps, trained, Schedule({name: words}))
 
 
