@@ -129,7 +129,7 @@ def run(config: Config) -> None:
     started = time.monotonic()
     cli.say_loading("torch", "ray")
     from pipelines.data.sids.embed import embed_origin
-    from pipelines.data.sids.extend import Embedder, drift_lines, extend
+    from pipelines.data.sids.extend import Embedder, describe_drift, extend
     from pipelines.data.sids.tokenize import check_folders, check_items, tokenize
 
     def say(message: str) -> None:
@@ -184,7 +184,7 @@ def run(config: Config) -> None:
         )
     for line in [
         *summary(sids, trie),
-        *(drift_lines(sids.info["drift"]) if "drift" in sids.info else []),
+        *(describe_drift(sids.info["drift"]) if "drift" in sids.info else []),
     ]:
         print(line)
     if many := config.sids_config().crowded_by_codes(

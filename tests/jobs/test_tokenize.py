@@ -72,7 +72,7 @@ def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> Non
         True,
     )
     assert config.rqvae.codebook_size == 256
-    assert config.sids_config().used()["rqvae"]["epochs"] == 3
+    assert config.sids_config().relevant_settings()["rqvae"]["epochs"] == 3
 
 
 def test_run_says_what_was_made_where_and_what_is_next(

@@ -1,5 +1,4 @@
-"""Options of semantic IDs and of embeddings, without Ray and PyTorch, so that a command line is parsed before they are
-imported."""
+"""Options of semantic IDs and embeddings, without importing Ray or PyTorch."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, Rqvae
 from models.storage.tables import read_manifest
 
 SHARE_CODE = 4
-"""Items per code of the first level, in the mean, below which codes are too many."""
+"""Mean number of items per code of the first level, below which codes are too many."""
 
 
 @dataclass(frozen=True)
 class EmbedConfig:
-    """Texts to embeddings."""
+    """Options that turn texts into embeddings."""
 
     template: str = ""
     """Item text, such as '{title}. {brand}'; empty: all text columns in the table's order, joined by a blank."""
@@ -55,7 +54,7 @@ class EmbedConfig:
             )
 
     def encoder_options(self) -> tuple[str, int, int, bool, str]:
-        """What TextEncoder takes beside the encoder's name."""
+        """Return the arguments of TextEncoder after the encoder's name."""
         return (
             self.pooling,
             self.max_tokens,
@@ -67,7 +66,7 @@ class EmbedConfig:
 
 @dataclass(frozen=True)
 class TextConfig(EmbedConfig):
-    """Texts of a log to embeddings."""
+    """Options that turn the texts of a log into embeddings."""
 
     pooling: Literal["mean", "cls"] = "cls"
     """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
@@ -81,7 +80,7 @@ class TextConfig(EmbedConfig):
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """A tokenizer and the settings of all; those of the others are not looked at."""
+    """A tokenizer and the options of all tokenizers; options of the others are ignored."""
 
     tokenizer: str
     """`rqvae`, `rqkmeans`, `psid` or `published`."""
@@ -100,11 +99,13 @@ class TokenizerConfig:
 
     @property
     def quantizer(self) -> str:
-        """The tokenizer whose codebooks are trained."""
+        """Name of the tokenizer whose codebooks are trained."""
         return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
 
     def too_few_items(self, items_uri: str) -> str | None:
-        """What to say where the catalogue has fewer items than a codebook that k-means starts on them has codes."""
+        """Return an error message if the catalogue has fewer items than a codebook has
+        codes.
+        """
         if self.quantizer == "published":
             return None
         size, items = (
@@ -140,16 +141,18 @@ class TokenizerConfig:
 
     @staticmethod
     def _fitting_size(items: int) -> int:
-        """Return the largest power of two of codes each of which SHARE_CODE items or more share, at least 2."""
+        """Return the largest power of two, at least 2, with SHARE_CODE or more items per code."""
         return int(2 ** max(1, (items // SHARE_CODE).bit_length() - 1))
 
     @property
     def on_train_items(self) -> bool:
-        """Whether codebooks are fitted on the items of training requests alone."""
+        """Whether codebooks are fitted on the items of training requests only."""
         return self.quantizer == "rqkmeans" and self.rqkmeans.train_items
 
-    def used(self) -> dict[str, Any]:
-        """The settings that the SIDs depend on, for the table's fingerprint."""
+    def relevant_settings(self) -> dict[str, Any]:
+        """Return the settings that the semantic IDs depend on, for the table's
+        fingerprint.
+        """
         used: dict[str, Any] = {"tokenizer": self.tokenizer}
         if self.tokenizer == "psid":
             used["psid"] = asdict(self.psid)

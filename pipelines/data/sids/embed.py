@@ -66,10 +66,13 @@ TRIES = 3
 def item_texts(
     items: pa.Table, config: EmbedConfig, say: Say = lambda line: None
 ) -> list[str]:
-    """The text of each item by the template; a missing column value counts as empty.
+    """Return the text of each item, formatted by the template.
 
-    Raises UserError for a column that the table does not have, where no item has a text, and where some have none
-    unless `config.empty` allows them, which is said then.
+    A missing column value counts as empty.
+
+    Raises:
+        UserError: if the table lacks a column, no item has a text, or some have none
+            and `config.empty` is `error`.
     """
     found, blank = format_item_texts(items, config.template)
     if blank:
@@ -87,9 +90,10 @@ def item_texts(
 
 
 def encoder_version(name: str) -> str:
-    """What tells an encoder's versions apart: a hash of a folder's model files, or the hub's commit.
+    """Return the hash of a folder's model files, or the commit of a model of the hub.
 
-    Raises UserError, naming the remedies, if the encoder cannot be read.
+    Raises:
+        UserError: if the encoder cannot be read; names the remedies.
     """
     if name == "tfidf":
         import sklearn
@@ -122,7 +126,7 @@ class EncoderActor(TextEncoder):
 
 
 def _matrix(column: pa.ChunkedArray) -> np.ndarray:
-    """A list column of equal lengths as (rows, width) float32."""
+    """Convert a list column of equal lengths to a (rows, width) float32 array."""
     chunks = [
         chunk.flatten().to_numpy().reshape(len(chunk), -1)
         for chunk in column.chunks
@@ -205,7 +209,9 @@ def default_workers(each: dict[str, float], blocks: int) -> int:
 def _encode_distributed(
     texts: list[str], name: str, config: EmbedConfig, say: Say
 ) -> Iterator[pa.Table]:
-    """Blocks of `text_index` and `embedding`, in the order in which actors finish them."""
+    """Yield blocks of `text_index` and `embedding` in the order in which actors finish
+    them.
+    """
     # longest first: batches hold texts of like length, and the last blocks to run are short ones
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
     table = pa.table(
@@ -226,7 +232,11 @@ def _encode_distributed(
 def encode_texts(
     texts: list[str], name: str, config: EmbedConfig, say: Say = print
 ) -> np.ndarray:
-    """Embeddings (texts, width) float32 by the `transformers` encoder `name`; each distinct text once."""
+    """Encode texts with the `transformers` encoder `name`, each distinct text once.
+
+    Returns:
+        (texts, width) float32.
+    """
     distinct: dict[str, int] = {}
     which = np.array([distinct.setdefault(text, len(distinct)) for text in texts])
     say(f"{len(texts)} texts, {len(distinct)} distinct; loading {name}")
@@ -247,7 +257,11 @@ def encode_texts(
 
 
 def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
-    """TF-IDF and truncated SVD: (vectorizer, SVD, vectors of the texts (texts, at most width))."""
+    """Fit TF-IDF and a truncated SVD.
+
+    Returns:
+        The vectorizer, the SVD, and the (texts, at most width) vectors.
+    """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -272,8 +286,10 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
 def tfidf_embeddings(
     texts: list[str], width: int, fitted: int = 0
 ) -> Iterator[np.ndarray]:
-    """TF-IDF and truncated SVD, fitted on at most `FIT_TEXTS` of the texts, or of the first `fitted` of them: (texts,
-    at most width) float32 of each range of them, rows of length 1 unless empty."""
+    """Yield the TF-IDF and SVD vectors of each range of texts, rows scaled to length 1.
+
+    The model is fitted on at most `FIT_TEXTS` of the texts, or of the first `fitted`.
+    """
     from sklearn.preprocessing import normalize
 
     fitted = fitted or len(texts)
@@ -290,10 +306,10 @@ def tfidf_embeddings(
         yield normalize(svd.transform(counts)).astype(np.float32)
 
 
-def embeddings_of(
+def embed_ranges(
     texts: list[str], encoder: str, config: EmbedConfig, say: Say, fitted: int = 0
 ) -> Iterator[np.ndarray]:
-    """Embeddings (texts, width) of each range of the texts; fitted: as of `tfidf_embeddings`."""
+    """Yield the (texts, width) embeddings of each range of texts."""
     if encoder == "tfidf":
         yield from tfidf_embeddings(texts, config.svd, fitted)
         return
@@ -305,7 +321,7 @@ def embeddings_of(
 
 @dataclass(frozen=True)
 class Projection:
-    """Principal components that were fitted, by which later vectors are projected too."""
+    """Fitted principal components, which also project later vectors."""
 
     mean: np.ndarray
     """(E,) float64."""
@@ -314,8 +330,10 @@ class Projection:
     scale: np.ndarray
     """(width,) float64."""
 
-    def of(self, vectors: np.ndarray) -> np.ndarray:
-        """(N, width) float32 of `vectors` (N, E), in float64 a range at a time."""
+    def project(self, vectors: np.ndarray) -> np.ndarray:
+        """Project `vectors` (N, E) to (N, width) float32, computed in float64 range by
+        range.
+        """
         projected = np.empty((len(vectors), len(self.scale)), dtype=np.float32)
         for start in range(0, len(vectors), RANGE):
             rows = slice(start, start + RANGE)
@@ -327,7 +345,7 @@ class Projection:
         return projected
 
     def record(self) -> dict[str, str]:
-        """As the manifest of embeddings holds it."""
+        """Encode the arrays as text for the manifest."""
         return {
             name: b64encode(values.tobytes()).decode()
             for name, values in vars(self).items()
@@ -335,7 +353,7 @@ class Projection:
 
     @classmethod
     def read(cls, record: dict[str, str]) -> Projection:
-        """Of `record`."""
+        """Decode the arrays of a manifest."""
         mean, components, scale = (
             np.frombuffer(b64decode(record[field.name])) for field in fields(cls)
         )
@@ -343,10 +361,14 @@ class Projection:
 
 
 def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
-    """The first `width` principal components of `vectors` (N, E), each of variance 1 if `whiten`.
+    """Fit the first `width` principal components of `vectors` (N, E), with variance 1
+    if `whiten`.
 
-    By the eigenvectors of the covariance in float64, their signs fixed, so equal input gives equal output.
-    Raises UserError if the vectors span fewer dimensions than `width`.
+    They are eigenvectors of the float64 covariance with fixed signs, so equal input
+    gives equal output.
+
+    Raises:
+        UserError: if the vectors span fewer dimensions than `width`.
     """
     mean, covariance = (
         vectors.mean(0, dtype=np.float64),
@@ -371,7 +393,7 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
 
 
 RUNS_ONLY = ("batch_size", "workers", "use_gpu", "memory_gb")
-"""Settings that say how texts are encoded and do not change the embeddings."""
+"""Options of the execution, which do not change the embeddings."""
 
 
 def embed_origin(
@@ -381,7 +403,7 @@ def embed_origin(
     config: EmbedConfig,
     own: OwnEmbeddings | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings and the inputs that the embeddings depend on: their fingerprint is of these two."""
+    """Return the settings and input hashes that the embeddings' fingerprint is made of."""
     if own:
         inputs = {"items": read_manifest(items_uri, "items").hash, "own": own.sha256}
         return {"pca": pca_width, "whiten": config.whiten}, inputs
@@ -399,10 +421,14 @@ def embed_origin(
     return {"encoder": encoder, "pca": pca_width, **used}, inputs
 
 
-def finished(
+def find_finished(
     uri: str, table: str, config: dict[str, Any], inputs: dict[str, str]
 ) -> Manifest | None:
-    """The manifest of a table, None where there is none. UserError for one of other settings or inputs."""
+    """Return the manifest of a table, or None if the table does not exist.
+
+    Raises:
+        UserError: if the table has other settings or inputs.
+    """
     if not has_manifest(uri):
         return None
     if not up_to_date(uri, fingerprint(config, inputs)):
@@ -423,33 +449,40 @@ def embed_items(
     start: Callable[[], None] = lambda: None,
     own: OwnEmbeddings | None = None,
 ) -> Manifest:
-    """Makes the `embeddings` table of the `items` table, by the encoder or of `own` ones; a finished one of the same
-    input stays as it is. `start` starts Ray, where it is needed.
+    """Make the `embeddings` table of the `items` table; keep a finished table of the
+    same input.
 
-    `pca_width` 0 leaves the encoder's output as it is. Raises UserError for texts, encoders and widths
-    that do not work, before anything is written.
+    Args:
+        pca_width: Width of the PCA; 0 for the encoder's output.
+        start: Starts Ray; called only if it is needed.
+        own: Embeddings that replace the encoder's.
+
+    Raises:
+        UserError: for unusable texts, encoders or widths, before anything is written.
     """
     config = config or EmbedConfig()
     used, inputs = embed_origin(items_uri, encoder, pca_width, config, own)
-    if not overwrite and (done := finished(output_uri, "embeddings", used, inputs)):
+    if not overwrite and (
+        done := find_finished(output_uri, "embeddings", used, inputs)
+    ):
         say(f"{output_uri}: up to date")
         return done
     started = time.monotonic()
     items = read_table(items_uri, "items")
     if own:
-        blocks, counts = iter([own.of(items["item_id"].to_pylist(), say)]), {}
+        blocks, counts = iter([own.align(items["item_id"].to_pylist(), say)]), {}
     else:
         if encoder != "tfidf":
             start()
         texts = item_texts(items, config, say)
         blocks, counts = (
-            embeddings_of(texts, encoder, config, say),
+            embed_ranges(texts, encoder, config, say),
             {"distinct_texts": len(set(texts))},
         )
     if pca_width:
         vectors = np.concatenate(list(blocks))
         projection = pca(vectors, pca_width, config.whiten)
-        raw_width, blocks = vectors.shape[1], iter([projection.of(vectors)])
+        raw_width, blocks = vectors.shape[1], iter([projection.project(vectors)])
     parts: list[Part] = []
     width = first = 0
     for block in blocks:
@@ -474,8 +507,8 @@ def embed_items(
     )
 
 
-def as_lists(vectors: np.ndarray) -> pa.Array:
-    """(rows, width) as a column of fixed-size lists."""
+def to_list_column(vectors: np.ndarray) -> pa.Array:
+    """Convert a (rows, width) array to a column of fixed-size lists."""
     return pa.FixedSizeListArray.from_arrays(
         pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1]
     )
@@ -484,7 +517,11 @@ def as_lists(vectors: np.ndarray) -> pa.Array:
 def write_vectors(
     uri: str, vectors: np.ndarray, key: str = "item_index", first: int = 0
 ) -> list[Part]:
-    """Parts of a table of embeddings (rows, width), whose `key` counts from `first`, uncommitted."""
+    """Write the parts of an embeddings table (rows, width) without committing them.
+
+    Args:
+        key: Name of the index column, which counts from `first`.
+    """
     schema, parts = embeddings_schema(vectors.shape[1], [key]), []
     for start in range(0, len(vectors), ROWS_PER_PART):
         rows = vectors[start : start + ROWS_PER_PART]
@@ -493,14 +530,14 @@ def write_vectors(
         )
         parts.append(
             write_part(
-                uri, pa.Table.from_arrays([index, as_lists(rows)], schema=schema)
+                uri, pa.Table.from_arrays([index, to_list_column(rows)], schema=schema)
             )
         )
     return parts
 
 
 def read_embeddings(uri: str) -> np.ndarray:
-    """The whole table as (N, width) float32 in the order of item_index."""
+    """Return the whole table as (N, width) float32, sorted by item_index."""
     manifest = read_manifest(uri, "embeddings")
     vectors = np.empty((manifest.rows, manifest.info["width"]), dtype=np.float32)
     for part in iter_parts(uri, "embeddings"):

@@ -1,10 +1,12 @@
-"""New items beside those that have SIDs: codebooks and codes stay, so that a model can go on with them.
+"""Add new items to existing semantic IDs: codebooks and codes stay, so that a model can
+continue with them.
 
     python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS
 
-New texts are embedded and projected as the old ones were, and get the nearest codes that are free. TF-IDF is fitted
-once more on the old texts, and a file of the user's own embeddings is read whole: the old items' must be what they
-were. How far the new items are from what the codebooks were trained on is measured beside the old ones.
+New texts are embedded and projected like the old ones, and get the nearest free codes.
+TF-IDF is fitted again on the old texts, and a file of embeddings is read whole: vectors
+of old items must be unchanged. The drift of new items from the training data of the
+codebooks is measured beside the old items.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from pipelines.data.sids.embed import (
     Projection,
     Say,
     embed_origin,
-    embeddings_of,
+    embed_ranges,
     item_texts,
     read_embeddings,
     write_vectors,
@@ -61,26 +63,30 @@ from pipelines.data.sids.tokenize import (
 )
 
 DRIFT = 1.5
-"""Times the old items' quantisation error, or collision rate, above which codebooks should be trained anew."""
+"""Ratio of new to old quantization error, or collision rate, above which new codebooks
+are advised.
+"""
 FEW_COLLISIONS = 0.05
-"""Collision rate below which nothing is said of it."""
+"""Collision rate below which no advice is given."""
 SAME = 1e-3
-"""Least difference of embeddings that are not the same, in shares of their root mean square: those of equal texts
-differ by rounding."""
+"""Smallest difference of changed embeddings, as a share of their root mean square.
+
+Embeddings of equal texts differ by rounding.
+"""
 
 
 @dataclass(frozen=True)
 class Embedder:
-    """How texts become embeddings."""
+    """Options that turn texts into embeddings."""
 
     encoder: str
     """Name of the encoder, or `tfidf`."""
     pca_width: int
-    """Width of their PCA, 0 for none."""
+    """Width of the PCA; 0 for none."""
     config: EmbedConfig
     """The other settings."""
     own: OwnEmbeddings | None = None
-    """The user's own embeddings, in place of the encoder's."""
+    """Embeddings that replace the encoder's."""
 
 
 def extend_embeddings(
@@ -92,8 +98,11 @@ def extend_embeddings(
     say: Say,
     start: Callable[[], None],
 ) -> Manifest:
-    """The embeddings of before, of the `known` items that have codes, and those of the items that follow. UserError
-    where they would not be of one space."""
+    """Extend the embeddings of the first `known` items by the embeddings of new items.
+
+    Raises:
+        UserError: if old and new embeddings would not share one space.
+    """
     old = read_manifest(before_uri, "embeddings")
     used, inputs = embed_origin(items_uri, by.encoder, by.pca_width, by.config, by.own)
     if up_to_date(uri, fingerprint(used, inputs)):
@@ -102,68 +111,40 @@ def extend_embeddings(
         raise UserError(
             f"{before_uri} was made with another encoder, --pca or --embed; give the same with --extend"
         )
-    begin, vectors, items = (
-        time.monotonic(),
-        read_embeddings(before_uri)[:known],
-        read_table(items_uri, "items"),
-    )
+    began = time.monotonic()
+    vectors = read_embeddings(before_uri)[:known]
+    items = read_table(items_uri, "items")
     fitted = old.info.get("fitted_items", old.rows)
     say(f"{pluralize(len(items) - known, 'new item')} beside {known:,}")
-    whole, counts = (
-        by.own is not None or by.encoder == "tfidf",
-        {},
-    )  # of the old items too
+    # these embed old items again
+    reads_old_items = by.own is not None or by.encoder == "tfidf"
+    counts: dict[str, Any] = {}
     if by.own:
-        blocks = [by.own.of(items["item_id"].to_pylist(), say)]
+        blocks = [by.own.align(items["item_id"].to_pylist(), say)]
     else:
         texts = item_texts(items, by.config)
         counts = {"distinct_texts": len(set(texts))}
-        if not whole:
+        if not reads_old_items:
             start()
-        rest = texts if whole else texts[known:]
-        blocks = (
-            list(embeddings_of(rest, by.encoder, by.config, say, fitted))
-            if len(texts) > known
-            else []
-        )
+        new_texts = texts if reads_old_items else texts[known:]
+        blocks = []
+        if len(texts) > known:
+            blocks = list(embed_ranges(new_texts, by.encoder, by.config, say, fitted))
     projection = Projection.read(old.info["pca"]) if by.pca_width else None
-    fits = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
-    if projection and fits:
-        blocks = [projection.of(block) for block in blocks]
+    has_old_width = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
+    if projection and has_old_width:
+        blocks = [projection.project(block) for block in blocks]
     new = np.concatenate(blocks) if blocks else vectors[:0]
-    if whole and blocks:
-        least = SAME * np.sqrt(np.square(vectors, dtype=np.float64).mean())
-        changed = not fits or np.abs(new[:known] - vectors).max(1) > least
-        if by.own and fits:  # an item without a row has zeros
-            zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
-            late = changed & (
-                np.abs(vectors - (projection.of(zeros) if projection else zeros)).max(1)
-                <= least
-            )
-            changed &= ~late
-            if late.any():
-                say(
-                    f"note: {pluralize(int(late.sum()), 'old item')} without a row till now; codes stay"
-                )
-        if np.any(changed):
-            made = (
-                f"embeddings of {by.own.uri}"
-                if by.own
-                else "texts, on which TF-IDF is fitted,"
-            )
-            first = (
-                f", such as {items['item_id'][int(np.argmax(changed))].as_py()!r},"
-                if fits
-                else ""
-            )
-            raise UserError(
-                f"the {made} of items of {before_uri}{first} have changed, so that new ones are of another space; make "
-                f"the SIDs anew, or {'give the old embeddings' if by.own else 'take an encoder such as minilm'}"
-            )
+    if reads_old_items and blocks:
+        if not has_old_width:
+            raise _changed_embeddings(before_uri, by, "")
+        check_unchanged(
+            vectors, new[:known], items["item_id"], old, by, before_uri, say
+        )
         new = new[known:]
     parts = write_vectors(uri, np.concatenate([vectors, new]))
     info = {**old.info, "items": len(items), **counts, "fitted_items": fitted}
-    timings = {"embed_s": round(time.monotonic() - begin, 2)}
+    timings = {"embed_s": round(time.monotonic() - began, 2)}
     return commit(
         uri,
         "embeddings",
@@ -177,15 +158,63 @@ def extend_embeddings(
     )
 
 
-def drift(
+def check_unchanged(
+    vectors: np.ndarray,
+    again: np.ndarray,
+    item_ids: Any,
+    old: Manifest,
+    by: Embedder,
+    before_uri: str,
+    say: Say,
+) -> None:
+    """Raise UserError if embeddings of old items differ from the embeddings of before.
+
+    An item that had no row in a file of embeddings, and so a vector of zeros, may get
+    one; its codes stay.
+
+    Args:
+        vectors: (known, width) embeddings of the table to extend.
+        again: (known, width) embeddings of the same items now.
+    """
+    tolerance = SAME * np.sqrt(np.square(vectors, dtype=np.float64).mean())
+    changed = np.abs(again - vectors).max(1) > tolerance
+    if by.own:
+        zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
+        if by.pca_width:
+            zeros = Projection.read(old.info["pca"]).project(zeros)
+        late = changed & (np.abs(vectors - zeros).max(1) <= tolerance)
+        changed &= ~late
+        if late.any():
+            count = pluralize(int(late.sum()), "old item")
+            say(f"note: {count} without a row till now; codes stay")
+    if changed.any():
+        first = item_ids[int(np.argmax(changed))].as_py()
+        raise _changed_embeddings(before_uri, by, f", such as {first!r},")
+
+
+def _changed_embeddings(before_uri: str, by: Embedder, example: str) -> UserError:
+    made = (
+        f"embeddings of {by.own.uri}" if by.own else "texts, on which TF-IDF is fitted,"
+    )
+    remedy = "give the old embeddings" if by.own else "take an encoder such as minilm"
+    return UserError(
+        f"the {made} of items of {before_uri}{example} have changed, so that new ones "
+        f"are of another space; make the SIDs anew, or {remedy}"
+    )
+
+
+def measure_drift(
     latents: np.ndarray,
     codes: np.ndarray,
     nearest: np.ndarray,
     codebooks: np.ndarray,
     old: int,
 ) -> dict[str, Any]:
-    """How well the codes (N, C) explain the items that codebooks were trained on, the first `old`, and the others, in
-    shares of the variance of the old ones; and how many of each share their `nearest` codes."""
+    """Measure how well codes (N, C) explain old and new items.
+
+    Errors are shares of the old items' variance. The first `old` items trained the
+    codebooks. Collision rates count items that share their `nearest` codes.
+    """
     away = latents - codebooks[np.arange(codebooks.shape[0]), codes].sum(1)
     error = np.square(away, dtype=np.float64).sum(1)
     spread = (
@@ -204,8 +233,8 @@ def drift(
     }
 
 
-def drift_lines(measured: dict[str, Any]) -> list[str]:
-    """What is said of drift, with the advice to train codebooks anew where it is large."""
+def describe_drift(measured: dict[str, Any]) -> list[str]:
+    """Describe the drift, and advise to train new codebooks if it is large."""
     lines = [
         f"{pluralize(measured['new_items'], 'item')} since the codebooks were trained: variance not explained "
         f"{measured['error_new']:.4f} (old items {measured['error_old']:.4f}), collision rate "
@@ -236,9 +265,20 @@ def extend(
     embeddings: str = "",
     start: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, Manifest, bool]:
-    """Makes under `output` the SIDs of `before` and of the items that came since, and their trie; `before` may be the
-    output. Embeddings are in the folder `embeddings` where that is given. `start` starts Ray, for encoders. Returns the
-    manifests of sids and trie, and whether anything was made. UserError where codes would not stay what they are."""
+    """Make the semantic IDs of `before` and of newer items, and their trie, under
+    `output`.
+
+    Args:
+        before: Semantic IDs to extend; may be the output.
+        embeddings: Folder of the embeddings; empty for `output`.
+        start: Starts Ray; called only for encoders.
+
+    Returns:
+        The manifests of sids and trie, and whether anything was made.
+
+    Raises:
+        UserError: if existing codes would change.
+    """
     output, before = absolute(output), absolute(before)
     items, old = (
         read_manifest(items_uri, "items"),
@@ -248,7 +288,7 @@ def extend(
         raise UserError(
             "--extend is of trained codebooks; give a --published file that has the new items too"
         )
-    if old.config != config.used():
+    if old.config != config.relevant_settings():
         raise UserError(
             f"{before} was made with other settings of the tokenizer; give the same with --extend"
         )
@@ -286,7 +326,7 @@ def extend(
                     config=old.config,
                     inputs=old.inputs,
                 )
-            codes, measures = _extended_codes(
+            codes, measures = _extend_codes(
                 read_embeddings(own[0]),
                 read_codes(join(before, "sids")),
                 arrays,
@@ -309,14 +349,14 @@ def extend(
         return sids, write_trie(trie_uri, sids_uri, [*trie.extends, trie.hash]), True
 
 
-def _extended_codes(
+def _extend_codes(
     embeddings: np.ndarray,
     taken: np.ndarray,
     arrays: dict[str, np.ndarray],
     old: Manifest,
     config: TokenizerConfig,
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """The codes of all items, and what the manifest says of them."""
+    """Return the codes of all items and their measures for the manifest."""
     codebooks, sizes = arrays.pop("codebooks"), old.info["codebook_sizes"]
     depth, known = len(codebooks), len(taken)
     latents = torch.from_numpy(embeddings)
@@ -339,5 +379,5 @@ def _extended_codes(
         "levels": level_measures(codes[:, :depth], sizes[:depth]),
         "branching": branching(codes),
         "fitted_items": fitted,
-        "drift": drift(vectors, codes[:, :depth], nearest, codebooks, fitted),
+        "drift": measure_drift(vectors, codes[:, :depth], nearest, codebooks, fitted),
     }

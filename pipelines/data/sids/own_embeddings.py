@@ -1,7 +1,7 @@
-"""Embeddings of items that were made elsewhere, read from a file by item id.
+"""Read item embeddings of another program from a file.
 
 read_own("vectors.parquet", "item_id")   # a column of lists, or one column per number
-read_own("vectors.npy", "ids.txt")       # the id of each row on a line of its own
+read_own("vectors.npy", "ids.txt")       # one id per line
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUFFIXES = (".parquet", ".npy")
 
 @dataclass(frozen=True)
 class OwnEmbeddings:
-    """What a file says."""
+    """The embeddings of a file, by item."""
 
     uri: str
     """The file."""
@@ -34,10 +34,15 @@ class OwnEmbeddings:
     vectors: np.ndarray
     """(rows, width) float32."""
     sha256: str
-    """Of the bytes that were read, and of the ids' or the name of their column."""
+    """Hash of the file, and of the file of ids or the name of the id column."""
 
-    def of(self, items: list[str], say: Callable[[str], None]) -> np.ndarray:
-        """(items, width): zeros for an item without a row. UserError where none has one."""
+    def align(self, items: list[str], say: Callable[[str], None]) -> np.ndarray:
+        """Return the (items, width) vectors of the items, zeros for items without a
+        row.
+
+        Raises:
+            UserError: if no item has a row.
+        """
         rows = np.array([self.ids.get(item, -1) for item in items])
         found = int((rows >= 0).sum())
         if not found:
@@ -56,8 +61,11 @@ class OwnEmbeddings:
 
 
 def read_own(uri: str, id: str) -> OwnEmbeddings:
-    """The embeddings of a Parquet file whose ids are the column `id`, or of an .npy file whose ids are the lines of the
-    file `id`. UserError for what is no matrix of finite numbers with one id per row."""
+    """Read a Parquet file with an id column, or an .npy file with a text file of ids.
+
+    Raises:
+        UserError: unless the file is a matrix of finite numbers with one id per row.
+    """
     content = read_bytes(uri)
     digest, ids = hashlib.sha256(content), list[object]()
     if uri.lower().endswith(".npy"):
@@ -111,7 +119,11 @@ def has_finite_length(vectors: np.ndarray) -> np.ndarray:
 
 
 def read_bytes(uri: str) -> bytes:
-    """A file whole; UserError where there is none."""
+    """Return the content of a file.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
     filesystem, path = open_uri(uri)
     try:
         with filesystem.open_input_file(path) as file:
@@ -123,7 +135,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def read_npy(uri: str, content: bytes) -> np.ndarray:
-    """(rows, width) float32."""
+    """Return the (rows, width) float32 array of an .npy file."""
     try:
         vectors = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -136,7 +148,10 @@ def read_npy(uri: str, content: bytes) -> np.ndarray:
 
 
 def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.ndarray]:
-    """(ids, (rows, width) float32) of a Parquet file: its column of lists, or else all columns but the ids."""
+    """Return ids and (rows, width) float32 vectors of a Parquet file.
+
+    Vectors are its column of lists, or else all columns except the ids.
+    """
     try:
         table = pq.read_table(pa.BufferReader(content))
     except pa.ArrowException as error:
@@ -182,13 +197,13 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """The values as float32; what is too large becomes infinite, which is refused."""
+    """Convert values to float32; values out of range become infinite."""
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether values are lists."""
+    """Return whether values are lists."""
     return (
         pa.types.is_list(kind)
         or pa.types.is_large_list(kind)
@@ -197,5 +212,5 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether values are numbers."""
+    """Return whether values are numbers."""
     return pa.types.is_floating(kind) or pa.types.is_integer(kind)

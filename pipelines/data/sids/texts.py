@@ -1,14 +1,15 @@
-"""The text of a log as embeddings: of its items alone, or of a search log queries alone, documents alone, and document
-and query together. Which tables there are says the kind of its requests (`Kind.texts`).
+"""Encode the texts of a log: items, and for search logs also queries and pairs of both.
 
-`python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` makes the tables. Each distinct
-text is encoded once, and each distinct pair that was shown to anyone once, in Ray Data actors that write
-their parts themselves: the driver holds the keys of the pairs and never their embeddings. A fourth table has
-the documents' tokens, for a model that trains the encoder on (HLLM's item tower); TF-IDF has none.
+`Kind.texts` names the tables of a kind of log. `python -m jobs.encode --tables TABLES
+--encoder minilm --output TEXT` makes them. Each distinct text and each distinct shown
+pair is encoded once, in Ray Data actors that write their parts themselves: the driver
+holds the keys of the pairs, never their embeddings. The table `tokens` has the
+documents' tokens for a model that fine-tunes the encoder (HLLM's item tower); TF-IDF
+has no tokens.
 
-The condition on which a model predicts is the query alone. The paper takes the [SEP] state of one pass over
-query and document; the encoder is bidirectional, so that state has seen the document that is to be
-predicted. `query_condition: joint` stores it too, for comparison, and warns.
+A model's query condition is the query alone. The paper takes the [SEP] state of one
+pass over query and document, which has seen the target document because the encoder is
+bidirectional. `query_condition: joint` stores it too, for comparison, and warns.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
     RUNS_ONLY,
-    as_lists,
     encode_texts,
     encoder_version,
-    finished,
+    find_finished,
     fit_tfidf,
     in_actors,
     item_texts,
     read_embeddings,
+    to_list_column,
     write_vectors,
 )
 
@@ -77,8 +78,8 @@ WARNING = (
 )
 
 
-def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:
-    """TF-IDF and truncated SVD of the texts' words."""
+def fit_tfidf_encoder(texts: list[str], width: int) -> TfidfEncoder:
+    """Fit TF-IDF and a truncated SVD to the texts."""
     vectorizer, svd, _ = fit_tfidf(texts, width)
     return TfidfEncoder(
         vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_
@@ -86,12 +87,17 @@ def fitted_tfidf(texts: list[str], width: int) -> TfidfEncoder:
 
 
 class PairEncoder:
-    """A Ray Data actor: blocks of pairs to parts of the `pairs` table."""
+    """A Ray Data actor that turns blocks of pairs into parts of the `pairs` table."""
 
     def __init__(
         self, shared: dict[str, ray.ObjectRef], config: TextConfig, output_uri: str
     ) -> None:
-        """`shared` holds the texts of `items` and `queries`, and as `encoder` a name or a fitted TfidfEncoder."""
+        """Load the encoder.
+
+        Args:
+            shared: References to the texts of `items` and `queries`, and to the
+                `encoder`: a name or a fitted TfidfEncoder.
+        """
         self.items, self.queries, encoder = (
             ray.get(shared[name]) for name in ("items", "queries", "encoder")
         )
@@ -123,7 +129,7 @@ class PairEncoder:
         schema = embeddings_schema(
             columns[0].shape[1], PAIR, ("embedding", "joint")[: len(columns)]
         )
-        lists = [as_lists(column) for column in columns]
+        lists = [to_list_column(column) for column in columns]
         part = write_part(
             self.output_uri,
             pa.Table.from_arrays(
@@ -141,7 +147,10 @@ class PairEncoder:
 
 
 def _part_pairs(uri: str) -> np.ndarray:
-    """Distinct pairs of one part of sequences: item_index in the upper 32 bits, query_index + 1 in the lower."""
+    """Return the distinct pairs of one part of sequences.
+
+    A pair has item_index in its upper 32 bits and query_index + 1 in its lower ones.
+    """
     table = read_parquet(uri, ["item_index", "query_index", "requests"])
     requests = table["requests"].combine_chunks().flatten()
     shown, asked = (
@@ -160,7 +169,9 @@ def _part_pairs(uri: str) -> np.ndarray:
 
 
 def distinct_pairs(parts: list[str]) -> np.ndarray:
-    """All pairs of a behaviour or a candidate, sorted by item, then query, as `_part_pairs` codes them."""
+    """Return all pairs of behaviours and candidates, sorted by item, then query, coded
+    as in `_part_pairs`.
+    """
     found = np.zeros(0, dtype=np.int64)
     for _, pairs in Engine().each(_part_pairs, [(uri,) for uri in parts]):
         found = distinct(np.concatenate([found, pairs]))
@@ -169,7 +180,7 @@ def distinct_pairs(parts: list[str]) -> np.ndarray:
 
 @dataclass
 class _Encoding:
-    """One call of `encode_log`."""
+    """The arguments and steps of one call of `encode_log`."""
 
     tables: str
     output: str
@@ -180,7 +191,7 @@ class _Encoding:
     start: Callable[[], None]
 
     def origin(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Settings and inputs that a table depends on."""
+        """Return the settings and input hashes that a table depends on."""
         used = asdict(self.config)
         for name in (*RUNS_ONLY, "whiten"):  # there is no PCA
             del used[name]
@@ -197,13 +208,13 @@ class _Encoding:
             "encoder": encoder_version(self.encoder)
         }
 
-    def finished(
+    def find_finished(
         self, name: str, inputs: tuple[str, ...], kind: str = "embeddings"
     ) -> Manifest | None:
         done = (
             None
             if self.overwrite
-            else finished(join(self.output, name), kind, *self.origin(inputs))
+            else find_finished(join(self.output, name), kind, *self.origin(inputs))
         )
         if done:
             self.say(f"{name}: up to date")
@@ -212,12 +223,14 @@ class _Encoding:
     def alone(
         self, texts: dict[str, list[str]], fitted: TfidfEncoder | None
     ) -> dict[str, Manifest]:
-        """The tables of documents alone and of queries alone, by name: one pass encodes what is missing."""
+        """Make the tables of documents and queries, encoding all missing texts in one
+        pass.
+        """
         begin = time.monotonic()
         made = {
             name: done
             for name in texts
-            if (done := self.finished(name, self.inputs(name)))
+            if (done := self.find_finished(name, self.inputs(name)))
         }
         missing = [name for name in texts if name not in made]
         whole = [text for name in missing for text in texts[name]]
@@ -236,7 +249,7 @@ class _Encoding:
         return made
 
     def inputs(self, name: str) -> tuple[str, ...]:
-        """Tables that a table of embeddings is made from."""
+        """Return the names of the tables that a table of embeddings is made from."""
         only = {
             "items": ("items",),
             "tokens": ("items",),
@@ -247,7 +260,7 @@ class _Encoding:
     def commit_texts(
         self, name: str, texts: list[str], vectors: np.ndarray, begin: float
     ) -> Manifest:
-        """One row per text, in the order of the texts."""
+        """Write and commit a table with one row per text."""
         uri, key = (
             join(self.output, name),
             "item_index" if name == "items" else "query_index",
@@ -295,9 +308,9 @@ class _Encoding:
         return manifest
 
     def tokens(self, documents: list[str]) -> Manifest:
-        """The table of the documents' tokens, one row per document, as the encoder reads them."""
+        """Make the table of the encoder's tokens, one row per document."""
         inputs = self.inputs("tokens")
-        if finished := self.finished("tokens", inputs, "tokens"):
+        if finished := self.find_finished("tokens", inputs, "tokens"):
             return finished
         begin, uri = time.monotonic(), join(self.output, "tokens")
         tokenizer, longest = load_tokenizer(self.encoder, self.config.max_tokens)
@@ -336,9 +349,11 @@ class _Encoding:
     def pairs(
         self, items: list[str], queries: list[str], fitted: TfidfEncoder | None
     ) -> Manifest:
-        """The table of pairs, sorted by item, then query; query_index -1 is the empty query."""
+        """Make the table of pairs, sorted by item, then query; query_index -1 is the
+        empty query.
+        """
         inputs = self.inputs("pairs")
-        if finished := self.finished("pairs", inputs):
+        if finished := self.find_finished("pairs", inputs):
             return finished
         self.start()
         begin, uri = time.monotonic(), join(self.output, "pairs")
@@ -404,12 +419,18 @@ def encode_log(
     say: Say = print,
     start: Callable[[], None] = lambda: None,
 ) -> dict[str, Manifest]:
-    """Makes the tables of embeddings that the log's kind of request has (`items`; of searches `queries` and `pairs`
-    too) and, but for TF-IDF, the `tokens` of a search log's documents; finished ones of the same input stay. `start`
-    starts Ray, where it is needed.
+    """Make the embedding tables of the log's kind; keep finished tables of the same
+    input.
 
-    Raises UserError for tables of a kind that has none, for texts and encoders that do not work, and for an output
-    that another job writes.
+    They are `items`, for searches also `queries` and `pairs`, and `tokens` unless the
+    encoder is TF-IDF.
+
+    Args:
+        start: Starts Ray; called only if it is needed.
+
+    Raises:
+        UserError: for tables of a kind without texts, unusable texts or encoders, or an
+            output that another job writes.
     """
     config = config or TextConfig()
     tables_uri, output_uri = (
@@ -431,7 +452,9 @@ def encode_log(
             else pa.table({"query": []})
         )
         texts["queries"] = table["query"].to_pylist()
-    fitted = fitted_tfidf(texts["items"], config.svd) if encoder == "tfidf" else None
+    fitted = (
+        fit_tfidf_encoder(texts["items"], config.svd) if encoder == "tfidf" else None
+    )
     with writing(output_uri):
         made = run.alone(texts, fitted)
         if "tokens" in wanted and fitted is None:
@@ -448,7 +471,11 @@ def encode_log(
 def check_texts(
     tables_uri: str, encoder: str, config: TextConfig, output_uri: str
 ) -> tuple[str, ...]:
-    """What can be known before Ray starts; the tables that there are to make. Raises UserError."""
+    """Check the options before Ray starts, and return the names of the tables to make.
+
+    Raises:
+        UserError: if an option does not fit the tables.
+    """
     kind = KINDS[read_manifest(join(tables_uri, "sequences"), "sequences").info["kind"]]
     if not kind.texts:
         kinds = " and ".join(
@@ -476,9 +503,11 @@ def check_texts(
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
-    """Saves in a new folder what encodes further texts as those of `text_uri` were, and the items' documents.
+    """Save the encoder of `text_uri` and the items' documents in a new folder, for
+    serving.
 
-    Raises UserError where that encoder is not there any more, or gives other vectors now.
+    Raises:
+        UserError: if the encoder is missing or gives other vectors now.
     """
     made = read_manifest(join(text_uri, "items"), "embeddings")
     settings = dict(made.config)
@@ -490,7 +519,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     config = TextConfig(**settings)
     documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder = (
-        fitted_tfidf(documents, config.svd)
+        fit_tfidf_encoder(documents, config.svd)
         if name == "tfidf"
         else TextEncoder(name, *config.encoder_options())
     )

@@ -59,7 +59,7 @@ from pipelines.data.sids.embed import (
     Say,
     embed_items,
     embed_origin,
-    finished,
+    find_finished,
     item_texts,
     read_embeddings,
 )
@@ -67,7 +67,9 @@ from pipelines.data.sids.own_embeddings import OwnEmbeddings
 
 
 def train_items(sequences_uri: str) -> np.ndarray:
-    """(n,) the items that training requests have as target or in their history, ascending."""
+    """Return the sorted (n,) items that training requests have as targets or in their
+    history.
+    """
     return RetrievalDataset.load(sequences_uri, "train").visited_items()
 
 
@@ -77,12 +79,16 @@ def _train_task(
     chosen: np.ndarray | None,
     threads: int,
 ) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
-    """How far it is, the same each time, as Ray wants it of a stream that it may start anew; then how good the codes
-    are, with the `sizes` of the codebooks, and the codes (N, C), before any conflict code. The codebooks are fitted on
-    the `chosen` items where given.
+    """Yield the progress of training the codes, then the measures and the codes (N, C).
 
-    The worker may be one that another task used before, with other threads or another library for products
-    (`models/cpu/matmul.py`); sums in another order would end in other codes."""
+    The measures include the `sizes` of the codebooks. Codes have no conflict level yet.
+    Progress is deterministic, because Ray may restart a stream. Threads and the library
+    of matrix products are set here: a reused worker may have others, and sums in
+    another order would give other codes (`models/cpu/matmul.py`).
+
+    Args:
+        chosen: Items that the codebooks are fitted on; None for all.
+    """
     torch.set_num_threads(threads)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -118,8 +124,10 @@ def _train_task(
     yield measures, codes
 
 
-def _received(stream: Iterator[Any]) -> Training[tuple[dict[str, Any], np.ndarray]]:
-    """The stream of `_train_task` as it comes; its result in the end."""
+def _forward_progress(
+    stream: Iterator[Any],
+) -> Training[tuple[dict[str, Any], np.ndarray]]:
+    """Yield the progress of a `_train_task` stream and return its result."""
     for found in stream:
         if isinstance(found, tuple):
             return found
@@ -128,7 +136,7 @@ def _received(stream: Iterator[Any]) -> Training[tuple[dict[str, Any], np.ndarra
 
 
 TRIES = 3
-"""How often the training of codes is started where its worker is lost; it ends with the same codes."""
+"""Attempts to train the codes when a worker is lost; each gives the same codes."""
 
 
 def train_codes(
@@ -137,7 +145,12 @@ def train_codes(
     say: Say = print,
     chosen: np.ndarray | None = None,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """What `_train_task` gives, on a GPU where there is one: in this process, or as a task of the cluster."""
+    """Train the codes in this process or as a task of the cluster, on a GPU if one
+    exists.
+
+    Returns:
+        Measures and codes as `_train_task` yields them.
+    """
     if os.environ.get("RAY_ADDRESS"):
         gpu = ray.cluster_resources().get("GPU", 0) >= 1
         cpus_of_nodes = [
@@ -158,7 +171,7 @@ def train_codes(
         stream = _train_task(
             embeddings, config, chosen, min(4, len(os.sched_getaffinity(0)))
         )
-    told = paced(_received(stream))
+    told = paced(_forward_progress(stream))
     while True:
         try:
             progress = next(told)
@@ -169,7 +182,7 @@ def train_codes(
 
 @dataclass(frozen=True)
 class _Codes:
-    """SIDs before they are written."""
+    """Semantic IDs before they are written."""
 
     codes: np.ndarray  # (N, C) with the conflict levels, if there are any
     sizes: list[int]  # per level
@@ -187,7 +200,7 @@ def _finish(
     measures: dict[str, Any],
     say: Say,
 ) -> _Codes:
-    """Adds conflict levels if asked to, and measures the codes before and after."""
+    """Measure the codes, and add conflict levels if requested."""
     before = {**measures, **collisions(codes), "levels": level_measures(codes, sizes)}
     if conflict:
         codes = with_conflict_levels(codes)
@@ -225,7 +238,7 @@ def _trained_codes(
 
 
 def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
-    """Makes the `quantizer` table: codebooks and any encoder, by which new items get their codes."""
+    """Write the `quantizer` table: codebooks and encoder weights that code new items."""
     rows = [
         {"name": name, "shape": values.shape, "values": values.ravel()}
         for name, values in sorted(arrays.items())
@@ -241,7 +254,7 @@ def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) ->
 
 
 def read_quantizer(uri: str) -> dict[str, np.ndarray]:
-    """What `write_quantizer` was given."""
+    """Return the arrays of the `quantizer` table."""
     table = read_table(uri, "quantizer")
     columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
     return {
@@ -251,7 +264,7 @@ def read_quantizer(uri: str) -> dict[str, np.ndarray]:
 
 
 def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
-    """Makes the `sids` table of codes (N, C)."""
+    """Write the `sids` table of codes (N, C)."""
     items, depth = codes.shape
     offsets = pa.array(np.arange(0, items * depth + 1, depth), pa.int32())
     lists = pa.ListArray.from_arrays(offsets, pa.array(codes.reshape(-1), pa.uint16()))
@@ -262,7 +275,7 @@ def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
 
 
 def read_codes(uri: str) -> np.ndarray:
-    """The codes of the `sids` table as (N, C) int64, in the order of item_index."""
+    """Return the codes of the `sids` table as (N, C) int64, sorted by item_index."""
     table = read_table(uri, "sids")
     codes = table["codes"].combine_chunks()
     matrix = codes.flatten().to_numpy().reshape(len(codes), -1).astype(np.int64)
@@ -270,7 +283,9 @@ def read_codes(uri: str) -> np.ndarray:
 
 
 def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest:
-    """Makes the `trie` table of the `sids` table. A trie of other SIDs is replaced: it is of no use."""
+    """Write the `trie` table of the `sids` table, replacing a trie of other semantic
+    IDs.
+    """
     sids = read_manifest(sids_uri, "sids")
     codes = read_codes(sids_uri)
     sizes = sids.info["codebook_sizes"]
@@ -306,9 +321,14 @@ def _embed_first(
     say: Say,
     start: Callable[[], None],
 ) -> str:
-    """Makes the embeddings and returns their hash; refuses first if SIDs of other embeddings stand there.
+    """Make the embeddings and return their hash; keep finished ones that tokenizers
+    share.
 
-    `origin` is what `embed_origin` is given. Finished ones that tokenizers share are not made again.
+    Args:
+        origin: Arguments of `embed_origin`.
+
+    Raises:
+        UserError: if the output has semantic IDs of other embeddings.
     """
     uri = shared or join(output, "embeddings")
     if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
@@ -334,7 +354,7 @@ def _embed_first(
 def check_items(
     items_uri: str, config: TokenizerConfig, embed: EmbedConfig | None
 ) -> None:
-    """UserError for a catalogue that this tokenizer and these texts, where there are some, do not fit."""
+    """Raise UserError if the catalogue does not fit the tokenizer or the text options."""
     if few := config.too_few_items(items_uri):
         raise UserError(few)
     if embed:
@@ -342,7 +362,9 @@ def check_items(
 
 
 def check_folders(output: str, embeddings: str = "") -> None:
-    """UserError where the output, or the folder of shared embeddings, holds other things."""
+    """Raise UserError if the output or the folder of shared embeddings has other
+    content.
+    """
     if embeddings != output:
         check_output(
             output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")}
@@ -365,14 +387,20 @@ def tokenize(
     start: Callable[[], None] = lambda: None,
     own: OwnEmbeddings | None = None,
 ) -> tuple[Manifest, Manifest, bool]:
-    """Makes `embeddings` (unless SIDs are published), `sids` and `trie` under `output`.
+    """Make `embeddings` (unless codes are published), `sids` and `trie` under `output`.
 
-    Embeddings are in the folder `embeddings` instead where that is given, so that tokenizers can share them; they are
-    those of `own` where that is given, in place of the encoder's. Of
-    `sequences_uri` come the training requests where codebooks are fitted on their items alone. `start` starts Ray, once
-    something is to be made.
-    Returns the manifests of sids and trie, and whether anything was made. Raises UserError for input that
-    does not fit, for an `output` made from something else unless `overwrite`, and for one that another job writes.
+    Args:
+        embeddings: Folder of embeddings that tokenizers share; empty for `output`.
+        sequences_uri: Training requests, if codebooks are fitted on their items only.
+        start: Starts Ray; called only if it is needed.
+        own: Embeddings that replace the encoder's.
+
+    Returns:
+        The manifests of sids and trie, and whether anything was made.
+
+    Raises:
+        UserError: for unusable input, an `output` of other input without `overwrite`,
+            or one that another job writes.
     """
     started = time.monotonic()
     items = read_manifest(items_uri, "items")
@@ -394,8 +422,8 @@ def tokenize(
         if config.on_train_items:
             inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
             chosen = train_items(sequences_uri)
-        used = config.used()
-        current = None if overwrite else finished(sids_uri, "sids", used, inputs)
+        used = config.relevant_settings()
+        current = None if overwrite else find_finished(sids_uri, "sids", used, inputs)
         if current is None:
             if config.tokenizer == "published":
                 made = _published_codes(

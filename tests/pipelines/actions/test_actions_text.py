@@ -10,7 +10,7 @@ import pytest
 from models.actions.batch import ActionsCatalogue
 from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
-from pipelines.data.sids.texts import check_texts, encode_log, fitted_tfidf
+from pipelines.data.sids.texts import check_texts, encode_log, fit_tfidf_encoder
 from tests.actions_tables import write_actions
 from tests.training_tables import write_tables
 
@@ -35,7 +35,7 @@ def test_the_text_of_a_feed_is_that_of_its_items(tmp_path: Path) -> None:
         for row in items
     ]
     catalogue = ActionsCatalogue.load(tables, text)
-    assert catalogue.text.tolist() == fitted_tfidf(texts, 4).encode(texts).tolist()
+    assert catalogue.text.tolist() == fit_tfidf_encoder(texts, 4).encode(texts).tolist()
     assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash
     said: list[str] = []
     encode_log(

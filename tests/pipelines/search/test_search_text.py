@@ -41,7 +41,7 @@ from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
 from pipelines.data.sids import texts as log_texts
 from pipelines.data.sids.config import TextConfig
-from pipelines.data.sids.texts import encode_log, fitted_tfidf
+from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
 from pipelines.data.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
@@ -243,7 +243,7 @@ def by_words(tables: str, output: str) -> None:
         len(items),
         len(queries),
     ]
-    encoder = fitted_tfidf(items, 12)
+    encoder = fit_tfidf_encoder(items, 12)
     np.testing.assert_allclose(
         vectors(found["queries"]), encoder.encode(queries), atol=1e-5
     )

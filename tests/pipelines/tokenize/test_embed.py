@@ -320,7 +320,7 @@ def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
     vectors = (
         generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10)) + 3
     ).astype(np.float32)
-    ours = pca(vectors, 4, whiten).of(vectors)
+    ours = pca(vectors, 4, whiten).project(vectors)
     theirs = PCA(4, whiten=whiten, svd_solver="full").fit_transform(
         vectors.astype(np.float64)
     )
@@ -328,7 +328,7 @@ def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
     np.testing.assert_allclose(ours, theirs * signs, atol=1e-3)
     if whiten:
         np.testing.assert_allclose(np.cov(ours.T), np.eye(4), atol=1e-3)
-    np.testing.assert_array_equal(ours, pca(vectors.copy(), 4, whiten).of(vectors))
+    np.testing.assert_array_equal(ours, pca(vectors.copy(), 4, whiten).project(vectors))
 
 
 def test_pca_wider_than_the_vectors_span_is_an_error() -> None:

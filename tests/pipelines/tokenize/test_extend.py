@@ -25,7 +25,7 @@ from models.storage.tables import (
 from pipelines.data.schemas import items_schema
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import read_embeddings
-from pipelines.data.sids.extend import DRIFT, Embedder, drift_lines, extend
+from pipelines.data.sids.extend import DRIFT, Embedder, describe_drift, extend
 from pipelines.data.sids.own_embeddings import read_own
 from pipelines.data.sids.tokenize import read_codes, tokenize
 
@@ -123,10 +123,12 @@ def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
     same, *_ = extend(items, str(tmp_path / "same"), sids, KMEANS, BY)
     measured = {**same.info["drift"], "collision_rate_new": 0}
     measured["error_new"] = measured["error_old"]
-    assert len(drift_lines(measured)) == 1
+    assert len(describe_drift(measured)) == 1
     assert (
         len(
-            drift_lines({**measured, "error_new": 1.01 * DRIFT * measured["error_old"]})
+            describe_drift(
+                {**measured, "error_new": 1.01 * DRIFT * measured["error_old"]}
+            )
         )
         == 2
     )
