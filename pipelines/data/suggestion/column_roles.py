@@ -1,6 +1,6 @@
-"""What a column of an unknown log may be: by the words of its name, and by its first values.
+"""Guess the role of a column of an unknown log from its name and its first values.
 
-`pipelines/data/suggestion/suggest.py` writes a first mapping from it.
+`pipelines/data/suggestion/suggest.py` writes a first mapping from the roles.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ def split_name(name: str) -> list[str]:
     return re.findall(r"[^\W\d_]+", name)
 
 
-def says_id(name: str) -> bool:
-    """Return whether a name has a word such as `id` or `key`."""
+def names_id(name: str) -> bool:
+    """Return whether a name has a word for an id (`id`, `key`, `no`)."""
     return any(word in ID_WORDS for word in split_name(name))
 
 
-def says_what(name: str) -> bool:
-    """Return whether a name says what an id is of: `store_id` does, `id` and `c2` do not."""
+def names_subject(name: str) -> bool:
+    """Return whether a name says the subject of an id: `store_id` does, `id` and `c2`
+    do not.
+    """
     words = [word for word in split_name(name) if word not in ID_WORDS]
     return any(len(word) > 1 for word in words)
 
@@ -126,7 +128,7 @@ def find_hits(words: list[str], role: str) -> list[str]:
     return hits
 
 
-def says_whom(name: str) -> bool:
+def names_actor(name: str) -> bool:
     """Return whether a name with a word for an outcome says a user or an item by its last word.
 
     `purchased_product_id` names an item, but `product_rating` does not. A plural, such
@@ -165,7 +167,9 @@ def pick(columns: list[Column], role: str) -> Any:
 
 
 class Column:
-    """The first values of a column without nulls, and what they are like. `sql` stands for it within expressions."""
+    """A column, described by its first values without nulls; `sql` is its name within
+    expressions.
+    """
 
     def __init__(self, name: str, values: pl.Series) -> None:
         self.sql = '"' + name.replace('"', '""') + '"'
@@ -225,7 +229,7 @@ class Column:
         )
 
     def most(self, pattern: str) -> bool:
-        """Whether nearly all ids match a pattern."""
+        """Return whether nearly all ids match a pattern."""
         return len(self.ids) > 0 and int(
             self.ids.str.contains(pattern).sum()
         ) >= 0.99 * len(self.ids)
@@ -240,7 +244,7 @@ class Column:
             return False
         if self.number or self.most(f"^{NUMBER}$"):
             fractions = int(ids.str.contains(r"[.,eE]").sum())
-            if self.whole and says_id(self.name):
+            if self.whole and names_id(self.name):
                 fractions = 0  # a few damaged ids
             plus = int(ids.str.starts_with("+").sum())
             negative = int(ids.str.contains(r"^-\d{1,6}$").sum())
@@ -254,31 +258,35 @@ class Column:
 
     @property
     def may_be_id(self) -> bool:
-        """Whether a column that is no time may hold the ids of users or items."""
-        outcome = tell(self.name, "outcome") and (self.flag or not says_whom(self.name))
+        """Whether a column that holds no times may hold ids of users or items."""
+        outcome = tell(self.name, "outcome") and (
+            self.flag or not names_actor(self.name)
+        )
         says_else = outcome or tell(self.name, "amount")
         return self.has_ids and not says_else
 
     @property
     def has_ids(self) -> bool:
-        """Whether the values, whatever the name, may be the ids of users or items."""
+        """Whether the values may be ids of users or items, regardless of the name."""
         is_else = self.comma or bool(self.list) or self.measure
         return self.distinct > 1 and not is_else
 
     @property
     def late(self) -> bool:
-        """Whether the name says a time other than that of the event, such as a birth."""
+        """Whether the name says a time other than the event's: a birth, a delivery."""
         return bool(tell(self.name, "late"))
 
     def find_time(self) -> tuple[dict[str, str], str]:
-        """The `unit` or `format` of times, {} for what are none, and what is in doubt."""
+        """Return the `unit` or `format` of times and a doubt; an empty dict for other
+        values.
+        """
         kind, values, fits = (
             self.values.dtype,
             self.values.head(500),
             dict[str, pl.Series](),
         )
         tries = ["iso"] if kind in (pl.Date, pl.Datetime) else []
-        if self.number and self.named_otherwise:
+        if self.number and self.names_other_ids:
             return {}, ""
         if self.number and not self.comma:
             tries += ["s", "ms", *self.fine_units(), "%Y%m%d"]
@@ -310,10 +318,10 @@ class Column:
         return {"format" if "%" in how else "unit": how}, doubt
 
     @property
-    def named_otherwise(self) -> bool:
-        """Whether the name says that numbers are ids, and not times."""
+    def names_other_ids(self) -> bool:
+        """Whether the name says that numbers are ids and not times."""
         of_whom = any(tell(self.name, role) for role in ("user", "item", "request"))
-        return says_id(self.name) or (of_whom and not tell(self.name, "time"))
+        return names_id(self.name) or (of_whom and not tell(self.name, "time"))
 
     def fine_units(self) -> list[str]:
         """Return the units below a millisecond that numbers may have.
@@ -326,7 +334,9 @@ class Column:
         return ["us", "ns"] if tell(self.name, "time") or round_numbers else []
 
     def find_list(self) -> tuple[str, Any]:
-        """The column or SQL of a list of ids, and the lists; None for what are none."""
+        """Return the column or SQL of a list of ids, and the lists; None for other
+        values.
+        """
         inner = (
             self.values.dtype.inner if isinstance(self.values.dtype, pl.List) else None
         )
@@ -344,7 +354,7 @@ class Column:
 
 @dataclass
 class Roles:
-    """The columns of a log that hold users, items and times, and what speaks against."""
+    """The user, item and time columns of a log, with doubts about them."""
 
     user: Column | None
     item: Column | None
@@ -367,12 +377,12 @@ MIN_EVIDENCE = 0.5
 
 
 def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
-    """Choose the user, the item and the time of a log, with the columns that rival them.
+    """Choose the user, item and time columns of a log, with rival columns.
 
     Args:
-        columns: Those of the log.
-        rows: Rows of the log, about.
-        shares: What the files beside the log say of the columns.
+        columns: Columns of the log.
+        rows: Approximate number of rows of the log.
+        shares: Share of each column's ids that the files of users and items have.
     """
     times = sort_times(columns)
     # numbers that look like times, beside a likelier column, may be ids
@@ -427,7 +437,7 @@ def pick_described(ids: list[Column], role: str, shares: Shares) -> Column | Non
 
 
 def find_hidden(columns: list[Column], ids: list[Column]) -> list[Column]:
-    """Return the columns that are no ids by their names alone, such as `play_id`."""
+    """Return the columns whose names alone suggest that they hold no ids: `play_id`."""
     return [
         c
         for c in columns
@@ -494,7 +504,7 @@ def doubt_ids(
     rows: int,
     shares: Shares,
 ) -> list[str]:
-    """Return what speaks against the column that is taken for users or items."""
+    """Return the doubts about the column chosen for users or items."""
     other = "item" if role == "user" else "user"
     column: Column = getattr(roles, role)
     counterpart: Column | None = getattr(roles, other)
@@ -524,7 +534,7 @@ def doubt_ids(
 def doubt_unnamed(
     roles: Roles, column: Column, role: str, unnamed: list[Column]
 ) -> list[str]:
-    """Return what speaks against a column whose name does not say its role."""
+    """Return the doubts about a column whose name does not say its role."""
     other = "item" if role == "user" else "user"
     counterpart: Column | None = getattr(roles, other)
     rivals = [c for c in unnamed if c.distinct > min(20, column.distinct / 2)]
@@ -535,7 +545,7 @@ def doubt_unnamed(
     if role == "user" and tell(column.name, "supplier"):
         return ["its name says who offers items; is it the user?"]
     header = re.fullmatch(r"c\d+", column.name)
-    is_id = header or (says_id(column.name) and not is_attribute(column.name))
+    is_id = header or (names_id(column.name) and not is_attribute(column.name))
     return [] if is_id else [f"no name says {role}; is it?"]
 
 
@@ -572,7 +582,7 @@ def sort_times(columns: list[Column]) -> list[Column]:
 
 
 def doubt_times(times: list[Column]) -> list[str]:
-    """Return what speaks against the first of the columns of times."""
+    """Return the doubts about the first time column."""
     if not times:
         return []
     best, *others = times

@@ -58,9 +58,15 @@ class Preview:
 def preview(
     log: Log, input_uri: str, max_rejects: float, items: bool = True
 ) -> list[Preview]:
-    """The first rows of events, of items where they are wanted, of users and of features. UserError for what cannot be
-    read, for a column that no row of the log has, and where more than MOST_REJECTS of the rows, and than `max_rejects`,
-    break the schema."""
+    """Read the first rows of events, items, users and features.
+
+    Args:
+        items: Whether to read items.
+
+    Raises:
+        UserError: for unreadable files, for a column without any row, and if more than
+            MOST_REJECTS rows and a share `max_rejects` break the schema.
+    """
     users = log.read_users(input_uri, {}, beginning=True)
     begin = partial(_begin, input_uri, log.clock)
     user_rows = users.rows if users else None
@@ -103,7 +109,7 @@ def _begin(
     read: Blocks,
     origins: dict[str, str],
 ) -> Preview:
-    """The first rows of the first file, the last and the one in the middle."""
+    """Read the first rows of the first, the middle and the last file."""
     blocks, rejected = list[Block](), Rejected()
     begun = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))
     whole = len(begun) == len(files)
@@ -132,7 +138,9 @@ def _begin(
 
 
 def check_rejects(found: list[Preview], max_rejects: float, least: float = 0.0) -> None:
-    """UserError where more than a share `max_rejects`, and `least`, of the rows read break the schema."""
+    """Raise UserError if more than a share `max_rejects` and more than `least` rows
+    break the schema.
+    """
     for seen in found:
         seen.rejected.check(
             max_rejects, f" at the beginning of {', '.join(seen.begun)}", least
@@ -140,7 +148,7 @@ def check_rejects(found: list[Preview], max_rejects: float, least: float = 0.0) 
 
 
 def warnings(found: list[Preview]) -> list[str]:
-    """One line for each column that no row had, though a later one may."""
+    """Return one line per column that none of the first rows has."""
     return [
         f"warning: no row of the first {seen.rejected.rows_read:,} of {', '.join(seen.begun)} has '{name}'; {hint}; "
         f"unless later rows have it, correct the source file"
@@ -150,7 +158,7 @@ def warnings(found: list[Preview]) -> list[str]:
 
 
 def lines(found: list[Preview]) -> list[str]:
-    """What `--dry-run` prints."""
+    """Return the lines that `--dry-run` prints."""
     said: list[str] = []
     for seen in found:
         of = (
@@ -190,7 +198,7 @@ def lines(found: list[Preview]) -> list[str]:
 
 
 def _values(seen: Preview, column: str) -> str:
-    """The first few values of a column, each once."""
+    """Return the first distinct values of a column."""
     values = pc.unique(seen.rows[column].slice(0, 10_000).drop_null())[
         :VALUES
     ].to_pylist()

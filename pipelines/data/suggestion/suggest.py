@@ -1,4 +1,5 @@
-"""A first mapping of a folder that nobody has described: each guess with some values, and questions where in doubt.
+"""Write a first mapping for a folder with an unknown log: guesses with example values,
+and doubts as questions.
 
 python -m jobs.prepare --suggest FOLDER [--kind search] [--output FILE]
 """
@@ -32,7 +33,7 @@ from pipelines.data.suggestion.column_roles import (
     choose_roles,
     list_names,
     pick,
-    says_what,
+    names_subject,
     tell,
 )
 from pipelines.data.suggestion.preview import preview
@@ -42,7 +43,10 @@ ZIPPED = re.compile(rf"\.({'|'.join(PACKED)})$", re.IGNORECASE)
 
 
 def line(key: str, value: Any, why: str = "") -> str:
-    """A line of YAML with a comment; of features that have the names of their columns only these."""
+    """Return a line of YAML with a comment.
+
+    Features that have the names of their columns become a list of names.
+    """
     value = (
         list(value)
         if isinstance(value, dict) and all(name == each for name, each in value.items())
@@ -69,7 +73,9 @@ MAX_ID_BLOCKS = 16
 
 
 class Look:
-    """Files of one layout by the beginning of the largest: `keys` say how to read them."""
+    """Files of one layout, described by the beginning of the largest file; `keys` say
+    how to read them.
+    """
 
     def __init__(self, folder: str, files: list[str]) -> None:
         self.folder, self.files = folder, files
@@ -77,7 +83,7 @@ class Look:
         largest = max(
             (join(folder, file) for file in files), key=lambda uri: file_info(uri).size
         )
-        self.keys, frame = beginning(largest)
+        self.keys, frame = read_beginning(largest)
         self.rows = len(frame) * len(files)
         self.size = sum(file_info(join(folder, file)).size for file in files)
         self.columns = [Column(name, frame[name]) for name in frame.columns]
@@ -85,7 +91,7 @@ class Look:
         self.assign({"user": {}, "item": {}})
 
     def assign(self, shares: Shares) -> None:
-        """Choose the user, the item and the time. `shares`: see `choose_roles`."""
+        """Choose user, item and time columns; `choose_roles` describes `shares`."""
         self.roles = choose_roles(self.columns, self.rows, shares)
 
     @property
@@ -96,7 +102,7 @@ class Look:
 
     @property
     def possible_keys(self) -> list[Column]:
-        """Columns that may be the id of what the rows describe."""
+        """Columns that may be the id of the rows."""
         return [
             c
             for c in self.columns
@@ -105,7 +111,7 @@ class Look:
 
     @property
     def names_only(self) -> bool:
-        """Whether the file has no header, so that names of columns are made up."""
+        """Whether the file has no header, so that column names are generated."""
         return "header" in self.keys
 
     def read_ids(self) -> dict[str, FileIds]:
@@ -141,12 +147,12 @@ class Look:
 
 @dataclass
 class FileIds:
-    """The ids of a column of files."""
+    """The ids of one column of files."""
 
     ids: pl.Series
-    """Each once."""
+    """Distinct ids."""
     is_whole: bool
-    """Whether the files were read to their ends."""
+    """Whether the files were read to the end."""
     repeats: bool
     """Whether several files have mostly the same ids."""
 
@@ -187,8 +193,8 @@ def mostly_shared(of_files: list[pl.Series]) -> bool:
     return len(of_files) > 1 and pl.concat(of_files).n_unique() < 0.7 * total
 
 
-def beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
-    """How a file is written, as keys of a mapping, and its first rows."""
+def read_beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Return how a file is written, as keys of a mapping, and its first rows."""
     filesystem, path = open_uri(uri)
     if path.lower().endswith(".parquet"):
         with filesystem.open_input_file(path) as file:
@@ -218,7 +224,7 @@ def beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
 
 
 def json_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
-    """Keys and columns of JSON."""
+    """Return mapping keys and column names of JSON."""
     rows: list[Any] = []
     for each in (
         ["\n".join(lines).lstrip("[ \n")]
@@ -241,7 +247,11 @@ def json_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[st
 
 
 def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
-    """Keys and columns of CSV; UserError for what has no columns."""
+    """Return mapping keys and column names of CSV.
+
+    Raises:
+        UserError: if the lines have no columns.
+    """
     kind, text, usual = (
         SUFFIXES.get(suffix),
         "\n".join(lines),
@@ -298,13 +308,13 @@ class Suggestion:
     """A first mapping file."""
 
     text: str
-    """The file."""
+    """Content of the mapping file."""
     doubts: list[str]
-    """Lines of it that decide what is trained, and could be others."""
+    """Lines that decide the training data and are in doubt."""
 
 
 class Draft:
-    """The lines of a mapping, and those of them that are in doubt."""
+    """The lines of a mapping, and its doubtful lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -321,7 +331,7 @@ class Draft:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the lines."""
+        """Keys of the lines."""
         return [each.split(":")[0] for each in self.lines]
 
 
@@ -349,9 +359,9 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
     labels = add_events(draft, log, items, kind)
     add_description(draft, "user", users, every)
     add_description(draft, "item", items, every)
-    made = ["prepare:", *settings(kind, draft.keys, labels, log)]
-    made += measured_matches(users, items)
-    lines = [*draft.lines, *tried(folder, draft.lines, made), *made]
+    made = ["prepare:", *setting_lines(kind, draft.keys, labels, log)]
+    made += min_matched_line(users, items)
+    lines = [*draft.lines, *check_mapping(folder, draft.lines, made), *made]
     return Suggestion("\n".join(lines) + "\n", draft.doubts)
 
 
@@ -380,7 +390,7 @@ def add_files(draft: Draft, log: Look, looks: list[Look], every: list[str]) -> N
 def add_events(
     draft: Draft, log: Look, items: Description, kind: str | None
 ) -> dict[str, Any]:
-    """Add the lines of what an event is, and return its labels."""
+    """Add the lines that define an event, and return its labels."""
     user, item, shown = log.roles.user, log.roles.item, log.roles.listed
     times = log.roles.times
     left = [c for c in log.columns if c not in (user, item, shown, *times)]
@@ -411,7 +421,7 @@ def add_events(
         for role in ("request", "query", "position"):
             add_request(draft, role, left)
         for c in left:
-            sort_in(c, bool(shown), log.names_only, labels, asks, features)
+            classify_column(c, bool(shown), log.names_only, labels, asks, features)
     head = "labels:  # what a user did, never an input of its own event"
     if labels or asks:
         draft.lines.append(head if labels else f"# {head}")
@@ -443,10 +453,10 @@ def add_request(draft: Draft, role: str, left: list[Column]) -> None:
     left.remove(column)
 
 
-def settings(
+def setting_lines(
     kind: str | None, keys: list[str], labels: dict[str, Any], log: Look
 ) -> list[str]:
-    """Lines of settings of jobs.prepare. keys: those that the mapping has"""
+    """Return the lines of settings of jobs.prepare; `keys` are the keys of the mapping."""
     acts = [name for name, value in labels.items() if isinstance(value, str)]
     wanted = ("click", "purchas|buy|bought|order", "like")
     behaviour = next(
@@ -477,11 +487,11 @@ def settings(
         lines.append(line("  behaviour", behaviour, rivals))
     split = "temporal" if log.roles.times else "leave_last_out"
     lines.append(line("  split", {"kind": split}))
-    return [*lines, *graded(labels, log)] if kind == "actions" else lines
+    return [*lines, *numeric_label_lines(labels, log)] if kind == "actions" else lines
 
 
-def graded(labels: dict[str, Any], log: Look) -> list[str]:
-    """The section that makes tasks and inputs of a feed's labels that are numbers."""
+def numeric_label_lines(labels: dict[str, Any], log: Look) -> list[str]:
+    """Return the section of tasks and inputs for a feed's numeric labels."""
     tasks, inputs = list[str](), list[str]()
     for name, value in labels.items():
         if isinstance(value, str):
@@ -541,7 +551,7 @@ def find_log(folder: str) -> tuple[Look, list[Look], list[str]]:
 
 
 def log_rank(look: Look) -> tuple[bool, bool, int, bool]:
-    """Return what tells a log from the files beside it; larger is likelier."""
+    """Return the sort key of a log among the files of a folder; larger is likelier."""
     roles = look.roles
     ordered = bool(roles.times or roles.listed)
     return look.is_log, not tell(look.name, "beside"), roles.sure, ordered
@@ -636,7 +646,7 @@ def add_time(draft: Draft, log: Look, clock: Column | None) -> None:
     draft.add("time", made, why, log.roles.time_doubts)
 
 
-def sort_in(
+def classify_column(
     c: Column,
     exploded: bool,
     bare: bool,
@@ -644,8 +654,11 @@ def sort_in(
     asks: dict[str, Any],
     features: dict[str, dict[str, str]],
 ) -> None:
-    """Puts a column among the labels, what may be a label or what may be a feature, or leaves it out. bare: names say
-    nothing."""
+    """Add a column to the labels, possible labels or features, or leave it out.
+
+    Args:
+        bare: Whether column names are generated and say nothing.
+    """
     code = c.few and not c.measure and not tell(c.name, "amount")
     actions = (
         c.ids.unique(maintain_order=True).to_list()
@@ -724,15 +737,15 @@ def find_description(
     if ids is None:
         return Description()
     values = ids.ids if ids.lists is None else ids.lists.explode().drop_nulls()
-    of_others = {c.name for c in log.columns if c is not ids and says_what(c.name)}
+    of_others = {c.name for c in log.columns if c is not ids and names_subject(c.name)}
     found: list[tuple[int, Description]] = []
     for look in looks:
         for key in look.possible_keys:
-            says = says_described(role, ids, look, key)
+            says = count_name_matches(role, ids, look, key)
             if (
                 says is None
                 or key.name in of_others
-                or not any(described_by(role, look, key).values())
+                or not any(describing_columns(role, look, key).values())
             ):
                 continue
             file_ids = look.read_ids()[key.name]
@@ -766,7 +779,7 @@ def find_description(
 
 
 def check_description(role: str, best: Description) -> Description:
-    """Return the description with what speaks against it; an empty one without matches."""
+    """Return the description with its doubts, or an empty one without matching ids."""
     assert best.look is not None
     assert best.key is not None
     if best.look.read_ids()[best.key.name].repeats:
@@ -781,7 +794,7 @@ def check_description(role: str, best: Description) -> Description:
     return best
 
 
-def says_described(role: str, ids: Column, look: Look, key: Column) -> int | None:
+def count_name_matches(role: str, ids: Column, look: Look, key: Column) -> int | None:
     """Return how many names say that the file describes these ids.
 
     None stands for a file of something else.
@@ -849,7 +862,7 @@ def apply_sql(values: pl.Series, sql: str) -> pl.Series:
     return evaluate(pl.DataFrame({"id": values}), wanted, "ids")[0]["id"]
 
 
-def described_by(role: str, look: Look, key: Column) -> dict[str, list[Column]]:
+def describing_columns(role: str, look: Look, key: Column) -> dict[str, list[Column]]:
     """Return the columns of a file that describe items or users, by kind."""
     told = [
         c
@@ -881,7 +894,7 @@ def has_texts(role: str, description: Description) -> bool:
     look, key = description.look, description.key
     assert look is not None
     assert key is not None
-    return bool(described_by(role, look, key).get("texts"))
+    return bool(describing_columns(role, look, key).get("texts"))
 
 
 def add_description(
@@ -898,7 +911,7 @@ def add_description(
         draft.add(f"  {name}", value)
     key_sql = description.file_sql.format(key.name)
     draft.add(f"  {role}", key_sql, key.shown, description.key_doubts)
-    for kind, columns in described_by(role, look, key).items():
+    for kind, columns in describing_columns(role, look, key).items():
         made = {c.feature: c.value for c in columns}
         if made:
             draft.add(f"  {kind}", made)
@@ -907,7 +920,7 @@ def add_description(
         draft.add("  # left out", came, "known before every event of the log?")
 
 
-def measured_matches(users: Description, items: Description) -> list[str]:
+def min_matched_line(users: Description, items: Description) -> list[str]:
     """Return the line of `min_matched` where the files lack users or items.
 
     It is half of what was measured, as the beginning of the log is not all of it.
@@ -928,8 +941,10 @@ def measured_matches(users: Description, items: Description) -> list[str]:
     return [line("  min_matched", math.floor(share * 50) / 100, why)]
 
 
-def tried(folder: str, lines: list[str], settings: list[str]) -> list[str]:
-    """What the code that reads all of the log says of the mapping, and of the lines of settings."""
+def check_mapping(folder: str, lines: list[str], settings: list[str]) -> list[str]:
+    """Check the mapping with the code that reads the whole log, and return the result
+    as comments.
+    """
     try:
         log, config = (
             log_of(yaml.safe_load("\n".join(lines))),
