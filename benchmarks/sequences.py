@@ -32,7 +32,7 @@ import polars as pl
 from benchmarks.harness import Row, row, run_module
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.retrieval.simulator import simulate_retrieval
 from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.simulation import Settings
@@ -54,7 +54,7 @@ LOG: dict[str, Any] = {
 def run_trieline(log: str, output: str) -> None:
     """Turn the log into committed tables with the functions of jobs.prepare."""
     config = PrepareConfig(core=0, split=SPLIT)
-    prepare(log_of(LOG), log, output, config, overwrite=True, say=lambda line: None)
+    prepare(parse_log(LOG), log, output, config, overwrite=True, say=lambda line: None)
 
 
 def run_polars(log: str, output: str) -> None:

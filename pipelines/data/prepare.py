@@ -226,7 +226,7 @@ def _append_events(run: Run, before: Manifest) -> Manifest:
             "of new names, or use --overwrite",
         ),
         (
-            source.of_time.column is None and not source.sequence,
+            source.event_time.column is None and not source.sequence,
             f"{here}: times are the order of rows, which new files "
             "have of their own; use --overwrite",
         ),
@@ -272,7 +272,7 @@ def _ingest_events(
         digests = {file: hashlib.sha256() for file in user_files}
         users = source.read_users(run.input, digests)
         check_missing(users.missing if users else {}, "user", run.input)
-        of_users = Rejected.of(users) if users else Rejected()
+        of_users = Rejected.from_block(users) if users else Rejected()
         run.reject(of_users, " of the user files")
         surveyor = Surveyor(run.counted, run.late)
         result = ingest(

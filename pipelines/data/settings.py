@@ -157,7 +157,7 @@ def check(
         read_manifest(join(config.catalogue, "items"), "items")
     source.user_files(input_uri)
     for of in source.as_of.values():
-        of.listed(input_uri, "feature")
+        of.list_files(input_uri, "feature")
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
     check_writable(output_uri)
     return replace(config, split=replace(config.split, kind=split))

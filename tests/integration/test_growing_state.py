@@ -26,7 +26,7 @@ from models.training_run import TrainingRun
 from models.warm_start import by_hash, keep_new_scales, named_rows, names_of
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences import own_features
 from pipelines.data.settings import read_config
 
@@ -76,7 +76,7 @@ class Growing:
 
     def __init__(self, folder: Path, source: Row, settings: Row) -> None:
         self.folder, self.settings = folder, settings
-        self.source = log_of(source)
+        self.source = parse_log(source)
         self.tables = Inputs(str(folder / "tables"))
         users = "".join(f"u{n},{'gold' if n % 2 else 'tin'}\n" for n in range(12))
         (folder / "users.csv").write_text("u,tier\n" + users)

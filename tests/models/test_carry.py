@@ -17,7 +17,7 @@ from models.storage.tables import UserError, read_manifest, read_table
 from models.training.fit import FitConfig, fit
 from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 
 DAY = 86_400_000
@@ -85,7 +85,11 @@ def append(folder: Path, kind: str) -> Inputs:
     }
     config = read_config({**CONFIG, **OF_KIND[kind]})
     prepare(
-        log_of(source), str(folder / "raw"), str(folder / "tables"), config, append=True
+        parse_log(source),
+        str(folder / "raw"),
+        str(folder / "tables"),
+        config,
+        append=True,
     )
     return Inputs(str(folder / "tables"))
 

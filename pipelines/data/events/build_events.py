@@ -178,7 +178,7 @@ class _Read:
         for block in self.source.read_events(
             self.input_uri, file, fetch(self.users), piece, number, digest
         ):
-            total.add(Rejected.of(block))
+            total.add(Rejected.from_block(block))
             if block.rejects.num_rows:
                 parts.append(asdict(write_part(self.rejects_uri, block.rejects)))
             missing.append(block.missing)

@@ -262,7 +262,7 @@ class _ReadItems:
         outside, rejected, first, digest = 0, Rejected(), 0, hashlib.sha256()
         ids, missing = list[str](), []
         for block in self.source.items.read(self.input_uri, self.files[number], digest):
-            rejected.add(Rejected.of(block))
+            rejected.add(Rejected.from_block(block))
             missing.append(block.missing)
             ids = ids or block.rows["item_id"].slice(0, 2).to_pylist()
             index = catalogue.positions(block.rows["item_id"].combine_chunks())

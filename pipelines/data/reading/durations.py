@@ -14,7 +14,11 @@ class Windowed:
     delay_minutes: float
 
     def check_windows(self, section: str) -> None:
-        """ValueError for windows that do not ascend, or end before they begin. section: their name in errors."""
+        """Raise ValueError unless windows ascend and end after they begin.
+
+        Args:
+            section: Name of the windows in messages.
+        """
         days = self.windows_days
         if any(a >= b for a, b in pairwise(days)):
             raise ValueError(
@@ -32,10 +36,10 @@ class Windowed:
 
     @property
     def windows_ms(self) -> list[int]:
-        """Lengths of the windows."""
+        """Lengths of the windows in milliseconds."""
         return [round(days * DAY_MS) for days in self.windows_days]
 
     @property
     def delay_ms(self) -> int:
-        """Length of the delay."""
+        """Length of the delay in milliseconds."""
         return round(self.delay_minutes * MINUTE_MS)

@@ -44,7 +44,7 @@ from pipelines.data.reading.rows import (
     clean_ids,
     common,
     evaluate,
-    list_of,
+    evaluate_list,
     slices,
 )
 from pipelines.data.reading.times import Time, milliseconds, moments
@@ -64,7 +64,7 @@ FORBID = {"extra": "forbid"}
 
 
 def check_range(span: list[float]) -> None:
-    """ValueError unless `span` is [low, high]."""
+    """Raise ValueError unless `span` is [low, high]."""
     if len(span) != 2 or not -math.inf < span[0] < span[1] < math.inf:
         raise ValueError(
             f"range is {span!r}; give the least and the largest value, such as [0.5, 5]"
@@ -73,7 +73,7 @@ def check_range(span: list[float]) -> None:
 
 @dataclass(frozen=True)
 class Label:
-    """What a user did with an item."""
+    """A label: an action of a user on an item."""
 
     __pydantic_config__ = FORBID
 
@@ -113,12 +113,12 @@ class Label:
 
     @property
     def late(self) -> bool:
-        """Whether the label is known later than its event."""
+        """Whether the label becomes known later than its event."""
         return self.time is not None or self.delay_minutes is not None
 
     @property
     def known_from(self) -> str:
-        """What says from when on it is known."""
+        """Description of the time from which the label is known."""
         return (
             self.time.origin
             if self.time
@@ -182,16 +182,18 @@ class Section(Files):
         if self.keep not in ("used", "all"):
             raise ValueError(f"items.keep is '{self.keep}'; it is one of used, all")
         self.check_files()
-        check_sql(self._wanted.values())
+        check_sql(self._column_expressions.values())
 
     @property
     def key(self) -> str:
-        """The column of events that it is of."""
+        """The id column of events that the section describes."""
         return "item_id" if self.item else "user_id"
 
     @property
     def origins(self) -> dict[str, str]:
-        """Its columns, each with what it is in the raw file."""
+        """The section's columns, with the raw columns or expressions they are read
+        from.
+        """
         kinds = {
             "num_": self.numbers,
             "text_": self.texts,
@@ -214,14 +216,18 @@ class Section(Files):
         }
 
     @property
-    def _wanted(self) -> dict[str, str]:
-        """The expressions by column."""
+    def _column_expressions(self) -> dict[str, str]:
+        """Return the expression of each column."""
         time = {"timestamp_ms": str(self.time.column)} if self.time else {}
         return {**self.origins, **time} if self.item or self.user else {}
 
     @property
     def schema(self) -> pa.Schema:
-        """Its columns; those of a table with times as events have them: numbers, then categories."""
+        """Schema of the section's columns.
+
+        Tables with times have the columns in the order of events: numbers, then
+        categories.
+        """
         kinds = {"timestamp_ms": pa.int64()} | {
             name: pa.float32() for name in self.origins if name.startswith("num_")
         }
@@ -231,13 +237,17 @@ class Section(Files):
 
     @property
     def features(self) -> pa.Schema:
-        """Its features alone."""
+        """Schema of the section's features."""
         return pa.schema(
             [f for f in self.schema if f.name.startswith(("num_", "cat_"))]
         )
 
-    def listed(self, input_uri: str, what: str) -> list[str]:
-        """Its files relative to the input folder; UserError if there is none."""
+    def list_files(self, input_uri: str, what: str) -> list[str]:
+        """Return the section's files relative to the input folder.
+
+        Raises:
+            UserError: if there is no file.
+        """
         folder = join(input_uri, self.folder) if self.folder else input_uri
         filesystem, path = open_uri(folder)
         if (
@@ -251,11 +261,15 @@ class Section(Files):
         return [join(self.folder, file) if self.folder else file for file in files]
 
     def read(self, input_uri: str, file: str, digest: Any = None) -> Iterator[Block]:
-        """Streams a file as rows of `schema`: ids, texts and attributes are text, empty ones null. `digest` takes the
-        bytes that are parsed."""
+        """Stream a file as rows of `schema`; ids, texts and attributes are text, with
+        null for empty values.
+
+        Args:
+            digest: Hash that is updated with the bytes that are parsed.
+        """
         uri = join(input_uri, file)
-        for frame in read_frames(uri, self, self._wanted.values(), digest):
-            rows = Rows(frame.whole, self._wanted, uri)
+        for frame in read_frames(uri, self, self._column_expressions.values(), digest):
+            rows = Rows(frame.whole, self._column_expressions, uri)
             rows.ids(self.key)
             for name in self.schema.names[1:]:
                 if name == "timestamp_ms" and self.time:
@@ -332,7 +346,7 @@ class Log(Files):
             }[missing]
             raise ValueError(f"'{missing}' is missing; add such as '{example}'")
         for name, label in self.labels.items():
-            self.labels[name] = self._timed(name, label)
+            self.labels[name] = self._add_label_time(name, label)
         for kind in ("labels", "numbers", "categories", "explode", "as_of"):
             check_names(getattr(self, kind), kind)
         _check_section(
@@ -365,10 +379,10 @@ class Log(Files):
             )
         if self.history:
             self._check_history(self.history)
-        check_sql([*self._wanted.values(), *self._lists])
+        check_sql([*self._column_expressions.values(), *self._lists])
 
-    def _timed(self, name: str, label: Label) -> Label:
-        """The label with its `time` built, in the unit of the log's time unless it has its own."""
+    def _add_label_time(self, name: str, label: Label) -> Label:
+        """Return the label with its `time`, by default in the unit of the log's time."""
         where, time = f"labels.{name}", label.time
         if label.delay_minutes is not None and not self.clock:
             raise ValueError(
@@ -376,16 +390,16 @@ class Log(Files):
             )
         if time is None or isinstance(time, Time):
             return label
-        if self.of_time.column is None:
+        if self.event_time.column is None:
             raise ValueError(
                 f"{where}.time needs times, but those of the log are the order of rows; take it out"
             )
         time = {"column": time} if isinstance(time, str) else dict(time)
-        own = {} if {"unit", "format"} & set(time) else _given(self.of_time)
+        own = {} if {"unit", "format"} & set(time) else _given(self.event_time)
         built: Time = build(Time, {**own, **time}, f"{where}.time.")
         if built.clock != self.clock:
             raise ValueError(
-                f"{where}.time is {built.written}, and the log's time {self.of_time.written}; give both one unit"
+                f"{where}.time is {built.written}, and the log's time {self.event_time.written}; give both one unit"
             )
         return replace(label, time=built)
 
@@ -405,19 +419,22 @@ class Log(Files):
             )
 
     @property
-    def of_time(self) -> Time:
+    def event_time(self) -> Time:
         assert self.time is not None  # of sequences it is set above
         return self.time
 
     @property
     def clock(self) -> bool:
         """Whether timestamps are clock times; else `timestamp_ms` is an ordinal."""
-        return self.of_time.clock
+        return self.event_time.clock
 
     @property
     def info(self) -> dict[str, Any]:
-        """`labels` {name: bool | float32}, `numbers` [name], `categories` [name], `clock`, `ranges` of labels, and
-        `known`, where labels are known later than their event: what says when."""
+        """Description of the events for their manifest.
+
+        `labels` {name: bool | float32}, `numbers` [name], `categories` [name], `clock`,
+        `ranges` of labels, and `known`: the time from which late labels are known.
+        """
         known = {
             name: {"column": label.time.column, "unit": label.time.written}
             if label.time
@@ -453,7 +470,7 @@ class Log(Files):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What is not at its default, as plain values."""
+        """Non-default settings as plain values."""
         return dict(_given(self))
 
     @property
@@ -467,14 +484,14 @@ class Log(Files):
 
     @property
     def absent(self) -> frozenset[str]:
-        """Those of `query`, `request_id` and `position` that no event has."""
+        """Columns of `query`, `request_id` and `position` that no event has."""
         request, position = self.request or self.explode, self.position or self.explode
         given = {"query": self.query, "request_id": request, "position": position}
         return frozenset(name for name, text in given.items() if not text)
 
     @property
     def items_columns(self) -> tuple[list[str], list[str]]:
-        """Names of the item table's texts and attributes, without the `text_` and `cat_` prefixes."""
+        """Names of the item table's texts and attributes, without their prefixes."""
         return (
             (list(self.items.texts), list(self.items.attributes))
             if self.items
@@ -491,14 +508,16 @@ class Log(Files):
 
     @property
     def keeps_all_items(self) -> bool:
-        """Whether the catalogue holds every item of the item files, with events or without."""
+        """Whether the catalogue contains items without events."""
         return self.items is not None and self.items.keep == "all"
 
     @property
     def origins(self) -> dict[str, str]:
-        """The columns of events, each with what it is in the raw file."""
+        """The columns of events, with the raw columns or expressions they are read
+        from.
+        """
         item = " and then ".join(filter(None, [self.sequence, self.item]))
-        time = "the place in its list" if self.sequence else self.of_time.origin
+        time = "the place in its list" if self.sequence else self.event_time.origin
         known = {
             f"known_{name}": label.known_from
             for name, label in self.labels.items()
@@ -509,7 +528,7 @@ class Log(Files):
             f"cat_{name}": f"{text} of the users" for name, text in users.items()
         }
         return {
-            **self._wanted,
+            **self._column_expressions,
             "user_id": self.user,
             "item_id": item,
             "timestamp_ms": time,
@@ -518,12 +537,12 @@ class Log(Files):
         }
 
     @property
-    def _wanted(self) -> dict[str, str]:
-        """The expressions of one event by their column."""
+    def _column_expressions(self) -> dict[str, str]:
+        """Return the expression of each column of an event."""
         single = {
             "user_id": self.user,
             "item_id": self.item,
-            "timestamp_ms": self.of_time.column,
+            "timestamp_ms": self.event_time.column,
             "query": self.query,
         }
         single |= {"request_id": self.request, "position": self.position}
@@ -541,7 +560,7 @@ class Log(Files):
 
     @property
     def _lists(self) -> list[str]:
-        """The expressions of lists."""
+        """Return the expressions of list columns."""
         every = [
             self.sequence,
             self.history.column if self.history else None,
@@ -550,8 +569,12 @@ class Log(Files):
         return [text for text in every if text]
 
     def event_files(self, input_uri: str) -> list[str]:
-        """Raw event files relative to the input folder, sorted. UserError if there is none, or if they are of several
-        formats, which are often the same events twice."""
+        """Return the sorted event files relative to the input folder.
+
+        Raises:
+            UserError: if there is none, or for several formats, which often contain the
+                same events twice.
+        """
         files = list_files(
             input_uri,
             self.files,
@@ -559,7 +582,7 @@ class Log(Files):
             what="event file",
             beside=self._patterns_beside,
         )
-        kinds = {self.format_of(file): file for file in files}
+        kinds = {self.detect_format(file): file for file in files}
         if len(kinds) > 1:
             both = " and as ".join(f"{kind} ({file})" for kind, file in kinds.items())
             raise UserError(
@@ -569,7 +592,7 @@ class Log(Files):
 
     @property
     def _patterns_beside(self) -> list[str]:
-        """Patterns of the files that are not of events."""
+        """Return the patterns of files that are not event files."""
         sections = (self.items, self.users, *self.as_of.values())
         return [of.files for of in sections if of and of.files != self.files]
 
@@ -579,17 +602,23 @@ class Log(Files):
         return fnmatchcase(file, self.files) and not beside
 
     def item_files(self, input_uri: str) -> list[str]:
-        """Raw item files relative to the input folder, sorted; empty if the log has none."""
-        return self.items.listed(input_uri, "item") if self.items else []
+        """Return the sorted item files relative to the input folder; empty if the log
+        has none.
+        """
+        return self.items.list_files(input_uri, "item") if self.items else []
 
     def user_files(self, input_uri: str) -> list[str]:
-        return self.users.listed(input_uri, "user") if self.users else []
+        return self.users.list_files(input_uri, "user") if self.users else []
 
     def read_users(
         self, input_uri: str, digests: dict[str, Any], beginning: bool = False
     ) -> Block | None:
-        """The rows of the user files, each user once, for `read_events`; None if the log has none. digests: takes the
-        bytes of each file. beginning: of the first file alone."""
+        """Read the user files, the first row of each user; None if the log has none.
+
+        Args:
+            digests: Hashes per file, updated with the bytes that are parsed.
+            beginning: Whether to read the first file only.
+        """
         if self.users is None:
             return None
         files = self.user_files(input_uri)[: 1 if beginning else None]
@@ -622,12 +651,19 @@ class Log(Files):
         number: int = 0,
         digest: Any = None,
     ) -> Iterator[Block]:
-        """Streams one file, or a piece of it, as bounded blocks, in the file's order. Their rows have LOG_ROW too:
-        unique and increasing within the piece, after lists are exploded.
+        """Stream a file, or a piece of it, as bounded blocks in the file's order.
 
-        users: the rows of `read_users`. number: place of the piece in the log, for times that are the order of rows.
-        digest: takes the bytes that are parsed. UserError if the file cannot be read: a missing column, a wrong format,
-        an empty or truncated file.
+        Rows have the column LOG_ROW, unique and increasing within the piece after lists
+        are exploded.
+
+        Args:
+            users: Rows of `read_users`.
+            number: Number of the piece in the log, for times that are row numbers.
+            digest: Hash that is updated with the bytes that are parsed.
+
+        Raises:
+            UserError: if the file cannot be read: a missing column, a wrong format, an
+                empty or truncated file.
         """
         uri, first, schema = join(input_uri, file), 0, self.schema.append(LOG_ROW)
         folders = {
@@ -636,7 +672,7 @@ class Log(Files):
             if value
         }
         for order, frame in enumerate(
-            read_frames(uri, self, self._of_file(folders), digest, piece)
+            read_frames(uri, self, self._file_expressions(folders), digest, piece)
         ):
             missing = {
                 name: hint
@@ -644,7 +680,9 @@ class Log(Files):
                 if name not in folders
             }
             if order == 0 and (
-                lost := [name for name in self._required(folders) if name in missing]
+                lost := [
+                    name for name in self._required_columns(folders) if name in missing
+                ]
             ):
                 raise UserError(
                     f"{uri} has no column '{lost[0]}'; {missing[lost[0]]}; correct the source file or the log"
@@ -666,13 +704,16 @@ class Log(Files):
                     yield made.block(broken, missing, file, piece, schema, UNSET)
                     first, broken = first + len(made.raw), []
 
-    def _of_file(self, folders: Iterable[str]) -> list[str]:
-        """The expressions over columns of the file; of those that also read elements of lists, or the names of folders,
-        the columns of the file."""
+    def _file_expressions(self, folders: Iterable[str]) -> list[str]:
+        """Return the expressions over columns of the file.
+
+        For expressions that also read list elements or folder names, return the columns
+        of the file that they read.
+        """
         others, found = [*self.explode, *folders], []
         for text, made in [
             *((text, list(folders)) for text in self._lists),
-            *((t, others) for t in self._wanted.values()),
+            *((t, others) for t in self._column_expressions.values()),
         ]:
             names = roots(text, made)
             found += (
@@ -682,14 +723,14 @@ class Log(Files):
             )
         return found
 
-    def _required(self, folders: Iterable[str]) -> list[str]:
-        """The columns without which no row is an event."""
+    def _required_columns(self, folders: Iterable[str]) -> list[str]:
+        """Return the columns that a row must have to be an event."""
         made = [*self.explode, *folders]
         every = [
             self.user,
             self.item,
             self.sequence,
-            self.of_time.column,
+            self.event_time.column,
             *self.explode.values(),
         ]
         return [
@@ -703,11 +744,11 @@ class Log(Files):
     def _events(
         self, rows: pl.DataFrame, uri: str, users: pa.Table | None, number: int
     ) -> Iterator[Rows]:
-        """The rows of a frame, one for each event."""
+        """Yield the rows of a frame, one per event."""
         if self.sequence:
-            yield from self._of_lists(
+            yield from self._list_events(
                 rows,
-                list_of(rows, self.sequence, "sequence", uri),
+                evaluate_list(rows, self.sequence, "sequence", uri),
                 self.item,
                 0,
                 uri,
@@ -724,14 +765,14 @@ class Log(Files):
                 if self.explode
                 else piece
             )
-            made = Rows(piece, self._wanted, uri)
+            made = Rows(piece, self._column_expressions, uri)
             made.ids("user_id")
             if self.explode:
                 made.reject(piece[UNEQUAL], f"{self.item}: lists of unequal length")
                 made.values["request_id"] = piece[REQUEST]
                 made.values["position"] = piece[ELEMENT].fill_null(0).cast(pl.Int32)
             made.ids("item_id")
-            made.time("timestamp_ms", self.of_time, number, past=True)
+            made.time("timestamp_ms", self.event_time, number, past=True)
             if self.query:
                 made.text("query")
             if self.request:
@@ -752,12 +793,15 @@ class Log(Files):
             yield made
 
     def _with_lists(self, rows: pl.DataFrame, uri: str) -> pl.DataFrame:
-        """The rows with the lists, the places of their elements, and the id of a request: a hash of what the row holds,
-        so that the same row in two files is one request. Lists of unequal length are null."""
+        """Return the rows with lists, element positions and request ids.
+
+        The request id is a hash of the row's content, so an equal row in two files is
+        one request. Lists of unequal length are null.
+        """
         if not self.explode:
             return rows
         lists = {
-            name: list_of(rows, text, f"explode.{name}", uri)
+            name: evaluate_list(rows, text, f"explode.{name}", uri)
             for name, text in self.explode.items()
         }
         lengths = pl.DataFrame(
@@ -787,16 +831,19 @@ class Log(Files):
     def _earlier(
         self, rows: pl.DataFrame, uri: str, users: pa.Table | None
     ) -> Iterator[Rows]:
-        """The earlier behaviours that the rows name, one row each. Lists that a user has twice are taken once; rows
-        without a user or a time, which are rejects themselves, are left out."""
+        """Yield the earlier behaviours listed in the rows, one row each.
+
+        Equal lists of a user are taken once. Rows without a user or a time are skipped:
+        they are rejected themselves.
+        """
         if self.history is None or not len(rows):
             return
-        history, time, at = self.history, self.of_time, milliseconds(self.history.at)
+        history, time, at = self.history, self.event_time, milliseconds(self.history.at)
         made, _ = evaluate(rows, {"user": self.user, "time": str(time.column)}, uri)
         own, bad = moments(made["time"], time, "")
         who, lists = (
             clean_ids(made["user"]),
-            list_of(rows, history.column, "history.column", uri).cast(
+            evaluate_list(rows, history.column, "history.column", uri).cast(
                 pl.List(pl.String)
             ),
         )
@@ -807,7 +854,7 @@ class Log(Files):
             bad.is_null() & who.is_not_null() & (lists.list.len() > 0)
         ).sort(UNEQUAL, maintain_order=True)
         rows = rows.unique([REQUEST, LIST], keep="first", maintain_order=True).sort(ROW)
-        for events in self._of_lists(rows, rows[LIST], None, at or 0, uri, users):
+        for events in self._list_events(rows, rows[LIST], None, at or 0, uri, users):
             for name in history.labels or ():
                 events.values[f"label_{name}"] = pl.repeat(
                     True, len(events.raw), eager=True
@@ -821,7 +868,7 @@ class Log(Files):
             )
             yield events
 
-    def _of_lists(
+    def _list_events(
         self,
         rows: pl.DataFrame,
         lists: pl.Series,
@@ -830,7 +877,9 @@ class Log(Files):
         uri: str,
         users: pa.Table | None,
     ) -> Iterator[Rows]:
-        """An event for each item of lists, with the item `last` at their ends: the k-th at the time `at` + k."""
+        """Yield an event per list item, and for the item `last` at the end: the k-th at
+        time `at` + k.
+        """
         items = lists.cast(pl.List(pl.String)).fill_null([])
         if last:
             end = clean_ids(evaluate(rows, {"end": last}, uri)[0]["end"])
@@ -857,14 +906,14 @@ class Log(Files):
 
 
 def _folder(value: str) -> pl.Expr:
-    """What the name of a folder such as `country=se` says, as Hive writes it."""
+    """Return the value of a Hive folder name like `country=se`."""
     return pl.lit(
         None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value), pl.String
     )
 
 
 def check_names(names: Iterable[Any], key: str) -> None:
-    """ValueError for a name that columns and metrics cannot have."""
+    """Raise ValueError for a name that columns and metrics cannot have."""
     for name in names:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
@@ -888,7 +937,9 @@ def check_names(names: Iterable[Any], key: str) -> None:
 def _check_section(
     where: str, of: Section | None, key: str, known: tuple[str, ...]
 ) -> None:
-    """ValueError for a section without its id, or with keys of other sections."""
+    """Raise ValueError for a section without an id column, or with keys of other
+    sections.
+    """
     if of is None:
         return
     if not getattr(of, key):
@@ -907,7 +958,9 @@ def _check_section(
 
 
 def _given(value: Any) -> Any:
-    """Of a dataclass the fields that are not at their default, as plain values, whatever it is in."""
+    """Convert a dataclass, or a container of dataclasses, to plain values without
+    defaults.
+    """
     if isinstance(value, dict):
         return {key: _given(each) for key, each in value.items()}
     if not is_dataclass(value):
@@ -924,7 +977,9 @@ def _given(value: Any) -> Any:
 
 
 def _spelled_out(content: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a mapping file with its short forms written out: lists of columns, labels that are an expression."""
+    """Expand the short forms of a mapping: lists of columns, and labels given as an
+    expression.
+    """
     made = dict(content)
     for key, value in content.items():
         if key in (
@@ -951,16 +1006,23 @@ def _spelled_out(content: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def log_of(content: dict[str, Any]) -> Log:
-    """The log that the keys of a mapping file describe; ValueError for what they cannot be."""
+def parse_log(content: dict[str, Any]) -> Log:
+    """Build the log that a mapping describes.
+
+    Raises:
+        ValueError: for invalid values.
+    """
     log: Log = build(Log, _spelled_out(content))
     return log
 
 
 def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
-    """The log that a mapping file describes, and its `prepare` section (settings of jobs.prepare; empty if there is
-    none). UserError for a missing or damaged file, for an unknown key (with the nearest known one), and for values that
-    cannot be."""
+    """Read a mapping file and its `prepare` section.
+
+    Raises:
+        UserError: for a missing or damaged file, an unknown key (names the nearest), or
+            an invalid value.
+    """
     content = read_yaml(uri, "check --source")
     prepare = content.pop("prepare", None) or {}
     if not isinstance(prepare, dict):
@@ -968,6 +1030,6 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
             f"{uri}: 'prepare' is {type(prepare).__name__}, not a mapping of options"
         )
     try:
-        return log_of(content), prepare
+        return parse_log(content), prepare
     except ValueError as error:
         raise UserError(f"{uri}: {error}") from error

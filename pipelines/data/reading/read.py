@@ -1,13 +1,15 @@
-"""Raw files as frames of rows: CSV, JSON lines, Parquet and plain lines, compressed or not, each byte read once.
+"""Read raw files as frames: CSV, JSON lines, Parquet and plain lines, compressed or
+not, each byte once.
 
     digest = hashlib.sha256()
-    for frame in read_frames("s3://bucket/log.csv", Files(delimiter=";"), ["user", "cast(price as double)"], digest):
+    for frame in read_frames("s3://bucket/log.csv", Files(delimiter=";"), ["user",
+        "cast(price as double)"], digest):
         frame.rows, frame.broken
 
-A large plain file is read in pieces (`pieces`): text from line start to line start, Parquet by row groups. Values of
-CSV are text, empty ones null; those of JSON and Parquet have the file's types. What is no row is in
-`ParsedRows.broken`, so that nothing is lost without a word: the lines of a file are its header, blank ones, those of
-rows and broken ones.
+Large uncompressed files are read in pieces (`pieces`): text at line starts, Parquet at
+row groups. CSV values are text with null for empty values; JSON and Parquet values keep
+the file's types. Lines that cannot be parsed are in `ParsedRows.broken`, so that every
+line of a file is a header, blank, a row or broken.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from models.config import hint
 from models.storage.tables import JOB_FILES, UserError, open_uri
 
 ROW = "__row"
-"""Column with the row's number in its piece, from 0, broken ones counted too."""
+"""Column with the row's number in its piece, from 0, counting broken rows."""
 
 SUFFIXES = {
     "csv": "csv",
@@ -59,21 +61,23 @@ LONGEST_ROW = 64 << 20  # bytes
 PARQUET_ROWS = 1 << 17  # per frame, at most
 LONGEST_QUOTE = 2000  # characters of a broken line that a reject keeps
 ESCAPED = b"\x0e\x0f"
-"""Stands for an escaped quote while rows are parsed, as neither parser takes both kinds of quotes."""
+"""Placeholder of an escaped quote during parsing: no parser accepts both kinds of
+quotes.
+"""
 JOINED = b"\x1f"  # stands for a delimiter of several characters: the ASCII separator of units
 HALF = re.compile(
     rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
 )
-"""Half of a character in JSON."""
+"""Half of a surrogate pair in JSON."""
 csv.field_size_limit(LONGEST_ROW)
 
 Broken = list[tuple[int, str, str]]
-"""Of lines that are no rows: number in the piece, reason, text."""
+"""Unparsable lines: number in the piece, reason, text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """How the files of one section are written."""
+    """Format of the files of one section."""
 
     format: str | None = None
     """csv, jsonl, parquet; `lines`, each one row with the column `line`; `keyed`, a JSON object by id, with the columns
@@ -90,7 +94,7 @@ class Files:
     """A Python codec of text files, such as cp1252."""
 
     def check_files(self) -> None:
-        """ValueError for what no file can be."""
+        """Raise ValueError for invalid options."""
         if self.format is not None and self.format not in FORMATS:
             raise ValueError(
                 f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}"
@@ -115,11 +119,13 @@ class Files:
             ) from error
 
     @property
-    def recoded(self) -> bool:
+    def needs_decoding(self) -> bool:
         return codecs.lookup(self.encoding).name not in ("utf-8", "utf-8-sig", "ascii")
 
-    def format_of(self, file: str) -> str:
-        """The format of a file: as given, or by its suffix beneath that of a compression."""
+    def detect_format(self, file: str) -> str:
+        """Return the configured format, or the format of the file's suffix below a
+        compression suffix.
+        """
         suffixes = [s[1:].lower() for s in PurePosixPath(file).suffixes]
         if suffixes and suffixes[-1] in ("xz", "zip", "7z", "rar"):
             raise UserError(
@@ -132,7 +138,7 @@ class Files:
             )
         return self.format or SUFFIXES[suffixes[-1]]
 
-    def delimiter_of(self, file: str) -> str:
+    def detect_delimiter(self, file: str) -> str:
         return self.delimiter or (
             "\t" if ".tsv" in [s.lower() for s in PurePosixPath(file).suffixes] else ","
         )
@@ -140,26 +146,29 @@ class Files:
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a plain file that is read by itself; the row that begins at its end is of the next one."""
+    """A part of an uncompressed file that is read by itself.
+
+    A row that begins at the end of a part belongs to the next one.
+    """
 
     start: int
-    """First byte; of Parquet the first row group."""
+    """First byte, or first row group of a Parquet file."""
     end: int
 
 
 @dataclass(frozen=True)
 class ParsedRows:
-    """Some rows of a raw file."""
+    """Parsed rows of a raw file."""
 
     rows: pl.DataFrame
-    """The columns that are needed and ROW."""
+    """The required columns and ROW."""
     broken: Broken = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    """Columns that are not there, each with a hint at the nearest that is."""
+    """Missing columns, each with a hint at the nearest column."""
 
     @property
     def whole(self) -> pl.DataFrame:
-        """The rows, with nulls for what is missing."""
+        """The rows, with null columns for missing ones."""
         return self.rows.with_columns(
             pl.lit(None, pl.Null).alias(name) for name in self.missing
         )
@@ -173,8 +182,13 @@ def list_files(
     what: str,
     beside: Collection[str] = (),
 ) -> list[str]:
-    """Files under the folder whose relative path matches the pattern (shell wildcards) and none of those `beside`,
-    sorted. Hidden files, and parts and manifests of tables of ours in folders beneath it, are skipped."""
+    """List files below a folder whose relative path matches the pattern, sorted.
+
+    Hidden files, and parts and manifests of Trieline tables in subfolders, are skipped.
+
+    Args:
+        beside: Patterns of files to skip.
+    """
     filesystem, root = open_uri(input_uri)
     try:
         infos = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
@@ -203,10 +217,13 @@ def list_files(
 
 
 def pieces(uri: str, files: Files, size: int) -> list[FilePart | None]:
-    """The pieces of about `size` bytes that a file is read in; [None] for one that is read as a whole: a small one, a
-    compressed one, one that is decoded, a JSON array."""
+    """Split a file into parts of about `size` bytes.
+
+    Return [None] for a file that is read as a whole: small, compressed, in another
+    encoding, or a JSON array.
+    """
     filesystem, path = open_uri(uri)
-    length, kind = filesystem.get_file_info(path).size, files.format_of(uri)
+    length, kind = filesystem.get_file_info(path).size, files.detect_format(uri)
     if length <= size:
         return [None]
     with filesystem.open_input_file(path) as stream:
@@ -231,7 +248,7 @@ def pieces(uri: str, files: Files, size: int) -> list[FilePart | None]:
             ]
         head = stream.read(1 << 12)
     if (
-        files.recoded
+        files.needs_decoding
         or kind == "keyed"
         or _compression(head)
         or (kind == "jsonl" and _is_array(head))
@@ -251,7 +268,9 @@ def _is_array(head: bytes) -> bool:
 
 
 def _open(uri: str) -> Any:
-    """The file's bytes as they were before compression, whatever its name says."""
+    """Open the decompressed bytes of a file; the content decides the compression, not
+    the name.
+    """
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as stream:
         head = stream.read(4)
@@ -265,9 +284,15 @@ def read_frames(
     digest: Any = None,
     piece: FilePart | None = None,
 ) -> Iterator[ParsedRows]:
-    """Streams a file, or a piece of it, with the columns that the SQL expressions need, and adds the bytes that are
-    parsed to `digest`. UserError names the file for one that is empty, damaged or of another format."""
-    kind, expressions = files.format_of(uri), list(dict.fromkeys(expressions))
+    """Stream a file, or a part of it, with the columns that the SQL expressions read.
+
+    Args:
+        digest: Hash that is updated with the bytes that are parsed.
+
+    Raises:
+        UserError: names an empty or damaged file, or one of another format.
+    """
+    kind, expressions = files.detect_format(uri), list(dict.fromkeys(expressions))
     reader = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_whole}.get(
         kind, _read_lines
     )
@@ -301,8 +326,11 @@ def _not_encoded(uri: str, encoding: str) -> UserError:
 def needed(
     expressions: Iterable[str], present: Collection[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The columns that the expressions read, of those present, and the ones that are missing, each with a hint. An
-    expression that is the name of a column is that column, any other is SQL."""
+    """Return the present columns that the expressions read, and a hint for each missing
+    one.
+
+    An expression that is the name of a column is that column; any other is SQL.
+    """
     wanted = dict.fromkeys(
         name for text in expressions for name in roots(text, present)
     )
@@ -313,7 +341,7 @@ def needed(
 
 
 def roots(text: str, present: Collection[str]) -> list[str]:
-    """The columns that an expression reads."""
+    """Return the columns that an expression reads."""
     if text in present:
         return [text]
     try:
@@ -323,7 +351,7 @@ def roots(text: str, present: Collection[str]) -> list[str]:
 
 
 def present_hint(column: str, present: Collection[str]) -> str:
-    """Half a sentence that names the column nearest to one that is not there, and those that are."""
+    """Format a hint that names the nearest column and all columns."""
     named = f" of {', '.join(list(present)[:40])}" if present else ""
     return hint(column, sorted(present), "it has none") + named
 
@@ -331,9 +359,11 @@ def present_hint(column: str, present: Collection[str]) -> str:
 def _blocks(
     uri: str, files: Files, digest: Any, piece: FilePart | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
-    """The text as UTF-8 in blocks of about `size` bytes (BLOCK), cut anywhere."""
+    """Yield the text as UTF-8 in blocks of about `size` bytes, split at any byte."""
     size = size or BLOCK
-    decode = codecs.getincrementaldecoder(files.encoding)() if files.recoded else None
+    decode = (
+        codecs.getincrementaldecoder(files.encoding)() if files.needs_decoding else None
+    )
     left, first = 1 << 62, True
     with ExitStack() as opened:
         if piece is None:
@@ -359,7 +389,11 @@ def _blocks(
 
 
 def _head(uri: str, files: Files) -> bytes:
-    """The beginning of the text; UserError for an empty file."""
+    """Return the beginning of the text.
+
+    Raises:
+        UserError: for an empty file.
+    """
     with closing(_blocks(uri, files, None, None, 1 << 18)) as blocks:
         head = next((block for block in blocks if block.strip()), b"")
     if not head:
@@ -370,8 +404,11 @@ def _head(uri: str, files: Files) -> bytes:
 
 
 def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
-    """The first byte from `byte` on at which a row begins. In CSV a line within quotes may look like a row: it is the
-    first line from which the next 20 rows are as wide as the header."""
+    """Return the first byte from `byte` on at which a row begins.
+
+    A CSV line within quotes may look like a row, so it must begin 20 rows that are as
+    wide as the header.
+    """
     if byte == 0:
         return 0
     stream.seek(byte - 1)
@@ -385,17 +422,17 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
             else _row_start(stream, uri, files, byte - 1 + len(text))
         )
     if (
-        files.format_of(uri) != "csv"
+        files.detect_format(uri) != "csv"
         or not files.quote
         or files.quote.encode() not in text[at:]
     ):
         return byte - 1 + at
-    delimiter = files.delimiter_of(uri).encode()
+    delimiter = files.detect_delimiter(uri).encode()
     by = delimiter if len(delimiter) == 1 else JOINED
     width = len(_header(uri, files, delimiter, by)[0])
     lines = [line + b"\n" for line in text[at:].split(b"\n")[: None if whole else -1]]
     read = [
-        _marked(line.replace(delimiter, by), files).decode(errors="replace")
+        _mark_escapes(line.replace(delimiter, by), files).decode(errors="replace")
         for line in lines
     ]
     for first in range(len(lines)):
@@ -416,7 +453,7 @@ def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
 
 
 def _quotes(files: Files) -> dict[str, Any]:
-    """How Python's CSV reader is told of quotes."""
+    """Return the quoting options of Python's CSV reader."""
     return (
         {"quotechar": files.quote, "strict": True}
         if files.quote
@@ -424,8 +461,8 @@ def _quotes(files: Files) -> dict[str, Any]:
     )
 
 
-def _marked(text: bytes, files: Files) -> bytes:
-    """The text, as long, with ESCAPED in the place of escaped quotes; what is escaped else stays as it is."""
+def _mark_escapes(text: bytes, files: Files) -> bytes:
+    """Replace escaped quotes by ESCAPED, which has the same length."""
     if not files.escape or not files.quote or files.escape.encode() not in text:
         return text
     mark, quote = files.escape.encode(), files.quote.encode()
@@ -435,10 +472,13 @@ def _marked(text: bytes, files: Files) -> bytes:
     return pairs.sub(lambda pair: ESCAPED if pair[1] == quote else pair[0], text)
 
 
-def _unescaped(
+def _restore_escapes(
     rows: pl.DataFrame, files: Files, by: str, delimiter: str
 ) -> pl.DataFrame:
-    """The values with what stood for other characters: \\\\ for \\, and \\N for nothing, as MySQL writes them."""
+    """Replace placeholders and escapes in values.
+
+    A doubled backslash becomes one, and a backslash before N a null, as MySQL writes them.
+    """
     value = pl.col(pl.String)
     if by != delimiter:
         rows = rows.with_columns(value.str.replace_all(by, delimiter, literal=True))
@@ -457,7 +497,7 @@ def _unescaped(
 def _read_csv(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    delimiter = files.delimiter_of(uri).encode()
+    delimiter = files.detect_delimiter(uri).encode()
     by = delimiter if len(delimiter) == 1 else JOINED
     names, skip = _header(uri, files, delimiter, by)
     columns, missing = needed(expressions, names)
@@ -488,7 +528,7 @@ def _read_csv(
             if table is None
             else pl.DataFrame(table)
         )
-        rows = _unescaped(rows, files, by.decode(), delimiter.decode())
+        rows = _restore_escapes(rows, files, by.decode(), delimiter.decode())
         rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
         broken = [
             (n + row, why, shown.replace(by.decode(), delimiter.decode()))
@@ -501,8 +541,10 @@ def _read_csv(
 def _header(
     uri: str, files: Files, delimiter: bytes, by: bytes
 ) -> tuple[list[str], int]:
-    """The names of all columns and the number of lines that they take. Of names that come twice the later ones get a
-    number, as in pandas."""
+    """Return all column names and the number of header lines.
+
+    Repeated names get a number, as in pandas.
+    """
     head = _head(uri, files)
     if head[:400].count(0) * 4 > len(head[:400]):
         raise _not_encoded(uri, files.encoding)
@@ -513,7 +555,9 @@ def _header(
     if files.header:
         return files.header, 0
     text = (
-        _marked(head.replace(delimiter, by), files).decode(errors="replace").split("\n")
+        _mark_escapes(head.replace(delimiter, by), files)
+        .decode(errors="replace")
+        .split("\n")
     )
     lines = csv.reader(
         (line + "\n" for line in text), delimiter=by.decode(), **_quotes(files)
@@ -534,7 +578,9 @@ def _header(
 
 
 def _check_delimiter(uri: str, header: str, delimiter: str, wanted: str) -> None:
-    """UserError for a header that is one column, but several by another delimiter."""
+    """Raise UserError for a header that is one column, but several by another
+    delimiter.
+    """
     for other in ("\t", ";", "::", "|", ",", " "):
         if other in header:
             raise UserError(
@@ -551,10 +597,15 @@ def _csv_rows(
     columns: list[str],
     last: bool,
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
-    """The rows of a text that begins with one: the table, the numbers of its rows, what is broken, and how many bytes
-    were read. By Arrow where all quotes enclose whole values of one line, else by Python's strict reader, line by line.
+    """Parse text that begins with a row.
+
+    Arrow parses text whose quotes all enclose whole single-line values; Python's strict
+    reader parses all other text line by line.
+
+    Returns:
+        The table, the row numbers, broken lines, and the number of bytes read.
     """
-    text = _marked(text, files)
+    text = _mark_escapes(text, files)
     used = len(text) if last else text.rfind(b"\n") + 1
     if _regular(text[:used], files, delimiter):
         return *_rows_of_arrow(text[:used], files, delimiter, names, columns), used
@@ -562,7 +613,9 @@ def _csv_rows(
 
 
 def _regular(text: bytes, files: Files, delimiter: str) -> bool:
-    """Whether every quote begins or ends a value, or is doubled, and no value has a line break."""
+    """Return whether quotes only enclose or are doubled within values, and no value has
+    a line break.
+    """
     if not files.quote or files.quote.encode() not in text:
         return True
     byte, quote = np.frombuffer(text, np.uint8), ord(files.quote)
@@ -628,7 +681,7 @@ def _rows_of_arrow(
 
 
 def _numbers(rows: int, broken: Broken) -> np.ndarray:
-    """(rows,) the numbers of the rows between those that are broken."""
+    """Return the (rows,) numbers of rows between broken ones."""
     every = np.ones(rows + len(broken), bool)
     every[[number for number, *_ in broken]] = False
     return np.flatnonzero(every)
@@ -642,9 +695,11 @@ def _rows_of_lines(
     columns: list[str],
     last: bool,
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
-    """As `_csv_rows`, by Python's reader. A line at which a value begins that is not closed as it should be, or that
-    swallows lines which are rows themselves, is broken, and reading goes on with the next line: a stray quote costs
-    its own line."""
+    """Parse text as `_csv_rows` does, with Python's reader.
+
+    A line that begins an unclosed value, or a value that swallows rows, is broken, and
+    parsing continues with the next line: a stray quote costs its own line.
+    """
     whole = text if last else text[: text.rfind(b"\n") + 1]
     lines, quotes = re.findall(r"[^\n]*\n|[^\n]+", whole.decode()), _quotes(files)
     rows: list[list[str]] = []
@@ -710,7 +765,9 @@ def _rows_of_lines(
 
 
 def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
-    """Whether the lines of one value look like rows: as wide, with numbers where the first has them."""
+    """Return whether the lines of one value look like rows: equal width, numbers in the
+    same columns.
+    """
 
     def numbers(line: str) -> list[bool]:
         return [
@@ -729,8 +786,8 @@ def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
 def _read_lines(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """JSON lines, and lines of text."""
-    kind = files.format_of(uri)
+    """Read JSON lines or lines of text."""
+    kind = files.detect_format(uri)
     if kind == "jsonl" and piece is None and _is_array(_head(uri, files)):
         yield from _read_whole(uri, files, expressions, digest, piece)
         return
@@ -778,7 +835,7 @@ def _text_rows(
 def _json_rows(
     text: bytes, uri: str, expressions: list[str], row: int
 ) -> tuple[ParsedRows, int]:
-    """Rows of whole lines, which all take part in what type a column is: one of mixed types is text."""
+    """Parse whole JSON lines; a column of mixed types becomes text."""
     broken: Broken = []
     if b"\\ud" in text or b"\\uD" in text:
         text = HALF.sub(rb"\1\\ufffd", text)
@@ -814,18 +871,18 @@ def _json_rows(
 
 
 def _has_objects(values: pl.Series) -> bool:
-    """Whether text, or a list of it, may be of objects and lists that polars has written as JSON."""
+    """Return whether text values may be objects and lists that polars wrote as JSON."""
     values = values.explode() if values.dtype == pl.List(pl.String) else values
     return values.dtype == pl.String and bool(values.str.contains(r"^[\[{]").any())
 
 
 def _rounds(values: pl.Series) -> bool:
-    """Whether integers may have lost digits beside floats, as which all values of a column are read."""
+    """Return whether integers may have lost digits in a column of floats."""
     return values.dtype == pl.Float64 and bool((values.abs() >= 2**53).any())
 
 
 def _kind(value: Any) -> str:
-    """What a JSON value is, of which a column has one."""
+    """Return the kind of a JSON value; a column has one kind."""
     if isinstance(value, list):
         objects = {isinstance(each, dict | list) for each in value if each is not None}
         return (
@@ -839,8 +896,11 @@ def _kind(value: Any) -> str:
 
 
 def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Broken]:
-    """The lines that are objects, with the columns that are needed, and the others: those that are no JSON, and those
-    that have a list, an object or a value where most lines have another of these."""
+    """Split lines into JSON objects with the required columns, and broken lines.
+
+    A line is broken if it is no JSON object, or has another kind of value in a column
+    than most lines.
+    """
     found: dict[int, dict[str, Any]] = {}
     why: dict[int, str] = {}
     for number, line in enumerate(lines):
@@ -889,7 +949,9 @@ def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Bro
 def _read_whole(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """A file that is one JSON value: an array of objects, or an object whose keys are ids."""
+    """Read a file with a single JSON value: an array of objects, or an object keyed by
+    id.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(made := dict(pairs)) < len(pairs):
@@ -909,7 +971,7 @@ def _read_whole(
         ) from error
     if isinstance(content, dict):
         content = [{"key": key, "value": value} for key, value in content.items()]
-    elif files.format_of(uri) == "keyed" or not isinstance(content, list):
+    elif files.detect_format(uri) == "keyed" or not isinstance(content, list):
         raise UserError(
             f"{uri} holds a JSON {type(content).__name__}, not {{id: ...}}; set another 'format'"
         )
@@ -978,7 +1040,7 @@ def _read_parquet(
 
 
 def _text(column: pa.Array) -> Any:
-    """Bytes as text, null where they are none, and decimals that polars does not have."""
+    """Convert bytes to text, invalid ones to null, and decimals that polars lacks."""
     kind = column.type
     if (
         pa.types.is_binary(kind)

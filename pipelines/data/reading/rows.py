@@ -52,7 +52,7 @@ class Block:
 
 @dataclass
 class Rejected:
-    """How much of what was read was rejected, and why."""
+    """Counts of the rows that were read and rejected, with reasons."""
 
     rows_read: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -60,7 +60,7 @@ class Rejected:
     """The first rejected row of each reason: where and what."""
 
     @classmethod
-    def of(cls, block: Block) -> Rejected:
+    def from_block(cls, block: Block) -> Rejected:
         found = cls(block.rows_read, Counter(block.rejects["reason"].to_pylist()))
         if found.reasons:
             for row in (
@@ -74,7 +74,7 @@ class Rejected:
         return found
 
     def add(self, other: Rejected) -> None:
-        """Adds what `other` counts; the result does not depend on the order."""
+        """Add the counts of `other`; the result does not depend on the order."""
         self.rows_read += other.rows_read
         self.reasons.update(other.reasons)
         for reason, example in other.examples.items():
@@ -85,12 +85,17 @@ class Rejected:
         return self.reasons.total()
 
     def lines(self) -> Iterator[str]:
-        """A line for each reason."""
+        """Yield one line per reason."""
         for reason, rows in self.reasons.most_common():
             yield f"{pluralize(rows, 'row')}, {reason}; such as {self.examples[reason]}"
 
     def check(self, max_rejects: float, of: str = "", least: float = 0.0) -> None:
-        """UserError where more than a share `max_rejects`, and `least`, of the rows break the schema. of: which rows"""
+        """Raise UserError if more than a share `max_rejects` and more than `least` rows
+        were rejected.
+
+        Args:
+            of: Name of the rows in messages.
+        """
         if self.rejects > max(max_rejects, least) * self.rows_read:
             (reason, _), *_ = self.reasons.most_common()
             raise UserError(
@@ -102,7 +107,7 @@ class Rejected:
 
 
 def common(missing: Iterable[dict[str, str]]) -> dict[str, str]:
-    """What all of these lack."""
+    """Return the columns that are missing in all files."""
     every = list(missing)
     return (
         {
@@ -116,7 +121,7 @@ def common(missing: Iterable[dict[str, str]]) -> dict[str, str]:
 
 
 def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
-    """UserError for a column that no file has."""
+    """Raise UserError for a column that no file has."""
     for name, hint in missing.items():
         raise UserError(
             f"no {what} file of {input_uri} has a column '{name}'; {hint}; correct the source file"
@@ -148,7 +153,11 @@ class Rows:
         )
 
     def ids(self, target: str, missing: str = "missing") -> None:
-        """An id as text; a word for nothing is none. `missing`: what is said of one that is not there."""
+        """Add an id as text; words for missing values become null.
+
+        Args:
+            missing: Reason for rejecting a row without the id.
+        """
         values, what = self.made[target], self.wanted[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
             remedy = (
@@ -217,7 +226,7 @@ class Rows:
             self.reasons.append(reason)
 
     def known(self, name: str, time: Time | None, delay_minutes: float | None) -> None:
-        """From when on the label is known, where it is set; null elsewhere."""
+        """Add the time from which a label is known, null where the label is not set."""
         value, stamp, target = (
             self.values[f"label_{name}"],
             self.values["timestamp_ms"],
@@ -281,7 +290,7 @@ class Rows:
             self.reject(out, f"{what}: outside {span[0]:g} to {span[1]:g}")
 
     def flag(self, target: str) -> None:
-        """A bool, or 0, 1, true, false; null where the log has none."""
+        """Add a bool read from bool, 0, 1, true or false; null if the log has none."""
         values, what = self.made[target], self.wanted[target]
         if not (
             values.dtype in (pl.String, pl.Boolean, pl.Null)
@@ -300,7 +309,7 @@ class Rows:
         self.values[target] = pl.select(pl.when(yes | no).then(yes)).to_series()
 
     def join(self, users: pa.Table | None) -> None:
-        """What the user files say of the users."""
+        """Join the columns of the user files."""
         if users is not None:
             known, mine = (
                 pl.DataFrame(users),
@@ -320,7 +329,11 @@ class Rows:
         schema: pa.Schema,
         unset: dict[str, Any] | None = None,
     ) -> Block:
-        """The rows as a table of the schema, `unset` standing for columns without values, and the rejects."""
+        """Return the rows as a table of the schema, and the rejects.
+
+        Args:
+            unset: Value of columns without values.
+        """
         start, rows = piece.start if piece else 0, len(self.raw)
         lines = [
             (file, start, number, why, json.dumps({"line": text}))
@@ -370,14 +383,14 @@ class Rows:
 
 
 def slices(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
-    """Slices of rows whose lists come to about EXPLODED_ROWS elements, so that blocks stay bounded."""
+    """Yield slices of rows whose lists have about EXPLODED_ROWS elements in all."""
     elements = int(rows[name].list.len().sum() or 0) if name else 0
     size = max(1, len(rows) * EXPLODED_ROWS // max(elements, EXPLODED_ROWS))
     yield from rows.iter_slices(size) if len(rows) else [rows]
 
 
 def _floats(values: pl.Series) -> pl.Series:
-    """Floats as text, whole ones without their point."""
+    """Format floats as text, whole numbers without a point."""
     whole = values.cast(pl.Int64, strict=False)
     same = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
     text = (
@@ -390,7 +403,7 @@ def _floats(values: pl.Series) -> pl.Series:
 
 
 def clean_ids(values: pl.Series) -> pl.Series:
-    """Ids as `clean_id` has them, which is asked once per different value that it may change."""
+    """Apply `clean_id` once per distinct value."""
     if values.dtype.is_integer():
         return values.cast(pl.String)
     text = (
@@ -452,8 +465,12 @@ def _as_texts(value: Any) -> Any:
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
 
 
-def list_of(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
-    """An expression as lists; UserError, which names the `key`, for one that is none."""
+def evaluate_list(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
+    """Evaluate an expression as lists.
+
+    Raises:
+        UserError: names the `key` of an expression without lists.
+    """
     made, _ = evaluate(rows, {"list": text}, uri)
     kind = made["list"].dtype
     if not isinstance(kind, pl.List | pl.Null):
@@ -464,7 +481,9 @@ def list_of(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
 
 
 def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
-    """The expressions by name. What one cannot read, such as by a `cast`, is null, with a reason."""
+    """Evaluate expressions by name; values that fail, in a `cast` for instance, are
+    null with a reason.
+    """
     made = {
         name: _expression(text, rows.columns).alias(name)
         for name, text in wanted.items()
@@ -483,8 +502,9 @@ def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
 def _evaluate_one(
     rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error: Exception
 ) -> Evaluated:
-    """An expression that polars does not evaluate on all rows: different values that it cannot read are found by
-    halves."""
+    """Evaluate an expression that fails on some rows, finding the failing values by
+    bisection.
+    """
     name, text = named
     made = _expression(text, rows.columns).alias(VALUE)
     names = [
@@ -535,12 +555,14 @@ def _evaluate_one(
 
 
 def _expression(text: str, columns: list[str]) -> pl.Expr:
-    """A column of that very name, else SQL over the columns."""
+    """Return the column of that name, or else the SQL expression."""
     return pl.col(text) if text in columns else pl.sql_expr(text)
 
 
 def check_sql(expressions: Iterable[str]) -> None:
-    """ValueError for what is neither the name of a column nor an expression of one row."""
+    """Raise ValueError for text that is neither a column name nor a row-wise
+    expression.
+    """
     for text in expressions:
         try:
             meta = pl.sql_expr(text).meta

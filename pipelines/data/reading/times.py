@@ -88,12 +88,14 @@ class Time:
 
     @property
     def origin(self) -> str:
-        """What it is in the raw file."""
+        """The raw column or expression, with its unit or format."""
         return f"{self.column}, {self.written}" if self.column else "the row's place"
 
 
 def _check_format(written: str) -> None:
-    """ValueError for a format that Python does not have, or that lacks the year, the month or the day."""
+    """Raise ValueError for a format that Python lacks, or that has no year, month or
+    day.
+    """
     moment = datetime(2019, 11, 25, 20, 55, 22, 120000, tzinfo=UTC)
     try:
         read = datetime.strptime(moment.strftime(written), written)
@@ -110,7 +112,12 @@ def _check_format(written: str) -> None:
 
 
 def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Series]:
-    """Milliseconds, and why a value is none (null where it is one). TypeError for a type that cannot be times."""
+    """Return milliseconds, and the reason for each value that is no time (null
+    otherwise).
+
+    Raises:
+        TypeError: for a type that cannot hold times.
+    """
     kind = values.dtype
     if isinstance(kind, pl.Datetime) or kind == pl.Date:
         made = values.cast(pl.Datetime("us") if kind == pl.Date else values.dtype)
@@ -120,9 +127,9 @@ def moments(values: pl.Series, time: Time, what: str) -> tuple[pl.Series, pl.Ser
             )
         made = made.dt.epoch("us") // 1000
     elif kind == pl.String or kind == pl.Null:
-        made = _of_text(values.cast(pl.String).str.strip_chars(), time)
+        made = _parse_text(values.cast(pl.String).str.strip_chars(), time)
     elif kind.is_numeric() and time.unit != "iso":
-        made = _of_numbers(values, time)
+        made = _parse_numbers(values, time)
     else:
         raise TypeError(f"{what} is {kind}, not times as {time.written}")
     need = {"order": "an integer", "iso": "an ISO 8601 time"}.get(
@@ -193,18 +200,18 @@ def suggest_unit(values: pl.Series, time: Time, made: pl.Series) -> str:
     return ""
 
 
-def _of_text(text: pl.Series, time: Time) -> pl.Series:
+def _parse_text(text: pl.Series, time: Time) -> pl.Series:
     if time.unit != "iso":
         whole = text.cast(pl.Int64, strict=False)
         left = whole.is_null() & text.is_not_null()
-        made, others = _of_numbers(whole, time), text.filter(left)
+        made, others = _parse_numbers(whole, time), text.filter(left)
         kinds = (
             [pl.Decimal(38, 9), *([pl.Float64()] if time.clock else [])]
             if left.any()
             else []
         )
         for kind in kinds:
-            found = _of_numbers(others.cast(kind, strict=False), time)
+            found = _parse_numbers(others.cast(kind, strict=False), time)
             made = made.scatter(
                 left.arg_true(),
                 pl.select(pl.coalesce(made.filter(left), found)).to_series(),
@@ -237,8 +244,10 @@ def _of_text(text: pl.Series, time: Time) -> pl.Series:
     return fast.scatter(left.arg_true(), slow)
 
 
-def _of_numbers(number: pl.Series, time: Time) -> pl.Series:
-    """Of integers, decimals or floats: decimals are cut to the millisecond, floats when their noise is rounded off."""
+def _parse_numbers(number: pl.Series, time: Time) -> pl.Series:
+    """Convert numbers: decimals are truncated to the millisecond, floats after rounding
+    their noise.
+    """
     factor, divisor = UNITS.get(time.unit, (1, 1))
     if number.dtype.is_integer():
         number = number.cast(pl.Int64, strict=False)
@@ -269,7 +278,7 @@ def _of_numbers(number: pl.Series, time: Time) -> pl.Series:
 
 
 def _fast(text: pl.Series, time: Time) -> pl.Series:
-    """What polars reads; null for the rest."""
+    """Parse with polars; values that it cannot parse are null."""
     column, tries = pl.col("text"), []
     if time.format is None:
         column = column.str.replace(" ", "T", literal=True).str.replace(
@@ -310,12 +319,14 @@ def _fast(text: pl.Series, time: Time) -> pl.Series:
 
 
 def _iso(text: str) -> datetime:
-    """ISO 8601, and as PostgreSQL and others write it: `+00`, a blank before the offset, UTC in letters."""
+    """Parse ISO 8601, also as PostgreSQL writes it: `+00`, a blank before the offset,
+    `UTC`.
+    """
     text = re.sub(r"\s*(UTC|GMT|[Zz])$", "+00:00", text)
     return datetime.fromisoformat(re.sub(r"\s+(?=[+-]\d\d(:?\d\d)?$)", "", text))
 
 
 def milliseconds(text: str) -> int | None:
-    """Of an ISO 8601 time; None for what is none."""
+    """Convert an ISO 8601 time; None for other text."""
     value, _ = moments(pl.Series([str(text)]), Time("t"), "t")
     return value[0]

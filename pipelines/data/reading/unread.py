@@ -21,7 +21,7 @@ def list_unread(log: Log, input_uri: str) -> list[str]:
     read = {*log.event_files(input_uri), *log.user_files(input_uri)}
     read |= {*log.item_files(input_uri)}
     for features in log.as_of.values():
-        read |= {*features.listed(input_uri, "feature")}
+        read |= {*features.list_files(input_uri, "feature")}
     return [
         file
         for file in every
@@ -30,7 +30,7 @@ def list_unread(log: Log, input_uri: str) -> list[str]:
 
 
 def find_alike(log: Log, input_uri: str, unread: list[str]) -> list[str]:
-    """Return those of the unread files that are named like the files of events."""
+    """Return the unread files that are named like the event files."""
     shapes = {mask_digits(file) for file in log.event_files(input_uri)}
     return [file for file in unread if mask_digits(file) in shapes]
 

@@ -41,7 +41,7 @@ def _write_table(
     for file in files:
         digest = hashlib.sha256()
         for block in of.read(input_uri, file, digest):
-            rejected.add(Rejected.of(block))
+            rejected.add(Rejected.from_block(block))
             found.append(block.rows)
             missing.append(block.missing)
         hashes[file] = digest.hexdigest()
@@ -64,7 +64,7 @@ def make_as_of(run: Run) -> dict[str, Manifest]:
 
 
 def _make_table(run: Run, name: str, of: Section) -> Manifest:
-    table, files = f"{PREFIX}{name}", of.listed(run.input, "feature")
+    table, files = f"{PREFIX}{name}", of.list_files(run.input, "feature")
     settings = {"as_of": run.source.config["as_of"][name]}
     stamps = run.stamps(files)
     if finished := run.finished(table, settings, {}, stamps):

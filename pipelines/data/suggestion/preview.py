@@ -92,7 +92,7 @@ def preview(
         found.append(
             begin(
                 f"as_of.{name}",
-                of.listed(input_uri, "feature"),
+                of.list_files(input_uri, "feature"),
                 partial(of.read, input_uri),
                 of.origins,
             )
@@ -118,7 +118,7 @@ def _begin(
         with closing(block for block in read(file)) as stream:
             for block in islice(stream, BLOCKS):
                 blocks.append(block)
-                rejected.add(Rejected.of(block))
+                rejected.add(Rejected.from_block(block))
                 if rejected.rows_read and not common(each.missing for each in blocks):
                     break
             else:

@@ -22,7 +22,7 @@ import yaml
 
 from models.storage.tables import UserError, file_info, join, open_uri
 from pipelines.data.kinds import KINDS
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.reading.read import PACKED, SUFFIXES, Files, list_files, read_frames
 from pipelines.data.reading.rows import clean_ids, evaluate
 from pipelines.data.reading.unread import list_unread, name_files
@@ -32,8 +32,8 @@ from pipelines.data.suggestion.column_roles import (
     Shares,
     choose_roles,
     list_names,
-    pick,
     names_subject,
+    pick,
     tell,
 )
 from pipelines.data.suggestion.preview import preview
@@ -947,7 +947,7 @@ def check_mapping(folder: str, lines: list[str], settings: list[str]) -> list[st
     """
     try:
         log, config = (
-            log_of(yaml.safe_load("\n".join(lines))),
+            parse_log(yaml.safe_load("\n".join(lines))),
             read_config(yaml.safe_load("\n".join(settings))["prepare"]),
         )
         KINDS[config.kind].check(log, config)

@@ -23,7 +23,7 @@ from models.storage.tables import (
 )
 from pipelines.data import run
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from tests.audited import broken
 from tests.pipelines.data.test_random_logs import (
@@ -89,7 +89,7 @@ def source_of(requests: bool, late: bool, **items: Any) -> Any:
         "labels": labels,
         "items": SOURCE["items"] | items,
     }
-    return log_of(source | ({"request": "request"} if requests else {}))
+    return parse_log(source | ({"request": "request"} if requests else {}))
 
 
 def write(folder: Path, number: int, rows: list[Row]) -> None:
@@ -186,7 +186,7 @@ def test_retrieval(
     late = late and config["behaviour"] is not None and config["ties"] == "strict"
     source = source_of(requests, late, keep="all" if every else "used")
     if config["ties"] == "log_order":
-        source = log_of(
+        source = parse_log(
             {key: value for key, value in source.config.items() if key != "position"}
         )
     check(tmp_path_factory.mktemp("log"), files_of(log, twice), source, config)
@@ -253,7 +253,7 @@ def test_actions(
     }
     folder = tmp_path_factory.mktemp("log")
     (folder / "users.csv").write_text("user,tier\nu,one\nsteady,two\n")
-    source = log_of({**source_of(False, False).config, "users": USERS})
+    source = parse_log({**source_of(False, False).config, "users": USERS})
     check(folder, files_of(log, twice), source, config)
 
 
@@ -329,7 +329,7 @@ def test_a_file_that_was_appended_is_not_appended_again(tmp_path: Path) -> None:
 
 
 def with_files(pattern: str, **changes: Any) -> Any:
-    return log_of({**source_of(False, False).config, "files": pattern, **changes})
+    return parse_log({**source_of(False, False).config, "files": pattern, **changes})
 
 
 def test_a_pattern_may_be_widened_to_new_files(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_a_day_may_have_no_rows_or_lack_a_column(tmp_path: Path) -> None:
         "time": {"column": "t", "unit": "s"},
         "labels": {"click": {"column": "c"}},
     }
-    source = log_of({"files": "log_*.csv", **keys})
+    source = parse_log({"files": "log_*.csv", **keys})
     rows = [f"u{k % 9},i{k * k % 7},{1_700_000_000 + 3600 * k}" for k in range(90)]
     for number, lines in enumerate(
         (
@@ -519,7 +519,7 @@ def test_refused_in_one_line(
         for key, value in source_of(False, False, **items).config.items()
         if key != "position"
     }
-    source, config = log_of(plain | own), {**SMALL, "core": 0}
+    source, config = parse_log(plain | own), {**SMALL, "core": 0}
     write(tmp_path, 0, days(1)[0])
     make(source, tmp_path, "grown", config | ({} if later else changes), append=True)
     before = content(tmp_path / "grown")

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from models.storage.tables import UserError
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 
 CASES = Path(__file__).parents[3] / "../shared/cases"
 T = 1_700_000_000_000
@@ -31,7 +31,7 @@ MS, S, ISO = (
 
 def read(folder: Path, mapping: dict[str, Any]) -> tuple[list[tuple], Counter[str]]:
     """(user, item, milliseconds) of the events, and the reasons of the rejects."""
-    log, events, reasons = log_of(mapping), [], Counter[str]()
+    log, events, reasons = parse_log(mapping), [], Counter[str]()
     for number, file in enumerate(log.event_files(str(folder))):
         for block in log.read_events(str(folder), file, None, None, number):
             events += (

@@ -26,7 +26,7 @@ from pipelines.data.engine import KEY, Engine, RayDataConfig, ResourceLimits
 from pipelines.data.events import build_events as events
 from pipelines.data.events.event_stats import Surveyor
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.run import Run
 from pipelines.data.schemas import events_schema
 
@@ -209,7 +209,7 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
         "u,t\n"
         + "".join(f"{user},{1_600_000_000 + n}\n" for n, user in enumerate(users))
     )
-    source = log_of(
+    source = parse_log(
         {
             "files": "log.csv",
             "user": "u",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from models.item_ids import NULL_WORDS, clean_id
 from models.storage.tables import UserError
 from pipelines.data.reading import read as reading
-from pipelines.data.reading.log import LOG_ROW, Log, load_source, log_of
+from pipelines.data.reading.log import LOG_ROW, Log, load_source, parse_log
 from pipelines.data.reading.read import pieces
 from pipelines.data.reading.rows import as_text, clean_ids
 from pipelines.data.schemas import REJECTS
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 def plain(**keys: Any) -> Log:
     made = {"files": "log*", "user": "u", "item": "i", "time": ORDER, **keys}
-    return log_of({key: value for key, value in made.items() if value is not None})
+    return parse_log({key: value for key, value in made.items() if value is not None})
 
 
 def read(
@@ -743,7 +743,7 @@ def test_what_a_mapping_file_gives(tmp_path: Path) -> None:
         "time": {"column": "t"},
         "numbers": {"n": "n"},
     }
-    assert log_of(log.config) == log
+    assert parse_log(log.config) == log
 
 
 def test_a_request_has_one_id_whatever_types_its_file_gives(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from models.storage.tables import (
 )
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.reading.log import Log, load_source, log_of
+from pipelines.data.reading.log import Log, load_source, parse_log
 from pipelines.data.reading.rows import Block
 from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.settings import read_config
@@ -628,7 +628,7 @@ def test_behaviours_of_one_time_stay_in_the_order_of_the_log(
         "time": {"column": "day", "unit": "iso"},
         **keys,
     }
-    source = log_of(keys)
+    source = parse_log(keys)
     config = PrepareConfig(
         core=0, ties="log_order", duplicates="keep", split=SplitConfig("leave_last_out")
     )

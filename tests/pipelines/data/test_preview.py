@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.storage.tables import UserError
-from pipelines.data.reading.log import Log, log_of
+from pipelines.data.reading.log import Log, parse_log
 from pipelines.data.reading.unread import describe_unread
 from pipelines.data.suggestion.preview import lines, preview, warnings
 
@@ -17,7 +17,7 @@ LOG = "u,i,t\na,x,1700000000.5\nb,y,1700000001\n"
 
 
 def plain(**keys: Any) -> Log:
-    return log_of(
+    return parse_log(
         {
             "files": "log*",
             "user": "u",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from models.storage.tables import read_table
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from tests.audited import broken
 
@@ -152,7 +152,7 @@ def made(folder: Path, rows: list[Row], given: Row, requests: bool, late: bool) 
     (folder / "items.csv").write_text("item,author\na,x\nb,x\nc,y\nd,\n")
     config = read_config({"min_matched": 0, **given})
     prepare(
-        log_of(source),
+        parse_log(source),
         str(folder),
         str(folder / "tables"),
         config,

@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 import yaml
 
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.suggestion.suggest import Suggestion, suggest
 
 CASES = Path(__file__).parents[3] / "../shared/cases"
@@ -574,7 +574,7 @@ def test_the_pattern_of_one_file_matches_that_of_the_next_day(
 def test_files_in_the_folder_and_below_it_are_one_log(tmp_path: Path) -> None:
     _, mapping = suggest_for(tmp_path, {"day-1.csv": SALES, "old/day-0.csv": SALES})
     mapping.pop("prepare")
-    assert len(log_of(mapping).event_files(str(tmp_path))) == 2
+    assert len(parse_log(mapping).event_files(str(tmp_path))) == 2
 
 
 def test_what_is_computed_before_the_event_is_no_label(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.reading.times import EPOCH, FIRST_MS, LAST_MS, Time, moments
 
 MOMENTS = st.datetimes(datetime(1980, 1, 2), datetime(2099, 12, 30))
@@ -280,7 +280,7 @@ def test_events_a_day_after_the_clock_of_the_machine_are_rejected(
     (tmp_path / "log.csv").write_text(
         f"u,i,t\na,x,{now - 10:.3f}\na,y,{now + hours * 3600:.3f}\n"
     )
-    log = log_of(
+    log = parse_log(
         {
             "files": "log.csv",
             "user": "u",
@@ -301,7 +301,7 @@ def test_a_label_that_is_known_in_the_future_is_rejected(tmp_path: Path) -> None
     (tmp_path / "log.csv").write_text(
         f"u,i,t,c,k\na,x,1700000000,1,{late:.0f}\na,y,1700000001,0,{late:.0f}\n"
     )
-    log = log_of(
+    log = parse_log(
         {
             "files": "log.csv",
             "user": "u",

@@ -25,7 +25,7 @@ from models.storage.tables import (
 from pipelines.data.audit.rules import RULES, audit
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from tests.audited import Change, Row, broken, rewrite
 
@@ -50,7 +50,7 @@ def made(folder: Path, rows: list[Row], **given: Any) -> str:
     )
     config = read_config({"core": 0, "split": {"kind": "leave_last_out"}, **given})
     prepare(
-        log_of(SOURCE),
+        parse_log(SOURCE),
         str(folder),
         str(folder / "tables"),
         config,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from models.search.data import SearchCatalogue
 from models.storage.tables import UserError, read_manifest, read_table
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences.as_of import AsOfTable, attach
 from tests.audited import broken, rewrite
 from tests.own_features_log import AS_OF, SOURCE, make, make_text
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_said(change: dict[str, Any], message: str) -> None:
         if value is not None
     }
     with pytest.raises(ValueError, match=message):
-        log_of({**SOURCE, "as_of": {"prices": content}})
+        parse_log({**SOURCE, "as_of": {"prices": content}})
 
 
 def test_kinds_whose_models_do_not_read_them_refuse_them(

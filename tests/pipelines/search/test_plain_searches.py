@@ -14,7 +14,7 @@ from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import log_of
+from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
@@ -54,7 +54,7 @@ def write_pages(folder: Path, first_position: int = 0) -> None:
 
 
 def make(folder: Path, **keys: Any) -> str:
-    source, tables = log_of({**SOURCE, **keys}), str(folder / "tables")
+    source, tables = parse_log({**SOURCE, **keys}), str(folder / "tables")
     prepare(source, str(folder), tables, read_config(SETTINGS), say=lambda line: None)
     return tables
 
