@@ -1,6 +1,6 @@
-"""All keys of mapping files as tables of docs/own_log.md, from the dataclasses that read them.
+"""All keys of mapping files as tables of jobs/configs/sources/README.md, from the dataclasses that read them.
 
-    python -m tests.source_keys docs/own_log.md    # writes the tables anew into the page
+    python -m tests.source_keys jobs/configs/sources/README.md    # writes the tables anew into the page
 
 A test holds that the page is as this writes it, and that the examples are read.
 """
@@ -24,7 +24,7 @@ from pipelines.data.reading.times import Time
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.sequences.splits import SplitConfig
 
-BEGIN = "<!-- {}: written by `python -m tests.source_keys docs/own_log.md` -->"
+BEGIN = "<!-- {}: written by `python -m tests.source_keys jobs/configs/sources/README.md` -->"
 END = "<!-- end of {} -->"
 
 SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "jobs/configs/sources/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 @dataclass(frozen=True)

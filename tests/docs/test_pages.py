@@ -78,7 +78,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_keys_of_mapping_files_are_those_of_the_code() -> None:
-    text = (ROOT / "docs/own_log.md").read_text()
+    text = (ROOT / "jobs/configs/sources/README.md").read_text()
     assert source_keys.page(text) == text
 
 
