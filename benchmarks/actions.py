@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ from benchmarks.harness import (
     peak_memory,
     time_in_turns,
 )
-from models import registry
-from models.actions.base import ActionsModel
+from models import build
+from models.actions.base import FusionModel
 from models.actions.batch import ActionsCatalogue, Batch
 from models.layers.causal_product import causal_product, prefix_product
 from models.training.fit import autocast, to_device
@@ -115,17 +115,16 @@ def random_batch(rows: int, context: int, candidates: int) -> Batch:
     }
 
 
-def build_model(variant: str, params: Row) -> ActionsModel:
+def build_model(variant: str, params: Row) -> FusionModel:
     sizes = {
         "width": params["width"],
         "num_layers": params["layers"],
         "num_heads": params["heads"],
     }
-    config = registry.config_from_dict(
-        {**VARIANTS[variant], "ffn": 4 * params["width"], "dropout": 0.0, **sizes}
+    options = {**VARIANTS[variant], "ffn": 4 * params["width"], "dropout": 0.0}
+    return cast(
+        FusionModel, build.build_model({**options, **sizes}, random_catalogue())
     )
-    model: Any = registry.build(config, random_catalogue())
-    return model
 
 
 def make(variant: str, params: Row) -> Call:

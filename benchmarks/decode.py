@@ -38,12 +38,10 @@ from benchmarks.harness import (
     peak_memory,
     time_in_turns,
 )
-from models import registry
+from models import build
 from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
 from models.retrieval.data import PAD, Catalogue, RetrievalDataset
-from models.retrieval.distillation.teacher import locate
-from models.retrieval.recommend import allow
 from models.retrieval.tiger import TigerConfig
 from models.storage import checkpoint
 from models.storage.tables import UserError, join
@@ -234,13 +232,10 @@ def load_model(source: Source, name: str) -> nn.Module:
     """Return the model that all its variants share, trained or with random weights."""
     torch.manual_seed(source.seed)
     if source.checkpoints:
-        model: Any = registry.load(
-            dict(source.checkpoints)[name], load_catalogue(source), name
-        )[0]
+        uri = dict(source.checkpoints)[name]
+        model, _ = build.load_model(uri, load_catalogue(source), name)
     else:
-        model = registry.build(
-            registry.config_from_dict({"name": name}), load_catalogue(source)
-        ).eval()
+        model = build.build_model({"name": name}, load_catalogue(source)).eval()
     return model.to(device())
 
 
@@ -287,7 +282,7 @@ def make_call(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
             torch.rand(model.trie.num_items, generator=torch.Generator().manual_seed(0))
             < 0.5
         )
-        options["allowed"] = allow(model, some.to(device()))
+        options["allowed"] = model.encode_allowed(some.to(device()))
 
     def call(batch: Batch) -> Any:
         set_padding(variant, model)
@@ -424,7 +419,7 @@ def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for place in given:
-        uri = locate(place, "checkpoint")
+        uri = checkpoint.locate(place)
         name = checkpoint.read(uri).model["name"]
         if name in found:
             raise UserError(

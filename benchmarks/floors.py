@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from models import registry
+from models.build import parse_options
 from models.retrieval.data import Catalogue
 
 BEHAVIOURS_PER_USER, PARTS = 10, 100
@@ -43,8 +43,9 @@ def fit(name: str, items: int, results: Any) -> None:
     """Fit one model and put seconds, processor seconds and MB of peak memory."""
     catalogue, batch = Catalogue(items), draw_batch(items)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    config = registry.resolve(registry.config_from_dict({"name": name}), catalogue)
-    model: Any = registry.build(config, catalogue)
+    model_class, options = parse_options({"name": name})
+    config = model_class.resolve_config(options, catalogue)
+    model: Any = model_class(config, catalogue)
     began, cpu = time.perf_counter(), time.process_time()
     model.fit_counts([batch])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

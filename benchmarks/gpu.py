@@ -29,9 +29,10 @@ from torch import Tensor
 
 from benchmarks import actions, decode
 from benchmarks.harness import describe_origin
-from models import registry
+from models import build
 from models.retrieval.data import Catalogue
 from models.retrieval.distillation.student import Student
+from models.retrieval.distillation.teacher import build_teacher
 from models.training.cuda_graphs import Graphs
 from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
 
@@ -141,10 +142,9 @@ def build_model(options: dict[str, Any]) -> Any:
         if options["name"] in actions.VARIANTS
         else catalogue()
     )
-    config = registry.config_from_dict(options)
-    model: Any = registry.build(config, of)
+    model: Any = build.build_model(options, of)
     if isinstance(model, Student):
-        model.set_teacher(registry.teacher_of(config, of))
+        model.set_teacher(build_teacher(model.config, of))
     return model.to(CUDA)
 
 

@@ -25,7 +25,7 @@ from benchmarks.harness import (
     time_in_turns,
 )
 from models.cpu.matmul import use_exact_onednn
-from models.search.encoders import HSTULayer, LinearHSTU
+from models.search.encoders import HSTULayer, LinearHSTUEncoder
 from models.training.fit import autocast
 
 MODES = ("forward", "train")
@@ -64,7 +64,7 @@ def build_encoder(variant: str, params: Row) -> nn.Module:
                 for _ in range(layers)
             )
         )
-    return LinearHSTU(width, layers)
+    return LinearHSTUEncoder(width, layers)
 
 
 def make(variant: str, params: Row) -> Call:

@@ -131,7 +131,7 @@ class Day:
         from models import registry
 
         name = self.model_name()
-        not_served = registry.find(name).not_served
+        not_served = registry.find(name).reason_not_served()
         if self.config.register and not_served:
             raise UserError(
                 f"register is {self.config.register}, and the model '{name}' is not "
@@ -184,7 +184,7 @@ class Day:
 
         options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
 
-        if running is None or not registry.find(self.model_name()).gradient:
+        if running is None or not registry.find(self.model_name()).trains_by_gradient:
             return options
         return merged(options, {**self.config.go_on, "init": running["checkpoint"]})
 
@@ -273,11 +273,11 @@ class Day:
         from pipelines.evaluation.floors import measure_floors
 
         about = checkpoint.read(where)
-        entry = registry.find(about.name)
-        if entry.floor:
+        model_class = registry.find(about.name)
+        if model_class.is_floor:
             return []
         rankings: list[dict[str, Any]] = [{}]
-        if entry.recommends:
+        if model_class.ranks == "catalogue":
             rankings.append({"unseen": True})
         all_floors = measure_floors(about.name, Inputs(self.tables), "test", rankings)
         verdicts = []
@@ -332,7 +332,7 @@ class Day:
 
         name = self.model_name()
         catalogue = load_catalogue(name, Inputs(**self.read))
-        known = registry.find(name).measured.names(catalogue)
+        known = registry.find(name).metric_names(catalogue)
         for metric in self.config.fall:
             if metric not in known:
                 raise UserError(
@@ -375,7 +375,8 @@ class Day:
         print(
             f"\n{day['name']}, beside {day.get('running', 'no running model')} on the same day"
         )
-        for name in dict.fromkeys([*fall, *registry.find(about.name).measured.SHOWN]):
+        shown = registry.find(about.name).shown_metrics
+        for name in dict.fromkeys([*fall, *shown]):
             if name in after:
                 was = f"{before[name]:.4f} to " if name in before else ""
                 print(f"  {name:<12}  {was}{after[name]:.4f}")

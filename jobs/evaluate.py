@@ -142,7 +142,7 @@ def asked(result: Result) -> str:
     from models import registry
 
     users = pluralize(result.users, "user")
-    by_user = registry.find(result.model).family.eval_unit == "user"
+    by_user = registry.find(result.model).eval_unit == "user"
     return users if by_user else f"{pluralize(result.examples, 'request')} of {users}"
 
 
@@ -253,7 +253,7 @@ def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> 
         f"top {config.k} of {pluralize(manifest.rows, who)} {what}."
     )
     if short := manifest.info.get(f"{who}s_below_k", 0):
-        beams = "beam" in registry.recommend_options(name)
+        beams = "beam" in registry.find(name).recommend_options()
         why = " or the search within its beams has no more; a wider --beam than the model's searches further"
         whole = "the allowed set" if config.allowed else "the catalogue"
         print(
@@ -272,7 +272,7 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
     from models.storage import checkpoint
     from pipelines.evaluation.ranking import evaluate, record
 
-    entry = registry.find(name)
+    model_class = registry.find(name)
     remote = bool(
         os.environ.get("RAY_ADDRESS")
     )  # a cluster's GPUs are not where its jobs' drivers run
@@ -306,13 +306,13 @@ def measure(config: Options, inputs: Inputs, name: str) -> Result:
             f"--unseen leaves out; {FIRST} has the others"
         )
     for line in [
-        *entry.measured.summary(result.metrics),
+        *model_class.format_metrics(result.metrics),
         *first_lines(result.metrics),
     ]:
         print(line)
     if below := describe_chance_level(result.metrics):
         print(f"warning: no better than without a model ({below})")
-    if entry.recommends:
+    if model_class.ranks == "catalogue":
         left_out = f"{pluralize(result.skipped, 'request')} without history left out"
         print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
     # last, as the figures do not need MLflow

@@ -243,13 +243,13 @@ def run_of(config: Config, folders: Folders, trained: Trained) -> Run:
     """Return the training of a model as a command line."""
     from models import registry
 
-    entry = registry.find(trained.model)
+    model_class = registry.find(trained.model)
     seed = f"-{config.seed}" if config.seed != SEED else ""
-    seeded = entry.gradient or entry.early_stopping
+    seeded = model_class.trains_by_gradient or model_class.stops_early
     name = (trained.name or trained.model) + (seed if seeded else "")
     inputs = ["--tables", folders.tables]
     if FLOWS[folders.family].extra:
-        for option in entry.reads:
+        for option in model_class.extra_inputs:
             inputs += [f"--{option}", folders.extra]
     words = []
     for file in trained.configs:
@@ -283,7 +283,7 @@ def measure(
     checkpoint = ["--checkpoint", f"{folders.runs}/{name}", *schedule.evaluation]
     evaluate = [*checkpoint, *where, "--split", "test"]
     steps.run(f"Evaluate {name} on test", "evaluate", *evaluate)
-    if registry.find(trained.model).recommends:
+    if registry.find(trained.model).ranks == "catalogue":
         title = f"Evaluate {name} on test, known items left out"
         steps.run(title, "evaluate", *evaluate, "--unseen", "true")
 
@@ -292,7 +292,7 @@ def steps_of(trained: Trained) -> int:
     """Return the number of commands that train and evaluate a model."""
     from models import registry
 
-    return 3 if registry.find(trained.model).recommends else 2
+    return 3 if registry.find(trained.model).ranks == "catalogue" else 2
 
 
 def make_schedule(
@@ -302,7 +302,7 @@ def make_schedule(
     fits the time budget by timed steps of each model. Print what was chosen."""
     from models import registry
 
-    learned = [one for one in models if registry.find(one.model).gradient]
+    learned = [one for one in models if registry.find(one.model).trains_by_gradient]
     runs = [run_of(config, folders, one) for one in learned]
     if config.epochs or not runs:
         epochs = ["--fit.max_epochs", str(config.epochs)]
@@ -543,7 +543,7 @@ def run(config: Config) -> None:
         models = tuple(
             model
             for model in models
-            if flow.extra not in registry.find(model.model).reads
+            if flow.extra not in registry.find(model.model).extra_inputs
         )
         left_out = set(flow.models) - set(models)
         steps.count -= 1 + sum(map(steps_of, left_out))

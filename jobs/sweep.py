@@ -124,10 +124,10 @@ def takes_cache(model: dict[str, Any]) -> bool:
     """Whether the model can keep what its teacher says, for all trials, and is not told otherwise."""
     from models import registry
 
-    kind: Any = registry.model_config(str(model["name"])) if model else None
+    kind: Any = registry.find(str(model["name"])).config_class if model else None
     if kind is None or "teacher_cache" not in naming(kind, "folder"):
         return False
-    return kind.has_lasting_outputs and not (
+    return kind.has_fixed_outputs and not (
         model.get("teacher_cache") or model.get("end_to_end")
     )
 

@@ -162,7 +162,6 @@ def probe(config: Any, save: str | None = None) -> Probe:
         began = time.perf_counter()
         result = measure_examples(
             setup.model,
-            setup.entry.measured.measure,
             examples,
             batch_size=fit.eval_batch_size,
             device=setup.device,

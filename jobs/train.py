@@ -64,7 +64,7 @@ def options_of(name: str) -> type:
     """The model's config dataclass with its `name` as one more option."""
     from models import registry
 
-    config = registry.model_config(name)
+    config = registry.find(name).config_class
     about = {"about": f"Which model: one of {', '.join(registry.MODELS)}."}
     named = make_dataclass(
         "ModelOptions",
@@ -147,16 +147,18 @@ def describe_floor(config: Config, trained: Any) -> str:
     from models import registry
     from pipelines.comparison.floors import best_trained_floor
 
-    entry = registry.find(trained.about.name)
-    if entry.floor or entry.diagnostic:
+    model_class = registry.find(trained.about.name)
+    if model_class.is_floor or model_class.is_diagnostic:
         return ""
-    names = registry.floors(entry.family)
+    names = registry.find_floors(model_class.family)
     floor = best_trained_floor(trained.run, config.fit.metric) if names else None
     about = trained.about
-    warning = learned_nothing(about.metrics, config.fit, floor, entry.gradient)
+    warning = learned_nothing(
+        about.metrics, config.fit, floor, model_class.trains_by_gradient
+    )
     if warning or floor or not names:
         return warning
-    folder = "" if entry.family is registry.RETRIEVAL else f"{entry.family.name}/"
+    folder = "" if model_class.family == "retrieval" else f"{model_class.family}/"
     lines = ", ".join(f"jobs/configs/{folder}{name}.yaml" for name in names)
     return (
         f"note: {trained.run.experiment} has no model without training to compare with; "
@@ -175,7 +177,7 @@ def run(config: Config) -> Any:
 
     require_folders(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(config.storage)
-    entry = registry.find(config.model["name"])
+    model_class = registry.find(config.model["name"])
     checked = check(
         model=config.model,
         fit=config.fit,
@@ -213,7 +215,7 @@ def run(config: Config) -> Any:
             print(still_rising(best.epoch, trained.epochs, config.fit), end="")
     shown = "  ".join(
         f"{name} {format_metric(best.metrics.get(name))}"
-        for name in entry.measured.SHOWN
+        for name in model_class.shown_metrics
     )
     read = {option: vars(config)[option] for option in checked.inputs.given()}
     evaluate = {"checkpoint": trained.checkpoint, **read, "split": "test"}

@@ -1,6 +1,6 @@
 """Measure a model on the examples of a split.
 
-    result = measure_examples(model, metrics.measure, examples, batch_size=256, device=device)
+    result = measure_examples(model, examples, batch_size=256, device=device)
 
 `TrainingRun` validates with it, and `pipelines/evaluation` evaluates checkpoints.
 """
@@ -34,7 +34,6 @@ class Measurement:
 
 def measure_examples(
     model: Any,
-    measure: Callable[..., Sums],
     examples: RequestDataset,
     *,
     batch_size: int,
@@ -43,6 +42,7 @@ def measure_examples(
     options: dict[str, Any] | None = None,
     user_stride: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
+    measure: Callable[..., Sums] | None = None,
 ) -> Measurement:
     """Measure a model on this worker's examples.
 
@@ -50,19 +50,21 @@ def measure_examples(
 
     Args:
         model: A model in any mode; it is left in evaluation mode.
-        measure: `measure(model, batch, **options)` returns the sums of a batch.
         examples: The examples.
         batch_size: Weight of a batch, such as its number of requests.
         device: Device of the model.
         limit: Examples of all workers together, spread evenly over the lengths of
             their histories; 0 for all.
-        options: Keyword arguments of `measure`.
+        options: Keyword arguments of the model's `measure`.
         user_stride: Only every `user_stride`-th user of the table is measured.
         should_stop: Called before every batch.
+        measure: `measure(batch, **options)` returns the sums of a batch; None for the
+            model's own.
 
     Raises:
         ValidationStopped: As soon as `should_stop()` is true.
     """
+    measure = measure or model.measure
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
@@ -73,7 +75,7 @@ def measure_examples(
         batch = to_device(examples.collate(rows), device)
         start = time.perf_counter()
         with torch.no_grad():
-            batch_sums = measure(model, batch, **(options or {}))
+            batch_sums = measure(batch, **(options or {}))
         for name, value in batch_sums.items():
             if not isinstance(value, (Histogram, PerUserValues)):
                 value = torch.as_tensor(value, dtype=torch.float64)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from models import registry
+from models.build import load_model
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
@@ -31,12 +32,8 @@ class LoadedModel:
 
     checkpoint: Checkpoint
     """`config.json` of the checkpoint."""
-    entry: registry.Entry
-    """The model's row of the registry."""
-    config: Any
-    """The model's config."""
     model: Any
-    """The module."""
+    """The model."""
     catalogue: Any
     """The catalogue of the tables that it is loaded with."""
 
@@ -51,14 +48,8 @@ class LoadedModel:
         trained = replace(
             catalogue, versions=accept_other_log(catalogue.versions, about)
         )
-        model, _ = registry.load(uri, trained)
-        return cls(
-            checkpoint=about,
-            entry=registry.find(about.name),
-            config=registry.config_from_dict(about.model),
-            model=model.to(device),
-            catalogue=catalogue,
-        )
+        model, _ = load_model(uri, trained)
+        return cls(about, model.to(device), catalogue)
 
     def load_examples(
         self,
@@ -78,16 +69,17 @@ class LoadedModel:
             rank: Number of this worker, which evaluates its part of the users.
             world: Number of workers.
         """
-        family = self.entry.family
-        longest = self.config.max_history if max_history is None else max_history
-        return family.dataset.load(
+        config, dataset_class = self.model.config, self.model.dataset_class
+        if max_history is None:
+            max_history = config.max_history
+        return dataset_class.load(
             inputs.sequences,
             split,
-            unit=family.eval_unit,
-            max_history=longest,
+            unit=self.model.eval_unit,
+            max_history=max_history,
             rank=rank,
             world=world,
-            **family.dataset.dataset_options(self.config),
+            **dataset_class.dataset_options(config),
         )
 
 
@@ -101,7 +93,7 @@ def accept_other_log(
     """
     trained, items = about.hashes.get("sequences"), versions.get("items")
     same_items = items is not None and items.hash == about.hashes.get("items")
-    if trained and same_items and registry.find(about.name).recommends:
+    if trained and same_items and registry.find(about.name).ranks == "catalogue":
         return {**versions, "sequences": TableVersion(trained)}
     return versions
 
@@ -113,12 +105,12 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
         UserError: If the tables are of another family, or a folder that the model
             needs is not given.
     """
-    entry = registry.find(name)
-    expected = entry.family.name
+    model_class = registry.find(name)
+    expected = model_class.family
     family = model_family(read_manifest(inputs.sequences, "sequences"))
     if family != expected:
         fitting = [
-            other for other, row in registry.MODELS.items() if row.family.name == family
+            other for other in registry.MODELS if registry.find(other).family == family
         ]
         raise UserError(
             f"the model '{name}' is of {expected}, and {inputs.tables} holds tables of "
@@ -126,7 +118,7 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
             "config of one (jobs/configs), or tables that jobs.prepare made with --kind "
             f"{expected}"
         )
-    return inputs.select(name, entry.reads)
+    return inputs.select(name, model_class.extra_inputs)
 
 
 def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -> Any:
@@ -137,7 +129,7 @@ def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -
     """
     scales = about.learned.get("scales") if about else None
     inputs = select_inputs(name, inputs)
-    return registry.find(name).family.catalogue(inputs, scales=scales)
+    return registry.find(name).load_catalogue(inputs, scales=scales)
 
 
 def read_versions(name: str, inputs: Inputs) -> dict[str, TableVersion]:
@@ -146,7 +138,8 @@ def read_versions(name: str, inputs: Inputs) -> dict[str, TableVersion]:
     Raises:
         UserError: As `select_inputs`.
     """
-    return registry.find(name).family.versions(select_inputs(name, inputs))
+    tables = registry.find(name).catalogue_tables
+    return select_inputs(name, inputs).versions(tables)
 
 
 def require_tables(name: str, inputs: Inputs, checked: Mapping[str, str]) -> None:

@@ -26,7 +26,6 @@ import torch
 
 from models import registry
 from models.config import build, instead, read_configs, typed
-from models.retrieval.distillation import teacher
 from models.storage import attempts, checkpoint
 from models.storage.checkpoint import BEST, Checkpoint
 from models.storage.input_folders import require_folders
@@ -189,22 +188,20 @@ def main(argv: list[str] | None = None) -> None:
             )
         try:
             config = build(FitConfig, content.get("fit", {}), "fit.")
-            chosen = {
-                "name": name,
-                **typed(registry.model_config(name), chosen, "model."),
-            }
+            options_class = registry.find(name).config_class
+            chosen = {"name": name, **typed(options_class, chosen, "model.")}
         except (TypeError, ValueError) as error:
             raise UserError(f"{error}; correct the config") from error
         output = options.output
-        init = teacher.locate(options.init, "checkpoint") if options.init else None
+        init = checkpoint.locate(options.init) if options.init else None
         attempt = attempts.begin(output)
         about = checkpoint.last(output)
         setup = TrainingRun.build(
             chosen, config, inputs, device=device, last=about, init=init
         )
-        check_fit(config, name, setup.catalogue, setup.world)
-        for note in setup.notes:
-            print(note)
+        check_fit(config, type(setup.model), setup.catalogue, setup.world)
+        for message in setup.messages:
+            print(message)
         state = None
         if about:
             check_same(about, setup.checkpoint(), output)
@@ -213,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
             where = "in" if inside else "after"
             print(f"continuing {where} epoch {about.epoch}, step {about.step}")
         setup.check_metric()
-        if not setup.entry.gradient:
+        if not setup.model.trains_by_gradient:
             setup.fit_counts()
             place = join(output, BEST)
             checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))

@@ -9,9 +9,8 @@ train the same.
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -19,18 +18,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from models import registry
+from models.build import parse_options
 from models.config import hint
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
 from models.evaluation import measure_examples
 from models.loaded_model import select_inputs
+from models.model import Model
 from models.own_features import adopt_scales
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
-    TableVersion,
     UserError,
     code_version,
     join,
@@ -79,14 +78,10 @@ class Batches:
 class TrainingRun:
     """A model with the data that one worker trains and validates it on."""
 
-    entry: registry.Entry
-    """The model's row of the registry."""
-    config: Any
-    """The model's config."""
+    model: Model
+    """The model, on its device, freshly initialised from the seed."""
     catalogue: Any
     """The catalogue that the model is built on."""
-    model: nn.Module
-    """The model, on its device, freshly initialised from the seed."""
     train: Batches
     """Training batches of this rank."""
     val: RequestDataset
@@ -99,7 +94,7 @@ class TrainingRun:
     """Number of workers."""
     until: int | None = None
     """Time in ms before which training requests lie, if the split is by time."""
-    notes: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     """Messages about precomputed values, shown once before training."""
     counted: Counted = REQUESTS
     """Unit in which progress is shown."""
@@ -132,61 +127,63 @@ class TrainingRun:
                 by `resume`.
             init: URI of a checkpoint whose weights a new run begins with.
         """
-        entry = registry.find(model["name"])
+        model_class, options = parse_options(model)
         first = None if last or not init else checkpoint.read(init)
-        scales, warnings_of_scales = choose_scales(last, first, inputs)
-        catalogue = entry.family.catalogue(
-            select_inputs(model["name"], inputs), scales=scales
+        scales, scale_messages = choose_scales(last, first, inputs)
+        catalogue = model_class.load_catalogue(
+            select_inputs(model_class.name, inputs), scales=scales
         )
         check_batch(fit, world)
-        device = torch.device(device)
-        config = registry.resolve(registry.config_from_dict(model), catalogue)
-        if not entry.gradient:  # counted in one pass, by one worker
+        config = model_class.resolve_config(options, catalogue)
+        if not model_class.trains_by_gradient:  # counted in one pass, by one worker
             rank, world = 0, 1
         since = last.learned.get("since", 0) if last else trained_until(first, fit)
         train, val = load_datasets(
-            entry, inputs.sequences, fit, config, since, rank, world
+            model_class, config, inputs, fit=fit, since=since, rank=rank, world=world
         )
         if not len(train):
             raise UserError(explain_empty_training(since, init, inputs))
-        examples: dict[str, Any] = {"train": train, "val": val}
-        catalogue = entry.family.trim_catalogue(catalogue, examples.values(), config)
+        catalogue = model_class.trim_catalogue(catalogue, [train, val], config)
         torch.manual_seed(fit.seed)
-        module = registry.build(config, catalogue).to(device)
-        notes = []
+        module = model_class(config, catalogue).to(device)
+        messages = []
         if first and init:
-            check_init(first, init, catalogue.versions, model["name"])
+            check_init(first, init, catalogue.versions, model_class)
             changes = carry(module, init, first, catalogue.num_items, learns=True)
-            notes += [f"weights of {init}", *changes, *warnings_of_scales]
-        entry.teach(module, config, catalogue)
-        notes += entry.precompute(module, config, catalogue, examples)
+            messages += [f"weights of {init}", *changes, *scale_messages]
+        messages += module.prepare_training(catalogue, {"train": train, "val": val})
         counted = Counted(train.num_learned / len(train), train.learned_unit)
         if fit.train_examples:  # after the teacher's outputs, which other runs share
             train.keep_random(fit.train_examples)
         size = train.cache_bytes / 2**20
-        notes.append(f"decoded tables: {size:,.1f} MiB in the cache {cache_folder()}")
+        messages.append(
+            f"decoded tables: {size:,.1f} MiB in the cache {cache_folder()}"
+        )
+        device = torch.device(device)
         pad_to_buckets = captures(fit, device, world)
         split = read_manifest(inputs.sequences, "sequences").info.get("split", {})
         return cls(
-            entry=entry,
-            config=config,
-            catalogue=catalogue,
             model=module,
+            catalogue=catalogue,
             train=Batches(train, fit.batch_size, fit.seed, pad_to_buckets),
             val=val,
             fit=fit,
             device=device,
             world=world,
             until=split.get("val_start_ms"),
-            notes=notes,
+            messages=messages,
             counted=counted,
         )
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
 
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
         """Return the sums of the metrics over this rank's validation examples, and their number."""
         result = measure_examples(
             model,
-            self.entry.measured.measure,
             self.val,
             batch_size=self.fit.eval_batch_size,
             device=self.device,
@@ -202,7 +199,7 @@ class TrainingRun:
         A model with early stopping reads the validation batches too.
         """
         model: Any = self.model
-        if self.entry.early_stopping:
+        if self.model.stops_early:
             model.fit_counts(self.train(0, 0), self._validation_batches())
         else:
             model.fit_counts(self.train(0, 0))
@@ -216,7 +213,7 @@ class TrainingRun:
 
     def means(self, sums: Sums) -> dict[str, float]:
         """Return the metrics from the sums of all ranks."""
-        return self.entry.measured.means(sums)
+        return self.model.metric_means(sums)
 
     def check_metric(self) -> None:
         """Raise UserError if `fit.metric` has no value on the validation split.
@@ -224,9 +221,9 @@ class TrainingRun:
         Labels alone decide that, so a model whose scores are all 0 is measured. All
         ranks have to call it.
         """
-        if self.entry.own_measured:  # a metric of the model itself, such as its loss
+        if self.model.has_own_metrics:  # a metric of the model itself, such as its loss
             return
-        constant = with_constant_scores(self.model)
+        constant = ConstantScores(self.model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other metrics may be undefined
             validation(
@@ -236,12 +233,12 @@ class TrainingRun:
     @property
     def lr_multipliers(self) -> dict[str, float]:
         """Factors on the learning rate, by the beginning of parameters' names."""
-        return self.entry.lr_multipliers(self.config)
+        return self.model.lr_multipliers()
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """Return the `config.json` of a checkpoint of this run with some fields set."""
         return Checkpoint(
-            model=registry.config_to_dict(self.config),
+            model=self.model.config_to_dict(self.config),
             fit=vars(self.fit).copy(),
             hashes=dict(self.catalogue.hashes),
             learned=self.learned,
@@ -270,11 +267,10 @@ class TrainingRun:
             UserError: If the checkpoint is of another model or of other tables.
         """
         uri = join(folder, about.folder)
-        name = registry.config_to_dict(self.config)["name"]
-        checkpoint.check(about, uri, self.catalogue.versions, name)
+        checkpoint.check(about, uri, self.catalogue.versions, self.model.name)
         with checkpoint.local(uri) as copy:
             checkpoint.load_weights(self.model, copy)
-            if not self.entry.gradient:
+            if not self.model.trains_by_gradient:
                 return None
             state = checkpoint.load_state(copy)
         has_ended = about.epoch == about.fit["max_epochs"]
@@ -283,28 +279,36 @@ class TrainingRun:
         return state
 
 
-def with_constant_scores(model: nn.Module) -> Any:
-    """Return the model with the score 0 for all candidates, and with the first item in all places of a ranking."""
-    constant: Any = copy.copy(model)
+class ConstantScores(nn.Module):
+    """A model that scores every candidate 0 and ranks the first item at all ranks.
 
-    def score(batch: dict[str, Tensor], **options: Any) -> Tensor:
+    A metric of it is defined exactly where it is defined for `model`.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model_class = type(model)
+        self.labels, self.masks = model.labels, model.masks
+        self.train_rates, self.correction = model.train_rates, model.correction
+        self.reads_position = False
+
+    def measure(self, batch: dict[str, Tensor], **options: Any) -> dict[str, Any]:
+        return self.model_class.measure(self, batch, **options)  # type: ignore[arg-type]
+
+    def score(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return (N, K) zeros."""
         valid = batch.get("candidate_valid")  # of actions
         count = len(batch["labels"]) if valid is None else int(valid.sum())
-        return torch.zeros(count, len(constant.labels), device=batch_device(batch))
+        device = next(iter(batch.values())).device
+        return torch.zeros(count, len(self.labels), device=device)
 
-    def recommend(batch: dict[str, Tensor], k: int, **options: Any) -> Any:
-        items = torch.zeros(
-            len(batch["history"]), k, dtype=torch.long, device=batch_device(batch)
-        )
+    def recommend(
+        self, batch: dict[str, Tensor], k: int, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return (items, scores), each (B, k) zeros."""
+        rows, device = len(batch["history"]), batch["history"].device
+        items = torch.zeros(rows, k, dtype=torch.long, device=device)
         return items, items.float()
-
-    constant.score, constant.recommend = score, recommend
-    return constant
-
-
-def batch_device(batch: dict[str, Tensor]) -> torch.device:
-    """Return the device of a batch."""
-    return next(iter(batch.values())).device
 
 
 def choose_scales(
@@ -324,14 +328,17 @@ def choose_scales(
 
 
 def check_init(
-    first: Checkpoint, init: str, versions: dict[str, TableVersion], name: str
+    first: Checkpoint,
+    init: str,
+    versions: Mapping[str, TableVersion],
+    model_class: type[Model],
 ) -> None:
-    """Raise UserError if the model `name` on these tables cannot begin with the checkpoint `init`."""
-    if not registry.find(name).gradient:
+    """Raise UserError if a model on these tables cannot begin with the checkpoint `init`."""
+    if not model_class.trains_by_gradient:
         raise UserError(
-            f"'{name}' is not trained by steps, so it goes on from nothing; leave out --init"
+            f"'{model_class.name}' is not trained by steps, so it goes on from nothing; leave out --init"
         )
-    checkpoint.check(first, init, versions, name, extending=True)
+    checkpoint.check(first, init, versions, model_class.name, extending=True)
 
 
 def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
@@ -367,41 +374,52 @@ def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
 
 
 def load_datasets(
-    entry: registry.Entry,
-    sequences: str,
-    fit: FitConfig,
+    model_class: type[Model],
     config: Any,
+    inputs: Inputs,
+    *,
+    fit: FitConfig,
     since: int,
     rank: int,
     world: int,
 ) -> tuple[RequestDataset, RequestDataset]:
     """Load this worker's datasets of training and validation.
 
-    `since` is the time in ms up to which a model that this one continues was trained; 0 for a new model.
+    `since` is the time in ms up to which a model that this one continues was trained; 0
+    for a new model.
     """
-    family = entry.family
+    dataset_class = model_class.dataset_class
     common = {
         "max_history": config.max_history,
         "rank": rank,
         "world": world,
-        **family.dataset.dataset_options(config),
+        **dataset_class.dataset_options(config),
     }
-    new = NewExamples(since, fit.replay, fit.seed)
-    train = family.dataset.load(sequences, "train", unit=entry.unit, new=new, **common)
-    val = family.dataset.load(sequences, "val", unit=family.eval_unit, **common)
+    train = dataset_class.load(
+        inputs.sequences,
+        "train",
+        unit=model_class.example_unit,
+        new=NewExamples(since, fit.replay, fit.seed),
+        **common,
+    )
+    val = dataset_class.load(
+        inputs.sequences, "val", unit=model_class.eval_unit, **common
+    )
     return train, val
 
 
-def check_fit(fit: FitConfig, name: str, catalogue: Any, world: int) -> None:
-    """Raise UserError if training options do not fit the model `name` or `world` workers."""
+def check_fit(
+    fit: FitConfig, model_class: type[Model], catalogue: Any, world: int
+) -> None:
+    """Raise UserError if training options do not fit the model or `world` workers."""
     check_batch(fit, world)
-    known = registry.find(name).measured.names(catalogue)
+    name, known = model_class.name, model_class.metric_names(catalogue)
     if fit.metric not in known:
         raise UserError(
             f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
             f"{hint(fit.metric, known)}; known are {', '.join(known)}"
         )
-    options = registry.recommend_options(name)
+    options = model_class.recommend_options()
     for key in fit.eval_options:
         if key not in options:
             if options:

@@ -156,18 +156,10 @@ def keep_new_scales(model: nn.Module, old: dict[str, Tensor]) -> list[str]:
     return notes
 
 
-def keep_new_rates(
-    model: nn.Module, old: dict[str, Tensor], about: Checkpoint
-) -> list[str]:
+def keep_new_rates(model: Any, old: dict[str, Tensor], about: Checkpoint) -> list[str]:
     """Replace, in the weights of a checkpoint, the biases of tasks that were constant by those of the model."""
     before = about.learned.get("scales", {}).get("rates", {})
-    rates = dict(
-        zip(
-            getattr(model, "labels", ()),
-            getattr(model, "train_rates", ()),
-            strict=False,
-        )
-    )
+    rates = dict(zip(model.labels, model.train_rates, strict=False))
     notes = []
     for place, (name, rate) in enumerate(rates.items()):
         if before.get(name) in (0, 1) and 0 < rate < 1:
@@ -185,10 +177,10 @@ def of_content(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{place}.{name}", getattr(module, name)
 
 
-def check_tasks(model: nn.Module, about: Checkpoint, uri: str | Path) -> None:
+def check_tasks(model: Any, about: Checkpoint, uri: str | Path) -> None:
     """Raise OtherTablesError where the tables have other tasks than the training had."""
     before = about.learned.get("scales", {}).get("rates", {})
-    other = {*before} ^ {*getattr(model, "labels", ())} if before else set()
+    other = {*before} ^ {*model.labels} if before else set()
     if other:
         raise OtherTablesError(
             f"the tasks of these tables are not those of {uri}, such as {min(other)}: train a model anew, without "

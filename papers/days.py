@@ -36,7 +36,6 @@ from jobs.daily import words
 from models.config import build, read_configs
 from models.evaluation import measure_examples
 from models.loaded_model import LoadedModel
-from models.retrieval.recommend import allow
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
@@ -359,23 +358,21 @@ class Days:
         )
         common: dict[str, Any] = {"batch_size": 256, "device": torch.device("cpu")}
         if not self.sids:
-            sums = measure_examples(
-                loaded.model, loaded.entry.measured.measure, examples, **common
-            ).sums
+            sums = measure_examples(loaded.model, examples, **common).sums
             return {
                 name: value
-                for name, value in loaded.entry.measured.means(sums).items()
+                for name, value in loaded.model.metric_means(sums).items()
                 if name in self.log.shown
             }
         allowed = (
-            allow(loaded.model, torch.arange(self.items(day)) < known)
+            loaded.model.encode_allowed(torch.arange(self.items(day)) < known)
             if known
             else None
         )
 
-        def hits(model: Any, batch: dict[str, Any]) -> dict[str, float]:
+        def hits(batch: dict[str, Any]) -> dict[str, float]:
             found = (
-                model.recommend(batch, 10, allowed=allowed)[0]
+                loaded.model.recommend(batch, 10, allowed=allowed)[0]
                 == batch["target"][:, None]
             ).any(1)
             of_new = batch["target"] >= new
@@ -386,7 +383,11 @@ class Days:
             }
 
         result = measure_examples(
-            loaded.model, hits, examples, limit=self.log.requests, **common
+            loaded.model,
+            examples,
+            measure=hits,
+            limit=self.log.requests,
+            **common,
         )
         sums, count = result.sums, result.num_examples
         share = float(sums["of new"]) / count if new else float("nan")

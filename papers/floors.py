@@ -60,7 +60,7 @@ def run(config: Config) -> None:
     for quick, trained in trainings:
         name = quickstart.run_of(quick, folders, trained).name
         words = ["--experiment", config.experiment or f"retrieval/{config.log}"]
-        if registry.find(trained.model).gradient:
+        if registry.find(trained.model).trains_by_gradient:
             words += ["--fit.max_epochs", str(min(trained.epochs, config.epochs))]
             words += ["--fit.eval_examples", str(EVAL_EXAMPLES)]
         quickstart.measure(quick, folders, steps, trained, Schedule({name: words}))
@@ -72,7 +72,7 @@ def plan_trainings(config: Config) -> list[tuple[quickstart.Config, Trained]]:
     Models without training come once.
     """
     models = quickstart.FLOWS["retrieval"].models
-    learned = [model for model in models if registry.find(model.model).gradient]
+    learned = [model for model in models if registry.find(model.model).trains_by_gradient]
     counted = [model for model in models if model not in learned]
     quick = quickstart.Config(data=config.input)
     seeded = [

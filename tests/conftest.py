@@ -34,7 +34,9 @@ os.environ.pop(
 )  # else each process that a test starts compiles the project anew
 
 # Workers without Ray Train are forked from a process that has imported the loop, started when first asked for.
-multiprocessing.set_forkserver_preload(["pipelines.training.worker", "models.registry"])
+multiprocessing.set_forkserver_preload(
+    ["pipelines.training.worker", "models.retrieval.tiger", "models.actions.fusions"]
+)
 
 LONG = {"ray_local", "trained", "taught", "s3"}
 """Fixtures that start Ray or a server, or train for long: who takes one, also by way of others, is long."""

@@ -9,20 +9,17 @@ import pytest
 
 from jobs.evaluate import OPTIONS, Config
 from jobs.options import parse
-from models.families import RETRIEVAL
-from models.registry import MODELS, recommend_options
+from models import registry
+from models.retrieval.model import RetrievalModel
 from models.storage.tables import UserError
 
 ROOT = Path(__file__).parents[1]
 PROBES = {
     "pipelines/ray_inside.py": "what is private to Ray, and may not be there",
-    "models/retrieval/recommend.py": "models without a trie",
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
     "pipelines/data/sids/embed.py": "configs of Hugging Face",
     "models/text/text_encoder.py": "configs and modules of Hugging Face",
     "models/search/hllm.py": "configs of Hugging Face",
-    "models/retrieval/floors/nearest.py": "models with vectors or neighbours of items",
-    "models/warm_start.py": "models with tasks",
     "pipelines/serving/ray_serve.py": "versions registered before requests were checked",
     "pipelines/serving/served_model.py": "MLflow's wrapped functions, which mark themselves",
     "models/storage/uri.py": "named tuples, which have no class of their own",
@@ -62,7 +59,9 @@ def test_a_probe_is_seen() -> None:
 
 def test_the_command_line_has_the_options_of_all_models() -> None:
     assert set(OPTIONS) == {
-        name for model in MODELS for name in recommend_options(model)
+        option
+        for name in registry.MODELS
+        for option in registry.find(name).recommend_options()
     }
     line = [
         "--checkpoint",
@@ -88,5 +87,5 @@ def test_a_family_says_what_it_does_not_read_of_a_log() -> None:
         "labels": {"click": "bool", "like": "bool"},
         "behaviour": "click",
     }
-    assert RETRIEVAL.unread(info) == ["numbers price", "labels like"]
-    assert RETRIEVAL.unread({}) == []
+    assert RetrievalModel.list_unread(info) == ["numbers price", "labels like"]
+    assert RetrievalModel.list_unread({}) == []

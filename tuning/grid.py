@@ -293,7 +293,7 @@ class Grid:
             raise UserError(
                 f"the grid {self.name} names no model; give it a config, or fixed.model.name"
             )
-        config = registry.model_config(str(model["name"]))
+        config = registry.find(str(model["name"])).config_class
         places, encoders = (
             naming(config, "checkpoint", "folder"),
             naming(config, "encoder"),

@@ -310,7 +310,7 @@ def check(plan: Plan) -> tuple[str, dict[str, dict[str, str]]]:
                 tracking_uri=plan.uri,
                 remedy=f"choose another --name, or remove {plan.folder}/{trial.name} to begin this trial anew",
             )
-            family = checked.entry.family.name
+            family = checked.model_class.family
             hashes[trial.name] = checked.hashes
             continue
         options = {
@@ -332,7 +332,7 @@ def check(plan: Plan) -> tuple[str, dict[str, dict[str, str]]]:
             raise UserError(
                 f"{trial.name} was measured with other options in {plan.folder}; choose another --name"
             )
-        family = registry.find(about.name).family.name
+        family = registry.find(about.name).family
         hashes[trial.name] = about.hashes
     return family, hashes
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models.actions.batch import ActionsCatalogue, Batch, earlier
+from models.actions.model import ActionsModel
 from models.config import check_choices, check_dropout, check_positive
 from models.label_loss import (
     LabelOptions,
@@ -212,9 +213,10 @@ class ItemNetwork(Tables):
         return (item * 0x9E3779B1 & 0xFFFFFFFF) % self.buckets if self.buckets else item
 
 
-class ActionsModel(nn.Module):
+class FusionModel(ActionsModel):
     """Logits of every task for context events and candidates; a subclass gives `encode`."""
 
+    config: ActionsConfig
     history_targets = True
     """Whether context events are learned from; not where a context token holds its own label."""
     states_width = 1
@@ -223,16 +225,13 @@ class ActionsModel(nn.Module):
     """Positions of the context to an event."""
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
-        super().__init__()
-        self.config, self.labels, self.train_rates = (
-            config,
-            catalogue.labels,
-            catalogue.train_rates,
-        )
+        super().__init__(config, catalogue)
+        self.labels, self.train_rates = catalogue.labels, catalogue.train_rates
         self.weights = resolve_weights(self.labels, config.label_weights)
         self.masks = resolve_masks(self.labels, config.label_masks)
         self.correction = config.correction
         self.items = ItemNetwork(catalogue, config)
+        self.wants_ids = self.items.has_ids and not config.id_dropout
         self.actions = projection(len(catalogue.actions), config.width)
         self.features = Standardised(
             catalogue.feature_mean, catalogue.feature_std, catalogue.features
@@ -250,11 +249,6 @@ class ActionsModel(nn.Module):
                 self.head.bias.copy_(
                     torch.tensor(self.train_rates).logit(eps=1e-4) - config.correction
                 )
-
-    @property
-    def wants_ids(self) -> bool:
-        """Whether every item has had an id in training."""
-        return self.items.has_ids and not self.config.id_dropout
 
     def blocks(self, *, strict: bool) -> nn.ModuleList:
         c = self.config

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.actions.batch import ActionsCatalogue, Batch
+from models.actions.model import ActionsModel
 from models.config import check_least, check_positive
 from models.layers.standardised import Standardised
 
@@ -53,17 +54,20 @@ class ItemRateConfig(BaseRateConfig):
         check_least(self, ["strength"], 1e-3)
 
 
-class BaseRate(nn.Module):
+class BaseRate(ActionsModel):
     """Log-odds of each task's share of the training events."""
 
+    name = "base_rate"
+    config_class = BaseRateConfig
+    trains_by_gradient = False
+    is_floor = True
+    config: BaseRateConfig
     events: Tensor
     done: Tensor
-    wants_ids = False
-    correction = 0.0
 
     def __init__(self, config: BaseRateConfig, catalogue: ActionsCatalogue) -> None:
-        super().__init__()
-        self.config, self.labels = config, catalogue.labels
+        super().__init__(config, catalogue)
+        self.labels = catalogue.labels
         self.train_rates = catalogue.train_rates
         self.masks = [None] * len(self.labels)
         # what a served request's missing features are filled with
@@ -95,14 +99,12 @@ class BaseRate(nn.Module):
         item = batch["candidate_item"][batch["candidate_valid"]]
         return self.rates(item).logit(eps=1e-6)
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Return nothing: no number is learned by gradient."""
-        return {}
-
 
 class ItemRate(BaseRate):
     """Log-odds of each task's smoothed share of the item's training events."""
 
+    name = "item_rate"
+    config_class = ItemRateConfig
     config: ItemRateConfig
 
     def rates(self, item: Tensor) -> Tensor:

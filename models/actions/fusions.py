@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.actions.base import ActionsConfig, ActionsModel
+from models.actions.base import ActionsConfig, FusionModel
 from models.actions.batch import ActionsCatalogue
 from models.config import check_least
 from models.layers.causal_attention import CausalAttention, Layout
@@ -21,7 +21,7 @@ class InterleavedConfig(ActionsConfig):
     """Sizes of the interleaved baseline."""
 
 
-class Interleaved(ActionsModel):
+class Interleaved(FusionModel):
     """The interleaved transformer, the baseline (Fig. 3 of AttnMVP; HSTU's layout): tokens i_0, a_0, i_1, a_1, ...
 
     Twice as many tokens as events. What comes next after an item's token is its action, so that token's state, which
@@ -29,6 +29,8 @@ class Interleaved(ActionsModel):
     what is strictly earlier, and so nothing of events of its time. Candidates are item tokens alone.
     """
 
+    name = "interleaved"
+    config_class = InterleavedConfig
     tokens = 2
 
     def __init__(self, config: InterleavedConfig, catalogue: ActionsCatalogue) -> None:
@@ -50,7 +52,7 @@ class AttnLFAConfig(ActionsConfig):
     """Sizes of AttnLFA."""
 
 
-class AttnLFA(ActionsModel):
+class AttnLFA(FusionModel):
     """Attention-based late fusion for actions (Sec. 3 of AttnMVP).
 
     A Transformer over items alone; its last states are queries and keys of one attention whose values are actions:
@@ -59,6 +61,8 @@ class AttnLFA(ActionsModel):
     state beside the pooled actions, which are zero without a past.
     """
 
+    name = "attn_lfa"
+    config_class = AttnLFAConfig
     states_width = 2
 
     def __init__(self, config: AttnLFAConfig, catalogue: ActionsCatalogue) -> None:
@@ -89,7 +93,7 @@ class AttnMVPConfig(ActionsConfig):
         check_least(self, ("action_weight",), 0)
 
 
-class AttnMVP(ActionsModel):
+class AttnMVP(FusionModel):
     """Attention-based mixed value pooling (Sec. 4 of AttnMVP), with and without the late fusion of AttnLFA.
 
     In every layer Q = K = H and V = H + lambda a: items gather what was done with similar items before, and become
@@ -97,6 +101,8 @@ class AttnMVP(ActionsModel):
     what an item knows of itself stays in the residual stream. H is the block's normed input, as blocks are pre-norm.
     """
 
+    name = "attn_mvp"
+    config_class = AttnMVPConfig
     config: AttnMVPConfig
 
     def __init__(self, config: AttnMVPConfig, catalogue: ActionsCatalogue) -> None:
@@ -125,7 +131,7 @@ class AttnDHNConfig(ActionsConfig):
     """Sizes of AttnDHN."""
 
 
-class AttnDHN(ActionsModel):
+class AttnDHN(FusionModel):
     """Attention-based dual-helix network (Sec. 5 and Fig. 8 of AttnMVP), which the paper leaves as exploratory.
 
     Each layer updates items by (Q, K, V) = (i, i, i + a), then actions by (a, a, i + a); twice the blocks of the other
@@ -135,6 +141,8 @@ class AttnDHN(ActionsModel):
     rate of AttnMVP is needed for stable training (Sec. 5).
     """
 
+    name = "attn_dhn"
+    config_class = AttnDHNConfig
     states_width = 2
 
     def __init__(self, config: AttnDHNConfig, catalogue: ActionsCatalogue) -> None:
@@ -164,13 +172,16 @@ class LACConfig(ActionsConfig):
     """Sizes of LAC."""
 
 
-class LAC(ActionsModel):
+class LAC(FusionModel):
     """Lagged action conditioning (Wei et al., 2025), prior work that AttnMVP argues against.
 
     Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event, no label of its own. The first
     token has a learned action. The action before is that of the latest event that is strictly earlier, for a candidate
     and among events of one time alike; of several latest ones of one time it is that of the log's last.
     """
+
+    name = "lac"
+    config_class = LACConfig
 
     def __init__(self, config: LACConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
@@ -196,13 +207,16 @@ class GenRankConfig(ActionsConfig):
     """Sizes of GenRank-style early fusion."""
 
 
-class GenRank(ActionsModel):
+class GenRank(FusionModel):
     """GenRank-style early fusion (Huang et al., 2025), prior work that AttnMVP argues against.
 
     A context token is item + action, a candidate token item + a learned mask action. A context token holds its own
     label, so nothing is learned from it: sequences must be cut into context and candidates for training too.
     """
 
+    name = "genrank"
+    config_class = GenRankConfig
+    example_unit = "cut"
     history_targets = False
 
     def __init__(self, config: GenRankConfig, catalogue: ActionsCatalogue) -> None:

@@ -93,16 +93,13 @@ def names(catalogue: Any) -> list[str]:
     return [*every, *(FIRST + name for name in [*every, EXAMPLES])]
 
 
-def measure(
-    model: Any,
+def measure_ranking(
+    items: Tensor,
     batch: dict[str, Tensor],
     by_user: int = 0,
     shown: Tensor | None = None,
-    **options: Any,
 ) -> dict[str, Any]:
-    """`ranking_sums` of the model's ranking of the full catalogue, which `shown` counts too (`count_shown`); `options`
-    go to its `recommend`."""
-    items, _ = model.recommend(batch, max(CUTOFFS), **options)
+    """Return `ranking_sums` of the ranked items (B, K), and count them in `shown` (N,) if given."""
     if shown is not None:
         count_shown(shown, items)
     read = {
@@ -110,9 +107,7 @@ def measure(
         for name, value in batch.items()
         if name in ("target", "repeats", "user_row")
     }
-    return ranking_sums(
-        items.cpu(), read, by_user
-    )  # where each of the many sums waits for nothing
+    return ranking_sums(items.cpu(), read, by_user)  # one wait for the device
 
 
 def ranking_sums(

@@ -103,4 +103,4 @@ RECOMMEND_OPTIONS = (
     SidMlpOptions,
     AtSpeedOptions,
 )
-"""All options that a model's `recommend` may have; `models/registry.py` says which model has which."""
+"""All options that a model's `recommend` may have; a model's `options_class` says which it has."""

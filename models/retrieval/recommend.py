@@ -6,7 +6,7 @@
 An empty batch gets an empty answer, of a history longer than `max_history` the latest items are read, known items are
 left out and items kept to a set where that is asked for, and a model whose scores are not finite is refused.
 
-    allowed = allow(model, in_stock)  # once per set: (N,) bool, by item_index
+    allowed = model.encode_allowed(in_stock)  # once per set: (N,) bool, by item_index
     items, scores = model.recommend(batch, k, allowed=allowed)
 
 Shapes: `B` requests, `T` items of the longest history, `N` items, `E` edges of the trie.
@@ -40,7 +40,7 @@ WHOLE = 2**31 - 1
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
     """The method `search(self, batch, k, ...)` as a model's `recommend`; it takes the same arguments, those of
-    `RecommendOptions`, and `allowed`, which `allow` makes of a set of items: the search is within the set, for all
+    `RecommendOptions`, and `allowed`, which `encode_allowed` makes of a set of items: the search is within the set, for all
     requests of the batch. A search finds it in its batch."""
 
     @functools.wraps(search)
@@ -142,15 +142,6 @@ def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
     """How many behaviours a request is to have for a `recommend` that reads `longest`: all, where known items are left
     out."""
     return WHOLE if options.get("unseen") else longest
-
-
-def allow(model: Any, items: Tensor) -> Tensor:
-    """What the model's `recommend` takes as `allowed`, for a set of `items` (N,) bool: the edges (E,) of its trie that
-    lead to them, or where it has none what is added to scores, (N,) of 0 and -inf. It is worked out once for as many
-    calls as want it."""
-    if (trie := getattr(model, "trie", None)) is not None:
-        return trie.edges_to(items)
-    return torch.zeros(items.shape, device=items.device).masked_fill(~items, -torch.inf)
 
 
 def best_allowed(scores: Tensor, k: int, batch: dict[str, Tensor]) -> Ranked:

@@ -5,14 +5,16 @@ Shapes: `B` requests, `L` levels (codes of an item).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from models.retrieval.data import Catalogue
+from models.retrieval.model import RetrievalModel
+from models.retrieval.options import BeamOptions
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
 from models.retrieval.search.beam import beam_search, unconstrained_beam_search
@@ -23,22 +25,22 @@ CARRIED = 1 << 30
 """Bytes that the beams of all requests carry at once, at most. Moving them on takes about twice as much beside."""
 
 
-class Retriever(nn.Module):
+class Retriever(RetrievalModel):
     """A module with these parts, trained on the target's codes; any of them can be a student's teacher. A subclass that
     learns or searches in another way has its own `forward` or `recommend`."""
 
+    example_unit = "request"
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
+    can_teach = True
+    options_class: ClassVar[type | None] = BeamOptions
     label_smoothing = 0.0
     """Share of each target's probability that training spreads evenly over all logits."""
 
     def __init__(
         self, config: Any, catalogue: Catalogue, backbone: Backbone, decoder: Decoder
     ) -> None:
-        super().__init__()
-        self.config, self.trie, self.tokens = (
-            config,
-            cast(Trie, catalogue.trie),
-            backbone.tokens,
-        )
+        super().__init__(config, catalogue)
+        self.trie, self.tokens = cast(Trie, catalogue.trie), backbone.tokens
         self.backbone, self.decoder = backbone, decoder
 
     def encode(self, batch: dict[str, Tensor]) -> History:
@@ -52,6 +54,10 @@ class Retriever(nn.Module):
             self.decoder.teacher_forced(self.encode(batch), codes),
             self.decoder.targets(codes),
         )
+
+    def encode_allowed(self, items: Tensor) -> Tensor:
+        """Return the edges (E,) of the trie that lead to the `items` (N,) bool."""
+        return self.trie.edges_to(items)
 
     def loss(
         self, logits: Sequence[Tensor], targets: Sequence[Tensor]

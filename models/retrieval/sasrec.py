@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from models.config import check_dropout, check_positive
 from models.retrieval.data import PAD, Catalogue
+from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 from models.training.distributed import whole_mean
 
@@ -78,12 +79,15 @@ class Block(nn.Module):
         return x + functional.dropout(self.feedforward(self.feedforward_norm(x)), share)
 
 
-class SASRec(nn.Module):
-    """See the module; item embeddings serve as input and as output weights."""
+class SASRec(RetrievalModel):
+    """Self-attention over item embeddings, which are the output weights too."""
+
+    name = "sasrec"
+    config_class = SASRecConfig
+    example_unit = "user"
 
     def __init__(self, config: SASRecConfig, catalogue: Catalogue) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, catalogue)
         self.item = nn.Embedding(catalogue.num_items, config.dim)
         self.position = nn.Embedding(config.max_history, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))

@@ -21,7 +21,7 @@ from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.options import DecodeBy
+from models.retrieval.options import DecodeBy, TigerOptions
 from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
@@ -90,6 +90,10 @@ class TigerConfig:
 
 class Tiger(Retriever):
     """T5's encoder as backbone, its decoder as decoder, over one embedding."""
+
+    name = "tiger"
+    config_class = TigerConfig
+    options_class = TigerOptions
 
     config: TigerConfig
     backbone: T5Backbone

@@ -44,7 +44,7 @@ class LinearHSTULayer(nn.Module):
         return h + functional.dropout(q * c * u, self.dropout, self.training)
 
 
-class LinearHSTU(nn.Module):
+class LinearHSTUEncoder(nn.Module):
     """Layers of Linear HSTU."""
 
     def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
@@ -60,7 +60,7 @@ class LinearHSTU(nn.Module):
         return h
 
 
-class HSTU(nn.Module):
+class HSTUEncoder(nn.Module):
     """Layers of HSTU with a bias by distance and time."""
 
     def __init__(

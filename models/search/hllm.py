@@ -16,6 +16,7 @@ Shapes: `I` documents, `U` distinct ones, `S` tokens of the longest in a piece, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -25,7 +26,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from models.cpu.derived import derived
-from models.search import qgs
 from models.search.data import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError
@@ -163,32 +163,35 @@ class HLLMConfig(QGSConfig):
 class HLLM(QGS):
     """See the module."""
 
+    name = "hllm"
+    config_class = HLLMConfig
+    config: HLLMConfig
+
     def __init__(self, config: HLLMConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.item_tower = (
             ItemTower(config.item_model, catalogue) if config.item_model else None
         )
 
+    @classmethod
+    def resolve_config(cls, config: Any, catalogue: Any) -> Any:
+        """Return the config with the sizes of the pretrained encoders that it names."""
+        config = super().resolve_config(config, catalogue)
+        if not config.item_tower:
+            return config
+        return replace(config, item_model=encoder_model(config.item_tower))
+
+    def prepare_training(
+        self, catalogue: Any, datasets: Mapping[str, Any]
+    ) -> list[str]:
+        """Load the pretrained weights that the config names into the towers."""
+        messages = super().prepare_training(catalogue, datasets)
+        if self.config.item_tower:
+            tower = load_encoder(self.config.item_tower)
+            cast(ItemTower, self.item_tower).encoder.load_state_dict(tower.state_dict())
+        return messages
+
     def document(self, item: Tensor) -> Tensor:
         if self.item_tower is None:
             return super().document(item)
         return self.text.document(self.text.gain * self.item_tower(item.clamp(min=0)))
-
-
-def resolve(config: Any, catalogue: Any) -> Any:
-    """The config with the sizes of the pretrained encoders that it names."""
-    config = qgs.resolve(config, catalogue)
-    return (
-        replace(config, item_model=encoder_model(config.item_tower))
-        if config.item_tower
-        else config
-    )
-
-
-def teach(module: Any, config: Any, catalogue: Any) -> None:
-    """Before training: fills the towers with the pretrained weights that the config names."""
-    qgs.teach(module, config, catalogue)
-    if config.item_tower:
-        cast(ItemTower, module.item_tower).encoder.load_state_dict(
-            load_encoder(config.item_tower).state_dict()
-        )

@@ -24,7 +24,6 @@ from models.metrics.ranking_metrics import (
     ranking_sums,
     request_auc,
 )
-from models.search.ranker import Ranker
 
 SHOWN: tuple[str, ...] = ("gauc", "auc")
 """Metrics of a training's best epoch that are printed."""
@@ -38,13 +37,8 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)
     }
-    ranker = (
-        model if isinstance(model, Ranker) else None
-    )  # others have a `score` and `labels` alone
-    kept = select_measured(
-        batch["labels"], ranker.masks if ranker else [None] * len(model.labels)
-    )
-    for beside in ("", WITH_POSITION) if ranker and ranker.shown_at.reads else ("",):
+    kept = select_measured(batch["labels"], model.masks)
+    for beside in ("", WITH_POSITION) if model.reads_position else ("",):
         logits = (
             model.score(batch, shown=True) if beside else model.score(batch)
         ).float()
@@ -56,9 +50,7 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
                 batch["labels"][mine, i],
                 batch["candidate_request"][mine],
             )
-            sums |= ranking_sums(
-                *of, prefix, ranker.config.correction if ranker else 0.0
-            )
+            sums |= ranking_sums(*of, prefix, model.correction)
             if by_user and not prefix:
                 auc, _ = request_auc(*of)
                 user = batch["user_row"][batch["request_row"][: len(auc)]]

@@ -15,8 +15,9 @@ Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,9 @@ from models.config import check_least, check_positive
 from models.label_loss import label_loss
 from models.search.data import SearchCatalogue
 from models.search.encoders import (
-    HSTU,
     CausalBert,
-    LinearHSTU,
+    HSTUEncoder,
+    LinearHSTUEncoder,
     copy_pretrained,
     pretrained_sizes,
 )
@@ -127,6 +128,8 @@ class HSTUConfig(QGSConfig):
 class QGS(Ranker):
     """See the module."""
 
+    name = "qgs"
+    config_class = QGSConfig
     config: QGSConfig
 
     def __init__(self, config: QGSConfig, catalogue: SearchCatalogue) -> None:
@@ -167,6 +170,21 @@ class QGS(Ranker):
             self.target = nn.Linear(
                 known, config.width, bias=False
             )  # W_tgt of Sec. 3.4
+
+    @classmethod
+    def resolve_config(cls, config: Any, catalogue: Any) -> Any:
+        """Return the config with the sizes of the pretrained encoder that it names."""
+        if not config.pretrained:
+            return config
+        return replace(config, **pretrained_sizes(config.pretrained))
+
+    def prepare_training(
+        self, catalogue: Any, datasets: Mapping[str, Any]
+    ) -> list[str]:
+        """Load the pretrained weights that the config names into the encoder."""
+        if self.config.pretrained:
+            copy_pretrained(cast(CausalBert, self.encoder), self.config.pretrained)
+        return []
 
     def tokens(self, item: Tensor, query: Tensor, features: Tensor) -> Tensor:
         """(..., F + E): x_t = [f_t, e_t] of Eq. 1, of behaviours."""
@@ -283,9 +301,9 @@ class QGS(Ranker):
 
 def make_encoder(config: QGSConfig) -> nn.Module:
     if config.encoder == "linear_hstu":
-        return LinearHSTU(config.width, config.num_layers, config.dropout)
+        return LinearHSTUEncoder(config.width, config.num_layers, config.dropout)
     if config.encoder == "hstu":
-        return HSTU(
+        return HSTUEncoder(
             config.width,
             config.num_layers,
             config.num_heads,
@@ -302,16 +320,8 @@ def make_encoder(config: QGSConfig) -> nn.Module:
     )
 
 
-def resolve(config: Any, catalogue: Any) -> Any:
-    """The config with the sizes of the pretrained encoder that it names."""
-    return (
-        replace(config, **pretrained_sizes(config.pretrained))
-        if config.pretrained
-        else config
-    )
+class HSTU(QGS):
+    """HSTU as QGS compares with it: QGS with other defaults."""
 
-
-def teach(module: nn.Module, config: Any, catalogue: Any) -> None:
-    """Before training: fills the encoder with the pretrained weights that the config names."""
-    if config.pretrained:
-        copy_pretrained(module.encoder, config.pretrained)  # type: ignore[arg-type]
+    name = "hstu"
+    config_class = HSTUConfig

@@ -26,6 +26,7 @@ from models.label_loss import (
 from models.layers.hstu import HSTULayer
 from models.search.data import NO_QUERY, SearchCatalogue
 from models.search.inputs import Scale, Text, feature_groups
+from models.search.model import SearchModel
 from models.search.position import Mode, Position
 
 Batch = dict[str, Tensor]
@@ -125,10 +126,12 @@ class HFGAttention(nn.Module):
         return self.out(mixed.sum(1) / mask.sum(1, keepdim=True))  # Eq. 13
 
 
-class Ranker(nn.Module):
+class Ranker(SearchModel):
     """Scores candidates; `sequence_width` is that of what a subclass knows of the user's past (0 for nothing), `match`
     whether it also knows how well a candidate matches that."""
 
+    example_unit = "user"
+    config: RankerConfig
     by_group: Tensor
     """(O,) places of the features' columns, group after group."""
 
@@ -139,11 +142,11 @@ class Ranker(nn.Module):
         sequence_width: int = 0,
         match: bool = False,
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, catalogue)
         self.labels = catalogue.labels
         self.weights = resolve_weights(self.labels, config.label_weights)
         self.masks = resolve_masks(self.labels, config.label_masks)
+        self.correction = config.correction
         self.text = Text(catalogue, config.text_width)
         self.scale = Scale(catalogue, config.category_width, config.category_dropout)
         self.shown_at = Position(
@@ -153,6 +156,7 @@ class Ranker(nn.Module):
             catalogue.unknown_when_ranking,
             len(self.labels),
         )
+        self.reads_position = self.shown_at.reads
         raw = len(self.scale.columns) + 2 * config.text_width
         self.dnn = nn.Sequential(
             nn.Linear(raw, config.dnn_width),
@@ -275,3 +279,10 @@ class Ranker(nn.Module):
             **batch,
             **{name: batch[name][kept] for name in names if name in batch},
         }, used[kept]
+
+
+class Base(Ranker):
+    """The model without a history (BERT and DNN), which QGS compares with."""
+
+    name = "base"
+    config_class = RankerConfig

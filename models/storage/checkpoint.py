@@ -1,7 +1,7 @@
 """Checkpoints: a folder with the weights as safetensors, a readable `config.json`, and `state.pt` to resume from.
 
     about = checkpoint.read("runs/sasrec/best")
-    checkpoint.load_weights(model, "runs/sasrec/best")     # registry.load builds the model too
+    checkpoint.load_weights(model, "runs/sasrec/best")     # load_model builds the model too
 
 No file holds pickled code: `state.pt` has tensors and numbers and is read with `weights_only=True`. `config.json` is
 written last and lists the other files with sizes and SHA-256, so a half-written checkpoint is not one. Sizes are checked
@@ -42,7 +42,7 @@ from models.storage.tables import (
     join,
     open_uri,
 )
-from models.storage.uri import file_info, write_file
+from models.storage.uri import absolute, file_info, write_file
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
@@ -378,6 +378,21 @@ def exists(uri: str | Path) -> bool:
 
 class OtherTablesError(UserError):
     """A checkpoint does not belong to the given tables, so a model has to be trained anew."""
+
+
+def locate(uri: str, what: str = "checkpoint") -> str:
+    """Return the checkpoint at `uri`, or the best one of the finished run there; absolute.
+
+    `what` is the word for it in the UserError where there is none.
+    """
+    uri = absolute(uri)
+    for candidate in (uri, join(uri, BEST)):
+        if exists(candidate):
+            return candidate
+    raise UserError(
+        f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {CONFIG} and no best/; "
+        f"give the folder of a run of jobs.train, which is its STORAGE/NAME"
+    )
 
 
 def read(uri: str | Path) -> Checkpoint:

@@ -2,7 +2,7 @@
 
     floor_tables(compare(select(uri, ["retrieval/DATASET"])))
 
-A floor is a model whose row in `models/registry.py` has `floor`. Every log and ranking has
+A floor is a model whose class has `is_floor`. Every log and ranking has
 its own best floor. It is the best on test: a bar that favours the floor.
 """
 
@@ -45,7 +45,7 @@ CLEARS, BELOW, NOT_TOLD = "clears it", "below it", "not told apart"
 
 def is_floor(row: Row) -> bool:
     """Return whether the row is of a model without training."""
-    return row.model in registry.MODELS and registry.MODELS[row.model].floor
+    return row.model in registry.MODELS and registry.find(row.model).is_floor
 
 
 VALIDATED_ALIKE = ("fit.eval_options.unseen", "fit.eval_examples")
@@ -66,7 +66,7 @@ def best_trained_floor(run: RunRef, metric: str) -> tuple[str, float] | None:
     values = {}
     for other in search(client, [trained.info.experiment_id]):
         name = other.data.params.get("model.name", "")
-        if name not in registry.MODELS or not registry.MODELS[name].floor:
+        if name not in registry.MODELS or not registry.find(name).is_floor:
             continue
         same = [other.data.params.get(param) for param in VALIDATED_ALIKE] == alike
         if same and other.data.tags.get("table.sequences") == sequences:

@@ -199,7 +199,10 @@ class Row:
         nothing."""
         told = []
         for row in (self, other):
-            if row.model in registry.MODELS and not registry.MODELS[row.model].gradient:
+            if (
+                row.model in registry.MODELS
+                and not registry.find(row.model).trains_by_gradient
+            ):
                 return ""
             steps = row.mean("train/steps")
             seeds = ", ".join(sorted({run.seed for run in row.runs}))
@@ -305,7 +308,7 @@ def later_options(given: dict[str, str]) -> dict[str, str]:
     """Options that models and training have learned after a run with the params `given`, at their defaults, which
     change nothing. So its other seeds may be of a later version."""
     configs = {
-        name.removesuffix("name"): registry.MODELS[model].config
+        name.removesuffix("name"): registry.find(model).config_class
         for name, model in given.items()
         if name.startswith("model.")
         and name.endswith(".name")

@@ -116,7 +116,7 @@ def runs_table(comparison: Comparison) -> Table:
             "±: sample standard deviation over the runs of a row, which differ in their seed alone."
         )
     for row in rows:
-        if row.model in registry.MODELS and registry.MODELS[row.model].diagnostic:
+        if row.model in registry.MODELS and registry.find(row.model).is_diagnostic:
             notes.append(
                 f"{row.name}: results in the order that the log showed, a diagnostic of "
                 "the log. A position is unknown when a search is ranked, so this is no "

@@ -57,8 +57,8 @@ def measure_floors(
         For each of the rankings all floors; nothing for a family that has none.
     """
     floors: list[list[Floor]] = [[] for _ in rankings]
-    for name in registry.floors(registry.find(model).family):
-        batch_size = BATCH_SIZES[registry.find(name).unit]
+    for name in registry.find_floors(registry.find(model).family):
+        batch_size = BATCH_SIZES[registry.find(name).example_unit]
         setup = TrainingRun.build(
             {"name": name}, FitConfig(batch_size=batch_size), inputs
         )
@@ -72,18 +72,17 @@ def measure_floor(
     setup: Any, name: str, inputs: Inputs, split: str, options: dict[str, Any]
 ) -> Floor:
     """Measure one computed model on a split."""
-    family = setup.entry.family
-    examples = family.dataset.load(
+    model = setup.model
+    examples = model.dataset_class.load(
         inputs.sequences,
         split,
-        unit=family.eval_unit,
-        max_history=history_to_give(setup.config.max_history, options),
-        **family.dataset.dataset_options(setup.config),
+        unit=model.eval_unit,
+        max_history=history_to_give(model.config.max_history, options),
+        **model.dataset_class.dataset_options(model.config),
     )
     stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
     sums = measure_examples(
-        setup.model,
-        setup.entry.measured.measure,
+        model,
         examples,
         batch_size=256,
         device=torch.device("cpu"),

@@ -29,7 +29,7 @@ from models.dataset.dataset import RequestDataset
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
 from models.retrieval.data import RetrievalDataset, request_place
-from models.retrieval.recommend import allow, history_to_give
+from models.retrieval.recommend import history_to_give
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -153,7 +153,9 @@ class Kernel:
         if "allowed" in options:
             self.options = {
                 **options,
-                "allowed": allow(self.model, options["allowed"].to(self.device)),
+                "allowed": self.model.encode_allowed(
+                    options["allowed"].to(self.device)
+                ),
             }
         self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])[
             "item_id"
@@ -217,7 +219,7 @@ class Recommender(Kernel):
 
     def load_examples(self) -> RequestDataset:
         """Load the requests of the split, by default those after all behaviours, with as much history as is read."""
-        longest = history_to_give(self.loaded.config.max_history, self.options)
+        longest = history_to_give(self.model.config.max_history, self.options)
         split = self.ask.get("split", "next")
         return self.loaded.load_examples(self.inputs, split, max_history=longest)
 
@@ -354,15 +356,15 @@ def infer_all(
     the only items that are ranked."""
     output = absolute(output)
     uri, about, chosen, given = check(uri, inputs, options or {})
-    entry = registry.find(about.name)
-    if not entry.ranks:
+    model_class = registry.find(about.name)
+    if reason := model_class.reason_not_served():
         raise UserError(
-            f"the model '{about.name}' is not served: {entry.not_served}; give --checkpoint of another model"
+            f"the model '{about.name}' is not served: {reason}; give --checkpoint of another model"
         )
     sequences = read_manifest(inputs.sequences, "sequences")
     kernel: type[Kernel]
     ask: dict[str, Any]
-    if entry.family.ranks == "candidates":
+    if model_class.ranks == "candidates":
         kernel, ask = Scorer, {"split": split or "test"}
     elif split:
         kernel, ask = RequestRecommender, {"k": k, "split": split}
@@ -371,9 +373,9 @@ def infer_all(
         kernel, ask = Recommender, {"k": k}
         schema, counts = RECOMMENDATIONS, "users_below_k"
     if kernel is Scorer:
-        labels = entry.about(sequences.info)["labels"]
+        labels = model_class.describe_requests(sequences.info)["labels"]
         schema, counts = (
-            scores_schema(labels, "queries" in entry.family.tables["tables"]),
+            scores_schema(labels, "queries" in model_class.catalogue_tables["tables"]),
             "candidates",
         )
     config = {**ask, "users_per_part": users_per_part, "model": about.model, **chosen}

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from models.loaded_model import LoadedModel
-from models.retrieval.floors.nearest import nearest_items
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.storage.uri import write_file
@@ -19,7 +18,7 @@ from pipelines.training.record import find_checkpoint
 def write_nearest(checkpoint: str, inputs: Inputs, file: str, k: int) -> int:
     """Write `item_id`, `nearest` (best first) and `score` per item; return the items."""
     loaded = LoadedModel.load(find_checkpoint(checkpoint), inputs)
-    items, scores = nearest_items(loaded.model, k)
+    items, scores = loaded.model.nearest_items(k)
     ids = read_table(join(inputs.tables, "items"), "items", ["item_id"])["item_id"]
     names = ids.to_pylist()
     real = [row[row >= 0].tolist() for row in items]

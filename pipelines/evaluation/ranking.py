@@ -98,14 +98,14 @@ def check(
 def recommend_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Those options that were given; UserError where the model has no such option, or refuses its value."""
     chosen = {key: value for key, value in given.items() if value is not None}
-    known = registry.recommend_options(name)
+    known = registry.find(name).recommend_options()
     for key in chosen:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise UserError(
                 f"the model '{name}' has no option --{key} when recommending; {takes}"
             )
-    if options := registry.find(name).recommends:
+    if options := registry.find(name).options_class:
         try:
             options(**chosen)
         except ValueError as error:
@@ -137,8 +137,8 @@ def takes_gpu(option: str, at_once: int) -> bool:
 
 def trained(loaded: LoadedModel, inputs: Inputs, rank: int, world: int) -> torch.Tensor:
     """(N,) behaviours in training of each item, by the users of shard (rank, world)."""
-    family, size = loaded.entry.family, loaded.catalogue.num_items
-    train: Any = family.dataset.load(
+    size = loaded.catalogue.num_items
+    train: Any = loaded.model.dataset_class.load(
         inputs.sequences,
         "train",
         unit="behaviour",
@@ -167,32 +167,31 @@ def rank_shard(
         torch.set_num_threads(threads)
     where = device_of(device)
     loaded = LoadedModel.load(uri, inputs, where)
-    history = history_to_give(loaded.config.max_history, options)
+    history = history_to_give(loaded.model.config.max_history, options)
     examples = loaded.load_examples(
         inputs, split, max_history=history, rank=rank, world=world
     )
-    model, measure = loaded.model, loaded.entry.measured.measure
+    model = loaded.model
     stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
     common: dict[str, Any] = {"batch_size": batch_size, "device": where}
     asked = {**options, "by_user": stride}
     if len(examples):
         measure_examples(
             model,
-            measure,
             examples,
             limit=min(batch_size, len(examples)),
             options=asked,
             **common,
         )  # warms up
-    if loaded.entry.recommends:
+    if loaded.model.ranks == "catalogue":
         asked["shown"] = torch.zeros(
             loaded.catalogue.num_items, dtype=torch.long, device=where
         )
     result = measure_examples(
-        model, measure, examples, options=asked, user_stride=user_stride, **common
+        model, examples, options=asked, user_stride=user_stride, **common
     )
     sums = result.sums
-    if loaded.entry.recommends:
+    if loaded.model.ranks == "catalogue":
         sums |= {
             SHOWN: asked["shown"].cpu(),
             TRAINED: trained(loaded, inputs, rank, world),
@@ -260,7 +259,7 @@ def evaluate(
         "sequences"
     ):  # of another log it is not known what was trained on
         exposed.pop("new_items@10", None)
-    metrics = registry.find(about.name).measured.means(total) | exposed
+    metrics = registry.find(about.name).metric_means(total) | exposed
     return (
         Result(
             model=about.name,

@@ -19,15 +19,16 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
 from mlflow.entities import LoggedModelOutput
-from mlflow.models import Model, ModelSignature
+from mlflow.models import Model as MlflowModel
+from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array, Map, Object, Property
 from pyarrow import fs
 
 import models
 from models import registry
-from models.families import Family
 from models.loaded_model import select_inputs
+from models.model import Model
 from models.requests import Columns
 from models.retrieval.requests import EVERY
 from models.storage import checkpoint
@@ -60,15 +61,15 @@ TYPES: dict[str, Any] = {
 }
 """Of columns of requests and answers."""
 
-PARAMS = {
-    "catalogue": [
-        ParamSpec("k", DataType.long, 10),
-        ParamSpec("unseen", DataType.boolean, False),
-        ParamSpec("allowed", DataType.string, EVERY, (-1,)),
-    ],
-    "candidates": [ParamSpec("label", DataType.string, "")],  # "": the first label
-}
-"""Options of a call, by what the models of a family rank."""
+CATALOGUE_OPTIONS = [
+    ParamSpec("k", DataType.long, 10),
+    ParamSpec("unseen", DataType.boolean, False),
+    ParamSpec("allowed", DataType.string, EVERY, (-1,)),
+]
+"""Options of a call to a model that ranks the catalogue."""
+
+CANDIDATE_OPTIONS = [ParamSpec("label", DataType.string, "")]  # "": the first label
+"""Options of a call to a model that ranks candidates."""
 
 REQUIREMENTS = [
     "mlflow",
@@ -105,10 +106,13 @@ def schema(columns: Columns, needed: Columns) -> Schema:
     )
 
 
-def signature(family: Family, takes: Columns) -> ModelSignature:
-    """What the family's models take, beside what each request needs, and give."""
-    needs, gives = family.requests.needs, family.requests.gives
-    params = ParamSchema(PARAMS[family.ranks])
+def signature(model_class: type[Model], takes: Columns) -> ModelSignature:
+    """Return the columns that a served model takes and gives; `takes` may be left out."""
+    needs, gives = model_class.requests_class.needs, model_class.requests_class.gives
+    options = (
+        CATALOGUE_OPTIONS if model_class.ranks == "catalogue" else CANDIDATE_OPTIONS
+    )
+    params = ParamSchema(options)
     return ModelSignature(
         schema({**needs, **takes}, needs), schema(gives, gives), params
     )
@@ -131,9 +135,11 @@ def write_encoder(inputs: Inputs, folder: Path) -> None:
 def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI."""
     trained = checkpoint.read(uri)
-    entry = registry.find(trained.name)
-    family = entry.family
-    requests, info = family.requests, read_manifest(inputs.sequences, "sequences").info
+    model_class = registry.find(trained.name)
+    requests, info = (
+        model_class.requests_class,
+        read_manifest(inputs.sequences, "sequences").info,
+    )
     client = connect(run.uri)
     found = client.get_run(run.run_id)
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +149,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
         made = client.create_logged_model(
             found.info.experiment_id, "model", run.run_id, params=found.data.params
         )
-        about = Model(
+        about = MlflowModel(
             made.artifact_location,
             run.run_id,
             model_uuid=made.model_id,
@@ -159,13 +165,13 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 python_model=str(Path(__file__).with_name("served_model.py")),
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
-                signature=signature(family, requests.columns(info, inputs)),
-                metadata=entry.about(info),
+                signature=signature(model_class, requests.columns(info, inputs)),
+                metadata=model_class.describe_requests(info),
                 model_config=dict(requests.settings),
                 pip_requirements=[
                     *REQUIREMENTS,
                     *["scikit-learn"] * bool(inputs.text),
-                    *entry.requirements,
+                    *model_class.requirements,
                 ],
             )
         client.log_outputs(run.run_id, [LoggedModelOutput(made.model_id, 0)])
@@ -187,7 +193,8 @@ def write_code(folder: Path) -> Path:
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
     name = checkpoint.read(uri).name
-    inputs, tables = select_inputs(name, inputs), registry.find(name).family.tables
+    inputs = select_inputs(name, inputs)
+    tables = registry.find(name).catalogue_tables
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)

@@ -40,16 +40,16 @@ def register(
     client = tracking.connect(run.uri)
     found = client.get_run(run.run_id)
     params, tags = found.data.params, found.data.tags
-    entry = (
+    model_class = (
         registry.find(params.get("model.name", "")) if "model.name" in params else None
     )
-    if entry is None or "checkpoint" not in tags:
+    if model_class is None or "checkpoint" not in tags:
         raise UserError(
             f"the run '{found.info.run_name}' at {run.uri} has no checkpoint to register; name a finished one"
         )
-    if not entry.ranks:
+    if reason := model_class.reason_not_served():
         raise UserError(
-            f"the model '{params['model.name']}' is not served: {entry.not_served}; register another"
+            f"the model '{params['model.name']}' is not served: {reason}; register another"
         )
     if (
         owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")

@@ -42,11 +42,11 @@ if (
     sys.path.insert(0, str(code))
 
 from models import registry
+from models.build import load_model
 from models.config import nearest, pluralize
 from models.item_ids import parse_allowed
 from models.metrics.scores import check_finite
 from models.requests import Row, bundled
-from models.retrieval.recommend import allow
 from models.retrieval.requests import EVERY
 from models.storage import checkpoint
 from models.storage.tables import UserError
@@ -94,18 +94,22 @@ class ServedModel(PythonModel):
     def load_context(self, context: Any) -> None:
         folder = context.artifacts["data"]
         about = checkpoint.read(f"{folder}/checkpoint")
-        family = registry.find(about.name).family
-        known = family.requests.settings
+        model_class = registry.find(about.name)
+        known = model_class.requests_class.settings
         # MLflow drops other keys of a model_config; that of a server is read again here
         of_server = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
         refuse_unknown("SERVING_MODEL_CONFIG", of_server, known, {})
         settings = {**known, **(context.model_config or {})}
         scales = about.learned.get("scales")
-        catalogue = family.catalogue(bundled(folder), scale=False, scales=scales)
-        model: Any = registry.load(f"{folder}/checkpoint", catalogue)[0]
+        catalogue = model_class.load_catalogue(
+            bundled(folder), scales=scales, manifest_only=True
+        )
+        model, _ = load_model(f"{folder}/checkpoint", catalogue)
         device = torch.device(settings["device"])
-        requests = family.requests(folder, model, catalogue, settings)
-        ranker = CatalogueRanker if family.ranks == "catalogue" else CandidateRanker
+        requests = model_class.requests_class(folder, model, catalogue, settings)
+        ranker = (
+            CatalogueRanker if model_class.ranks == "catalogue" else CandidateRanker
+        )
         self.ranker: Any = ranker(model.to(device), requests, device)
 
     def predict(
@@ -228,7 +232,10 @@ class CatalogueRanker:
         with self.lock:
             if key not in self.allowed_sets:
                 items = self.requests.allowed(ids).to(self.device)
-                self.allowed_sets[key] = allow(self.model, items), int(items.sum())
+                self.allowed_sets[key] = (
+                    self.model.encode_allowed(items),
+                    int(items.sum()),
+                )
             return self.allowed_sets[key]
 
 

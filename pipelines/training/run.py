@@ -153,8 +153,8 @@ def run_training(
     are further tags of the MLflow run. A run that another process holds is waited for that many seconds.
     """
     began = time.monotonic()
-    entry, ray_options, config, hashes = (
-        checked.entry,
+    model_class, ray_options, config, hashes = (
+        checked.model_class,
         checked.ray,
         checked.config,
         checked.hashes,
@@ -198,7 +198,7 @@ def run_training(
             if reached:
                 with tracking.said(uri, say):
                     reached.result()
-        use_gpu = wants_gpu(ray_options) and entry.gradient
+        use_gpu = wants_gpu(ray_options) and model_class.trains_by_gradient
         if not here:
             if parent_run is None:  # the sweep has looked already
                 check_cluster(ray_options, workers, use_gpu)
@@ -213,7 +213,7 @@ def run_training(
             if record:
                 tracking.discard(record["opening"])
             experiment = (
-                experiment or f"{entry.family.name}/{dataset_name(inputs.tables)}"
+                experiment or f"{model_class.family}/{dataset_name(inputs.tables)}"
             )
             opening = tracking.opening(uri, experiment)
             write_record(folder, {"status": "opening", "opening": opening})
@@ -311,7 +311,7 @@ def run_training(
             attempts.require_job(folder, attempt)
             if (last := checkpoint.last(folder)) is None:
                 raise RuntimeError(f"the run in {folder} ended without a checkpoint")
-            if log_model and entry.family.logged:
+            if log_model and model_class.logs_every_run:
                 say("logging the model to MLflow")
             about = conclude(folder, record, last, log_model)
         except SystemExit:  # told to stop where it stands
@@ -382,7 +382,7 @@ def conclude(
     tracking.log_curves(run, curves)
     if (
         log_model
-        and registry.find(about.name).family.logged
+        and registry.find(about.name).logs_every_run
         and not logger.tags.get("model")
     ):
         logger.tag(

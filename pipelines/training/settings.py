@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from models import registry
+from models.build import parse_options
 from models.config import naming
 from models.loaded_model import load_catalogue
-from models.retrieval.distillation import teacher
+from models.model import Model
 from models.storage import checkpoint
 from models.storage.input_folders import CHECKPOINT
 from models.storage.inputs import Inputs
@@ -30,8 +31,8 @@ class Checked:
     """Name of the run."""
     storage: str
     """Folder of all runs, absolute."""
-    entry: registry.Entry
-    """The model's row of the registry."""
+    model_class: type[Model]
+    """Class of the model."""
     config: dict[str, Any]
     """What the run is continued with: `model`, with what it takes from checkpoints that it names, `fit` and `ray`."""
     given: dict[str, Any]
@@ -89,33 +90,36 @@ def check(
         remedy or f"choose another --name, or --overwrite the run '{name}' in {storage}"
     )
     uri = resolve_uri(tracking_uri, storage)
-    entry = registry.find(model["name"])
-    check_checkpoints(model, entry, storage)
-    encoders = naming(entry.config, "encoder")
+    model_class = registry.find(model["name"])
+    check_checkpoints(model, model_class, storage)
+    encoders = naming(model_class.config_class, "encoder")
     model = {
         key: resolve_encoder_path(value) if key in encoders else value
         for key, value in model.items()
     }
     catalogue = load_catalogue(model["name"], inputs)
     record = None if overwrite else read_record(join(storage, name))
-    asked = registry.config_from_dict(model)
-    given = registry.config_to_dict(asked)
+    _, asked = parse_options(model)
+    given = model_class.config_to_dict(asked)
     try:
-        model = registry.config_to_dict(registry.resolve(asked, catalogue))
+        resolved = model_class.resolve_config(asked, catalogue)
+        model = model_class.config_to_dict(resolved)
     except UserError:
         if not record or record["status"] != "finished" or record.get("given") != given:
             raise
         model = record["config"][
             "model"
         ]  # a finished run no longer needs the checkpoints that it was made from
-    if ray_options.fsdp and entry.blocks is None:
-        cut = ", ".join(other for other, one in registry.MODELS.items() if one.blocks)
+    if ray_options.fsdp and not model_class.supports_fsdp:
+        cut = ", ".join(
+            name for name in registry.MODELS if registry.find(name).supports_fsdp
+        )
         raise UserError(
             f"ray.fsdp is true, but '{model['name']}' is not trained in shards; {cut} are; leave it out"
         )
-    workers = ray_options.num_workers if entry.gradient else 1
+    workers = ray_options.num_workers if model_class.trains_by_gradient else 1
     for count in range(ray_options.least(workers), workers + 1):
-        check_fit(fit, model["name"], catalogue, count)
+        check_fit(fit, model_class, catalogue, count)
     config: dict[str, Any] = {
         "model": model,
         "fit": asdict(fit),
@@ -123,25 +127,25 @@ def check(
     }
     first = None
     if init:
-        init = teacher.locate(init, "checkpoint")
+        init = checkpoint.locate(init)
         first = checkpoint.read(init)
-        check_init(first, init, catalogue.versions, model["name"])
+        check_init(first, init, catalogue.versions, model_class)
         config["init"] = first.sha256[checkpoint.WEIGHTS]
     trained_until(first, fit)
     notes = []
     if record is None:
         about_log = read_manifest(inputs.sequences, "sequences").info
-        if unread := entry.family.unread(about_log):
+        if unread := model_class.list_unread(about_log):
             notes = [
                 f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"
             ]
     elif record["status"] != "opening":
         check_same(record, config, catalogue.hashes, remedy)
-    inputs = inputs.select(model["name"], entry.reads)
+    inputs = inputs.select(model_class.name, model_class.extra_inputs)
     return Checked(
         name,
         storage,
-        entry,
+        model_class,
         config,
         given,
         fit,
@@ -164,10 +168,10 @@ def check_name(name: str) -> None:
 
 
 def check_checkpoints(
-    model: dict[str, Any], entry: registry.Entry, storage: str
+    model: dict[str, Any], model_class: type[Model], storage: str
 ) -> None:
     """UserError where an option that takes a run's folder has the name of a run in this storage."""
-    for option in naming(entry.config, "checkpoint"):
+    for option in naming(model_class.config_class, "checkpoint"):
         given = str(model.get(option) or "")
         if (
             not given

@@ -249,9 +249,9 @@ def perform(task: Task, place: WorkerContext) -> None:
         )
         requests = f"{train:,} training and {val:,} validation {setup.val.counted} here"
         place.say(f"{requests}, {pluralize(setup.train.steps(0), 'step')} per epoch")
-        for note in setup.notes:
-            place.say(note)
-        parts = setup.entry.family.parts(setup.model)
+        for message in setup.messages:
+            place.say(message)
+        parts = setup.model.parameter_counts()
         if parts:
             place.say(
                 "parameters: "
@@ -295,7 +295,7 @@ def perform(task: Task, place: WorkerContext) -> None:
                 },
                 0,
             )
-        if setup.entry.gradient:
+        if setup.model.trains_by_gradient:
             try:
                 with STOP_REQUEST.awaited():
                     by_gradient(setup, task, state, about, place, log)
@@ -327,7 +327,7 @@ def by_gradient(
     log: tracking.Logger | None,
 ) -> None:
     """Runs `fit` to its end."""
-    blocks = setup.entry.blocks(setup.model) if task.fsdp and setup.entry.blocks else []
+    blocks = setup.model.fsdp_blocks() if task.fsdp else []
     spent = (
         dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
     )

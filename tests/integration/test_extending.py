@@ -1,4 +1,4 @@
-"""What a new decoder, search model or kind of request takes: one file, one row, and every command knows it.
+"""What a new decoder, search model or kind of request takes: one file, one line, and every command knows it.
 
 Each is put into a copy of the project and prepared or trained, evaluated and compared there by the commands.
 """
@@ -21,7 +21,7 @@ import search_tables
 import torch
 import training_tables
 
-from models import registry
+from models.build import build_model
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
 from models.storage import checkpoint
@@ -44,7 +44,7 @@ def blocks(language: str) -> list[str]:
     )
 
 
-DECODER, ROW, CHECK = blocks("python")
+DECODER, LINE, CHECK = blocks("python")
 (DECODER_YAML,) = blocks("yaml")
 
 RANKER = '''
@@ -60,6 +60,7 @@ from torch.nn import functional
 
 from models.search.data import SearchCatalogue
 from models.search.inputs import Text
+from models.search.model import SearchModel
 from models.search.ranker import RankerConfig
 
 
@@ -71,10 +72,14 @@ class NearestConfig(RankerConfig):
     """Width that text embeddings are reduced to."""
 
 
-class Nearest(nn.Module):
+class Nearest(SearchModel):
+    name = "nearest"
+    config_class = NearestConfig
+    example_unit = "user"
+
     def __init__(self, config: NearestConfig, catalogue: SearchCatalogue) -> None:
-        super().__init__()
-        self.config, self.labels = config, catalogue.labels
+        super().__init__(config, catalogue)
+        self.labels, self.masks = catalogue.labels, [None] * len(catalogue.labels)
         self.text = Text(catalogue, config.text_width)
         self.scale, self.shift = (nn.Parameter(torch.ones(len(self.labels))) for _ in range(2))
 
@@ -177,14 +182,14 @@ class Changes(Retrieval):
 '''
 
 
-def add(copy: Path, file: str, content: str, imported: str, row: str) -> None:
-    """One file, and one row of the registry with its import."""
+def add_model(copy: Path, file: str, content: str, line: str) -> None:
+    """Write one file, and one line of the registry."""
     (copy / file).write_text(content.lstrip())
     registry = copy / "models/registry.py"
     text = registry.read_text()
-    table = "MODELS: dict[str, Entry] = {\n"
+    table = "MODELS = {\n"
     assert table in text
-    registry.write_text(text.replace(table, f"{imported}\n\n{table}    {row}\n"))
+    registry.write_text(text.replace(table, f"{table}    {line}\n"))
 
 
 COMMANDS = """
@@ -213,21 +218,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
         )
-    add(
-        copy,
-        "models/retrieval/decoders/newest.py",
-        DECODER,
-        "from models.retrieval.decoders.newest import NewestConfig, NewestDecoder",
-        ROW.strip(),
-    )
+    add_model(copy, "models/retrieval/students/newest.py", DECODER, LINE.strip())
     (copy / "jobs/configs/newest.yaml").write_text(DECODER_YAML)
-    add(
-        copy,
-        "models/search/nearest.py",
-        RANKER,
-        "from models.search.nearest import Nearest, NearestConfig",
-        '"nearest": Entry(NearestConfig, Nearest, SEARCH, unit="user"),',
-    )
+    line = '"nearest": "models.search.nearest:Nearest",'
+    add_model(copy, "models/search/nearest.py", RANKER, line)
     (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
     table = copy / "pipelines/data/kinds.py"
     text, row = table.read_text(), "for kind in (Retrieval(), Search(), Actions())"
@@ -360,7 +354,7 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
     ],
     ids=["a decoder", "a search model", "a kind of request"],
 )
-def test_it_is_one_file_and_a_row(said: str, order: tuple[str, ...]) -> None:
+def test_it_is_one_file_and_a_line(said: str, order: tuple[str, ...]) -> None:
     at = 0
     for text in order:
         at = said.index(text, at)
@@ -398,14 +392,12 @@ def test_its_two_ways_agree(tmp_path: Path) -> None:
         "d_kv": 8,
         "num_encoder_layers": 1,
     }
-    backbone: Any = (
-        registry.build(registry.config_from_dict(tiger), catalogue).eval().backbone
-    )
+    backbone: Any = build_model(tiger, catalogue).eval().backbone
     made: dict[str, Any] = {"__name__": "newest"}
     sys.modules["newest"] = types.ModuleType("newest")  # where dataclasses look
     try:
         exec(DECODER, made)
-        decoder = made["NewestDecoder"](made["NewestConfig"](), backbone).eval()
+        decoder = made["NewestDecoder"](backbone).eval()
     finally:
         del sys.modules["newest"]
     codes = backbone.tokens.codes(torch.arange(catalogue.num_items))

@@ -169,14 +169,16 @@ def test_a_number_without_spread_takes_the_scale_of_the_day_that_has_some(
     second = setup.model.items.own
     assert second.std.tolist() == pytest.approx([number["std"]])
     assert second.mean.tolist() == pytest.approx([number["mean"]])
-    assert any("num_price had no values or no spread" in note for note in setup.notes)
+    assert any(
+        "num_price had no values or no spread" in note for note in setup.messages
+    )
 
     growing.add(7, with_price)
     growing.prepare()
     setup = growing.train("third", ATTN, init="second")
     third = setup.model.items.own
     assert third.std.tolist() == second.std.tolist()  # kept from then on
-    assert not any("num_price" in note for note in setup.notes)
+    assert not any("num_price" in note for note in setup.messages)
 
 
 @pytest.mark.parametrize("constant", [None, 3.0], ids=["empty", "constant"])
@@ -232,7 +234,7 @@ def test_a_number_that_moves_far_from_its_scale_is_warned_of(tmp_path: Path) -> 
         growing.add(day, lambda row: with_price(row))
     growing.prepare()
     setup = growing.train("second", ATTN, init="first")
-    assert any("num_price" in n and "most values are cut" in n for n in setup.notes)
+    assert any("num_price" in n and "most values are cut" in n for n in setup.messages)
 
 
 def test_a_task_that_appears_later_was_a_task_from_the_first_day(
@@ -249,16 +251,16 @@ def test_a_task_that_appears_later_was_a_task_from_the_first_day(
     rate = growing.prepare()["base_rates"]["like"]
     LoadedModel.load(str(tmp_path / "first"), growing.tables)
     second = growing.train("second", ATTN, init="first")
-    assert any("task like was 0 for all before" in note for note in second.notes)
+    assert any("task like was 0 for all before" in note for note in second.messages)
     bias = second.model.head.bias[1] + second.model.correction
     assert bias.sigmoid().item() == pytest.approx(rate, abs=1e-6)
     likes = [name for name in second.catalogue.features if name.startswith("item_like")]
-    assert any(name in note for note in second.notes for name in likes)
+    assert any(name in note for note in second.messages for name in likes)
 
     growing.add(7, with_likes)
     growing.prepare()
     third = growing.train("third", ATTN, init="second")
-    assert not any("before" in note for note in third.notes)
+    assert not any("before" in note for note in third.messages)
 
 
 def test_tasks_of_tables_that_were_not_to_grow_are_refused_in_a_line(

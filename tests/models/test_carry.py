@@ -131,7 +131,7 @@ def days(tmp_path: Path) -> Any:
 
 def scores(loaded: LoadedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        if loaded.entry.recommends:
+        if loaded.model.ranks == "catalogue":
             model: Any = loaded.model
             return model.states(batch["history"])[:, -1] @ model.item.weight[:20].T
         return loaded.model.score(batch)  # type: ignore[no-any-return]
@@ -214,7 +214,7 @@ def test_weights_begin_as_they_were(days: Any, tmp_path: Path, name: str) -> Non
     )
     assert torch.equal(old, now)
     assert torch.allclose(now[20:], now[:20].mean(0).expand(6, -1))
-    assert f"6 new items in {table}" in setup.notes
+    assert f"6 new items in {table}" in setup.messages
     if name == "attn_lfa":
         before, after = (checkpoint.read(uri).learned["names"], setup.learned["names"])
         assert (before["items"][-1], after["items"][-1]) == (

@@ -17,7 +17,7 @@ from pyarrow import fs
 from torch import nn
 from training_tables import write_tables
 
-from models import registry
+from models.build import build_model, load_model
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -68,8 +68,8 @@ def test_a_loaded_model_ranks_as_the_saved_one(
     saved: dict[str, str], name: str
 ) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    model, about = registry.load(saved[name], catalogue)
-    again, _ = registry.load(saved[name], catalogue, name=name)
+    model, about = load_model(saved[name], catalogue)
+    again, _ = load_model(saved[name], catalogue, name=name)
     assert about.epoch == 3
     assert set(about.hashes) == (
         {"sequences", "items", "sids", "trie"}
@@ -90,13 +90,13 @@ def test_a_loaded_model_ranks_as_the_saved_one(
 
 def test_what_does_not_belong_together_is_refused(saved: dict[str, str]) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    wider = registry.build(registry.config_from_dict({**SASREC, "dim": 32}), catalogue)
+    wider = build_model({**SASREC, "dim": 32}, catalogue)
     other_trie = replace(
         catalogue, versions={**catalogue.versions, "trie": TableVersion("0" * 64)}
     )
     for load, said in (
         (
-            lambda: registry.load(saved["sasrec"], catalogue, name="tiger"),
+            lambda: load_model(saved["sasrec"], catalogue, name="tiger"),
             "of the model 'sasrec', not of 'tiger'",
         ),
         (
@@ -104,11 +104,11 @@ def test_what_does_not_belong_together_is_refused(saved: dict[str, str]) -> None
             "does not fit the model.*size mismatch",
         ),
         (
-            lambda: registry.load(saved["sasrec"], Catalogue.load(saved["other"])),
+            lambda: load_model(saved["sasrec"], Catalogue.load(saved["other"])),
             "another table 'items'.*evaluate on",
         ),
         (
-            lambda: registry.load(saved["tiger"], Catalogue.load(saved["tables"])),
+            lambda: load_model(saved["tiger"], Catalogue.load(saved["tables"])),
             "table 'sids' that is not given",
         ),
         (
@@ -116,7 +116,7 @@ def test_what_does_not_belong_together_is_refused(saved: dict[str, str]) -> None
             "sids was made from other items",
         ),
         (
-            lambda: registry.load(saved["tiger"], other_trie),
+            lambda: load_model(saved["tiger"], other_trie),
             "another table 'trie'.*give the --sids",
         ),
     ):

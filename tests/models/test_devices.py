@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from models import registry
 from models.metrics.ranking_metrics import Histogram
-from models.retrieval.distillation.student import TaughtConfig
+from models.retrieval.distillation.teacher import TeacherConfig
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, autocast, to_device
@@ -162,8 +162,9 @@ SIZES: dict[str, dict[str, Any]] = {
             "experts": 2,
             "expert_width": 16,
         }
-        for name, entry in registry.MODELS.items()
-        if entry.family.name == "actions" and entry.gradient
+        for name in registry.MODELS
+        if registry.find(name).family == "actions"
+        and registry.find(name).trains_by_gradient
     },
 }
 FIT = FitConfig(batch_size=8, eval_batch_size=8)
@@ -198,13 +199,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def set_up_small(
     name: str, data: dict[str, Any], fit: FitConfig, device: Any
 ) -> TrainingRun:
-    config, model = registry.model_config(name), {"name": name, **SIZES.get(name, {})}
-    if issubclass(config, TaughtConfig):
-        model["teacher"] = data[config.taught_by]
+    config, model = (
+        registry.find(name).config_class,
+        {"name": name, **SIZES.get(name, {})},
+    )
+    if issubclass(config, TeacherConfig):
+        model["teacher"] = data[config.default_teacher]
     if name == "sid_mlp_pp":
         model["encoder"] = data["sid_mlp_pp_encoder"]
     return TrainingRun.build(
-        model, fit, data[registry.find(name).family.name], device=device
+        model, fit, data[registry.find(name).family], device=device
     )
 
 
@@ -223,7 +227,7 @@ def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
     name: str, data: dict[str, Any], pretended: Pretended
 ) -> None:
     setup = set_up_small(name, data, FIT, THERE)
-    if setup.entry.gradient:
+    if setup.model.trains_by_gradient:
         batch = to_device(next(setup.train(0, 0)), THERE)
         setup.model.train()
         setup.model(batch)["loss"].backward()
@@ -236,7 +240,7 @@ def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, entry in registry.MODELS.items() if entry.gradient]
+    "name", [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
 )
 def test_a_step_and_a_validation_in_bfloat16(name: str, data: dict[str, Any]) -> None:
     """As a GPU does them by default; here by the autocast of the CPU."""

@@ -18,10 +18,11 @@ from torch import Tensor
 from models import registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
+from models.build import build_model
 from models.cpu import fast
 from models.retrieval.data import RetrievalDataset
-from models.retrieval.distillation.student import TaughtConfig
-from models.retrieval.recommend import _replayed, allow, filled
+from models.retrieval.distillation.teacher import TaughtModel, build_teacher
+from models.retrieval.recommend import _replayed, filled
 from models.search.data import SearchCatalogue, SearchDataset
 from models.storage.tables import join
 from models.training import fit as fit_module
@@ -33,9 +34,9 @@ from tests.actions_tables import write_actions
 from tests.models.test_devices import LC_REC, SIZES
 from tests.search_tables import write_search
 
-GRADIENT = [name for name, entry in registry.MODELS.items() if entry.gradient]
+GRADIENT = [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
 OF = {
-    family: [n for n in GRADIENT if registry.find(n).family.name == family]
+    family: [n for n in GRADIENT if registry.find(n).family == family]
     for family in ("retrieval", "search", "actions")
 }
 SMALL: dict[str, dict[str, Any]] = {
@@ -71,21 +72,20 @@ def search_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
     """The model, with its teacher where it has one, and a batch of its unit."""
-    entry, catalogue = registry.find(name), small_retrieval.catalogue()
+    model_class, catalogue = registry.find(name), small_retrieval.catalogue()
     options: dict[str, Any] = {"name": name, **SIZES.get(name, {})}
     if name == "tiger":
         options |= small_retrieval.TEACHER
-    elif issubclass(entry.config, TaughtConfig):
+    elif issubclass(model_class, TaughtModel):
         options["teacher_model"] = (
             LC_REC if name.startswith("lc_rec") else small_retrieval.TEACHER
         )
-    config = registry.config_from_dict(options)
     torch.manual_seed(0)
-    model: Any = registry.build(config, catalogue)
-    if hasattr(model, "set_teacher"):
-        model.set_teacher(registry.teacher_of(config, catalogue))
+    model: Any = build_model(options, catalogue)
+    if isinstance(model, TaughtModel):
+        model.set_teacher(build_teacher(model.config, catalogue))
     batch = small_retrieval.requests(8, longest=5)
-    if entry.unit == "user":
+    if model.example_unit == "user":
         batch |= {
             "target": torch.tensor([1, 2, 3]),
             "target_row": torch.tensor([0, 1, 2]),
@@ -97,13 +97,13 @@ def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
 def search_model(
     name: str, log: tuple[str, str], **options: Any
 ) -> tuple[Any, SearchDataset]:
-    config = registry.config_from_dict(
-        {"name": name} | SMALL["search"] | ({} if name == "base" else DEEP) | options
-    )
+    options = {"name": name, **SMALL["search"], **options}
+    if name != "base":
+        options = {**DEEP, **options}
     catalogue = SearchCatalogue.load(*log)
     torch.manual_seed(0)
-    model = registry.build(config, catalogue)
-    options = SearchDataset.dataset_options(config)
+    model = build_model(options, catalogue)
+    options = SearchDataset.dataset_options(model.config)
     uri = join(log[0], "sequences")
     return model, SearchDataset.load(uri, "train", max_history=8, **options)
 
@@ -170,27 +170,27 @@ def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
     model, batch = retrieval_model(name)
     model.train()
     assert torch.isfinite(traced(lambda: model(batch)["loss"]))
-    if registry.find(name).recommends is None or name in WAITS:
+    if registry.find(name).options_class is None or name in WAITS:
         return
     bare, search = bare.eval(), type(model).recommend.__wrapped__.__wrapped__
     with torch.no_grad():
         for how in [{}] + [{"constrained": False}] * (
-            "constrained" in registry.recommend_options(name)
+            "constrained" in registry.find(name).recommend_options()
         ):
             search(bare, empty, 3, **how)
             search(
                 bare,
                 {
                     **empty,
-                    "allowed": allow(
-                        bare, torch.zeros(30, dtype=torch.bool, device="meta")
+                    "allowed": bare.encode_allowed(
+                        torch.zeros(30, dtype=torch.bool, device="meta")
                     ),
                 },
                 3,
                 **how,
             )
     model.eval()
-    allowed = allow(model, torch.arange(30) % 3 > 0)
+    allowed = model.encode_allowed(torch.arange(30) % 3 > 0)
     items, scores = model.recommend(
         batch, 3, allowed=allowed
     )  # which makes what is kept of the weights
@@ -201,7 +201,7 @@ def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OF["retrieval"] if registry.find(name).recommends]
+    "name", [name for name in OF["retrieval"] if registry.find(name).options_class]
 )
 def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
     model, _ = retrieval_model(name)
@@ -241,16 +241,15 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsDataset]:
-    entry = registry.find(name)
-    config = registry.config_from_dict({"name": name} | SMALL["actions"] | options)
+    options = {"name": name, **SMALL["actions"], **options}
     torch.manual_seed(0)
-    model = registry.build(config, ActionsCatalogue.load(feed))
+    model = build_model(options, ActionsCatalogue.load(feed))
     examples = ActionsDataset.load(
         join(feed, "sequences"),
         "train",
-        unit=entry.unit,
+        unit=model.example_unit,
         max_history=10,
-        **ActionsDataset.dataset_options(config),
+        **ActionsDataset.dataset_options(model.config),
     )
     return model, examples
 
@@ -316,7 +315,7 @@ def test_nothing_is_learned_from_what_fills_a_batch_of_histories(name):
     model, plain = retrieval_model(name)
     names = ("behaviours_per_user", "requests_per_user", "history_end", "split")
     no_users = {name: np.zeros(0, np.int64) for name in names}
-    examples = RetrievalDataset(no_users, "train", registry.find(name).unit, 6)
+    examples = RetrievalDataset(no_users, "train", registry.find(name).example_unit, 6)
     alike(model, plain, examples.pad_to_buckets(plain))
 
 
@@ -339,7 +338,7 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
     batch = small_retrieval.requests(5, longest=5)
     search = type(model.eval()).recommend.__wrapped__.__wrapped__
     sets = [
-        allow(model, torch.arange(30) % step == 0) for step in (2, 3, 30)
+        model.encode_allowed(torch.arange(30) % step == 0) for step in (2, 3, 30)
     ]  # of one graph
     for allowed in [None, None, None, *sets]:
         items, scores = model.recommend(batch, 4, allowed=allowed)

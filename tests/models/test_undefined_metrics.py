@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 
 from jobs.evaluate import Config, first_lines, run
-from models import registry
 from models.metrics.ranking_metrics import format_metric
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -117,7 +116,7 @@ def test_an_evaluation_writes_null_and_mlflow_gets_no_point(
 ) -> None:
     uri = new_store(tmp_path)
     setup = setup_of(SASREC, Inputs(repeats))
-    config = {"model": registry.config_to_dict(setup.config), "tables": repeats}
+    config = {"model": setup.model.config_to_dict(setup.config), "tables": repeats}
     hashes = setup.catalogue.hashes
     opened = tracking.open_run(
         uri, "retrieval/x", "sasrec", str(tmp_path), config=config, hashes=hashes

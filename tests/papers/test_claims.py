@@ -415,7 +415,9 @@ def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
             if "/" not in name:
                 known = {
                     f.name
-                    for f in registry.model_config(name).__dataclass_fields__.values()
+                    for f in registry.find(
+                        name
+                    ).config_class.__dataclass_fields__.values()
                 }
                 assert set(system.params) <= known | {"beam"}
 

@@ -1,5 +1,4 @@
-"""T5's decoder: TIGER's, and as one layer over frozen states and embeddings the student of Tables 1, 2, 8 and 9 of
-SID-MLP. In training it reads all codes at once.
+"""T5's decoder, which TIGER and its one-layer student decode with. In training it reads all codes at once.
 
 In search cross-attention keys and values are computed once per user and read by all of its beams, which stand on
 the query axis of one product. As they serve many queries, the query projection is folded into the keys
@@ -18,8 +17,7 @@ Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +27,8 @@ from models.cpu import kernels
 from models.cpu.derived import derived
 from models.cpu.matmul import Packed
 from models.layers.t5 import Stack, T5Sizes
-from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.distillation.student import StudentConfig
-from models.retrieval.parts import Backbone, Decoder, History, SidTokens
+from models.retrieval.parts import Decoder, History, SidTokens
 from models.retrieval.search.speculative import Tree
-from models.storage.tables import UserError
 
 MOST_SCORES = 2**26
 """Attention scores of a layer over a tree held at once; more users are taken in turn."""
@@ -379,33 +374,3 @@ class T5Target:
             before = seen[:, begin : begin + parent.shape[1]]
             begin += parent.shape[1]
         return bias.masked_fill(~seen.unsqueeze(1), -torch.inf)
-
-
-@dataclass
-class OneLayerConfig(StudentConfig):
-    """A student that keeps attention."""
-
-    self_attention: bool = True
-    """Whether the decoder attends to the prefix (Tables 2 and 9)."""
-    cross_attention: bool = True
-    """Whether the decoder attends to the encoder's states (Tables 2 and 9)."""
-    logits: Literal["codebook", "vocabulary"] = "codebook"
-    """What is predicted and the teacher's logits are cut to."""
-
-
-def one_layer(config: OneLayerConfig, backbone: Backbone) -> T5Decoder:
-    """The decoder on the backbone of a T5, such as TIGER's; UserError for another."""
-    if not isinstance(backbone, T5Backbone):
-        raise UserError(
-            "the model 'one_layer' has a layer of its teacher's T5; give a TIGER as model.teacher"
-        )
-    return T5Decoder(
-        backbone.tokens,
-        backbone.sizes,
-        backbone.embedding,
-        layers=1,
-        self_attention=config.self_attention,
-        cross_attention=config.cross_attention,
-        codebook_logits=config.logits == "codebook",
-        codebook_scores=True,
-    )

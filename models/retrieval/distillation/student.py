@@ -10,7 +10,7 @@ Shapes: `B` requests, `L` levels (codes of an item), `O_l` codes or tokens that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,8 +19,13 @@ from torch.nn import functional
 
 from models.config import check_choices, check_least, check_positive, check_shares
 from models.retrieval.data import Catalogue
+from models.retrieval.distillation.teacher import (
+    TaughtModel,
+    TeacherConfig,
+    build_teacher,
+)
 from models.retrieval.distillation.teacher_cache import Query, States
-from models.retrieval.options import Scores
+from models.retrieval.options import Scores, StudentOptions
 from models.retrieval.parts import Decoder, History, Scorer
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
@@ -29,37 +34,8 @@ from models.training.distributed import whole_mean
 
 
 @dataclass
-class TaughtConfig:
-    """A teacher, as whatever learns from one names it."""
-
-    taught_by: ClassVar[str] = "tiger"
-    """The model that the teacher is where it has not been named yet."""
-    has_lasting_outputs: ClassVar[bool] = True
-    """Whether what the teacher says stays through the training, so that it can be cached."""
-    teacher: str = field(default="", metadata={"names": "checkpoint"})
-    """Checkpoint of a trained backbone with a decoder, such as TIGER, or folder of its finished run; for training
-    only."""
-    teacher_model: dict[str, Any] = field(default_factory=dict)
-    """The teacher's name and config, filled in from its checkpoint; empty: TIGER's defaults."""
-    teacher_hash: str = ""
-    """SHA-256 of the teacher's weights file, filled in from its checkpoint."""
-    teacher_cache: str = field(default="", metadata={"names": "folder"})
-    """Folder of tables of the teacher's outputs, which runs share: the first one makes them, so that epochs,
-    validation on a CPU included, need no pass of its backbone or decoder; of half precision, unpadded
-    (`teacher_cache.py`)."""
-
-    @property
-    def max_history(self) -> int:
-        """Latest items read: the teacher's."""
-        first = self.teacher_model
-        while "teacher_model" in first:  # a teacher that was taught itself
-            first = first["teacher_model"]
-        return int(first.get("max_history", 20))
-
-
-@dataclass
-class StudentConfig(TaughtConfig):
-    """What all students have."""
+class StudentConfig(TeacherConfig):
+    """Options of all students."""
 
     beam: int = 50
     """Beams when recommending (Sec. 4.1 of SID-MLP)."""
@@ -150,20 +126,16 @@ class BothScorers:
         return self.teacher.step(parents, tokens) if self.level < self.m else own
 
 
-class Student(Retriever):
+class Student(TaughtModel, Retriever):
     """A decoder on the teacher's backbone, which stays frozen. The teacher's decoder is kept only while training,
     outside of the weights (`set_teacher`), or where m asks for it."""
 
     config: StudentConfig
+    options_class: ClassVar[type | None] = StudentOptions
 
-    def __init__(
-        self,
-        config: StudentConfig,
-        catalogue: Catalogue,
-        teacher: Retriever,
-        decoder: Decoder,
-    ) -> None:
-        """`teacher` gives the backbone, and its decoder for the first m digits."""
+    def __init__(self, config: StudentConfig, catalogue: Catalogue) -> None:
+        teacher = build_teacher(config, catalogue)
+        decoder = self.build_decoder(config, teacher)
         levels = decoder.tokens.levels
         if config.m >= levels:
             raise UserError(
@@ -182,6 +154,15 @@ class Student(Retriever):
         self._teacher_outputs: dict[
             str, States
         ] = {}  # tables of `teacher_cache`, while training
+        self.keep_parts(teacher)
+
+    @staticmethod
+    def build_decoder(config: Any, teacher: Retriever) -> Decoder:
+        """Return the student's decoder on the backbone of its teacher."""
+        raise NotImplementedError
+
+    def keep_parts(self, teacher: Retriever) -> None:
+        """Keep further parts of the untrained teacher as parts of the student; here none."""
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)

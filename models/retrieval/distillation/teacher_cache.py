@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -133,7 +133,10 @@ class States:
 
 @torch.no_grad()
 def precompute(
-    model: Any, config: Any, catalogue: Catalogue, examples: dict[str, RetrievalDataset]
+    model: Any,
+    config: Any,
+    catalogue: Catalogue,
+    examples: Mapping[str, RetrievalDataset],
 ) -> list[str]:
     """Gives a student the tables of its `teacher_cache`, for this rank's `examples` of each split; a line about each.
 

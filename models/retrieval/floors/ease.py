@@ -14,15 +14,16 @@ none of the M.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.linalg import lapack
 from scipy.sparse import csr_array
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.config import check_least
 from models.retrieval.data import Catalogue
@@ -32,6 +33,7 @@ from models.retrieval.floors.interactions import (
     item_counts,
     popular_below_zero,
 )
+from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
 
@@ -52,37 +54,43 @@ class EASEConfig:
             raise ValueError(f"model.l2 is {self.l2}, it must be above 0")
 
 
-def resolve(config: EASEConfig, catalogue: Catalogue) -> EASEConfig:
-    """Return the config with `max_items` no larger than the catalogue."""
-    return replace(config, max_items=min(config.max_items, catalogue.num_items))
-
-
-def describe_items(config: EASEConfig, num_items: int) -> list[str]:
-    """Return a note if B leaves out items of the catalogue."""
-    if config.max_items >= num_items:
-        return []
-    gib = 12 * num_items**2 / 2**30
-    return [
-        f"EASE on the {config.max_items:,} most frequent of {num_items:,} items, the "
-        f"others ranked behind by popularity; --model.max_items {num_items} takes "
-        f"{gib:,.1f} GiB"
-    ]
-
-
-class EASE(nn.Module):
+class EASE(RetrievalModel):
     """The matrix B of the M items `items`, and the counts of all items."""
+
+    name = "ease"
+    config_class = EASEConfig
+    example_unit = "behaviour"
+    trains_by_gradient = False
+    is_floor = True
 
     counts: Tensor
     items: Tensor
     weights: Tensor
 
     def __init__(self, config: EASEConfig, catalogue: Catalogue) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, catalogue)
         size = min(config.max_items, catalogue.num_items)
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
         self.register_buffer("items", torch.arange(size))
         self.register_buffer("weights", torch.zeros((size, size)))
+
+    @classmethod
+    def resolve_config(cls, config: EASEConfig, catalogue: Catalogue) -> EASEConfig:
+        """Return the config with `max_items` no larger than the catalogue."""
+        return replace(config, max_items=min(config.max_items, catalogue.num_items))
+
+    def prepare_training(
+        self, catalogue: Catalogue, datasets: Mapping[str, Any]
+    ) -> list[str]:
+        """Return a message if B leaves out items of the catalogue."""
+        if self.config.max_items >= catalogue.num_items:
+            return []
+        gib = 12 * catalogue.num_items**2 / 2**30
+        return [
+            f"EASE on the {self.config.max_items:,} most frequent of "
+            f"{catalogue.num_items:,} items, the others ranked behind by popularity; "
+            f"--model.max_items {catalogue.num_items} takes {gib:,.1f} GiB"
+        ]
 
     def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
         """Solve for B from training batches of unit `behaviour`, once."""

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_least
@@ -38,6 +38,7 @@ from models.retrieval.floors.interactions import (
     popular_below_zero,
     real_items,
 )
+from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
 K1, B = 1.2, 0.75
@@ -65,16 +66,21 @@ class ItemKNNConfig:
         check_least(self, ["shrinkage"], 0, "model.")
 
 
-class ItemKNN(nn.Module):
+class ItemKNN(RetrievalModel):
     """Each item's nearest items and their similarities, -1 and 0 where it has fewer."""
+
+    name = "item_knn"
+    config_class = ItemKNNConfig
+    example_unit = "behaviour"
+    trains_by_gradient = False
+    is_floor = True
 
     neighbours: Tensor
     similarity: Tensor
     counts: Tensor
 
     def __init__(self, config: ItemKNNConfig, catalogue: Catalogue) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, catalogue)
         shape = (catalogue.num_items, config.neighbours)
         self.register_buffer("neighbours", torch.full(shape, -1, dtype=torch.int32))
         self.register_buffer("similarity", torch.zeros(shape))
@@ -92,8 +98,7 @@ class ItemKNN(nn.Module):
         self.neighbours.copy_(torch.from_numpy(neighbours))
         self.similarity.copy_(torch.from_numpy(similarity))
 
-    def nearest(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return each item's nearest items and their similarities, each (N, k)."""
+    def nearest_items(self, k: int) -> tuple[Tensor, Tensor]:
         missing = max(0, k - self.config.neighbours)
         fewer = self.similarity == 0
         items = self.neighbours.long().masked_fill(fewer, -1)

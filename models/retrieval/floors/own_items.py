@@ -43,6 +43,9 @@ class OwnItemsConfig:
 class OwnItems(Popularity):
     """Frequency and recency of the items of a user's history, backed by popularity."""
 
+    name = "own_items"
+    config_class = OwnItemsConfig
+
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k)."""

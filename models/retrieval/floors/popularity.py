@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.retrieval.data import Catalogue
+from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
 
@@ -21,14 +22,19 @@ class PopularityConfig:
     """Behaviours read per request, as for every model; popularity looks at none of them."""
 
 
-class Popularity(nn.Module):
+class Popularity(RetrievalModel):
     """Counts of the training split's behaviours; ties go to the lower item_index."""
+
+    name = "popularity"
+    config_class: ClassVar[type] = PopularityConfig
+    example_unit = "behaviour"
+    trains_by_gradient = False
+    is_floor = True
 
     counts: Tensor
 
     def __init__(self, config: Any, catalogue: Catalogue) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, catalogue)
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
     def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:

@@ -16,11 +16,12 @@ tokens of the longest title, `n` tokens of the longest response.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_least, check_positive
@@ -130,36 +131,18 @@ def tokenizer_of(
     )
 
 
-def resolve(config: LcRecConfig, catalogue: Catalogue) -> LcRecConfig:
-    """The config with the language model's own, the prompt's tokens, and the tasks that the log has texts for."""
-    if config.lm_model:
-        return config
-    titles = titles_of(catalogue, config.title)
-    tokenizer = tokenizer_of(config, titles)
-    if config.lm:
-        made = language_model.pretrained_config(config.lm)
-    else:
-        made = language_model.llama_config(
-            tokenizer.size,
-            config.width,
-            config.num_layers,
-            config.num_heads,
-            config.ffn_width,
-            config.dropout,
-        )
-    tasks = config.tasks if titles is not None else ["next"]
-    return replace(config, lm_model=made, prompt=prompt(tokenizer, "next"), tasks=tasks)
-
-
 class LcRec(Retriever):
     """The language model as backbone, and its way from a prompt to codes as decoder."""
 
+    name = "lc_rec"
+    config_class = LcRecConfig
+    supports_fsdp = True
     config: LcRecConfig
     backbone: LmBackbone
     decoder: LmDecoder
 
     def __init__(self, config: LcRecConfig, catalogue: Catalogue) -> None:
-        config = resolve(config, catalogue)
+        config = self.resolve_config(config, catalogue)
         tokens = SidTokens(catalogue, 1)
         items = config.max_history * (tokens.levels + len(config.prompt["between"]))
         words = sum(len(part) for part in config.prompt.values())
@@ -182,6 +165,66 @@ class LcRec(Retriever):
         self._texts: tuple[
             Texts, ...
         ] = ()  # no submodule: it is no part of the weights
+
+    @classmethod
+    def resolve_config(cls, config: LcRecConfig, catalogue: Catalogue) -> LcRecConfig:
+        """Return the config with the language model's own, the prompt's tokens, and the tasks that the log has texts for."""
+        if config.lm_model:
+            return config
+        titles = titles_of(catalogue, config.title)
+        tokenizer = tokenizer_of(config, titles)
+        if config.lm:
+            made = language_model.pretrained_config(config.lm)
+        else:
+            made = language_model.llama_config(
+                tokenizer.size,
+                config.width,
+                config.num_layers,
+                config.num_heads,
+                config.ffn_width,
+                config.dropout,
+            )
+        tasks = config.tasks if titles is not None else ["next"]
+        return replace(
+            config, lm_model=made, prompt=prompt(tokenizer, "next"), tasks=tasks
+        )
+
+    def prepare_training(
+        self, catalogue: Catalogue, datasets: Mapping[str, Any]
+    ) -> list[str]:
+        """Load the pretrained weights that the config names, and the titles that its tasks need."""
+        config = self.config
+        if config.lm:
+            language_model.load_pretrained(self.backbone.lm, config.lm)
+            start_codes(self)
+        tasks = [task for task in config.tasks if task != "next"]
+        if not tasks:
+            return [
+                f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"
+            ]
+        titles = titles_of(catalogue, config.title)
+        if titles is None:
+            raise UserError(
+                f"the items have no text '{config.title}', which the tasks {', '.join(tasks)} are of; set model.title to "
+                f"one of the source file, or model.tasks to [next]"
+            )
+        tokenizer = tokenizer_of(config, titles, self.backbone.vocabulary)
+        tokens, lengths = encoded_titles(tokenizer, titles, config.title_tokens)
+        words = {task: prompt(tokenizer, task) for task in tasks}
+        around = {
+            task: (
+                torch.tensor(words[task]["before"]),
+                torch.tensor(words[task]["after"]),
+            )
+            for task in tasks
+        }
+        self.set_texts(Texts(tokens, lengths, around, tokenizer.end))
+        return [
+            f"tasks: next, and beside it {', '.join(tasks)} on the items' text '{config.title}'"
+        ]
+
+    def fsdp_blocks(self) -> list[nn.Module]:
+        return language_model.find_blocks(self)
 
     def set_texts(self, texts: Texts) -> None:
         """Takes the titles that the tasks beside `next` are of."""
@@ -314,44 +357,6 @@ class Texts:
         return prompts, backbone.response(
             items
         ) if task == "title_to_item" else self.written(items)
-
-
-def teach(module: Any, config: LcRecConfig, catalogue: Catalogue) -> None:
-    """Before training: the pretrained weights that the config names, and the titles that its tasks need."""
-    if config.lm:
-        language_model.load_pretrained(module.backbone.lm, config.lm)
-        start_codes(module)
-    tasks = [task for task in config.tasks if task != "next"]
-    if not tasks:
-        return
-    titles = titles_of(catalogue, config.title)
-    if titles is None:
-        raise UserError(
-            f"the items have no text '{config.title}', which the tasks {', '.join(tasks)} are of; set model.title to "
-            f"one of the source file, or model.tasks to [next]"
-        )
-    tokenizer = tokenizer_of(config, titles, module.backbone.vocabulary)
-    tokens, lengths = encoded_titles(tokenizer, titles, config.title_tokens)
-    words = {task: prompt(tokenizer, task) for task in tasks}
-    around = {
-        task: (torch.tensor(words[task]["before"]), torch.tensor(words[task]["after"]))
-        for task in tasks
-    }
-    module.set_texts(Texts(tokens, lengths, around, tokenizer.end))
-
-
-def notes(
-    module: Any, config: LcRecConfig, catalogue: Catalogue, examples: dict[str, Any]
-) -> list[str]:
-    """A line about what is trained beside recommending."""
-    others = [task for task in config.tasks if task != "next"]
-    if not others:
-        return [
-            f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"
-        ]
-    return [
-        f"tasks: next, and beside it {', '.join(others)} on the items' text '{config.title}'"
-    ]
 
 
 @torch.no_grad()

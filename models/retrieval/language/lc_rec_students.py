@@ -11,7 +11,7 @@ the teacher's embeddings of the codes, of which the appendix says nothing. Heads
 
 NEZHA: a placeholder per digit, which is a learned embedding, follows the whole prompt, its response header included.
 One pass gives the root, the state of the last token of the prompt, and a state per digit; head, losses and search are
-those of `joint.py`. The language model is trained as LC-Rec was, whole or by LoRA, together with the head.
+those of `nezha.py`. The language model is trained as LC-Rec was, whole or by LoRA, together with the head.
 
 Shapes: `B` requests, `S` tokens of the longest prompt, `P` positions of the longest history, `D` width of the language
 model, `E` width of its keys of all heads, `N` width here, `H` heads, `K` width of a head, `V` tokens, `L` levels.
@@ -29,16 +29,13 @@ from models.cpu.derived import derived
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
-from models.retrieval.distillation.student import Student, StudentConfig
+from models.retrieval.distillation.student import Student, StudentConfig, TakesOver
+from models.retrieval.distillation.teacher import build_teacher
 from models.retrieval.language.lc_rec import LcRec, lc_rec_of
 from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
-from models.retrieval.students.joint import (
-    Joint,
-    NezhaConfig,
-    NezhaDecoder,
-    last_positions,
-)
+from models.retrieval.students.joint import Joint
+from models.retrieval.students.nezha import NezhaConfig, NezhaDecoder, last_positions
 from models.storage.tables import UserError
 from models.text import language_model
 
@@ -47,7 +44,7 @@ from models.text import language_model
 class LcRecSidMlpConfig(StudentConfig):
     """SID-MLP on LC-Rec."""
 
-    taught_by: ClassVar[str] = "lc_rec"
+    default_teacher: ClassVar[str] = "lc_rec"
     beam: int = 20
     """Beams when recommending (the teacher's)."""
     layer: int = 0
@@ -186,29 +183,36 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
 class LcRecSidMlp(Student):
     """A student of LC-Rec."""
 
+    name = "lc_rec_sid_mlp"
+    config_class = LcRecSidMlpConfig
     config: LcRecSidMlpConfig
 
-    def __init__(
-        self, config: LcRecSidMlpConfig, catalogue: Catalogue, teacher: Retriever
-    ) -> None:
-        own = LcRecSidMlpDecoder(config, lc_rec_of(teacher).backbone)
-        self._readouts = (cast(EarlyReadouts, own.readout),)
-        super().__init__(config, catalogue, teacher, own)
+    @staticmethod
+    def build_decoder(
+        config: LcRecSidMlpConfig, teacher: Retriever
+    ) -> LcRecSidMlpDecoder:
+        return LcRecSidMlpDecoder(config, lc_rec_of(teacher).backbone)
+
+    @property
+    def readouts(self) -> EarlyReadouts:
+        """Readouts of the student's own decoder."""
+        own = self.decoder.own if isinstance(self.decoder, TakesOver) else self.decoder
+        return cast(EarlyReadouts, own.readout)
 
     @property
     def kept_width(self) -> int:
-        return 2 * self._readouts[0].width
+        return 2 * self.readouts.width
 
     def kept(self, history: History) -> Tensor:
         """Keys and values of the layer that is read."""
-        return self._readouts[0].read(history)
+        return self.readouts.read(history)
 
 
 @dataclass
 class LcRecNezhaConfig(NezhaConfig):
     """NEZHA on LC-Rec; sizes are the teacher's."""
 
-    taught_by: ClassVar[str] = "lc_rec"
+    default_teacher: ClassVar[str] = "lc_rec"
     beam: int = 20
     """Beams when recommending (the teacher's; 10, 20, 50 and 512 were tried in Appendix D.4)."""
 
@@ -247,19 +251,26 @@ class NezhaLmBackbone(LmBackbone):
 class LcRecNezha(Joint):
     """The language model with its placeholders, and NEZHA's head."""
 
+    name = "lc_rec_nezha"
+    config_class = LcRecNezhaConfig
+    supports_fsdp = True
     config: LcRecNezhaConfig
     backbone: NezhaLmBackbone
 
-    def __init__(
-        self, config: LcRecNezhaConfig, catalogue: Catalogue, teacher: Retriever
-    ) -> None:
-        backbone = NezhaLmBackbone(lc_rec_of(teacher))
+    def __init__(self, config: LcRecNezhaConfig, catalogue: Catalogue) -> None:
+        backbone = NezhaLmBackbone(lc_rec_of(build_teacher(config, catalogue)))
         lm = cast(Any, backbone.lm)
         if not language_model.has_tied_embeddings(lm):
             lm.get_output_embeddings().requires_grad_(
                 False
             )  # that of words, which nothing asks for
         super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
+
+    def lr_multipliers(self) -> dict[str, float]:
+        return self.config.lr_multipliers()
+
+    def fsdp_blocks(self) -> list[nn.Module]:
+        return language_model.find_blocks(self)
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Takes the teacher's language model and its codes' embeddings."""

@@ -17,7 +17,7 @@ Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.distillation.student import Student, StudentConfig
-from models.retrieval.options import Scores
+from models.retrieval.options import AtSpeedOptions, Scores
 from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import latest, leave_out, recommender
 from models.retrieval.retriever import Retriever
@@ -43,9 +43,6 @@ from models.retrieval.search.speculative import (
 )
 from models.storage.tables import UserError
 from models.training.distributed import whole_mean
-
-SHOWN: tuple[str, ...] = (*metrics.SHOWN, "acceptance")
-"""Metrics of a training's best epoch that are printed."""
 
 TOP = 20
 """Codes of the draft that AtSpeed-S aligns (the AtSpeed paper's largest target beam)."""
@@ -131,13 +128,16 @@ def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
 class AtSpeed(Student):
     """A draft as student, and its teacher's decoder as the target, frozen but part of the weights."""
 
+    can_teach = False
+    options_class = AtSpeedOptions
+    has_own_metrics = True
+    shown_metrics = (*metrics.SHOWN, "acceptance")
     config: AtSpeedConfig
     decoder: T5Decoder
     target: T5Decoder
 
-    def __init__(
-        self, config: AtSpeedConfig, catalogue: Catalogue, teacher: Retriever
-    ) -> None:
+    @staticmethod
+    def build_decoder(config: AtSpeedConfig, teacher: Retriever) -> T5Decoder:
         backbone, target = teacher.backbone, teacher.decoder
         if not isinstance(backbone, T5Backbone) or not isinstance(target, T5Decoder):
             raise UserError(
@@ -149,15 +149,16 @@ class AtSpeed(Student):
             d_ff=config.draft_d_ff,
             num_heads=config.draft_heads,
         )
-        draft = T5Decoder(
+        return T5Decoder(
             backbone.tokens,
             sizes,
             backbone.embedding,
             codebook_logits=True,
             codebook_scores=True,
         )
-        super().__init__(config, catalogue, teacher, draft)
-        self.target = target.requires_grad_(False).eval()
+
+    def keep_parts(self, teacher: Retriever) -> None:
+        self.target = cast(T5Decoder, teacher.decoder.requires_grad_(False).eval())
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -248,52 +249,67 @@ class AtSpeed(Student):
         found = self.speculate(batch, k, beam, draft_beam, draft_steps, scores, seed)
         return found.items, found.scores
 
+    def measure(
+        self,
+        batch: dict[str, Tensor],
+        by_user: int = 0,
+        shown: Tensor | None = None,
+        unseen: bool | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Return the family's sums, and those of the target's passes and the draft's steps."""
+        k = max(metrics.CUTOFFS)
+        more = batch["history"].shape[1] if unseen else 0
+        found = self.speculate(batch, k + more, **options)
+        items = found.items
+        if unseen:
+            items = leave_out(items, found.scores, batch, k)[0]
+        sums = metrics.measure_ranking(items, batch, by_user, shown)
+        steps = {
+            "drafted": found.drafted,
+            "accepted": found.accepted,
+            "target_passes": found.passes,
+        }
+        return sums | {name: float(count.sum()) for name, count in steps.items()}
 
-def measure(
-    model: AtSpeed,
-    batch: dict[str, Tensor],
-    by_user: int = 0,
-    shown: Tensor | None = None,
-    unseen: bool | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """The family's sums, and those of passes and steps."""
-    k, more = max(metrics.CUTOFFS), batch["history"].shape[1] if unseen else 0
-    found = model.speculate(batch, k + more, **options)
-    items = leave_out(found.items, found.scores, batch, k)[0] if unseen else found.items
-    if shown is not None:
-        metrics.count_shown(shown, items)
-    sums = metrics.ranking_sums(items, batch, by_user)
-    steps = {
-        "drafted": found.drafted,
-        "accepted": found.accepted,
-        "target_passes": found.passes,
-    }
-    return sums | {name: float(count.sum()) for name, count in steps.items()}
+    @classmethod
+    def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
+        """Return the family's metrics, `acceptance` and `target_passes`.
+
+        `acceptance` is the share of the drafted steps that was accepted; `target_passes`
+        is per request, of which a beam search needs one per digit.
+        """
+        ranking = dict(sums)
+        drafted, accepted = ranking.pop("drafted"), ranking.pop("accepted")
+        acceptance = float(accepted / drafted) if drafted else 0.0
+        return super().metric_means(ranking) | {"acceptance": acceptance}
+
+    @classmethod
+    def metric_names(cls, catalogue: Catalogue) -> list[str]:
+        return [*super().metric_names(catalogue), "target_passes", "acceptance"]
+
+    @classmethod
+    def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
+        """Return the family's lines, and one on the verification."""
+        return [
+            *super().format_metrics(metrics_),
+            f"  {metrics_['acceptance']:.1%} of the drafted steps accepted, "
+            f"{metrics_['target_passes']:.2f} passes of the target per request",
+        ]
 
 
-def means(sums: dict[str, float]) -> dict[str, float]:
-    """The family's metrics; `acceptance`, the share of the drafted steps that was accepted; `target_passes` of a
-    request, of which a beam search needs one per digit."""
-    counted = dict(sums)
-    drafted, accepted = counted.pop("drafted"), counted.pop("accepted")
-    return metrics.means(counted) | {
-        "acceptance": float(accepted / drafted) if drafted else 0.0
-    }
+class AtSpeedS(AtSpeed):
+    """AtSpeed with strict verification: it recommends what its teacher does."""
+
+    name = "atspeed_s"
+    config_class = AtSpeedSConfig
 
 
-def names(catalogue: Any) -> list[str]:
-    """Names of what `means` gives."""
-    return [*metrics.names(catalogue), "target_passes", "acceptance"]
+class AtSpeedR(AtSpeed):
+    """AtSpeed with relaxed verification: beams drawn by the teacher's probabilities."""
 
-
-def summary(found: dict[str, float]) -> list[str]:
-    """The family's lines, and one on the verification."""
-    return [
-        *metrics.summary(found),
-        f"  {found['acceptance']:.1%} of the drafted steps accepted, {found['target_passes']:.2f} passes of the target "
-        f"per request",
-    ]
+    name = "atspeed_r"
+    config_class = AtSpeedRConfig
 
 
 def request_keys(batch: dict[str, Tensor], seed: int) -> Tensor:

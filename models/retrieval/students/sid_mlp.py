@@ -10,13 +10,14 @@ Shapes: `B` requests.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from models.cpu.fast import fast_search
-from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import Student
-from models.retrieval.options import Path, Scores
+from models.retrieval.options import Path, Scores, SidMlpOptions
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 
@@ -24,15 +25,15 @@ from models.retrieval.retriever import Retriever
 class SidMlp(Student):
     """The student with a fast path for the paper's main model."""
 
+    name = "sid_mlp"
+    config_class: ClassVar[type] = SidMlpConfig
+    options_class = SidMlpOptions
     config: SidMlpConfig
     decoder: SidMlpDecoder
 
-    def __init__(
-        self, config: SidMlpConfig, catalogue: Catalogue, teacher: Retriever
-    ) -> None:
-        super().__init__(
-            config, catalogue, teacher, SidMlpDecoder(config, teacher.backbone)
-        )
+    @staticmethod
+    def build_decoder(config: SidMlpConfig, teacher: Retriever) -> SidMlpDecoder:
+        return SidMlpDecoder(config, teacher.backbone)
 
     def fast_supported(self) -> bool:
         """Whether the fast path covers this variant: the paper's main model."""

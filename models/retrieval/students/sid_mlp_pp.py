@@ -14,19 +14,24 @@ Shapes: `B` requests, `S` tokens of a history, `D` width.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from models.build import build_model
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
-from models.retrieval.distillation import teacher as teachers
-from models.retrieval.distillation.student import TaughtConfig
+from models.retrieval.distillation.teacher import (
+    TaughtModel,
+    TeacherConfig,
+    build_teacher,
+    load_teacher,
+    resolve_teacher,
+)
 from models.retrieval.distillation.teacher_cache import Query, States
 from models.retrieval.parts import History, real_positions
 from models.retrieval.retriever import Retriever
@@ -35,38 +40,35 @@ from models.storage import checkpoint
 from models.storage.tables import UserError
 from models.training.distributed import whole_mean
 
-SHOWN: tuple[str, ...] = ("mse", "neg_mse", "r2")
-"""Metrics of stage 1: how well its encoder gives the teacher's states."""
-
-STAGE_1 = "sid_mlp_pp_encoder"
-
 
 @dataclass
-class SidMlpPpEncoderConfig(EncoderSizes, TaughtConfig):
+class SidMlpPpEncoderConfig(EncoderSizes, TeacherConfig):
     """Stage 1 of SID-MLP++: representation matching."""
 
 
-class SidMlpPpEncoder(nn.Module):
+class SidMlpPpEncoder(TaughtModel):
     """Stage 1: the encoder alone, trained to give the teacher's encoder states. It recommends nothing."""
 
-    def __init__(
-        self, config: SidMlpPpEncoderConfig, catalogue: Catalogue, teacher: Retriever
-    ) -> None:
-        super().__init__()
+    name = "sid_mlp_pp_encoder"
+    config_class = SidMlpPpEncoderConfig
+    options_class = None
+    ranks = "nothing"
+    has_own_metrics = True
+    shown_metrics = ("mse", "neg_mse", "r2")
+    config: SidMlpPpEncoderConfig
+
+    def __init__(self, config: SidMlpPpEncoderConfig, catalogue: Catalogue) -> None:
+        super().__init__(config, catalogue)
+        teacher = build_teacher(config, catalogue)
         if type(teacher.backbone) is not T5Backbone:
             raise UserError(
                 f"stage 1 gives the states of T5's encoder, and those of a {type(teacher).__name__} are others; give a "
                 f"TIGER as model.teacher"
             )
-        self.config = config
         self.backbone = MlpBackbone(teacher.backbone, config)
-        self._untrained = (
-            teacher,
-        )  # no submodule: it is no part of the student's weights
-        self._teacher: tuple[Retriever, ...] = ()
-        self._states: States | None = (
-            None  # the table of `teacher_cache`, while training
-        )
+        self._catalogue = catalogue
+        self._teacher: tuple[Retriever, ...] = ()  # no submodule: not saved with it
+        self._states: States | None = None  # table of `teacher_cache`, while training
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Takes the embeddings from `teacher`, and keeps it, outside of the weights, for its states.
@@ -86,7 +88,7 @@ class SidMlpPpEncoder(nn.Module):
     def teacher(self) -> Retriever:
         """What the states are compared with; of a loaded checkpoint found again at its path, which has to be there."""
         if not self._teacher:
-            teacher = teachers.load(self._untrained[0], self.config)
+            teacher = load_teacher(self.config, self._catalogue)
             self._teacher = (teacher.to(self.backbone.tokens.items.device),)
         return self._teacher[0]
 
@@ -135,38 +137,36 @@ class SidMlpPpEncoder(nn.Module):
             )
         }
 
+    @torch.no_grad()
+    def measure(  # type: ignore[override]  # it ranks nothing
+        self, batch: dict[str, Tensor], by_user: int = 0
+    ) -> dict[str, Tensor]:
+        """Return float64 sums over the batch; nothing user by user."""
+        error, target, real = (x.double() for x in self.matched(batch))
+        return {
+            "examples": target.new_full((), len(target)),
+            "tokens": real.sum(),
+            "squared_error": error.square().sum(),
+            "state": target.sum((0, 1)),  # (D,)
+            "squared_state": target.square().sum(),
+        }
 
-@torch.no_grad()
-def measure(
-    model: SidMlpPpEncoder, batch: dict[str, Tensor], by_user: int = 0
-) -> dict[str, Tensor]:
-    """Sums over the batch for `means`, in float64; nothing by user."""
-    error, target, real = (x.double() for x in model.matched(batch))
-    return {
-        "examples": target.new_full((), len(target)),
-        "tokens": real.sum(),
-        "squared_error": error.square().sum(),
-        "state": target.sum((0, 1)),  # (D,)
-        "squared_state": target.square().sum(),
-    }
+    @classmethod
+    def metric_names(cls, catalogue: Catalogue) -> list[str]:
+        return list(cls.shown_metrics)
 
+    @classmethod
+    def metric_means(cls, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Return `mse` per number, `neg_mse`, to select by, and `r2`, the explained variance."""
+        tokens, error = sums["tokens"], sums["squared_error"]
+        mse = float(error / (tokens * len(sums["state"])))
+        variance = sums["squared_state"] - sums["state"].square().sum() / tokens
+        return {"mse": mse, "neg_mse": -mse, "r2": float(1 - error / variance)}
 
-def names(catalogue: Catalogue) -> list[str]:
-    """Names of what `means` gives."""
-    return list(SHOWN)
-
-
-def means(sums: dict[str, Tensor]) -> dict[str, float]:
-    """`mse` per number; `neg_mse`, its negative, to select by; `r2`, the share of the variance explained."""
-    tokens, error = sums["tokens"], sums["squared_error"]
-    mse = float(error / (tokens * len(sums["state"])))
-    variance = sums["squared_state"] - sums["state"].square().sum() / tokens
-    return {"mse": mse, "neg_mse": -mse, "r2": float(1 - error / variance)}
-
-
-def summary(metrics: dict[str, float]) -> list[str]:
-    """All of them in a line."""
-    return ["  " + "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())]
+    @classmethod
+    def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
+        values = (f"{name} {value:.6g}" for name, value in metrics_.items())
+        return ["  " + "  ".join(values)]
 
 
 @dataclass
@@ -196,15 +196,36 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
 class SidMlpPp(SidMlp):
     """Stage 2, and what recommends: as `SidMlp`, with the student's encoder in place of the teacher's."""
 
+    name = "sid_mlp_pp"
+    config_class = SidMlpPpConfig
     config: SidMlpPpConfig
     backbone: MlpBackbone
 
-    def __init__(
-        self, config: SidMlpPpConfig, catalogue: Catalogue, teacher: Retriever
-    ) -> None:
-        super().__init__(config, catalogue, teacher)
-        self.backbone = MlpBackbone(teacher.backbone, config)
+    def __init__(self, config: SidMlpPpConfig, catalogue: Catalogue) -> None:
+        super().__init__(config, catalogue)
+        self.backbone = MlpBackbone(self.backbone, config)
         self.backbone.requires_grad_(config.end_to_end).embedding.requires_grad_(False)
+
+    @classmethod
+    def resolve_config(
+        cls, config: SidMlpPpConfig, catalogue: Catalogue
+    ) -> SidMlpPpConfig:
+        """Return the config with teacher and stage 1 filled in from their checkpoints.
+
+        The teacher is stage 1's where none is named.
+        """
+        if config.end_to_end:
+            return resolve_teacher(config, catalogue)
+        return resolve_encoder(config, catalogue)
+
+    def load_teacher(self, catalogue: Catalogue) -> None:
+        """Load the teacher, and the encoder that stage 1 trained."""
+        super().load_teacher(catalogue)
+        if not self.config.end_to_end:
+            about = checkpoint.read(self.config.encoder)
+            stage_1 = cast(SidMlpPpEncoder, build_model(about.model, catalogue))
+            checkpoint.load_weights(stage_1, self.config.encoder)
+            self.backbone.load_state_dict(stage_1.backbone.state_dict())
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -214,10 +235,6 @@ class SidMlpPp(SidMlp):
     def take_backbone(self, teacher: Retriever) -> None:
         """Takes the teacher's embeddings; the encoder is the student's own."""
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
-
-    def take_encoder(self, stage_1: SidMlpPpEncoder) -> None:
-        """Takes the encoder that stage 1 trained."""
-        self.backbone.load_state_dict(stage_1.backbone.state_dict())
 
     def encode(self, batch: dict[str, Tensor]) -> History:
         """What the student's own encoder reads."""
@@ -250,29 +267,23 @@ class SidMlpPp(SidMlp):
         ]
 
 
-def resolve(
-    config: SidMlpPpConfig, catalogue: Catalogue, known: Collection[str]
-) -> SidMlpPpConfig:
-    """`config` with teacher and stage 1 filled in from their checkpoints; the teacher is stage 1's where none is named,
-    and one of the models `known`.
+def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpConfig:
+    """Return the config with stage 1 and its teacher filled in.
 
-    Raises UserError where stage 1 is not named, gone, of another model, of other tables, or of another teacher.
+    Raises:
+        UserError: If stage 1 is not named, does not exist, or is of another model, of
+            other tables or of another teacher.
     """
-    if config.end_to_end:
-        return teachers.resolve(config, catalogue, known)
     if not config.encoder:
         raise UserError(
             "model.encoder is not set; give the folder of a trained sid_mlp_pp_encoder (jobs.train --config "
             "jobs/configs/sid_mlp_pp_encoder.yaml), or set model.end_to_end true"
         )
-    uri = teachers.locate(config.encoder, "encoder")
+    uri = checkpoint.locate(config.encoder, "encoder")
     about = checkpoint.read(uri)
-    checkpoint.check(about, uri, catalogue.versions, STAGE_1)
-    config = teachers.resolve(
-        replace(config, teacher=config.teacher or about.model["teacher"]),
-        catalogue,
-        known,
-    )
+    checkpoint.check(about, uri, catalogue.versions, SidMlpPpEncoder.name)
+    teacher = config.teacher or about.model["teacher"]
+    config = resolve_teacher(replace(config, teacher=teacher), catalogue)
     if about.model["teacher_hash"] != config.teacher_hash:
         raise UserError(
             f"the encoder {uri} matches another teacher ({about.model['teacher_hash'][:12]}) than {config.teacher} "

@@ -14,19 +14,20 @@ Shapes: `N` candidates, `B` rows, `T` behaviours, `C` split categories, `X` colu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.config import check_least, check_positive
 from models.layers.standardised import Standardised
 from models.own_features import Category
 from models.search.data import NO_QUERY, SearchCatalogue
+from models.search.model import SearchModel
 from models.storage.tables import UserError
 
 if TYPE_CHECKING:
@@ -85,12 +86,21 @@ class BoostedConfig:
             )
 
 
-class Boosted(nn.Module):
+class Boosted(SearchModel):
     """A LightGBM booster that scores candidates by the log-odds of the first label."""
 
+    name = "boosted"
+    config_class = BoostedConfig
+    example_unit = "request"
+    extra_inputs: ClassVar[Mapping[str, bool]] = {}
+    trains_by_gradient = False
+    stops_early = True
+    reads_first_label = True
+    requirements = ("lightgbm",)
+
     def __init__(self, config: BoostedConfig, catalogue: SearchCatalogue) -> None:
-        super().__init__()
-        self.config, self.labels = config, catalogue.labels[:1]
+        super().__init__(config, catalogue)
+        self.labels, self.masks = catalogue.labels[:1], [None]
         # what a served request's missing features are filled with
         self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
         index = {name: i for i, name in enumerate(catalogue.features)}

@@ -23,15 +23,19 @@ Shapes: `N` candidates.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.layers.standardised import Standardised
+from models.metrics.per_user_metrics import PER_USER_PREFIX
+from models.search import metrics
 from models.search.data import SearchCatalogue
+from models.search.metrics import WITH_POSITION
+from models.search.model import SearchModel
 
 Batch = dict[str, Tensor]
 
@@ -53,14 +57,10 @@ class FloorConfig:
 class PairCtrConfig(FloorConfig):
     """Pair CTR: ranks results by their click rate after the same query."""
 
-    by: ClassVar[str] = "pair"
-
 
 @dataclass
 class ItemCtrConfig(FloorConfig):
     """Item CTR: ranks results by their click rate after any query."""
-
-    by: ClassVar[str] = "item"
 
 
 @dataclass
@@ -68,12 +68,17 @@ class LogOrderConfig(FloorConfig):
     """Log order: ranks results as the log showed them. A diagnostic, never served."""
 
 
-class SearchFloor(nn.Module):
+class SearchFloor(SearchModel):
     """A search model of the first label, the click, that reads no history."""
 
+    example_unit = "request"
+    extra_inputs: ClassVar[Mapping[str, bool]] = {}
+    trains_by_gradient = False
+    reads_first_label = True
+
     def __init__(self, config: FloorConfig, catalogue: SearchCatalogue) -> None:
-        super().__init__()
-        self.config, self.labels = config, catalogue.labels[:1]
+        super().__init__(config, catalogue)
+        self.labels, self.masks = catalogue.labels[:1], [None]
         # what a served request's missing features are filled with
         self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
 
@@ -81,12 +86,25 @@ class SearchFloor(nn.Module):
 class ClickRate(SearchFloor):
     """Log-odds of the smoothed click rate in the longest window of the tables."""
 
-    def __init__(
-        self, config: PairCtrConfig | ItemCtrConfig, catalogue: SearchCatalogue
-    ) -> None:
+    is_floor = True
+    by: ClassVar[str]
+    """Whose click rate ranks: `pair` or `item`."""
+
+    def __init__(self, config: FloorConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
-        rates = rate_columns(catalogue.features, config.by)
+        rates = rate_columns(catalogue.features, self.by)
         self.column = catalogue.features.index(rates[-1]) if rates else None
+
+    def prepare_training(
+        self, catalogue: SearchCatalogue, datasets: Mapping[str, Any]
+    ) -> list[str]:
+        """Return a message that says which column ranks."""
+        if self.column is None:
+            return [
+                f"the tables have no click rates by {self.by} (the log has no clock "
+                "times, or search.windows_days is empty): all results tie"
+            ]
+        return [f"ranks by {catalogue.features[self.column]}"]
 
     def fit_counts(self, batches: Iterable[Batch]) -> None:
         """Do nothing: the tables have the rates of every request."""
@@ -99,16 +117,20 @@ class ClickRate(SearchFloor):
         return features[:, self.column, None].logit(eps=1e-6)
 
 
-def describe_rates(
-    model: ClickRate, config: Any, catalogue: SearchCatalogue, examples: Any
-) -> list[str]:
-    """Return a line that says which column ranks, shown once before training."""
-    if model.column is None:
-        return [
-            f"the tables have no click rates by {config.by} (the log has no clock times, "
-            "or search.windows_days is empty): all results tie"
-        ]
-    return [f"ranks by {catalogue.features[model.column]}"]
+class PairCtr(ClickRate):
+    """Log-odds of the click rate of the pair of query and item."""
+
+    name = "pair_ctr"
+    config_class = PairCtrConfig
+    by = "pair"
+
+
+class ItemCtr(ClickRate):
+    """Log-odds of the click rate of the item after any query."""
+
+    name = "item_ctr"
+    config_class = ItemCtrConfig
+    by = "item"
 
 
 def rate_columns(features: Iterable[str], by: str) -> list[str]:
@@ -126,6 +148,11 @@ class LogOrder(SearchFloor):
     logit = log-odds of the first position's click rate in training - log(1 + p)
     """
 
+    name = "log_order"
+    config_class = LogOrderConfig
+    is_diagnostic = True
+    has_own_metrics = True
+    shown_metrics = (f"{WITH_POSITION}gauc", f"{WITH_POSITION}auc")
     first_rate: Tensor
 
     def __init__(self, config: LogOrderConfig, catalogue: SearchCatalogue) -> None:
@@ -147,3 +174,34 @@ class LogOrder(SearchFloor):
         """Return (N, 1) log-odds of a click."""
         position = batch["candidate_position"].clamp(min=0).double()
         return (self.first_rate.logit(eps=1e-6) - position.log1p())[:, None]
+
+    def measure(self, batch: Batch, by_user: int = 0, **options: Any) -> dict[str, Any]:
+        """Return the family's sums, under `with_position/`.
+
+        The names keep them apart from the metrics of models that rank before anything
+        is shown.
+        """
+        sums = super().measure(batch, by_user)
+        return {add_position_prefix(name): value for name, value in sums.items()}
+
+    @classmethod
+    def metric_names(cls, catalogue: SearchCatalogue) -> list[str]:
+        """Return the names of the metrics of the first label."""
+        return [
+            "requests",
+            *(f"{WITH_POSITION}{name}" for name in metrics.METRIC_NAMES),
+        ]
+
+    @classmethod
+    def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
+        """Return the metrics, and the number of requests under its plain name."""
+        means = super().metric_means(sums)
+        return {"requests": means[f"{WITH_POSITION}requests"], **means}
+
+
+def add_position_prefix(name: str) -> str:
+    """Return the name of a sum under `with_position/`; the number of examples keeps its name."""
+    if name == metrics.EXAMPLES:
+        return name
+    kind = PER_USER_PREFIX if name.startswith(PER_USER_PREFIX) else ""
+    return f"{kind}{WITH_POSITION}{name.removeprefix(PER_USER_PREFIX)}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.actions import fusions, metrics
-from models.actions.base import ActionsConfig, ActionsModel, ItemNetwork
+from models.actions.base import ActionsConfig, FusionModel, ItemNetwork
 from models.actions.batch import any_tied, earlier
 
 SMALL = {
@@ -38,7 +38,7 @@ VARIANTS = {
 LEARN_FROM_HISTORY = [name for name in VARIANTS if name != "genrank"]
 
 
-def make(name: str, catalogue, **changes) -> ActionsModel:
+def make(name: str, catalogue, **changes) -> FusionModel:
     kind, config = VARIANTS[name]
     torch.manual_seed(0)
     model = kind(config(**(SMALL | changes)), catalogue).eval()
@@ -48,7 +48,7 @@ def make(name: str, catalogue, **changes) -> ActionsModel:
     return model
 
 
-def predictions(model: ActionsModel, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def predictions(model: FusionModel, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of context events (B, T, K), where the model has such, and of candidates (B, C, K)."""
     with torch.no_grad():
         logits = model.logits(batch, history=model.history_targets)
@@ -57,7 +57,7 @@ def predictions(model: ActionsModel, batch: dict) -> tuple[torch.Tensor, torch.T
 
 
 def moved(
-    model: ActionsModel, batch: dict, changed: dict
+    model: FusionModel, batch: dict, changed: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
     before, after = predictions(model, batch), predictions(model, changed)
     past, candidates = (

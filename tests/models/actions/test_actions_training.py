@@ -9,11 +9,11 @@ import pytest
 import torch
 import yaml
 
-from models import registry
 from models.actions import metrics
-from models.actions.base import ActionsModel
+from models.actions.base import FusionModel
 from models.actions.batch import ActionsCatalogue
 from models.actions.fusions import AttnLFA, AttnLFAConfig, AttnMVP, AttnMVPConfig
+from models.build import load_model, parse_options
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue
 from models.storage import checkpoint
@@ -71,15 +71,13 @@ def test_a_model_trains_and_its_checkpoint_scores_alike(name, tables, tmp_path):
         for kind in ("normalised_entropy_train", "gauc", "calibration")
     } <= set(last.metrics)
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=2))
-    entry = registry.find(name)
-    loaded, about = registry.load(
+    loaded, about = load_model(
         tmp_path / "best", load_catalogue(name, Inputs(tables)), name
     )
     assert about.hashes.keys() == {"sequences", "items"}
     found = [
         measure_examples(
             model,
-            entry.measured.measure,
             setup.val,
             batch_size=9,
             device=torch.device("cpu"),
@@ -116,15 +114,15 @@ def test_the_configs_are_of_one_size(path):
     content = {part: {**base[part], **change.get(part, {})} for part in base}
     if path.stem in ("base_rate", "item_rate"):  # not read after the base
         content = change
-    config = registry.config_from_dict(content["model"])
-    assert registry.find(content["model"]["name"]).family is registry.ACTIONS
+    model_class, config = parse_options(content["model"])
+    assert model_class.family == "actions"
     FitConfig(**content["fit"])
-    if not registry.find(content["model"]["name"]).gradient:
+    if not model_class.trains_by_gradient:
         return
     if path.stem == "paper":
         assert (config.num_layers, config.max_history) == (12, 1024)
         return
-    assert change["model"]["name"] == registry.name_of(config)
+    assert change["model"]["name"] == model_class.name
     assert change.get("fit", {}).keys() <= {"lr"}
 
 
@@ -167,7 +165,7 @@ def users(
     }
 
 
-def learned(model: ActionsModel, steps: int) -> float:
+def learned(model: FusionModel, steps: int) -> float:
     """Normalised entropy over the candidates of new users."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):

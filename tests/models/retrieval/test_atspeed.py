@@ -11,7 +11,7 @@ import torch
 from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
-from models import registry
+from models.build import build_model, load_model
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
@@ -28,10 +28,8 @@ SMALL = {"draft_d_ff": 24, "draft_heads": 2, "beam": 6, "draft_beam": 9}
 
 
 def untrained(name: str, **options: Any) -> AtSpeed:
-    config = registry.config_from_dict(
-        {"name": name, "teacher_model": TEACHER, **SMALL, **options}
-    )
-    return registry.build(config, catalogue())  # type: ignore[return-value]
+    options = {"name": name, "teacher_model": TEACHER, **SMALL, **options}
+    return build_model(options, catalogue())  # type: ignore[return-value]
 
 
 def teacher(seed: int) -> Retriever:
@@ -239,7 +237,7 @@ def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(
     assert (
         1 <= metrics["target_passes"] < 3
     )  # of the three levels of these semantic IDs
-    verified_by = registry.load(world.tiger / "best", setup.catalogue)[0]
+    verified_by = load_model(world.tiger / "best", setup.catalogue)[0]
     kept = verified_by.decoder.state_dict()
     assert all(
         torch.equal(value, kept[key])

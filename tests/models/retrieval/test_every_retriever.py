@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from models import registry
+from models.build import build_model, load_model
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.student import TakesOver
+from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
-from models.retrieval.recommend import allow
 from models.storage import checkpoint
 from models.storage.tables import UserError
 
@@ -112,17 +113,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(name: str, options: dict[str, Any]) -> Any:
     """A model with its teacher, if it has one; its log-probabilities are far from uniform."""
     torch.manual_seed(1)
-    if hasattr(registry.model_config(name), "taught_by"):
+    if issubclass(registry.find(name), TaughtModel):
         options = {
             "teacher_model": {"name": TAUGHT_BY[name], **MODELS[TAUGHT_BY[name]]},
             **options,
         }
-    model: Any = registry.build(
-        registry.config_from_dict({"name": name, **options}), catalogue()
-    )
-    if hasattr(model, "set_teacher"):
+    model: Any = build_model({"name": name, **options}, catalogue())
+    if isinstance(model, TaughtModel):
         model.set_teacher(
-            registry.teacher_of(model.config, catalogue()).requires_grad_(False).eval()
+            build_teacher(model.config, catalogue()).requires_grad_(False).eval()
         )
     own = model.backbone if name == "lc_rec" else model.decoder
     for part, parameter in own.named_parameters():
@@ -192,7 +191,7 @@ def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
     """Each digit's log-probability from its definition; with `children` the digits after the first are normalised anew
     over what the catalogue has."""
     model, batch, codes = model_of(case), requests(3), catalogue().sids
-    options = registry.recommend_options(CASES[case][0])
+    options = registry.find(CASES[case][0]).recommend_options()
     decoder = model.target if "atspeed" in case else model.decoder
     own = [
         digits(decoder, model.encode(row_of(batch, row, ITEMS)), codes)
@@ -258,7 +257,7 @@ def test_a_narrow_search_within_allowed_items_follows_its_definition(case: str) 
     beam = (
         1000 if case == "atspeed_r" else 3
     )  # which draws its beams, unless all are kept
-    options = registry.recommend_options(CASES[case][0])
+    options = registry.find(CASES[case][0]).recommend_options()
     decoder = model.target if "atspeed" in case else model.decoder
     own = [
         digits(decoder, model.encode(row_of(batch, row, ITEMS)), codes)
@@ -270,8 +269,7 @@ def test_a_narrow_search_within_allowed_items_follows_its_definition(case: str) 
         list(range(0, ITEMS, 2)),
         list(range(ITEMS)),
     ):
-        allowed = allow(
-            model,
+        allowed = model.encode_allowed(
             torch.zeros(ITEMS, dtype=torch.bool).index_fill(
                 0, torch.tensor(some), True
             ),
@@ -400,9 +398,9 @@ def test_training_reaches_every_trained_weight_and_comes_back_from_a_checkpoint(
     checkpoint.save(
         tmp_path,
         model,
-        checkpoint.Checkpoint(model=registry.config_to_dict(model.config)),
+        checkpoint.Checkpoint(model=model.config_to_dict(model.config)),
     )
-    loaded, _ = registry.load(tmp_path, catalogue())
+    loaded, _ = load_model(tmp_path, catalogue())
     again, again_scores = loaded.recommend(requests(6), 8, beam=12)
     assert again.tolist() == items.tolist()
     torch.testing.assert_close(again_scores, scores)
@@ -411,7 +409,7 @@ def test_training_reaches_every_trained_weight_and_comes_back_from_a_checkpoint(
 @pytest.mark.parametrize("name", ["earn", "nezha", "lc_rec_nezha"])
 def test_joint_training_starts_from_a_copy_of_the_teachers_weights(name: str) -> None:
     model = build(name, MODELS[name])
-    teacher = registry.teacher_of(model.config, catalogue())
+    teacher = build_teacher(model.config, catalogue())
     before = copy.deepcopy(teacher.state_dict())
     model.set_teacher(teacher)
     own = dict(model.state_dict())
@@ -580,15 +578,13 @@ def test_impossible_options_are_refused(
     name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        registry.build(
-            registry.config_from_dict({"name": name, **options}), catalogue()
-        )
+        build_model({"name": name, **options}, catalogue())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_semantic_ids_are_needed_and_of_the_right_codebooks(name: str) -> None:
     with pytest.raises(UserError, match="needs semantic IDs; give --sids"):
-        registry.build(registry.config_from_dict({"name": name}), Catalogue(3))
+        build_model({"name": name}, Catalogue(3))
     model = copy.deepcopy(model_of(name))
     model.trie = Catalogue.from_codes(
         torch.tensor([[0, 0, 0, 0], [5, 7, 2, 1]]), (6, 8, 3, 2)

@@ -9,9 +9,10 @@ import torch
 from small_retrieval import SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
-from models import registry
+from models.build import build_model
 from models.layers.t5 import _bucket
-from models.retrieval.students.joint import EarnBackbone, Joint, lr_multipliers
+from models.retrieval.students.earn import EarnBackbone
+from models.retrieval.students.joint import Joint
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training.optimizers import grouped
@@ -21,9 +22,7 @@ NEZHA = {"name": "nezha"}
 
 def untaught(options: dict[str, Any]) -> Joint:
     torch.manual_seed(1)
-    return registry.build(
-        registry.config_from_dict({"teacher_model": TEACHER, **options}), catalogue()
-    )  # type: ignore[return-value]
+    return build_model({"teacher_model": TEACHER, **options}, catalogue())  # type: ignore[return-value]
 
 
 def started(options: dict[str, Any]) -> Any:
@@ -179,7 +178,7 @@ def trained(
         max_epochs=2,
         clip_norm=0,
     )
-    factors = lr_multipliers(model.config)
+    factors = model.lr_multipliers()
     events = list(
         fit(
             model,
@@ -198,7 +197,7 @@ def test_each_part_has_its_learning_rate() -> None:
         {**NEZHA, "rates": {"head": 1, "embedding": 100, "transition": 10}}
     )
     names = {id(p): name for name, p in model.named_parameters()}
-    found = grouped(model, lr_multipliers(model.config))
+    found = grouped(model, model.lr_multipliers())
     groups = {factor: {names[id(p)] for p in own} for (factor, _), own in found.items()}
     assert set(groups) == {1.0, 10.0, 100.0}
     assert groups[100.0] == {"backbone.embedding.weight", "backbone.extra.weight"}
@@ -238,4 +237,4 @@ def test_a_factor_of_no_trained_part_is_refused() -> None:
         UserError,
         match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name begins",
     ):
-        grouped(model, lr_multipliers(model.config))
+        grouped(model, model.lr_multipliers())

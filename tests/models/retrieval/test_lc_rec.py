@@ -15,7 +15,7 @@ from small_retrieval import ITEMS, catalogue, requests
 from torch import Tensor
 from torch.nn import functional
 
-from models import registry
+from models.build import load_model
 from models.retrieval.data import Catalogue
 from models.retrieval.language.lc_rec import LcRec, LcRecConfig
 from models.retrieval.language.prompts import (
@@ -344,7 +344,7 @@ def words_of(text: str) -> list[str]:
 def test_without_titles_the_log_gives_one_task(small: tuple[str, str]) -> None:
     setup = TrainingRun.build(TINY, FitConfig(batch_size=8), Inputs(*small))
     assert setup.config.tasks == ["next"]
-    assert setup.notes[0].startswith("tasks: next alone")
+    assert setup.messages[0].startswith("tasks: next alone")
     assert set(setup.model(next(setup.train(0, 0)))) == {"loss"}
 
 
@@ -393,7 +393,7 @@ def test_a_short_training_lowers_the_loss_and_finds_items(
     assert events[-1].metrics["ndcg@10"] > 1.5 * before["ndcg@10"]
 
     checkpoint.save(tmp_path / "lc_rec", setup.model, setup.checkpoint(epoch=4))
-    loaded: Any = registry.load(tmp_path / "lc_rec", setup.catalogue)[0]
+    loaded: Any = load_model(tmp_path / "lc_rec", setup.catalogue)[0]
     batch = setup.val.collate(np.arange(20))
     model: Any = setup.model
     items, scores = model.eval().recommend(batch, 10)
@@ -401,7 +401,7 @@ def test_a_short_training_lowers_the_loss_and_finds_items(
     assert again.tolist() == items.tolist()
     assert torch.equal(scores_again, scores)
     without_text = replace(setup.catalogue, tables="")  # as where a model is served
-    bare: Any = registry.load(tmp_path / "lc_rec", without_text)[0]
+    bare: Any = load_model(tmp_path / "lc_rec", without_text)[0]
     assert bare.recommend(batch, 10)[0].tolist() == items.tolist()
 
 
@@ -431,7 +431,7 @@ def test_a_pretrained_model_gives_weights_words_and_codes_around_their_mean(
         tmp_path / "lm"
     ).iterdir():  # a checkpoint needs the pretrained model no more
         file.unlink()
-    loaded: Any = registry.load(tmp_path / "made", setup.catalogue)[0]
+    loaded: Any = load_model(tmp_path / "made", setup.catalogue)[0]
     batch = setup.val.collate(np.arange(4))
     assert (
         loaded.recommend(batch, 5)[0].tolist()

@@ -12,7 +12,7 @@ import torch
 from small_retrieval import catalogue, requests
 from torch import Tensor
 
-from models import registry
+from models.build import build_model, load_model
 from models.retrieval.distillation.student import distillation_loss
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -40,10 +40,10 @@ def taught(name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any) ->
     torch.manual_seed(2)
     config = {
         "name": name,
-        "teacher_model": registry.config_to_dict(teacher.config),
+        "teacher_model": teacher.config_to_dict(teacher.config),
         **options,
     }
-    model: Any = registry.build(registry.config_from_dict(config), catalogue())
+    model: Any = build_model(config, catalogue())
     model.set_teacher(teacher)
     return model.eval()
 
@@ -174,7 +174,7 @@ def test_a_training_with_and_without_the_teachers_tables(
     kept = TrainingRun.build(
         {**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small)
     )
-    assert any("encoder states" in note for note in kept.notes)
+    assert any("encoder states" in note for note in kept.messages)
     batch = plain.train.dataset.collate(np.arange(16))
     for setup in (plain, kept):
         setup.model.eval()
@@ -185,7 +185,7 @@ def test_a_training_with_and_without_the_teachers_tables(
     losses = [event.loss for event in events]
     assert losses[-2] < losses[0]
     checkpoint.save(tmp_path / "student", kept.model, kept.checkpoint(epoch=1))
-    loaded: Any = registry.load(tmp_path / "student", kept.catalogue)[0]
+    loaded: Any = load_model(tmp_path / "student", kept.catalogue)[0]
     batch = kept.val.collate(np.arange(20)) | {
         "request": torch.full((20,), 10**9)
     }  # of no table

@@ -9,9 +9,8 @@ import pytest
 import torch
 from small_retrieval import TEACHER, catalogue
 
-from models import registry
+from models.build import build_model
 from models.retrieval.data import Catalogue
-from models.retrieval.floors.nearest import nearest_items
 from models.storage.tables import UserError
 
 ITEMS = 30
@@ -20,7 +19,7 @@ ITEMS = 30
 def build(name: str, **config: Any) -> Any:
     torch.manual_seed(0)
     made = catalogue() if name == "tiger" else Catalogue(ITEMS)
-    return registry.build(registry.config_from_dict({"name": name, **config}), made)
+    return build_model({"name": name, **config}, made)
 
 
 @pytest.mark.parametrize(
@@ -29,14 +28,14 @@ def build(name: str, **config: Any) -> Any:
 def test_they_are_by_cosine_of_learned_vectors(
     name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.retrieval.floors.nearest.ITEMS_PER_BLOCK", 7)
+    monkeypatch.setattr("models.retrieval.search.nearest.ITEMS_PER_BLOCK", 7)
     model = build(name, **config)
     vectors = model.item_vectors().detach().double().numpy()
     norm = np.linalg.norm(vectors, axis=1)
     cosine = vectors @ vectors.T / np.outer(norm, norm)
     np.fill_diagonal(cosine, -np.inf)
 
-    items, scores = nearest_items(model, 5)
+    items, scores = model.nearest_items(5)
 
     np.testing.assert_allclose(scores, -np.sort(-cosine)[:, :5], atol=1e-5)
     np.testing.assert_allclose(
@@ -45,7 +44,7 @@ def test_they_are_by_cosine_of_learned_vectors(
 
 
 def test_more_than_there_are_leave_an_empty_tail() -> None:
-    items, scores = nearest_items(build("sasrec", dim=8), ITEMS + 2)
+    items, scores = build("sasrec", dim=8).nearest_items(ITEMS + 2)
     assert items.shape == (ITEMS, ITEMS + 2)
     assert (items[:, ITEMS - 1 :] == -1).all()
     assert bool(scores[:, ITEMS - 1 :].isneginf().all())
@@ -56,12 +55,12 @@ def test_those_of_item_knn_are_its_neighbours() -> None:
     users = torch.tensor([0, 0, 0, 1, 1])
     targets = torch.tensor([4, 5, 6, 4, 5])
     model.fit_counts([{"user_row": users, "target": targets}])
-    items, scores = nearest_items(model, 5)
+    items, scores = model.nearest_items(5)
     assert items[4].tolist() == [5, 6, -1, -1, -1]
     assert scores[4, 0] > scores[4, 1] > 0
     assert (items[0] == -1).all()
 
 
 def test_a_model_without_vectors_is_refused() -> None:
-    with pytest.raises(UserError, match="Popularity has no vectors of items"):
-        nearest_items(build("popularity"), 3)
+    with pytest.raises(UserError, match="'popularity' has no vectors of items"):
+        build("popularity").nearest_items(3)

@@ -14,12 +14,11 @@ import torch
 from small_retrieval import requests_of
 from torch import nn
 
-from models import registry
+from models.build import build_model
 from models.cpu import kernels
 from models.cpu.fast import fast_search
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.metrics import measure
-from models.retrieval.recommend import allow, latest
+from models.retrieval.recommend import latest
 from models.storage.tables import UserError
 
 LONGEST = 6
@@ -102,8 +101,8 @@ CASES = [
 def model(name: str) -> Any:
     torch.manual_seed(0)
     codes = torch.tensor([[a, b, 0] for a in range(5) for b in range(4)])
-    config = registry.config_from_dict({"name": name, **MODELS[name]})
-    return registry.build(config, Catalogue.from_codes(codes, (5, 4, 2))).eval()
+    options = {"name": name, **MODELS[name]}
+    return build_model(options, Catalogue.from_codes(codes, (5, 4, 2))).eval()
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -122,7 +121,7 @@ def test_an_empty_batch_is_an_empty_answer(case: tuple[Any, dict[str, Any]]) -> 
     items, scores = made.recommend(requests([]), 7, **options)
     assert items.shape == scores.shape == (0, 7)
     assert (items.dtype, scores.dtype) == (torch.long, torch.float32)
-    assert measure(made, requests([]), **options)["examples"] == 0
+    assert made.measure(requests([]), **options)["examples"] == 0
 
 
 def test_the_fast_path_of_an_empty_batch() -> None:
@@ -181,7 +180,7 @@ def test_scores_that_are_not_finite_are_an_error(
     spoil(made)
     for ask in (
         lambda: made.recommend(requests([3, 2]), 20, **options),
-        lambda: measure(made, requests([3, 2])),
+        lambda: made.measure(requests([3, 2])),
     ):
         with pytest.raises(
             UserError, match=r"not finite.*lower fit\.lr, or use another checkpoint"
@@ -224,14 +223,10 @@ def test_allowed_items_are_ranked_as_among_all(
 ) -> None:
     """Of a search that is as wide as the catalogue: the same items without the others; one set serves several calls."""
     (built, options), batch = case, requests([1, 3, LONGEST, 15])
-    wide = (
-        {**options, "beam": 400}
-        if "beam" in registry.recommend_options(registry.name_of(built.config))
-        else options
-    )
+    wide = {**options, "beam": 400} if "beam" in built.recommend_options() else options
     every, all_scores = built.recommend(batch, 20, **wide)
-    allowed = allow(
-        built, torch.zeros(20, dtype=torch.bool).index_fill(0, torch.tensor(some), True)
+    allowed = built.encode_allowed(
+        torch.zeros(20, dtype=torch.bool).index_fill(0, torch.tensor(some), True)
     )
     for k, unseen in ((1, False), (6, True), (20, False), (20, True)):
         items, scores = built.recommend(

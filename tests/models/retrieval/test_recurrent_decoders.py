@@ -14,12 +14,13 @@ from torch import Tensor
 
 from jobs.train import parse
 from models import registry
+from models.build import build_model
 from models.retrieval import retriever
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.recurrent import RecurrentDecoder, RecurrentScorer
 from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
-from models.retrieval.tiger import TigerConfig
+from models.retrieval.students.recurrent import RecurrentDecoder, RecurrentScorer
+from models.retrieval.tiger import Tiger, TigerConfig
 from tuning.grid import load
 
 ROOT = Path(__file__).parents[3]
@@ -33,11 +34,8 @@ NAMES = sorted(SMALL)
 def student(name: str, **options: Any) -> Student:
     """Of `tiger()`, its weights random and its log-probabilities far from uniform."""
     torch.manual_seed(1)
-    model: Any = registry.build(
-        registry.config_from_dict(
-            {"name": name, "teacher_model": TEACHER, **SMALL[name], **options}
-        ),
-        catalogue(),
+    model: Any = build_model(
+        {"name": name, "teacher_model": TEACHER, **SMALL[name], **options}, catalogue()
     )
     model.set_teacher(tiger())
     for part, parameter in model.named_parameters():
@@ -141,13 +139,8 @@ def test_logits_depend_on_the_whole_prefix_and_on_the_whole_history(name: str) -
 @pytest.mark.parametrize("name", NAMES)
 def test_it_has_about_as_many_parameters_as_the_teachers_decoder(name: str) -> None:
     codes = torch.tensor([[0, 0, 0, 0], [255, 1, 2, 3]])
-    model = registry.build(
-        registry.config_from_dict({"name": name}),
-        Catalogue.from_codes(codes, (256,) * 4),
-    )
-    teacher: Any = registry.build(
-        TigerConfig(), Catalogue.from_codes(codes, (256,) * 4)
-    )
+    model = build_model({"name": name}, Catalogue.from_codes(codes, (256,) * 4))
+    teacher = Tiger(TigerConfig(), Catalogue.from_codes(codes, (256,) * 4))
     own, its = (
         sum(p.numel() for p in part.decoder.parameters()) for part in (model, teacher)
     )
@@ -162,7 +155,7 @@ def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
     assert own.fit == sid_mlp.fit
     assert own.model == {
         "name": name,
-        **asdict(registry.model_config(name)()),
+        **asdict(registry.find(name).config_class()),
     }  # the file says the defaults
     grid, theirs = (
         yaml.safe_load((ROOT / f"tuning/grids/{n}.yaml").read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import registry
 from models.retrieval.data import PAD, Catalogue, RetrievalDataset
 from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
@@ -97,9 +96,12 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
         "b": [(1, 3), (1, 7)],
         "c": [(4, 5)],
     }
-    entry, uri = registry.find("popularity"), str(write_tables(log, 10) / "sequences")
+    uri = str(write_tables(log, 10) / "sequences")
     train = RetrievalDataset.load(
-        uri, "train", unit=entry.unit, max_history=PopularityConfig().max_history
+        uri,
+        "train",
+        unit=Popularity.example_unit,
+        max_history=PopularityConfig().max_history,
     )
     model = Popularity(PopularityConfig(), Catalogue(10))
     model.fit_counts(train.epoch(2, seed=0, epoch=0))

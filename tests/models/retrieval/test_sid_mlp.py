@@ -13,7 +13,7 @@ from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, row_of, 
 from torch import Tensor
 
 from jobs.train import parse
-from models import registry
+from models.build import build_model
 from models.retrieval.decoders.sid_mlp import CrossAttention
 from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
@@ -30,10 +30,8 @@ SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_wid
 
 def untrained(name: str = "sid_mlp", **options: Any) -> Student:
     small = SMALL if name == "sid_mlp" else {}
-    config = registry.config_from_dict(
-        {"name": name, "teacher_model": TEACHER, **small, **options}
-    )
-    return registry.build(config, catalogue())
+    options = {"name": name, "teacher_model": TEACHER, **small, **options}
+    return build_model(options, catalogue())  # type: ignore[return-value]
 
 
 def student(name: str = "sid_mlp", seed: int = 1, **options: Any) -> Student:

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from small_retrieval import requests_of
 from torch import Tensor
 
-from models import registry
+from models.build import load_model, parse_options
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.students import sid_mlp_pp
 from models.retrieval.students.sid_mlp_pp import (
     SidMlpPp,
     SidMlpPpConfig,
@@ -183,7 +182,7 @@ def encoded(
 
 def stage_1(**change: object) -> tuple[SidMlpPpEncoder, Tiger]:
     torch.manual_seed(0)
-    model = registry.build(
+    model = SidMlpPpEncoder(
         SidMlpPpEncoderConfig(**{**SIZES, "teacher_model": TIGER, **change}),
         catalogue(),
     )
@@ -201,11 +200,11 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
     variance = (targets[real] - targets[real].mean(0)).square().mean().item()
     assert model(batch)["loss"].item() == pytest.approx(mse, rel=1e-5)
     parts = [
-        sid_mlp_pp.measure(model, {name: value[rows] for name, value in batch.items()})
+        model.measure({name: value[rows] for name, value in batch.items()})
         for rows in ([0, 3], [1], [2, 4])
     ]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
-    means = sid_mlp_pp.means(total)
+    means = model.metric_means(total)
     assert means["mse"] == pytest.approx(mse, rel=1e-5)
     assert means["neg_mse"] == -means["mse"]
     assert means["r2"] == pytest.approx(1 - mse / variance, rel=1e-5)
@@ -214,7 +213,7 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
 
 
 def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
-    model = registry.build(
+    model = SidMlpPpEncoder(
         SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue()
     )
     with pytest.raises(UserError, match=r"model\.teacher is not set"):
@@ -228,7 +227,7 @@ def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
 
 def stage_2(**change: object) -> tuple[SidMlpPp, Tiger]:
     torch.manual_seed(0)
-    model = registry.build(
+    model = SidMlpPp(
         SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **change}),
         catalogue(),
     )
@@ -285,12 +284,10 @@ def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
 
 
 def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained):
-    one, _ = registry.load(
+    one, _ = load_model(
         trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder"
     )
-    two, about = registry.load(
-        trained.student / "best", trained.catalogue, "sid_mlp_pp"
-    )
+    two, about = load_model(trained.student / "best", trained.catalogue, "sid_mlp_pp")
     kept = one.backbone.state_dict()
     assert all(
         torch.equal(value, kept[name])
@@ -336,11 +333,11 @@ def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
     alone = tmp_path / "student"
     shutil.copytree(trained.student / "best", alone)
     batch = requests([3, 9, 1, 5], items=ITEMS)
-    before, _ = registry.load(trained.student / "best", trained.catalogue)
+    before, _ = load_model(trained.student / "best", trained.catalogue)
     items, scores = before.recommend(batch, 10)
     moved = trained.root.rename(trained.root.with_name("moved"))
     try:
-        model, about = registry.load(alone, trained.catalogue, "sid_mlp_pp")
+        model, about = load_model(alone, trained.catalogue, "sid_mlp_pp")
         again, more = model.recommend(batch, 10)
         assert not Path(about.model["encoder"]).exists()
     finally:
@@ -351,13 +348,13 @@ def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
 
 def test_resolving_fills_in_sizes_and_hashes_once(trained):
     config = SidMlpPpConfig(encoder=str(trained.encoder), encoder_layers=7)
-    found = registry.resolve(config, trained.catalogue)
+    found = SidMlpPp.resolve_config(config, trained.catalogue)
     assert (found.encoder_layers, found.encoder_width) == (2, 32)
     assert found.encoder == str(trained.encoder / "best")
     assert found.teacher == str(trained.teacher / "best")
     assert found.teacher_model["d_model"] == 16
-    assert registry.resolve(found, trained.catalogue) == found
-    ends = registry.resolve(
+    assert SidMlpPp.resolve_config(found, trained.catalogue) == found
+    ends = SidMlpPp.resolve_config(
         SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True), trained.catalogue
     )
     assert (ends.encoder, ends.encoder_layers, ends.teacher_hash) == (
@@ -369,7 +366,7 @@ def test_resolving_fills_in_sizes_and_hashes_once(trained):
 
 def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
     def resolve(**change: str) -> None:
-        registry.resolve(SidMlpPpConfig(**change), trained.catalogue)
+        SidMlpPp.resolve_config(SidMlpPpConfig(**change), trained.catalogue)
 
     with pytest.raises(
         UserError, match=r"model\.encoder is not set.*sid_mlp_pp_encoder\.yaml"
@@ -386,7 +383,7 @@ def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
         resolve(encoder=str(trained.teacher))
     with pytest.raises(UserError, match="is not the one that this run began with"):
         resolve(encoder=str(trained.encoder), encoder_hash="0" * 64)
-    tiger, about = registry.load(trained.teacher / "best", trained.catalogue)
+    tiger, about = load_model(trained.teacher / "best", trained.catalogue)
     tiger.backbone.embedding.weight.data += 1.0
     checkpoint.save(tmp_path / "other", tiger, about)
     with pytest.raises(
@@ -399,7 +396,7 @@ def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
         versions={**trained.catalogue.versions, "sids": TableVersion("f" * 64)},
     )
     with pytest.raises(UserError, match="another table 'sids'"):
-        registry.resolve(SidMlpPpConfig(encoder=str(trained.encoder)), elsewhere)
+        SidMlpPp.resolve_config(SidMlpPpConfig(encoder=str(trained.encoder)), elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +408,7 @@ def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
 )
 def test_the_shown_configs_are_the_papers(base, ablation, field):
     content = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text())
-    config = registry.config_from_dict(content["model"])
+    _, config = parse_options(content["model"])
     assert (config.encoder_layers, config.encoder_width, config.encoder_dropout) == (
         4,
         2048,
@@ -422,6 +419,5 @@ def test_the_shown_configs_are_the_papers(base, ablation, field):
         "neg_mse" if base == "sid_mlp_pp_encoder" else "ndcg@10"
     )
     change = yaml.safe_load((CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml").read_text())
-    assert getattr(
-        registry.config_from_dict({**content["model"], **change["model"]}), field
-    )
+    _, changed = parse_options({**content["model"], **change["model"]})
+    assert getattr(changed, field)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from training_tables import write_tables
 
-from models import registry
+from models.build import load_model, parse_options
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
-from models.retrieval.distillation.teacher import locate
+from models.retrieval.students.sid_mlp import SidMlp
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import TableVersion, UserError
@@ -65,7 +65,7 @@ def test_a_student_learns_what_its_teacher_knows(taught: Taught) -> None:
 
 def test_what_is_frozen_stays(taught: Taught) -> None:
     model = taught.setup.model
-    teacher, _ = registry.load(locate(taught.teacher), taught.setup.catalogue)
+    teacher, _ = load_model(checkpoint.locate(taught.teacher), taught.setup.catalogue)
     for name, value in model.backbone.state_dict().items():
         assert torch.equal(value, teacher.backbone.state_dict()[name])
         assert torch.equal(value, taught.before[f"backbone.{name}"])
@@ -98,7 +98,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
     expected = setup.model.eval().recommend(batch, 20)
     shutil.rmtree(gone)
-    loaded, about = registry.load(tmp_path / "student", setup.catalogue, "sid_mlp")
+    loaded, about = load_model(tmp_path / "student", setup.catalogue, "sid_mlp")
     items, scores = loaded.recommend(batch, 20)
     assert torch.equal(items, expected[0])
     assert torch.equal(scores, expected[1])
@@ -113,14 +113,11 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
 
 def test_resolving_twice_changes_nothing(taught: Taught) -> None:
     catalogue = taught.setup.catalogue
-    once = registry.resolve(SidMlpConfig(teacher=taught.teacher), catalogue)
-    assert registry.resolve(once, catalogue) == once
+    once = SidMlp.resolve_config(SidMlpConfig(teacher=taught.teacher), catalogue)
+    assert SidMlp.resolve_config(once, catalogue) == once
     assert once.teacher_model["d_model"] == 16
     assert once.max_history == 20
-    assert (
-        registry.config_from_dict(json.loads(json.dumps(registry.config_to_dict(once))))
-        == once
-    )
+    assert parse_options(json.loads(json.dumps(SidMlp.config_to_dict(once))))[1] == once
 
 
 def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) -> None:
@@ -184,7 +181,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         train(taught.teacher, other, other_sids)
 
     cut = tmp_path / "cut"
-    shutil.copytree(locate(taught.teacher), cut)
+    shutil.copytree(checkpoint.locate(taught.teacher), cut)
     (cut / checkpoint.WEIGHTS).write_bytes((cut / checkpoint.WEIGHTS).read_bytes()[:-9])
     with pytest.raises(UserError, match=r"truncated or replaced"):
         train(str(cut))
@@ -192,7 +189,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
 
 def test_a_teacher_of_another_depth_is_refused(taught: Taught, tmp_path: Path) -> None:
     """As many tokens, cut into other levels: the hashes of the semantic IDs tell."""
-    teacher = locate(taught.teacher)
+    teacher = checkpoint.locate(taught.teacher)
     catalogue = taught.setup.catalogue
     codes = torch.cat([catalogue.sids[:, :2], torch.zeros(24, 2, dtype=torch.long)], 1)
     deep = Catalogue.from_codes(codes, (4, 6, 1, 1))
@@ -207,4 +204,4 @@ def test_a_teacher_of_another_depth_is_refused(taught: Taught, tmp_path: Path) -
         UserError,
         match=r"belongs to another table 'sids': \w+ was trained on, dddddddddddd is given",
     ):
-        registry.resolve(SidMlpConfig(teacher=teacher), deep)
+        SidMlp.resolve_config(SidMlpConfig(teacher=teacher), deep)

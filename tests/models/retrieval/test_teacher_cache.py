@@ -212,7 +212,7 @@ def test_it_holds_each_request_once_without_padding_at_half_precision(
 
     setup = world.build(cache)
     counts = {"encoder": len(train) + len(val), "decoder": len(train)}
-    for line, (name, count) in zip(setup.notes[:2], counts.items(), strict=True):
+    for line, (name, count) in zip(setup.messages[:2], counts.items(), strict=True):
         assert f"{name} states of {count:,} requests, " in line
         assert "MiB at half precision, found" in line
     batch = train.collate(np.array([5, 0, 9]))
@@ -250,7 +250,7 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
     (uri / "manifest.json").unlink()
     (uri / "part-00000000000000000000.parquet").write_bytes(b"cut o")
     setup = world.build(tmp_path, **ENCODER)
-    assert "made in" in setup.notes[0]
+    assert "made in" in setup.messages[0]
     assert read_table(str(uri)).equals(content)
     assert files(str(uri)) == sorted(
         ["manifest.json", *(part.path for part in read_manifest(str(uri)).files)]
@@ -294,7 +294,7 @@ def test_a_wrong_one_is_refused_with_what_to_do(
     part.write_bytes(whole[:-7])
     refused("truncated or replaced")
     shutil.rmtree(uri)
-    assert "made in" in world.build(copy).notes[0]
+    assert "made in" in world.build(copy).messages[0]
 
     (tmp_path / "file").write_text("")
     with pytest.raises(
@@ -384,7 +384,7 @@ def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> 
 def make_alone(world: World, cache: str, began: Any, notes: Any) -> None:
     torch.set_num_threads(1)
     began.put(None)
-    notes.put(world.build(cache).notes)
+    notes.put(world.build(cache).messages)
 
 
 def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
@@ -458,7 +458,7 @@ def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(
     killed.kill()
     killed.wait()
     assert "part-00000000000000000000.parquet" in files(uri)
-    assert "made in" in world.build(f"{s3}/killed").notes[0]
+    assert "made in" in world.build(f"{s3}/killed").messages[0]
     assert read_table(uri).equals(read_table(str(cache / name)))
     assert files(uri) == files(str(cache / name))
 

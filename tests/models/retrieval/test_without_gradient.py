@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models import registry
+from models.build import parse_options
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.retrieval.floors import item_knn
 from models.storage import checkpoint
@@ -52,9 +52,13 @@ def to_request(histories: list[list[int]]) -> dict[str, Tensor]:
     }
 
 
+def build_resolved(options: dict[str, Any], catalogue: Catalogue) -> Any:
+    model_class, config = parse_options(options)
+    return model_class(model_class.resolve_config(config, catalogue), catalogue)
+
+
 def fit(behaviours: list[list[int]], **config: Any) -> Any:
-    resolved = registry.resolve(registry.config_from_dict(config), Catalogue(ITEMS))
-    model: Any = registry.build(resolved, Catalogue(ITEMS))
+    model = build_resolved(config, Catalogue(ITEMS))
     model.fit_counts(to_batches(behaviours))
     return model.eval()
 
@@ -191,10 +195,8 @@ def test_ease_of_a_large_catalogue_is_of_its_frequent_items_and_says_so() -> Non
     assert items[0, :6].tolist() == frequent[np.argsort(-expected)].tolist()
     np.testing.assert_allclose(scores[0, :6], -np.sort(-expected), atol=1e-6)
     assert items[0, 6:].tolist() == popular
-    (note,) = registry.find("ease").precompute(
-        model, model.config, Catalogue(ITEMS), {}
-    )
-    assert "6 most frequent of 12 items" in note
+    (message,) = model.prepare_training(Catalogue(ITEMS), {})
+    assert "6 most frequent of 12 items" in message
 
 
 def test_ease_ranks_by_popularity_after_a_history_of_none_of_its_items() -> None:
@@ -212,10 +214,9 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
 ) -> None:
     """Targets of validation and test change nothing; requests without history count."""
     uri = f"{small[0]}/sequences"
-    config = registry.config_from_dict({"name": name})
     catalogue = Catalogue.load(small[0])
-    model: Any = registry.build(registry.resolve(config, catalogue), catalogue)
-    train = RetrievalDataset.load(uri, "train", unit=registry.find(name).unit)
+    model = build_resolved({"name": name}, catalogue)
+    train = RetrievalDataset.load(uri, "train", unit=model.example_unit)
 
     model.fit_counts(train.epoch(64, seed=0, epoch=0))
 
@@ -235,7 +236,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
 )
 def test_impossible_options_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        registry.config_from_dict(config)
+        parse_options(config)
 
 
 @pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])
@@ -243,11 +244,9 @@ def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(
     name: str, tmp_path: Path
 ) -> None:
     before = fit(draw_behaviours(), name=name)
-    about = Checkpoint(model=registry.config_to_dict(before.config))
+    about = Checkpoint(model=before.config_to_dict(before.config))
     checkpoint.save(tmp_path / "run", before, about)
-    config = registry.config_from_dict(about.model)
-    extended = Catalogue(ITEMS + 3)
-    after: Any = registry.build(registry.resolve(config, extended), extended)
+    after = build_resolved(about.model, Catalogue(ITEMS + 3))
 
     carry(after, tmp_path / "run", about, ITEMS + 3)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from models import registry
+from models.build import load_model
 from models.loaded_model import load_catalogue
 from models.own_features import Category, Number, OwnFeatures
 from models.search.data import SearchCatalogue, no_text
@@ -226,7 +226,7 @@ def test_it_trains_without_text_and_comes_back_as_it_was(
     setup.fit_counts()
     assert setup.validate(model)[1] == len(setup.val)
     checkpoint.save(tmp_path / "best", model, setup.checkpoint(epoch=1))
-    loaded, about = registry.load(
+    loaded, about = load_model(
         tmp_path / "best", load_catalogue("boosted", Inputs(tables)), "boosted"
     )
     assert set(about.files) == {"model.safetensors"}

@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 
-from models import registry
+from models.build import build_model
 from models.search import hllm
 from models.search.data import SearchCatalogue
 from models.search.encoders import pretrained_sizes
-from models.search.hllm import HLLMConfig, ItemTower
+from models.search.hllm import HLLM, HLLMConfig, ItemTower
 from models.storage.tables import UserError, join, read_table
 from tests.search_tables import ITEM_MODEL, WIDTH, write_search
 from tests.training_tables import write
@@ -151,13 +151,12 @@ def test_training_starts_at_the_frozen_encoder_and_moves_it(
         embedded = replace(
             catalogue, items=one_at_a_time(pretrained, catalogue, "cls", False)
         )
-    entry = registry.find("hllm")
-    frozen = registry.build(HLLMConfig(**SMALL), embedded).eval()
-    config = registry.resolve(HLLMConfig(**SMALL, item_tower=folder), embedded)
-    assert config == registry.resolve(config, embedded)
-    model = registry.build(config, embedded).eval()
+    frozen = HLLM(HLLMConfig(**SMALL), embedded).eval()
+    config = HLLM.resolve_config(HLLMConfig(**SMALL, item_tower=folder), embedded)
+    assert config == HLLM.resolve_config(config, embedded)
+    model = HLLM(config, embedded).eval()
     model.load_state_dict(frozen.state_dict(), strict=False)
-    entry.teach(model, config, embedded)
+    model.prepare_training(embedded, {})
     with torch.no_grad():
         before = model.score(batch)
         torch.testing.assert_close(before, frozen.score(batch), atol=1e-4, rtol=1e-4)
@@ -178,9 +177,7 @@ def test_training_starts_at_the_frozen_encoder_and_moves_it(
         if "layer" in name and "key.bias" not in name
     )
     # A finished model needs its config and weights, not the folder.
-    again = registry.build(
-        registry.config_from_dict(registry.config_to_dict(config)), embedded
-    ).eval()
+    again = build_model(HLLM.config_to_dict(config), embedded).eval()
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(again.score(batch), after)
@@ -203,7 +200,7 @@ def test_what_does_not_fit_is_refused(
         ):
             ItemTower(ITEM_MODEL | changes, catalogue)
     with pytest.raises(UserError, match="cannot load the encoder"):
-        registry.resolve(
+        HLLM.resolve_config(
             HLLMConfig(**SMALL, item_tower=str(tmp_path / "none")), catalogue
         )
     with pytest.raises(ValueError, match="which token 'pair' does not read"):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from models import registry
 from models.retrieval.data import request_number
 from models.search.data import MAX_REQUESTS, SearchCatalogue, SearchDataset, pair_key
+from models.search.qgs import QGS
+from models.search.ranker import RankerConfig
 from models.storage.tables import UserError, join, read_table
 from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
 
@@ -249,15 +250,13 @@ def test_batches_bring_the_text_of_their_pairs(search, token, condition):
     """A model that holds no pair gives the losses of one that holds them all."""
     catalogue = SearchCatalogue.load(*search)
     options = {
-        "name": "qgs",
         "width": 16,
         "num_layers": 1,
         "max_history": 8,
         "dropout": 0.0,
     }
-    config = registry.config_from_dict(
-        {**options, "token": token, "query_condition": condition}
-    )
+    options |= {"token": token, "query_condition": condition}
+    config = QGS.parse_config(options)
     plain, bringing = (
         SearchDataset.load(
             join(search[0], "sequences"), "train", unit="user", max_history=8
@@ -269,7 +268,7 @@ def test_batches_bring_the_text_of_their_pairs(search, token, condition):
     models = []
     for made in (catalogue, without):
         torch.manual_seed(0)
-        models.append(registry.build(config, made))
+        models.append(QGS(config, made))
     for rows in plain.evaluation_batches(7):
         batch = bringing.collate(rows)
         pairs = {
@@ -303,7 +302,7 @@ def test_a_pair_without_text_is_still_an_error(search):
     few = replace(
         catalogue, pairs=catalogue.pairs[:5], pair_keys=catalogue.pair_keys[:5]
     )
-    config = registry.config_from_dict({"name": "base"})
+    config = RankerConfig()
     examples = SearchDataset.load(join(search[0], "sequences"), "train", max_history=8)
     with pytest.raises(
         UserError, match=r"the text has no embedding of item \d+ with query \d+"

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from models.layers.hstu import HSTULayer
 from models.search.encoders import (
-    HSTU,
     CausalBert,
+    HSTUEncoder,
     LinearHSTULayer,
     copy_pretrained,
     pretrained_sizes,
@@ -135,7 +135,7 @@ def test_hstu_attention_is_its_loop():
 def test_a_deep_hstu_moves_with_its_history():
     """The division by the longest length leaves values far below 1, which norms with a large eps would not see."""
     torch.manual_seed(0)
-    encoder = HSTU(256, 12, 4, 100).eval()
+    encoder = HSTUEncoder(256, 12, 4, 100).eval()
     x = torch.randn(8, 10, 256)  # a history of 10 where 100 fit
     other = torch.cat([torch.randn(8, 9, 256), x[:, 9:]], 1)
     with torch.no_grad():

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from models import registry
 from models.metrics.ranking_metrics import request_auc
 from models.search.data import SearchCatalogue, SearchDataset, no_text
 from models.search.floors.click_rates import (
-    ClickRate,
+    ItemCtr,
     ItemCtrConfig,
     LogOrder,
     LogOrderConfig,
+    PairCtr,
     PairCtrConfig,
-    describe_rates,
     rate_columns,
 )
 from models.storage import checkpoint
@@ -44,16 +43,18 @@ def small_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
 
 
 @pytest.mark.parametrize(
-    ("config", "column"), [(PairCtrConfig(), 3), (ItemCtrConfig(), 1)]
+    ("model", "column"),
+    [
+        (lambda: PairCtr(PairCtrConfig(), small_catalogue()), 3),
+        (lambda: ItemCtr(ItemCtrConfig(), small_catalogue()), 1),
+    ],
 )
 def test_a_click_rate_is_the_column_of_the_longest_window(
-    config: Any, column: int
+    model: Any, column: int
 ) -> None:
     features = torch.rand(6, len(RATES))
 
-    model = ClickRate(config, small_catalogue())
-
-    chances = model.score({"features": features})[:, 0].sigmoid()
+    chances = model().score({"features": features})[:, 0].sigmoid()
     torch.testing.assert_close(chances, features[:, column])
 
 
@@ -63,12 +64,12 @@ def test_windows_are_ordered_by_their_days() -> None:
 
 
 def test_all_results_tie_in_tables_without_click_rates() -> None:
-    config, catalogue = ItemCtrConfig(), small_catalogue(("pair_ctr_7d",))
+    catalogue = small_catalogue(("pair_ctr_7d",))
 
-    model = ClickRate(config, catalogue)
+    model = ItemCtr(ItemCtrConfig(), catalogue)
 
     assert model.score({"features": torch.rand(4, 1)}).tolist() == [[0.0]] * 4
-    (line,) = describe_rates(model, config, catalogue, {})
+    (line,) = model.prepare_training(catalogue, {})
     assert line.startswith("the tables have no click rates by item")
 
 
@@ -98,10 +99,10 @@ def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
     sums, _ = setup.validate(setup.model)
 
     metrics = setup.means(sums)
-    assert set(setup.entry.measured.names(setup.catalogue)) == set(metrics)
+    assert set(setup.model.metric_names(setup.catalogue)) == set(metrics)
     assert metrics.pop("requests") == len(setup.val)
     assert all(name.startswith("with_position/") for name in metrics)
-    assert setup.entry.measured.summary(metrics)[0].startswith("  with_position/")
+    assert setup.model.format_metrics(metrics)[0].startswith("  with_position/")
     uri = join(tables, "sequences")
     examples = SearchDataset.load(uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
@@ -110,11 +111,11 @@ def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
     )
     expected = float(auc[valid].mean())
     assert metrics["with_position/gauc"] == pytest.approx(expected)
-    by_user = setup.entry.measured.measure(setup.model, batch, by_user=1)
+    by_user = setup.model.measure(batch, by_user=1)
     assert "by_user/with_position/gauc" in by_user
 
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=1))
-    assert not registry.find("log_order").ranks
+    assert LogOrder.reason_not_served()
     with pytest.raises(UserError, match="known only after results were shown"):
         infer_all(str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores"))
 

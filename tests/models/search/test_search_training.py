@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from models import registry
+from models.build import load_model, parse_options
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue
 from models.storage import checkpoint
@@ -57,8 +57,7 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     assert ends[-1].loss < ends[0].loss
     assert ends[-1].metrics["requests"] == 40
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=6))
-    entry = registry.find("qgs")
-    loaded, about = registry.load(
+    loaded, about = load_model(
         tmp_path / "best", load_catalogue("qgs", Inputs(tables, text=text)), "qgs"
     )
     assert not [
@@ -67,7 +66,6 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     found = [
         measure_examples(
             model,
-            entry.measured.measure,
             setup.val,
             batch_size=5,
             device=torch.device("cpu"),
@@ -80,7 +78,7 @@ def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     assert about.hashes.keys() >= {"sequences", "items", "queries", "text_pairs"}
     other = write_search(tmp_path / "other", users=12, seed=5)
     with pytest.raises(UserError, match="belongs to another table"):
-        registry.load(
+        load_model(
             tmp_path / "best", load_catalogue("qgs", Inputs(other[0], text=other[1]))
         )
 
@@ -102,8 +100,8 @@ def test_the_configs_are_of_models_that_exist(path):
     if path.stem not in alone:  # read after the base
         base = yaml.safe_load((CONFIGS / "qgs.yaml").read_text())
         content = {part: {**base[part], **content.get(part, {})} for part in base}
-    config = registry.config_from_dict(content["model"])
-    assert registry.find(content["model"]["name"]).family is registry.SEARCH
+    model_class, config = parse_options(content["model"])
+    assert model_class.family == "search"
     metric = "with_position/gauc" if path.stem == "log_order" else "gauc"
     assert FitConfig(**content["fit"]).metric == metric
     assert config.max_history >= 1

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 from comparison_rows import NDCG, compared, row
 
-from models import registry
+from models.retrieval.decoders.sid_mlp import SidMlpConfig
+from models.retrieval.students.sid_mlp import SidMlp
+from models.retrieval.tiger import Tiger, TigerConfig
 from pipelines import tracking
 from pipelines.comparison.plots import pareto, plots, points_of, settings
 from pipelines.comparison.rows import Row, evaluations, lower_is_better, rows_of
@@ -21,10 +23,8 @@ def test_a_run_from_before_an_option_stands_with_those_at_its_default(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
-    now = registry.config_to_dict(
-        registry.model_config("sid_mlp")(teacher="runs/tiger")
-    )
-    teacher = registry.config_to_dict(registry.model_config("tiger")())
+    now = SidMlp.config_to_dict(SidMlpConfig(teacher="runs/tiger"))
+    teacher = Tiger.config_to_dict(TigerConfig())
     for seed, left_out, more in (
         (42, {"attention_dropout"}, {}),
         (43, set(), {}),

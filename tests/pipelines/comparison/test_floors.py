@@ -154,8 +154,8 @@ def test_a_search_model_is_judged_by_click_rates_and_not_by_the_log_s_order() ->
         "options": {},
         "examples": USERS,
     }
-    assert registry.floors(registry.SEARCH) == ["pair_ctr", "item_ctr"]
-    assert registry.floors(registry.ACTIONS) == ["base_rate", "item_rate"]
+    assert registry.find_floors("search") == ["pair_ctr", "item_ctr"]
+    assert registry.find_floors("actions") == ["base_rate", "item_rate"]
 
     floors = [Floor("pair_ctr", {"gauc": 0.6}, {"gauc": base})]
     verdict = judge_result(result, floors, "gauc")

@@ -70,14 +70,14 @@ def test_a_number_that_was_empty_takes_the_scale_of_later_days(tmp_path: Path) -
     (price,) = info["own"]["numbers"]
     assert price["mean"] > 10_000
     assert setup.model.items.own.std.tolist() == pytest.approx([price["std"]])
-    assert any("num_price had no values" in note for note in setup.notes)
+    assert any("num_price had no values" in note for note in setup.messages)
 
 
 def test_a_task_that_appears_later_stays_a_task(tmp_path: Path) -> None:
     setup = grow("d4_task_appears_later", tmp_path, 5, 8)
 
     assert setup.model.labels == ("looked_it", "like")
-    assert any("task like was 0 for all before" in note for note in setup.notes)
+    assert any("task like was 0 for all before" in note for note in setup.messages)
 
 
 def test_a_day_with_an_event_in_the_future_does_not_join_the_tables(

@@ -12,7 +12,7 @@ from training_tables import write_tables
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
-from models import registry
+from models.build import load_model
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.retrieval.search.export import load_exported
 from models.storage import checkpoint
@@ -67,7 +67,10 @@ def world(
             FitConfig(batch_size=8, seed=seed),
             Inputs(tables, sids),
         )
-        config = {"model": registry.config_to_dict(setup.config), "fit": {"seed": seed}}
+        config = {
+            "model": setup.model.config_to_dict(setup.config),
+            "fit": {"seed": seed},
+        }
         opened = tracking.open_run(
             uri, "retrieval/small", name, str(folder), config=config, hashes={}
         )
@@ -147,7 +150,7 @@ def test_an_exported_student_ranks_as_it_did(
         "same items in the same order as the model for 60 requests"
         in capsys.readouterr().out
     )
-    model, _ = registry.load(
+    model, _ = load_model(
         world[0] / "student-1", Catalogue.load(world[1][1], world[1][3])
     )
     batch = RetrievalDataset.load(f"{world[1][1]}/sequences", "test").collate(

@@ -15,7 +15,7 @@ from training_tables import write_tables
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
-from models import registry
+from models.build import load_model
 from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import decode_values
 from models.retrieval.data import Catalogue, RetrievalDataset
@@ -95,7 +95,7 @@ def world(
 @pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
 def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
     result, _ = evaluate(world.place(name), world.inputs, batch_size=7)
-    model, about = registry.load(
+    model, about = load_model(
         world.place(name), Catalogue.load(world.tables, world.sids)
     )
     examples = RetrievalDataset.load(
@@ -318,7 +318,7 @@ def test_all_users_to_a_table(
     table = read_table(output, "recommendations").to_pydict()
     assert table["user_id"] == [f"user-{i:04d}" for i in range(60)]
     names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
-    model, _ = registry.load(
+    model, _ = load_model(
         world.place("tiger"), Catalogue.load(world.tables, world.sids)
     )
     examples = RetrievalDataset.load(f"{world.tables}/sequences", "next")
@@ -364,7 +364,7 @@ def test_allowed_items_alone_to_a_table(
         "as the allowed set or the search within its beams has no more"
         in capsys.readouterr().out
     )
-    model, _ = registry.load(
+    model, _ = load_model(
         world.place("tiger"), Catalogue.load(world.tables, world.sids)
     )
     examples = RetrievalDataset.load(

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 
-from models import registry
 from models.actions.data import ActionsDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -129,7 +128,7 @@ def test_models_learn_from_them_and_serve_by_name(
         )
     assert auc["own"] > auc["without"] + 0.15
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    config = {"model": registry.config_to_dict(setup.config), "tables": tables}
+    config = {"model": setup.model.config_to_dict(setup.config), "tables": tables}
     run = tracking.open_run(
         uri,
         "mvp/own",

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 
-from models import registry
 from models.search.data import SearchCatalogue, SearchDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -40,7 +39,7 @@ def served(folder: Path, tables: str, text: str) -> tuple[TrainingRun, Any]:
         {"name": "qgs", **SIZES}, FitConfig(batch_size=8), Inputs(tables, text=text)
     )
     config = {
-        "model": registry.config_to_dict(setup.config),
+        "model": setup.model.config_to_dict(setup.config),
         "tables": tables,
         "text": text,
     }

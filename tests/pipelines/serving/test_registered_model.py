@@ -18,7 +18,7 @@ import torch
 from training_tables import write_tables
 
 from jobs.compare import Config, run
-from models import registry
+from models.build import load_model
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -59,7 +59,7 @@ def train_nothing(
     setup = TrainingRun.build(
         TIGER, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids)
     )
-    model = registry.config_to_dict(setup.config)
+    model = setup.model.config_to_dict(setup.config)
     config = {"model": model, "fit": {"seed": seed}, "tables": tables, "sids": sids}
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
     opened = tracking.open_run(
@@ -127,7 +127,7 @@ def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(
     assert {"table.trie", "table.sids", "table.items"} <= version.tags.keys()
     assert version.description == "tiger-2: val/ndcg@10 0.3000"
 
-    model, _ = registry.load(
+    model, _ = load_model(
         folder / "tiger-2",
         Catalogue.load(f"{folder}/small/tables", f"{folder}/small/sids"),
     )

@@ -15,10 +15,10 @@ import pandas as pd
 import pytest
 import torch
 
-from models import registry
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
+from models.build import build_model, load_model
 from models.requests import Row
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def trained(
     setup = TrainingRun.build(
         {"name": name, **SIZES[name], **options}, fit, Inputs(tables, text=text)
     )
-    config = {"model": registry.config_to_dict(setup.config), "tables": tables} | (
+    config = {"model": setup.model.config_to_dict(setup.config), "tables": tables} | (
         {"text": text} if text else {}
     )
     uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
@@ -634,14 +634,12 @@ def test_text_that_a_model_was_not_trained_with_is_refused(tmp_path: Path) -> No
             "was trained without text, and a table 'text_items' is given; leave out --text",
         ),
     ):
-        config = registry.config_from_dict({"name": "attn_mvp", **SIZES["attn_mvp"]})
-        about = Checkpoint(
-            model=registry.config_to_dict(config), hashes=catalogue.hashes, epoch=1
-        )
-        checkpoint.save(tmp_path / "model", registry.build(config, catalogue), about)
-        registry.load(tmp_path / "model", catalogue)
+        options = {"name": "attn_mvp", **SIZES["attn_mvp"]}
+        about = Checkpoint(model=options, hashes=catalogue.hashes, epoch=1)
+        checkpoint.save(tmp_path / "model", build_model(options, catalogue), about)
+        load_model(tmp_path / "model", catalogue)
         with pytest.raises(UserError, match=message):
-            registry.load(tmp_path / "model", other)
+            load_model(tmp_path / "model", other)
     others = write_actions(tmp_path / "b", items=13, content=True)
     with pytest.raises(
         UserError, match=r"items was made from other items .* or run jobs.encode again"

@@ -41,8 +41,9 @@ SIZES = {
 FAMILIES = {
     family: [
         name
-        for name, entry in registry.MODELS.items()
-        if entry.family.name == family and entry.ranks
+        for name in registry.MODELS
+        if registry.find(name).family == family
+        and not registry.find(name).reason_not_served()
     ]
     for family in ("search", "actions")
 }
@@ -65,17 +66,19 @@ def serve(
     name: str, folder: Path, tables: str, text: str | None, longest: int, seed: int = 0
 ) -> tuple[TrainingRun, ServedModel]:
     """A model of MODELS, untrained if it is trained by gradient, and as it is served."""
-    known = inspect.signature(registry.model_config(MODELS[name]["name"])).parameters
+    known = inspect.signature(
+        registry.find(MODELS[name]["name"]).config_class
+    ).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
     setup = TrainingRun.build(
         {**MODELS[name], **sizes, "max_history": longest},
         FitConfig(batch_size=8, seed=seed),
         Inputs(tables, text=text),
     )
-    if not setup.entry.gradient:
+    if not setup.model.trains_by_gradient:
         setup.fit_counts()
     checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
-    reads_text = text and "text" in setup.entry.reads
+    reads_text = text and "text" in setup.model.extra_inputs
     with (
         pytest.warns(UserWarning, match="without its text encoder")
         if reads_text
@@ -178,12 +181,10 @@ def ranked(served: ServedModel, rows: list[dict[str, Any]]) -> list[dict[str, fl
 def test_served_scores_are_those_of_training(
     name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
 ) -> None:
-    entry = registry.find(MODELS[name]["name"])
-    tables, text = made[entry.family.name]
+    family = registry.find(MODELS[name]["name"]).family
+    tables, text = made[family]
     setup, served = serve(name, tmp_path, tables, text, longest=12)
-    rows, chances = zip(
-        *REQUESTS[entry.family.name](setup, tables, text, 12), strict=True
-    )
+    rows, chances = zip(*REQUESTS[family](setup, tables, text, 12), strict=True)
     assert sum(len(row["history"]) > 3 for row in rows) >= 3
     for found, want in zip(ranked(served, list(rows)), chances, strict=True):
         assert found == pytest.approx(want, abs=1e-5)

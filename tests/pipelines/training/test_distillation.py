@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from training_tables import write_tables
 
-from models import registry
+from models.build import load_model
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -178,7 +178,7 @@ def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
     assert not all(
         torch.equal(start[name], expected[name]) for name in start.keys() - backbone
     )
-    model, _ = registry.load(
+    model, _ = load_model(
         again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp"
     )
     batch = {

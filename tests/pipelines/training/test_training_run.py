@@ -21,7 +21,7 @@ from search_tables import ITEM_MODEL, write_search
 from training_tables import write_tables
 from transformers import AutoConfig, AutoModel
 
-from models import registry
+from models.build import load_model
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -191,7 +191,7 @@ def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
         "unknown_items",
         "note",
     ]
-    model, _ = registry.load(world.trained.checkpoint, Catalogue.load(world.tables))
+    model, _ = load_model(world.trained.checkpoint, Catalogue.load(world.tables))
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     items, scores = model.recommend(
         {"history": history, "history_length": torch.tensor([2, 3])}, 4

@@ -6,7 +6,6 @@ import pytest
 import torch
 from test_fast import SMALL, TEACHER, requests, student, table_7
 
-from models import registry
 from models.retrieval.data import Catalogue
 from models.retrieval.search.export import export_student, load_exported
 from models.retrieval.students.sid_mlp_pp import SidMlpPp, SidMlpPpConfig
@@ -23,7 +22,7 @@ def plus_plus() -> SidMlpPp:
         encoder_width=32,
         scores="codebook",
     )
-    return registry.build(
+    return SidMlpPp(
         config, Catalogue.from_codes(table_7(400), (256, 256, 256, 256))
     ).eval()
 

@@ -16,7 +16,6 @@ from test_trie import catalogues
 from torch import Tensor
 
 from benchmarks.decode import random_codes
-from models import registry
 from models.cpu import kernels
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
@@ -47,7 +46,7 @@ def student(
     """A student with random weights, its scores far from uniform."""
     torch.manual_seed(seed)
     config = SidMlpConfig(**{"teacher_model": TEACHER, **SMALL, **options})
-    model = registry.build(config, Catalogue.from_codes(codes, sizes))
+    model = SidMlp(config, Catalogue.from_codes(codes, sizes))
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.heads") and parameter.dim() == 2:
             torch.nn.init.normal_(parameter.data, std=0.5)

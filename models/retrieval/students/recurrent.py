@@ -38,8 +38,9 @@ from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.mamba2 import Mamba2
 from models.layers.t5 import dropout
-from models.retrieval.distillation.student import StudentConfig
+from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History
+from models.retrieval.retriever import Retriever
 from models.storage.tables import UserError
 
 
@@ -268,28 +269,49 @@ class RecurrentScorer:
         return self.decoder.heads[self.level](x).float().log_softmax(-1)
 
 
-def gdn(config: GdnConfig, backbone: Backbone) -> RecurrentDecoder:
-    """The decoder on a backbone."""
-    sizes = (
-        config.heads,
-        config.head_width,
-        config.expand_v,
-        config.conv,
-        config.chunk,
-    )
-    return RecurrentDecoder(
-        config, backbone, lambda width: GatedDeltaNet(width, *sizes), config.ffn_width
-    )
+class GdnStudent(Student):
+    """A student with a Gated DeltaNet as decoder."""
 
+    name = "gdn"
+    config_class = GdnConfig
 
-def mamba2(config: Mamba2Config, backbone: Backbone) -> RecurrentDecoder:
-    """The decoder on a backbone; UserError where its heads do not fill the inner width."""
-    inner = config.expand * (config.width or backbone.embedding.embedding_dim)
-    if inner % config.head_width:
-        raise UserError(
-            f"the inner width {inner} of mamba2 does not divide by head_width {config.head_width}; give one that "
-            "divides expand times width"
+    @staticmethod
+    def build_decoder(config: GdnConfig, teacher: Retriever) -> RecurrentDecoder:
+        sizes = (
+            config.heads,
+            config.head_width,
+            config.expand_v,
+            config.conv,
+            config.chunk,
+        )
+        return RecurrentDecoder(
+            config,
+            teacher.backbone,
+            lambda width: GatedDeltaNet(width, *sizes),
+            config.ffn_width,
         )
 
-    sizes = (config.head_width, config.state, config.expand, config.conv, config.chunk)
-    return RecurrentDecoder(config, backbone, lambda width: Mamba2(width, *sizes))
+
+class Mamba2Student(Student):
+    """A student with a Mamba2 as decoder."""
+
+    name = "mamba2"
+    config_class = Mamba2Config
+
+    @staticmethod
+    def build_decoder(config: Mamba2Config, teacher: Retriever) -> RecurrentDecoder:
+        backbone = teacher.backbone
+        inner = config.expand * (config.width or backbone.embedding.embedding_dim)
+        if inner % config.head_width:
+            raise UserError(
+                f"the inner width {inner} of mamba2 does not divide by head_width "
+                f"{config.head_width}; give one that divides expand times width"
+            )
+        sizes = (
+            config.head_width,
+            config.state,
+            config.expand,
+            config.conv,
+            config.chunk,
+        )
+        return RecurrentDecoder(config, backbone, lambda width: Mamba2(width, *sizes))

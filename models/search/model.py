@@ -1,0 +1,87 @@
+"""What search models share: which of these candidates will a user click for this query?
+
+Shapes: `N` candidates, `K` labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from models.model import Model, Ranked
+from models.search import metrics
+from models.search.data import TABLES, SearchCatalogue, SearchDataset
+from models.search.requests import SearchRequests
+from models.storage.inputs import Inputs
+
+
+class SearchModel(Model):
+    """A model that scores the candidates of a request, by `score(batch)`."""
+
+    family = "search"
+    dataset_class = SearchDataset
+    requests_class = SearchRequests
+    catalogue_tables = TABLES
+    extra_inputs: ClassVar[Mapping[str, bool]] = {"text": True}
+    ranks: ClassVar[Ranked] = "candidates"
+    shown_metrics = metrics.SHOWN
+    reads_first_label: ClassVar[bool] = False
+    """Whether it learns and ranks by the first of the log's labels alone."""
+
+    reads_position: bool = False
+    """Whether training reads the position at which a candidate was shown."""
+
+    @classmethod
+    def load_catalogue(
+        cls,
+        inputs: Inputs,
+        *,
+        scales: Mapping[str, Any] | None = None,
+        manifest_only: bool = False,
+    ) -> SearchCatalogue:
+        return SearchCatalogue.load(
+            inputs.tables, inputs.text, not manifest_only, scales
+        )
+
+    @classmethod
+    def trim_catalogue(
+        cls,
+        catalogue: SearchCatalogue,
+        datasets: Sequence[Any],
+        config: Any,
+    ) -> SearchCatalogue:
+        return catalogue.leave_pairs_to(datasets, config)
+
+    @classmethod
+    def describe_requests(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+        description = super().describe_requests(info)
+        if cls.reads_first_label:
+            description["labels"] = description["labels"][:1]
+        return description
+
+    def score(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return (N, K) logits.
+
+        A model that `reads_position` takes `shown`, whether to read the positions at
+        which candidates were shown.
+        """
+        raise NotImplementedError
+
+    def measure(
+        self, batch: dict[str, Tensor], by_user: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        return metrics.measure(self, batch, by_user)
+
+    @classmethod
+    def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
+        return metrics.means(sums)
+
+    @classmethod
+    def metric_names(cls, catalogue: SearchCatalogue) -> list[str]:
+        return metrics.names(catalogue)
+
+    @classmethod
+    def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
+        return metrics.summary(metrics_)
