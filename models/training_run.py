@@ -30,6 +30,7 @@ from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
+    TableVersion,
     UserError,
     code_version,
     join,

@@ -18,7 +18,6 @@ from models.retrieval.retriever import Retriever
 from models.retrieval.search import speculative
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.speculative import Tree
-from models.retrieval.students import atspeed
 from models.retrieval.students.atspeed import TOP, AtSpeed, relaxed_loss, strict_loss
 from models.storage.tables import UserError
 from tests.models.retrieval.conftest import World
@@ -252,16 +251,18 @@ def test_the_numbers_of_steps_are_means_over_requests() -> None:
     model, batch = student(), requests(6)
     found = model.speculate(batch, 20)
     halves = [
-        atspeed.measure(model, {key: value[part] for key, value in batch.items()})
+        model.measure({key: value[part] for key, value in batch.items()})
         for part in (slice(2), slice(2, 6))
     ]
-    means = atspeed.means({key: halves[0][key] + halves[1][key] for key in halves[0]})
-    assert set(means) == set(atspeed.names(catalogue()))
+    means = model.metric_means(
+        {key: halves[0][key] + halves[1][key] for key in halves[0]}
+    )
+    assert set(means) == set(model.metric_names(catalogue()))
     assert means["target_passes"] == pytest.approx(float(found.passes.double().mean()))
     assert means["acceptance"] == pytest.approx(
         float(found.accepted.sum() / found.drafted.sum())
     )
-    undrafted = atspeed.means(atspeed.measure(model, batch, draft_steps=0))
+    undrafted = model.metric_means(model.measure(batch, draft_steps=0))
     assert (undrafted["acceptance"], undrafted["target_passes"]) == (0.0, 4.0)
 
 
@@ -269,14 +270,11 @@ def test_what_is_measured_without_known_items_is_what_is_recommended_without_the
     None
 ):
     model, batch = student(), requests(6)
-    sums = atspeed.measure(
-        model, {**batch, "target": batch["history"][:, 0]}, unseen=True
-    )
+    sums = model.measure({**batch, "target": batch["history"][:, 0]}, unseen=True)
     assert sums["recall@20"] == 0
     items, _ = model.recommend(batch, 20, unseen=True)
     assert (
-        atspeed.measure(model, {**batch, "target": items[:, 2]}, unseen=True)["ndcg@10"]
-        == 6 / 2
+        model.measure({**batch, "target": items[:, 2]}, unseen=True)["ndcg@10"] == 6 / 2
     )
 
 
