@@ -72,7 +72,9 @@ def plan_trainings(config: Config) -> list[tuple[quickstart.Config, Trained]]:
     Models without training come once.
     """
     models = quickstart.FLOWS["retrieval"].models
-    learned = [model for model in models if registry.find(model.model).trains_by_gradient]
+    learned = [
+        model for model in models if registry.find(model.model).trains_by_gradient
+    ]
     counted = [model for model in models if model not in learned]
     quick = quickstart.Config(data=config.input)
     seeded = [
