@@ -3,7 +3,7 @@ numpy, safetensors, PyYAML and psutil.
 
     python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger sid_mlp]
 
-`train` drives `models.training.fit` on batches in memory: plain, captured (`fit.capture`), and compiled beforehand
+`train` drives `models.training.fit` on batches in memory: plain, captured (`fit.cuda_graphs`), and compiled beforehand
 (`fit.compile`). Weights (seed 0, steps seed 3) and batches are random; the first `SKIPPED` steps are left out of times.
 `same` says whether the weights after them equal the plain run's, `off` by how much they differ. `search` times
 `recommend` without a graph, as one, and as one with products in TF32, in turn.
@@ -162,7 +162,7 @@ def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
         metric="none",
         seed=3,
         warmup_share=0.1,
-        capture="off" if mode in ("plain", "again") else "auto",
+        cuda_graphs="off" if mode in ("plain", "again") else "auto",
         compile=mode == "compiled",
         **settings,
     )

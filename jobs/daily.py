@@ -43,7 +43,7 @@ class Config:
     train: dict[str, Any]
     """Options of jobs.train, the first day's."""
     go_on: dict[str, Any] = field(default_factory=dict)
-    """Those that win from the second day on, such as `fit: {replay: 0.2, max_epochs: 3}`."""
+    """Those that win from the second day on, such as `fit: {replay_fraction: 0.2, max_epochs: 3}`."""
     tokenize: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.tokenize, for models of semantic IDs."""
     encode: dict[str, Any] = field(default_factory=dict)

@@ -85,7 +85,7 @@ SMALL = (
 NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
 # Base in the steps of search/history.yaml, so that what it lacks beside QGS is the history
 STEPS = (
-    "--model.batch_of",
+    "--model.batch_unit",
     "requests",
     "--fit.batch_size",
     "512",

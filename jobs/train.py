@@ -55,7 +55,7 @@ class Config:
     """Store the best model in MLflow, with the tables that it needs to be served."""
     init: str | None = None
     """A run, or its checkpoint, whose weights it begins with, of tables that these may extend: it goes on with another
-    day. `fit.replay` then says how much of the days before is trained on again."""
+    day. `fit.replay_fraction` then says how much of the days before is trained on again."""
     overwrite: bool = False
     """Throw away what the run of this name has made, and train anew."""
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from models.config import hint
 from models.storage.tables import UserError
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 
 @dataclass
@@ -145,7 +145,7 @@ def label_loss(
     if selected is None:
         sums = terms.sum(0)
         total = torch.stack([w * s for w, s in zip(weights, sums, strict=True)]).sum()
-        return whole_mean(total / max(1, len(terms)), len(terms))
+        return global_mean(total / max(1, len(terms)), len(terms))
     counts = selected.sum(0)
-    means = whole_mean((terms * selected).sum(0) / counts.clamp(min=1), counts)
+    means = global_mean((terms * selected).sum(0) / counts.clamp(min=1), counts)
     return torch.stack([w * m for w, m in zip(weights, means, strict=True)]).sum()

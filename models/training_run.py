@@ -41,8 +41,8 @@ from models.training.fit import (
     Counted,
     FitConfig,
     Sums,
-    captures,
     to_device,
+    uses_cuda_graphs,
     validation,
 )
 from models.warm_start import carry, names_of
@@ -161,7 +161,7 @@ class TrainingRun:
             f"decoded tables: {size:,.1f} MiB in the cache {cache_folder()}"
         )
         device = torch.device(device)
-        pad_to_buckets = captures(fit, device, world)
+        pad_to_buckets = uses_cuda_graphs(fit, device, world)
         split = read_manifest(inputs.sequences, "sequences").info.get("split", {})
         return cls(
             model=module,
@@ -345,18 +345,21 @@ def check_init(
 def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
     """Return the time in ms up to which the model of `--init` was trained on requests.
 
-    `fit.replay` leaves a share of the requests before it. 0: all are trained on.
+    `fit.replay_fraction` leaves a share of the requests before it. 0: all are trained on.
     """
-    if fit.replay == 1:
+    share = fit.replay_fraction
+    if share == 1:
         return 0
     if first is None:
         raise UserError(
-            f"fit.replay is {fit.replay:g}, but no model is given to go on from; add --init, or leave it out"
+            f"fit.replay_fraction is {share:g}, but no model is given to go on from; add "
+            "--init, or leave it out"
         )
-    if not (until := first.learned.get("until")):
+    until = first.learned.get("until")
+    if not until:
         raise UserError(
-            f"fit.replay is {fit.replay:g}, but the model of --init was not trained up to a time; leave it out, or "
-            f"prepare its tables with a split by time"
+            f"fit.replay_fraction is {share:g}, but the model of --init was not trained up "
+            "to a time; leave it out, or prepare its tables with a split by time"
         )
     return int(until)
 
@@ -366,7 +369,7 @@ def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
     if since:
         return (
             f"nothing is newer than what {init or 'it'} was trained on; wait for more "
-            "days, or raise fit.replay"
+            "days, or raise fit.replay_fraction"
         )
     return (
         f"{inputs.sequences} has no train request with a history; check the split of "
@@ -400,7 +403,7 @@ def load_datasets(
         inputs.sequences,
         "train",
         unit=model_class.example_unit,
-        new=NewExamples(since, fit.replay, fit.seed),
+        new=NewExamples(since, fit.replay_fraction, fit.seed),
         **common,
     )
     val = dataset_class.load(

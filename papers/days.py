@@ -88,7 +88,7 @@ LOGS = {
         ("attn_mvp", "actions/attn_lfa"),
         {"num_layers": 2},
         {"patience": 0, "max_epochs": 4},
-        {"replay": 0.2, "max_epochs": 1},
+        {"replay_fraction": 0.2, "max_epochs": 1},
         last=14,
         shown=("mean/rig", "mean/auc", "eval_loss"),
     ),
@@ -104,7 +104,7 @@ LOGS = {
         ("tiger_small",),
         {},
         {"patience": 0, "max_epochs": 6, "eval_examples": 1000},
-        {"lr": 0.002, "replay": 0.1, "max_epochs": 1},
+        {"lr": 0.002, "replay_fraction": 0.1, "max_epochs": 1},
         last=20,
         requests=2000,
     ),
@@ -117,7 +117,7 @@ ONCE, ANEW, CODES, OLD = (
     "old catalogue",
 )
 POLICIES = {
-    "daily": "goes on each day from its last model, with what is newer and a share of what is older (`fit.replay`)",
+    "daily": "goes on each day from its last model, with what is newer and a share of what is older (`fit.replay_fraction`)",
     "once": "trained on the first tables",
     ONCE: "likewise, with all the steps that `daily` has taken until the last day",
     "anew": "begins anew each day, with the steps that `daily` takes on that day",

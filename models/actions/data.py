@@ -55,7 +55,7 @@ class ActionsDataset(RequestDataset):
     """The events of one split, in examples of one user.
 
     Training, `user`: an example is a sequence of training events, all context, each learned from in one example.
-    Training, `cut`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
+    Training, `split_sequence`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
     The share of the context is drawn anew for each example and epoch, uniformly, and evenly over the rows of a batch,
     which so learns from about half of its events; at least one event is a candidate, and none of the events that
     another example learns from.
@@ -189,8 +189,8 @@ class ActionsDataset(RequestDataset):
     def _draw(
         self, rows: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return for unit `cut` (B, 2): the example, and the size of its context."""
-        if self.unit != "cut":
+        """Return for unit `split_sequence` (B, 2): the example, and the size of its context."""
+        if self.unit != "split_sequence":
             return rows
         share = (rng.random() + np.arange(len(rows)) * GOLDEN) % 1
         shared = self.shared[rows]

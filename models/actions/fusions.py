@@ -216,7 +216,7 @@ class GenRank(FusionModel):
 
     name = "genrank"
     config_class = GenRankConfig
-    example_unit = "cut"
+    example_unit = "split_sequence"
     history_targets = False
 
     def __init__(self, config: GenRankConfig, catalogue: ActionsCatalogue) -> None:

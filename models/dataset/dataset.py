@@ -39,14 +39,17 @@ class NewExamples:
 
     since: int = 0
     """Time in ms; examples from it on are trained on."""
-    replay: float = 1.0
+    replay_fraction: float = 1.0
     """Share of the older examples that is trained on too, drawn at random."""
     seed: int = 0
     """Seed of the draw."""
 
     def mask(self, time: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which examples of these (n,) times to train on."""
-        is_drawn = np.random.default_rng([self.seed, 0]).random(len(time)) < self.replay
+        is_drawn = (
+            np.random.default_rng([self.seed, 0]).random(len(time))
+            < self.replay_fraction
+        )
         return (time >= self.since) | is_drawn
 
 

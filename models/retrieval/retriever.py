@@ -19,7 +19,7 @@ from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.recommend import recommender
 from models.retrieval.search.beam import beam_search, unconstrained_beam_search
 from models.retrieval.search.trie import Trie
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 CARRIED = 1 << 30
 """Bytes that the beams of all requests carry at once, at most. Moving them on takes about twice as much beside."""
@@ -69,7 +69,7 @@ class Retriever(RetrievalModel):
             )
             for level, target in zip(logits, targets, strict=True)
         ]
-        return {"loss": whole_mean(torch.stack(losses).mean(), len(targets[0]))}
+        return {"loss": global_mean(torch.stack(losses).mean(), len(targets[0]))}
 
     @recommender
     def recommend(

@@ -18,7 +18,7 @@ from models.config import check_dropout, check_positive
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 
 @dataclass
@@ -122,7 +122,7 @@ class SASRec(RetrievalModel):
         mean = functional.cross_entropy(
             states @ self.item.weight.T, target, ignore_index=PAD
         )
-        return {"loss": whole_mean(mean, (target != PAD).sum())}
+        return {"loss": global_mean(mean, (target != PAD).sum())}
 
     def item_vectors(self) -> Tensor:
         """Return the item embeddings, (N, D)."""

@@ -341,7 +341,7 @@ class SearchDataset(RequestDataset):
     default_max_history = 1000
     window_overlap: float = 0.75
     """Share of `max_history` that a search of a longer history reads at least in training."""
-    batch_of: str = "requests"
+    batch_unit: str = "requests"
     """What a batch counts in training: `requests`, or examples of `users`."""
 
     requests: NDArray[np.int64]
@@ -362,7 +362,10 @@ class SearchDataset(RequestDataset):
 
     @classmethod
     def dataset_options(cls, config: Any) -> dict[str, Any]:
-        return {"window_overlap": config.window_overlap, "batch_of": config.batch_of}
+        return {
+            "window_overlap": config.window_overlap,
+            "batch_unit": config.batch_unit,
+        }
 
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
@@ -439,7 +442,7 @@ class SearchDataset(RequestDataset):
         self.first = np.append(first, len(chosen))
         self.lengths = self.end - self.begin
         self.first_new = self._first_new()
-        counts_requests = self.batch_of == "requests" or self.split != "train"
+        counts_requests = self.batch_unit == "requests" or self.split != "train"
         requests_per_example = np.diff(self.first)
         self.weights = (
             requests_per_example if counts_requests else np.ones(len(first), np.int8)

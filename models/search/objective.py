@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 
 def masked_logits(
@@ -56,7 +56,7 @@ def info_nce(
         valid = torch.ones_like(items, dtype=torch.bool)
     count = valid.sum()
     if not z.numel():
-        return whole_mean((z + v).sum(), 0)  # 0, and part of the graph
+        return global_mean((z + v).sum(), 0)  # 0, and part of the graph
     logits = masked_logits(z, v, items, valid, temperature)
     loss = torch.logsumexp(logits, -1) - logits.diagonal(dim1=1, dim2=2)  # (T, B)
-    return whole_mean(torch.where(valid.T, loss, 0).sum() / count.clamp(min=1), count)
+    return global_mean(torch.where(valid.T, loss, 0).sum() / count.clamp(min=1), count)

@@ -41,7 +41,7 @@ class RankerConfig(LabelOptions):
     window_overlap: float = 0.75
     """Of users with longer histories, the share of `max_history` that training reads before a search at least; 1 reads
     all of it, as evaluation does, in one pass for each search."""
-    batch_of: Literal["requests", "users"] = "requests"
+    batch_unit: Literal["requests", "users"] = "requests"
     """What `fit.batch_size` counts: searches, or rows of users with up to 64 searches."""
     text_width: int = 64
     """Width that text embeddings are reduced to (d_b, Sec. 3.7 of QGS)."""

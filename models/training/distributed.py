@@ -2,10 +2,10 @@
 
 DDP averages the workers' gradients. That is the gradient of the whole batch only where every worker has equally many
 terms of each mean; a worker's share of a batch has not, and may even be empty. So every mean in a loss goes through
-`whole_mean`, which weighs it by the worker's number of terms:
+`global_mean`, which weighs it by the worker's number of terms:
 
     mean = functional.cross_entropy(logits, target)     # over B rows of this worker
-    loss = whole_mean(mean, len(target))                # DDP's average of these is the mean over the rows of all
+    loss = global_mean(mean, len(target))                # DDP's average of these is the mean over the rows of all
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def of_workers(world: int, idle: bool) -> Iterator[None]:
         _step.update(before)
 
 
-def whole_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
+def global_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
     """`mean`, over this worker's `terms`, or several means over so many each, such that the average over workers is the
     mean over all terms.
 

@@ -165,9 +165,9 @@ def autocast(precision: str, device: torch.device) -> Any:
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=cached)
 
 
-def captures(config: FitConfig, device: torch.device, world: int) -> bool:
+def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> bool:
     """Whether steps are CUDA graphs: those of one worker. DDP would need eleven steps of each shape before."""
-    return device.type == "cuda" and world == 1 and config.capture == "auto"
+    return device.type == "cuda" and world == 1 and config.cuda_graphs == "auto"
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -528,7 +528,9 @@ def fit(
     if cursor.stopped:
         return
     module, step_on = make_step(model, optimizer, config, device, world, sharded)
-    graphs = Graphs(step_on, device) if captures(config, device, world) else None
+    graphs = (
+        Graphs(step_on, device) if uses_cuda_graphs(config, device, world) else None
+    )
 
     def snapshot() -> State:
         state = {"optimizer": state_of(optimizer), "cursor": vars(cursor).copy()}

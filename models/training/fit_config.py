@@ -38,9 +38,9 @@ class FitConfig:
     """Steps between validations within an epoch, for long epochs; 0: at the ends of epochs alone."""
     train_examples: int = 0
     """Train on this many of the examples, drawn once and the same in every epoch; 0 takes all."""
-    replay: float = 1.0
-    """Share of what the model of --init was trained on that is trained on again, beside all that is newer; drawn once,
-    the same in every epoch."""
+    replay_fraction: float = 1.0
+    """Share of the examples of the model of --init that is trained on again, beside all newer ones; drawn once, the same
+    in every epoch."""
     eval_examples: int = 0
     """Validate on at most this many requests, the same ones each time; 0 takes all."""
     eval_options: dict[str, Any] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class FitConfig:
     """Validation metric, larger is better, that picks the best checkpoint and stops the run."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
-    capture: Literal["auto", "off"] = "auto"
-    """On one GPU a step is captured as a CUDA graph once per shape of its batches and replayed: auto; or not: off. Auto
-    fills batches to few shapes, so that dropout draws other numbers."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """auto: on one GPU a step is captured as a CUDA graph once per shape of its batches and replayed. Batches are padded
+    to few shapes then, so that dropout draws other numbers. off: no graphs."""
     compile: bool = False
     """Whether torch.compile fuses the model's kernels on a GPU, at half a minute per shape of its batches; results
     differ by rounding."""
@@ -89,5 +89,5 @@ class FitConfig:
             )
         if not self.lr > 0:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
-        check_shares(self, ["warmup_share", "replay"], "fit.")
+        check_shares(self, ["warmup_share", "replay_fraction"], "fit.")
         check_choices(self, "fit.")

@@ -98,7 +98,7 @@ def grouped(
     """The trained parameters by their factor on the learning rate, and whether their weights decay.
 
     `declared` has a factor by the beginning of parameters' names, of which the first that fits counts; all others have
-    1. Weights decay but for those that a module of the model gives as `undecayed()`, as its published code spares them.
+    1. Weights decay but for those that a module of the model gives as `no_decay_parameters()`, as its published code spares them.
     UserError for a beginning that no trained parameter has.
     """
     spared = {

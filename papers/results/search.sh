@@ -41,7 +41,7 @@ of() {  # MODEL SEED
     qgs) row "$1" "$2" "${history[@]}" ;;
     qgs_paper_loss) row "$1" "$2" "${history[@]}" --model.next_item token --model.match false --model.negatives position \
       --model.infonce_weight 0.1 ;;
-    no_history) row "$1" "$2" --config $configs/search/base.yaml --model.batch_of requests --fit.optimizer adamw \
+    no_history) row "$1" "$2" --config $configs/search/base.yaml --model.batch_unit requests --fit.optimizer adamw \
       --fit.lr 0.002 --fit.weight_decay 0.01 --fit.schedule cosine --fit.warmup_steps 10000 --fit.warmup_share 0.05 \
       --fit.batch_size 512 --fit.patience 0 ;;
     base) row "$1" "$2" --config $configs/search/base.yaml ;;

@@ -61,7 +61,7 @@ def config_of(folder: Path, **more: Any) -> Path:
             "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8},
             "fit": {"max_epochs": 2},
         },
-        "go_on": {"fit": {"replay": 0.2, "max_epochs": 1}},
+        "go_on": {"fit": {"replay_fraction": 0.2, "max_epochs": 1}},
         "fall": {"recall@10": 1.0},
         "register": "simulated",
     }

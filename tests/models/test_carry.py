@@ -172,10 +172,13 @@ def test_training_goes_on_with_what_is_newer(
     assert BEGIN + DAY / 2 < until < BEGIN + 3 * DAY / 2
     grown = more(KIND[name])
 
-    def learned_from(replay: float) -> list[int]:
+    def learned_from(replay_fraction: float) -> list[int]:
         """Times of the requests or events that an epoch learns from."""
         setup = TrainingRun.build(
-            MODELS[name], config_of(name, replay=replay), grown, init=uri
+            MODELS[name],
+            config_of(name, replay_fraction=replay_fraction),
+            grown,
+            init=uri,
         )
         times: list[int] = []
         for batch in setup.train(0, 0):
@@ -190,7 +193,7 @@ def test_training_goes_on_with_what_is_newer(
                     sequences[row]["timestamp_ms"][place]
                     for row, place in zip(rows, at.tolist(), strict=True)
                 ]
-        assert setup.learned["since"] == (0 if replay == 1 else until)
+        assert setup.learned["since"] == (0 if replay_fraction == 1 else until)
         return sorted(times)
 
     sequences = read_table(f"{grown.tables}/sequences").to_pylist()
@@ -240,14 +243,16 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(
         UserError,
-        match=r"fit.replay is 0.5, but no model is given to go on from; add --init",
+        match=r"fit.replay_fraction is 0.5, but no model is given to go on from; add --init",
     ):
-        TrainingRun.build(model, config_of("sasrec", replay=0.5), inputs)
+        TrainingRun.build(model, config_of("sasrec", replay_fraction=0.5), inputs)
     with pytest.raises(
         UserError,
-        match=r"nothing is newer than what .* was trained on; .* raise fit.replay",
+        match=r"nothing is newer than what .* was trained on; .* raise fit.replay_fraction",
     ):
-        TrainingRun.build(model, config_of("sasrec", replay=0), inputs, init=uri)
+        TrainingRun.build(
+            model, config_of("sasrec", replay_fraction=0), inputs, init=uri
+        )
     with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):
         TrainingRun.build({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
     with pytest.raises(

@@ -444,7 +444,7 @@ def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypat
     ]
     plain = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
     made = []
-    monkeypatch.setattr(fit_module, "captures", lambda *of: True)
+    monkeypatch.setattr(fit_module, "uses_cuda_graphs", lambda *of: True)
     monkeypatch.setattr(
         fit_module, "Graphs", lambda *of: made.append(Graphs(*of)) or made[-1]
     )

@@ -30,7 +30,7 @@ from models.retrieval.parts import Decoder, History, Scorer
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 from models.storage.tables import UserError
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 
 @dataclass
@@ -317,7 +317,7 @@ class Student(TaughtModel, Retriever):
         losses = [
             distillation_loss(*triple, config.alpha, config.tau) for triple in triples
         ]
-        return {"loss": whole_mean(torch.stack(losses).sum(), len(codes))}
+        return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}
 
     @recommender
     def recommend(

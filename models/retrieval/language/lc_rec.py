@@ -41,7 +41,7 @@ from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.retriever import Retriever
 from models.storage.tables import UserError
 from models.text import language_model
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 
 @dataclass
@@ -254,7 +254,7 @@ class LcRec(Retriever):
         loss = torch.stack([weights[task] * found[task] for task in found]).sum() / sum(
             weights.values()
         )
-        loss = whole_mean(loss, count)
+        loss = global_mean(loss, count)
         return {
             "loss": loss,
             **(

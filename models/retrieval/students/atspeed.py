@@ -42,7 +42,7 @@ from models.retrieval.search.speculative import (
     speculative_search,
 )
 from models.storage.tables import UserError
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 TOP = 20
 """Codes of the draft that AtSpeed-S aligns (the AtSpeed paper's largest target beam)."""
@@ -187,7 +187,7 @@ class AtSpeed(Student):
                 config.alpha * align(draft / config.tau, teacher / config.tau)
                 for draft, teacher in pairs
             ]
-        return {"loss": whole_mean(torch.stack(losses).sum(), len(codes))}
+        return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}
 
     @torch.no_grad()
     def speculate(

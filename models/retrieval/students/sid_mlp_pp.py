@@ -38,7 +38,7 @@ from models.retrieval.retriever import Retriever
 from models.retrieval.students.sid_mlp import SidMlp
 from models.storage import checkpoint
 from models.storage.tables import UserError
-from models.training.distributed import whole_mean
+from models.training.distributed import global_mean
 
 
 @dataclass
@@ -132,7 +132,7 @@ class SidMlpPpEncoder(TaughtModel):
         error, _, real = self.matched(batch)
         tokens = real.sum()
         return {
-            "loss": whole_mean(
+            "loss": global_mean(
                 error.square().sum() / (tokens * error.shape[-1]), tokens
             )
         }

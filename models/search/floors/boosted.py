@@ -64,7 +64,7 @@ class BoostedConfig:
 
     # What examples and requests ask of every search model
     window_overlap: ClassVar[float] = 1.0
-    batch_of: ClassVar[str] = "requests"
+    batch_unit: ClassVar[str] = "requests"
     history_pairs: ClassVar[bool] = False
     reads_times: ClassVar[bool] = False
 

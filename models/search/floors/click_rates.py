@@ -48,7 +48,7 @@ class FloorConfig:
     """Behaviours read per request, as for every model; floors read none of them."""
 
     window_overlap: ClassVar[float] = 1.0
-    batch_of: ClassVar[str] = "requests"
+    batch_unit: ClassVar[str] = "requests"
     history_pairs: ClassVar[bool] = False
     reads_times: ClassVar[bool] = False
 

@@ -129,7 +129,7 @@ def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
 
 
 def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
-    examples = load(tables, "train", unit="cut")
+    examples = load(tables, "train", unit="split_sequence")
     found = [batches(examples, epoch=epoch) for epoch in (0, 0, 1)]
     cuts = []
     for epoch in found:
@@ -143,7 +143,7 @@ def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
                 )
                 cuts[-1].setdefault(number, []).append((len(context), len(candidates)))
     assert cuts[0] == cuts[1] != cuts[2]
-    windows = load(tables, "train", unit="cut")
+    windows = load(tables, "train", unit="split_sequence")
     new = np.bincount(windows.user, windows.lengths - windows.shared, minlength=60)
     for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
         assert new[number] == row["train_end"]
@@ -157,7 +157,11 @@ def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
     rng = np.random.default_rng(0)
     rows = [sequence_of(100, rng, (100, 100)) for _ in range(64)]
     examples = load(
-        write_rows(tmp_path, rows, 9), "train", unit="cut", max_history=50, overlap=0.0
+        write_rows(tmp_path, rows, 9),
+        "train",
+        unit="split_sequence",
+        max_history=50,
+        overlap=0.0,
     )
     assert len(examples) == 128
     of_row, means = {}, []
@@ -205,7 +209,7 @@ def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tm
         found.append((times[0], times[-1] + 1, int(batch["learn"].sum())))
         assert batch["learn"][0, -found[-1][2] :].all()
     assert found == expected
-    cut = load(tables, "train", overlap, max_history=10, unit="cut")
+    cut = load(tables, "train", overlap, max_history=10, unit="split_sequence")
     for rows in cut.epoch_rows(2):
         assert (
             rows[:, 1] >= cut.shared[rows[:, 0]]

@@ -27,7 +27,7 @@ UNITS: dict[str, tuple[type[RequestDataset], dict[str, str], int]] = {
     "retrieval_users": (RetrievalDataset, {"train": "user", "val": "request"}, 6),
     "search": (SearchDataset, {"train": "user", "val": "request"}, 4),
     "actions": (ActionsDataset, {"train": "user", "val": "user"}, 10),
-    "actions_cut": (ActionsDataset, {"train": "cut", "val": "user"}, 10),
+    "actions_cut": (ActionsDataset, {"train": "split_sequence", "val": "user"}, 10),
 }
 """By name: class, unit of each split, and length of a history."""
 
