@@ -14,7 +14,7 @@ from models.model import Model
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.tables import UserError
-from models.warm_start import carry
+from models.warm_start import load_extended_weights
 
 
 def parse_options(options: Mapping[str, Any]) -> tuple[type[Model], Any]:
@@ -59,7 +59,7 @@ def load_model(
         value and value != catalogue.hashes[table]
         for table, value in about.hashes.items()
     ):
-        carry(model, uri, about, catalogue.num_items)
+        load_extended_weights(model, uri, about, catalogue.num_items)
     else:
         checkpoint.load_weights(model, uri)
     return model.eval(), about

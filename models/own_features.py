@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from models.layers.standardised import MAX_DEVIATIONS, Standardised
 from models.retrieval.data import hash_strings
-from models.warm_start import Tables
+from models.warm_start import EmbeddingTables
 
 NUMBER, CATEGORY = "num_", "cat_"
 """Beginnings of the columns."""
@@ -163,7 +163,7 @@ def adopt_scales(
     return {**scales, "own": own, "numbers": items}, warnings
 
 
-class OwnInputs(Standardised, Tables):
+class OwnInputs(Standardised, EmbeddingTables):
     """Own features as a layer reads them: numbers standardised, whether a number is there, embeddings of categories. In
     training a share of the categories' values counts as unknown, so that unknown ones have a meaning."""
 
@@ -186,7 +186,7 @@ class OwnInputs(Standardised, Tables):
             )
             for c in own.categories
         )
-        self.names = [None if c.buckets else c.values for c in own.categories]
+        self.row_names = [None if c.buckets else c.values for c in own.categories]
         self.columns = [
             *(number.name for number in own.numbers),
             *(own.numbers[place].name for place in at_times),

@@ -45,7 +45,7 @@ from models.training.fit import (
     uses_cuda_graphs,
     validation,
 )
-from models.warm_start import carry, names_of
+from models.warm_start import collect_row_names, load_extended_weights
 
 
 @dataclass
@@ -150,7 +150,9 @@ class TrainingRun:
         messages = []
         if first and init:
             check_init(first, init, catalogue.versions, model_class)
-            changes = carry(module, init, first, catalogue.num_items, learns=True)
+            changes = load_extended_weights(
+                module, init, first, catalogue.num_items, trains=True
+            )
             messages += [f"weights of {init}", *changes, *scale_messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
         counted = Counted(train.num_learned / len(train), train.learned_unit)
@@ -253,7 +255,7 @@ class TrainingRun:
         new = self.train.dataset.new
         return {
             "scales": self.catalogue.scales(),
-            "names": names_of(self.model),
+            "names": collect_row_names(self.model),
             "until": self.until,
             "since": new.since if new else 0,
         }

@@ -1,14 +1,16 @@
-"""A checkpoint's weights for a model on tables that extend those of its training: those of the next day.
+"""Load the weights of a checkpoint into a model on tables that extend those of its training.
 
-    notes = carry(model, "runs/monday/best", about, catalogue.num_items)
+    messages = load_extended_weights(model, "runs/monday/best", about, catalogue.num_items)
 
-Old items keep their rows, as they keep their numbers. Values of categories are found by name. A new value begins as the
-unknown one does, a new item as the unknown item where the model learns one (`id_dropout`), else as the mean of all
-items; what is known of its content is read as ever. Numbers and texts keep the scale of the first training
-(`Catalogue.scales`), so that what the model says of old items stays the same.
+Old items keep their rows, as they keep their index. Rows of category values are found by
+name. A new value begins as the unknown value does. A new item begins as the unknown item if
+the model learns one (`id_dropout`), otherwise as the mean of all items; its content is read
+like that of old items. Numbers and texts keep the scale of the first training
+(`Catalogue.scales`), so the scores of old items stay the same.
 
-A checkpoint's `learned` holds for that `scales`; `names`, the values that rows of tables are of, by module; `until`,
-the time in ms up to which requests were trained on, where the split is by time; and `since`, that of the run before.
+For this, `learned` of a checkpoint holds `scales`; `names`, the values of the rows of
+embedding tables by module; `until`, the time in ms before which training requests lie, if the
+split is by time; and `since`, the `until` of the run before.
 """
 
 from __future__ import annotations
@@ -36,203 +38,248 @@ from models.storage.checkpoint import (
     verify_file,
 )
 
-Names = Sequence[Sequence[str] | None]
+RowNames = Sequence[Sequence[str] | None]
+"""Of each embedding table, the values of its rows from 1 on; None if they have no names."""
 
 EXTRA_STATE = "_extra_state"
 """Key under which PyTorch stores what a module's `get_extra_state` returns."""
 
 
-class Tables(nn.Module):
-    """A module with `tables` of vectors."""
+class EmbeddingTables(nn.Module):
+    """A module with a list `tables` of embeddings, whose row 0 is the unknown value."""
 
-    names: Names = ()
-    """Of each, the values that rows from 1 on are of; None where they have no names."""
-    of_catalogue: tuple[str, ...] = ()
-    """Buffers that hold what the catalogue says of items, and not what was learned."""
+    row_names: RowNames = ()
+    """Values of the rows from 1 on of each table; None if they have no names."""
+    catalogue_buffers: tuple[str, ...] = ()
+    """Names of buffers with content of the catalogue, which is not learned."""
     id_dropout = 0.0
     """Share of ids that count as unknown in training."""
 
 
-def names_of(model: nn.Module) -> dict[str, Names]:
-    """By module, of each of its `tables` the values that rows from 1 on are of; None where they have no names."""
+def collect_row_names(model: nn.Module) -> dict[str, RowNames]:
+    """Return the row names of the embedding tables of each module, as JSON values."""
     return {
-        place: [None if values is None else list(values) for values in module.names]
-        for place, module in model.named_modules()
-        if isinstance(module, Tables)
+        path: [None if names is None else list(names) for names in module.row_names]
+        for path, module in model.named_modules()
+        if isinstance(module, EmbeddingTables)
     }
 
 
-def carry(
-    model: nn.Module,
+def load_extended_weights(
+    model: Any,
     uri: str | Path,
     about: Checkpoint,
-    items: int,
-    learns: bool = False,
+    num_items: int,
+    *,
+    trains: bool = False,
 ) -> list[str]:
-    """Fill `model` with the weights of the checkpoint at `uri`, which was trained on tables that the model's extend.
+    """Fill a model with the weights of a checkpoint whose tables its own tables extend.
 
     Args:
-        model: built on new tables of `items` items and the old scales.
-        uri: where the checkpoint is.
-        about: its config.json.
-        items: items of the new tables.
-        learns: whether the model is trained next. It then begins anew with what the old training could not learn:
-            features without spread, and tasks without positives or without negatives.
+        model: Model on the new tables, with the scales of the checkpoint.
+        uri: Where the checkpoint is.
+        about: `config.json` of the checkpoint.
+        num_items: Items of the new tables.
+        trains: Whether the model is trained next. What the old training could not learn
+            is then initialised from the new tables: features without spread, and tasks
+            without positives or without negatives.
 
     Returns:
-        Lines that say what is new.
+        Messages about new values and items.
 
     Raises:
-        OtherTablesError: where the weights do not fit otherwise.
+        OtherTablesError: If the weights do not fit the model otherwise.
     """
     with local(uri) as folder:
-        old = safetensors.torch.load_file(verify_file(folder, WEIGHTS, uri))
+        saved = safetensors.torch.load_file(verify_file(folder, WEIGHTS, uri))
     check_tasks(model, about, uri)
-    there, kept = model.state_dict(), {name for name, _ in of_content(model)}
-    names, notes = dict(named_rows(model, about)), list[str]()
-    if learns:
-        notes += [*keep_new_scales(model, old), *keep_new_rates(model, old, about)]
-    parameters = {name for name, _ in model.named_parameters()}
-    filled = set()
-    for name, weights in old.items():
+    messages = []
+    if trains:
+        messages += keep_new_scales(model, saved)
+        messages += keep_new_rates(model, saved, about)
+    targets: dict[str, Tensor] = model.state_dict()
+    from_catalogue = set(list_catalogue_buffers(model))
+    names = dict(pair_row_names(model, about))
+    loaded = set()  # addresses, as tied weights are saved once
+    for name, weights in saved.items():
         module, _, key = name.rpartition(".")
         if key == EXTRA_STATE:
             model.get_submodule(module).set_extra_state(weights)
             continue
-        if (target := there.get(name)) is not None and name in kept:
-            filled.add(target.data_ptr())
+        target = targets.get(name)
+        if target is not None and name in from_catalogue:
+            loaded.add(target.data_ptr())
             continue
         if target is not None and name in names:
-            before, now = names[name]
-            if now is None:
-                weights = by_hash(weights, before, len(target) - 1)
-                notes.append(f"values of {name} are hashed now, as they are many")
-            else:
-                weights = by_name(weights, before, now)
-                if new := len(set(now) - set(before)):
-                    notes.append(f"{pluralize(new, 'new value')} in {name}")
-        elif (
-            target is not None and weights.ndim and len(weights) < len(target) == items
-        ):
-            notes.append(f"{pluralize(items - len(weights), 'new item')} in {name}")
-            weights = longer(
-                weights,
-                items,
-                zero=name not in parameters or knows_unknown(model, name),
-            )
+            weights, added = extend_values(name, weights, len(target) - 1, *names[name])
+            messages += added
+        elif target is not None and len(target.shape) and len(target) == num_items:
+            weights, added = extend_items(model, name, weights, num_items)
+            messages += added
         if target is None or target.shape != weights.shape:
             shape = "none" if target is None else f"of {tuple(target.shape)}"
             raise OtherTablesError(
-                f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there and {shape} here; give the "
-                f"options of model.* that it was trained with, or train a model anew, without --init"
+                f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there "
+                f"and {shape} here; give the options of model.* that it was trained with, "
+                "or train a model anew, without --init"
             )
-        filled.add(target.data_ptr())
         target.copy_(weights)
-    if left := [
-        name
-        for name, tensor in there.items()
-        if tensor.data_ptr() not in filled and tensor.numel()
-    ]:
-        raise OtherTablesError(
-            f"{uri} does not fit the model: it has no {left[0]}; give a checkpoint of this model, or train a model anew"
-        )
+        loaded.add(target.data_ptr())
+    for name, tensor in targets.items():
+        if tensor.numel() and tensor.data_ptr() not in loaded:
+            raise OtherTablesError(
+                f"{uri} does not fit the model: it has no {name}; give a checkpoint of "
+                "this model, or train a model anew"
+            )
     check_finite(model, uri)
-    return notes
+    return messages
 
 
-def keep_new_scales(model: nn.Module, old: dict[str, Tensor]) -> list[str]:
-    """Replace, in the weights of a checkpoint, the scales of features that had no spread by those of the model."""
-    notes = []
-    for place, module in model.named_modules():
+def keep_new_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
+    """Replace the saved scales of features without spread by the scales of the model.
+
+    Returns:
+        Messages that name the features.
+    """
+    messages = []
+    for path, module in model.named_modules():
         if not isinstance(module, Standardised):
             continue
-        mean, std = (old.get(f"{place}.{name}") for name in ("mean", "std"))
+        mean, std = saved.get(f"{path}.mean"), saved.get(f"{path}.std")
         if mean is None or std is None or std.shape != module.std.shape:
-            continue  # which the caller refuses
-        notes += [
+            continue  # refused when the weights are copied
+        messages += [
             f"{name} had no values or no spread before: it takes the scale of these tables"
             for name in module.keep_new_scales(mean, std)
         ]
-    return notes
+    return messages
 
 
-def keep_new_rates(model: Any, old: dict[str, Tensor], about: Checkpoint) -> list[str]:
-    """Replace, in the weights of a checkpoint, the biases of tasks that were constant by those of the model."""
-    before = about.learned.get("scales", {}).get("rates", {})
-    rates = dict(zip(model.labels, model.train_rates, strict=False))
-    notes = []
-    for place, (name, rate) in enumerate(rates.items()):
-        if before.get(name) in (0, 1) and 0 < rate < 1:
-            old["head.bias"][place] = model.get_parameter("head.bias")[place].detach()
-            notes.append(
-                f"task {name} was {before[name]:g} for all before: its bias begins at its rate, {rate:.4f}"
+def keep_new_rates(
+    model: Any, saved: dict[str, Tensor], about: Checkpoint
+) -> list[str]:
+    """Replace the saved biases of tasks that were constant by the biases of the model.
+
+    Returns:
+        Messages that name the tasks.
+    """
+    old_rates = about.learned.get("scales", {}).get("rates", {})
+    messages = []
+    for task, (name, rate) in enumerate(
+        zip(model.labels, model.train_rates, strict=False)
+    ):
+        if old_rates.get(name) in (0, 1) and 0 < rate < 1:
+            bias = model.get_parameter("head.bias")
+            saved["head.bias"][task] = bias[task].detach()
+            messages.append(
+                f"task {name} was {old_rates[name]:g} for all before: its bias begins at "
+                f"its rate, {rate:.4f}"
             )
-    return notes
+    return messages
 
 
-def of_content(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that hold what the catalogue says of items, and not what was learned."""
-    for place, module in model.named_modules():
-        for name in module.of_catalogue if isinstance(module, Tables) else ():
-            yield f"{place}.{name}", getattr(module, name)
+def list_catalogue_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of buffers with content of the catalogue, which is not learned."""
+    for path, module in model.named_modules():
+        if isinstance(module, EmbeddingTables):
+            for name in module.catalogue_buffers:
+                yield f"{path}.{name}"
 
 
 def check_tasks(model: Any, about: Checkpoint, uri: str | Path) -> None:
-    """Raise OtherTablesError where the tables have other tasks than the training had."""
-    before = about.learned.get("scales", {}).get("rates", {})
-    other = {*before} ^ {*model.labels} if before else set()
-    if other:
+    """Raise OtherTablesError if the tables have other tasks than the training had."""
+    old_tasks = set(about.learned.get("scales", {}).get("rates", {}))
+    others = old_tasks ^ set(model.labels)
+    if old_tasks and others:
         raise OtherTablesError(
-            f"the tasks of these tables are not those of {uri}, such as {min(other)}: train a model anew, without "
-            f"--init; tables that jobs.prepare makes with --append from the first day on keep their tasks"
+            f"the tasks of these tables are not those of {uri}, such as {min(others)}: "
+            "train a model anew, without --init; tables that jobs.prepare makes with "
+            "--append from the first day on keep their tasks"
         )
 
 
-def named_rows(
+def pair_row_names(
     model: nn.Module, about: Checkpoint
 ) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str] | None]]]:
-    """Yield weights whose rows have names in the checkpoint: these names, and those of the model, None if hashed."""
-    before: Mapping[str, Any] = about.learned.get("names", {})
-    for place, now in names_of(model).items():
-        for number, (old, new) in enumerate(
-            zip(before.get(place, ()), now, strict=False)
-        ):
+    """Yield the weights whose rows have names in the checkpoint.
+
+    With each: its row names in the checkpoint, and in the model; None if hashed there.
+    """
+    old_names: Mapping[str, Any] = about.learned.get("names", {})
+    for path, tables in collect_row_names(model).items():
+        pairs = zip(old_names.get(path, ()), tables, strict=False)
+        for i, (old, new) in enumerate(pairs):
             if old is not None:
-                yield f"{place}.tables.{number}.weight", (old, new)
+                yield f"{path}.tables.{i}.weight", (old, new)
 
 
-def by_name(weights: Tensor, before: Sequence[str], now: Sequence[str]) -> Tensor:
-    """(1 + now, D) of (1 + before, D): the rows of values by their names, that of row 0 for new ones."""
-    found = (
-        pc.fill_null(
-            pc.index_in(pa.array(now, pa.string()), pa.array(before, pa.string())), -1
-        ).to_numpy()
-        + 1
-    )
-    return weights[torch.from_numpy(np.append(0, found))]
+def extend_values(
+    name: str,
+    weights: Tensor,
+    num_rows: int,
+    old: Sequence[str],
+    new: Sequence[str] | None,
+) -> tuple[Tensor, list[str]]:
+    """Return the weights of a category's new values, and messages.
+
+    Args:
+        name: Name of the weights.
+        weights: (1 + old values, D) saved weights.
+        num_rows: Rows of the new table without row 0.
+        old: Values of the saved rows.
+        new: Values of the new rows; None if the new table is hashed.
+    """
+    if new is None:
+        message = f"values of {name} are hashed now, as they are many"
+        return assign_by_hash(weights, old, num_rows), [message]
+    weights = assign_by_name(weights, old, new)
+    num_new = len(set(new) - set(old))
+    if not num_new:
+        return weights, []
+    return weights, [f"{pluralize(num_new, 'new value')} in {name}"]
 
 
-def by_hash(weights: Tensor, before: Sequence[str], buckets: int) -> Tensor:
-    """Return (1 + buckets, D) rows by the hash of values from the rows (1 + before, D) by value.
+def assign_by_name(weights: Tensor, old: Sequence[str], new: Sequence[str]) -> Tensor:
+    """Return (1 + new, D) rows by name out of (1 + old, D); row 0 for new values."""
+    index = pc.index_in(pa.array(new, pa.string()), pa.array(old, pa.string()))
+    rows = pc.fill_null(index, -1).to_numpy() + 1
+    return weights[torch.from_numpy(np.append(0, rows))]
+
+
+def assign_by_hash(weights: Tensor, old: Sequence[str], buckets: int) -> Tensor:
+    """Return (1 + buckets, D) rows by the values' hash out of (1 + old, D) rows by value.
 
     A bucket without an old value begins as the unknown value, row 0.
     """
-    found = weights[:1].repeat(buckets + 1, *[1] * (weights.ndim - 1))
-    if len(before):
-        hashes = hash_strings(pa.array(before, pa.large_string()))
-        found[torch.from_numpy(hashes % buckets + 1)] = weights[1:]
-    return found
+    hashed = weights[:1].repeat(buckets + 1, *[1] * (weights.ndim - 1))
+    if len(old):
+        hashes = hash_strings(pa.array(old, pa.large_string()))
+        hashed[torch.from_numpy(hashes % buckets + 1)] = weights[1:]
+    return hashed
 
 
-def longer(weights: Tensor, rows: int, zero: bool) -> Tensor:
-    """(rows, ...) of fewer: new ones are of zeros, or of the mean of the others."""
-    one = torch.zeros_like(weights[:1]) if zero else weights.mean(0, keepdim=True)
-    return torch.cat([weights, one.expand(rows - len(weights), *weights.shape[1:])])
+def extend_items(
+    model: nn.Module, name: str, weights: Tensor, num_items: int
+) -> tuple[Tensor, list[str]]:
+    """Return (num_items, ...) weights of all items, and messages.
+
+    The rows of new items are zeros in a buffer, and in the table of a module that has
+    learned the unknown item; elsewhere they are the mean of the old items.
+    """
+    num_new = num_items - len(weights) if weights.ndim else 0
+    if num_new <= 0:
+        return weights, []
+    parameters = {parameter for parameter, _ in model.named_parameters()}
+    if name not in parameters or has_unknown_item(model, name):
+        row = torch.zeros_like(weights[:1])
+    else:
+        row = weights.mean(0, keepdim=True)
+    rows = row.expand(num_new, *weights.shape[1:])
+    return torch.cat([weights, rows]), [f"{pluralize(num_new, 'new item')} in {name}"]
 
 
-def knows_unknown(model: nn.Module, name: str) -> bool:
-    """Whether the module of the weights has learned what an unknown item is, which then is a vector of zeros."""
-    module = (
-        model.get_submodule(name.split(".tables.")[0]) if ".tables." in name else model
-    )
-    return isinstance(module, Tables) and module.id_dropout > 0
+def has_unknown_item(model: nn.Module, name: str) -> bool:
+    """Return whether the module of these weights has learned a zero vector as unknown item."""
+    path, is_table, _ = name.partition(".tables.")
+    module = model.get_submodule(path) if is_table else model
+    return isinstance(module, EmbeddingTables) and module.id_dropout > 0

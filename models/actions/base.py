@@ -32,7 +32,7 @@ from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
 from models.layers.standardised import Standardised
 from models.own_features import OwnInputs
-from models.warm_start import Tables
+from models.warm_start import EmbeddingTables
 
 
 @dataclass
@@ -97,7 +97,7 @@ def projection(inputs: int, width: int) -> nn.Sequential:
     )
 
 
-class ItemNetwork(Tables):
+class ItemNetwork(EmbeddingTables):
     """Item features, concatenated and projected (Sec. 2): the id's own embedding or that of its hash, categories,
     numbers, the text's projection; and viewer-side categories and the log's own features of the event.
 
@@ -107,7 +107,7 @@ class ItemNetwork(Tables):
     numbers: Tensor
     categories: Tensor
     text: Tensor
-    of_catalogue = ("numbers", "categories")
+    catalogue_buffers = ("numbers", "categories")
 
     def __init__(self, catalogue: ActionsCatalogue, config: ActionsConfig) -> None:
         super().__init__()
@@ -138,7 +138,11 @@ class ItemNetwork(Tables):
         of_items = [
             None if values is None else values.to_pylist() for values in of_items
         ]
-        self.names = [*[None] * self.has_ids, *of_items, *catalogue.viewers.values()]
+        self.row_names = [
+            *[None] * self.has_ids,
+            *of_items,
+            *catalogue.viewers.values(),
+        ]
         for place in range(self.categories.shape[1]):
             nn.init.zeros_(
                 cast(nn.Embedding, self.tables[self.has_ids + place]).weight[0]

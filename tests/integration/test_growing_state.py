@@ -23,7 +23,12 @@ from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
-from models.warm_start import by_hash, keep_new_scales, named_rows, names_of
+from models.warm_start import (
+    assign_by_hash,
+    collect_row_names,
+    keep_new_scales,
+    pair_row_names,
+)
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
@@ -311,12 +316,12 @@ def test_new_values_begin_as_the_unknown_one(tmp_path: Path) -> None:
         growing.add(day, new_city, items=10)
     growing.prepare()
     second = growing.train("second", ATTN, init="first")
-    place = [bool(names) and "c1" in names for names in second.model.items.names].index(
-        True
-    )
+    place = [
+        bool(names) and "c1" in names for names in second.model.items.row_names
+    ].index(True)
     old, new = (each.model.items.tables[place].weight for each in (first, second))
     assert len(new) > len(old)
-    names = second.model.items.names[place]
+    names = second.model.items.row_names[place]
     assert torch.equal(new[1 + names.index("c1")], old[1 + 1])
     assert torch.equal(new[1 + names.index("d0")], old[0])
     assert len(second.model.items.tables[0].weight) == 10
@@ -330,18 +335,18 @@ def test_a_category_that_gets_too_many_values_to_list_keeps_its_vectors(
     first_days(growing)
     catalogue = SearchCatalogue.load(growing.tables.tables, None)
     first = nn.ModuleDict({"scale": Scale(catalogue, 8, 0.0)})
-    about = Checkpoint(model={}, learned={"names": names_of(first)})
+    about = Checkpoint(model={}, learned={"names": collect_row_names(first)})
     for day in (4, 5, 6):
         growing.add(day, new_city)
     (category,) = OwnFeatures.of(growing.prepare()).categories
     later = SearchCatalogue.load(growing.tables.tables, None)
     second = nn.ModuleDict({"scale": Scale(later, 8, 0.0)})
 
-    [(name, (before, now))] = named_rows(second, about)
+    [(name, (before, now))] = pair_row_names(second, about)
 
     assert (name, now) == ("scale.own.tables.0.weight", None)
     old = first["scale"].own.tables[0].weight
-    new = by_hash(old, before, category.buckets)
+    new = assign_by_hash(old, before, category.buckets)
     assert new.shape == second["scale"].own.tables[0].weight.shape
     codes = category.codes(pl.Series(["c1", "never"]).to_arrow())
     assert torch.equal(new[codes[0]], old[1 + 1])
@@ -363,7 +368,7 @@ def test_users_attributes_that_get_too_many_values_are_refused_in_a_line(
 
 def test_rows_by_hash_hold_the_vectors_of_their_values() -> None:
     weights = torch.arange(8.0).view(4, 2)
-    found = by_hash(weights, ["a", "b", "c"], 100)
+    found = assign_by_hash(weights, ["a", "b", "c"], 100)
     assert found.shape == (101, 2)
     rows = {tuple(row) for row in found.tolist()}
     assert rows == {tuple(row) for row in weights.tolist()}

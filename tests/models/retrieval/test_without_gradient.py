@@ -19,7 +19,7 @@ from models.retrieval.floors import item_knn
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.tables import UserError
-from models.warm_start import carry
+from models.warm_start import load_extended_weights
 
 ITEMS, USERS = 12, 40
 
@@ -248,7 +248,7 @@ def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(
     checkpoint.save(tmp_path / "run", before, about)
     after = build_resolved(about.model, Catalogue(ITEMS + 3))
 
-    carry(after, tmp_path / "run", about, ITEMS + 3)
+    load_extended_weights(after, tmp_path / "run", about, ITEMS + 3)
 
     items, _ = before.recommend(to_request(HISTORIES), ITEMS)
     longer, _ = after.recommend(to_request(HISTORIES), ITEMS + 3)

@@ -22,7 +22,7 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
-from models.warm_start import carry
+from models.warm_start import load_extended_weights
 from pipelines.evaluation.inference import infer_all
 
 ITEMS, QUERIES, T, SHOWN = 9, 4, 6, 5
@@ -255,7 +255,7 @@ def test_trees_read_tables_with_more_values_of_a_category_as_before(
     )
     extended = Boosted(BoostedConfig(), small_catalogue(more))
 
-    assert carry(extended, tmp_path / "best", about, ITEMS) == []
+    assert load_extended_weights(extended, tmp_path / "best", about, ITEMS) == []
 
     def with_new_codes(values: torch.Tensor) -> torch.Tensor:
         """Shift each city by the new first one."""

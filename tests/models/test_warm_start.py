@@ -1,4 +1,4 @@
-"""A model of one day on the tables of the next: what it says of old items stays, and what is new begins as unknown."""
+"""A model of one day on the tables of the next: scores of old items stay, new items begin as unknown."""
 
 from __future__ import annotations
 
