@@ -1,11 +1,16 @@
-"""SID-MLP's decoder (Guo et al., 2026): one attention readout per user and an MLP per digit, no attention per beam.
+"""SID-MLP's decoder (Guo et al., 2026): one attention readout per user and an MLP per digit.
 
-z = readout(states) is computed once per user (equation 1): q = mean(H) Wq;  x = LN(q + MHA(q, H, H));  z = LN(x +
-FFN(x)). The logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2). The paper's ablations are options;
-each has its YAML under `jobs/configs/sid_mlp/`.
+z = readout(states) is computed once per user (equation 1):
 
-Shapes: `B` requests, `W` prefixes or queries of a user, `S` source positions, `D` width, `H` heads, `K` width of a
-head, `N` hidden width of a digit's head, `L` levels (digits), `C_l` codes of level l, `V` tokens of the vocabulary.
+    q = mean(H) Wq;  x = LN(q + MHA(q, H, H));  z = LN(x + FFN(x))
+
+The logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), so a beam needs no
+attention. The paper's ablations are options; each has its YAML under
+`jobs/configs/sid_mlp/`.
+
+Shapes: `B` requests, `W` prefixes or queries of a user, `S` source positions, `D` width, `H`
+heads, `K` width of a head, `N` hidden width of a digit's head, `L` levels (digits), `C_l`
+codes and `O_l` logits of level l, `V` tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ from models.retrieval.parts import Backbone, Decoder, History
 
 @dataclass
 class SidMlpConfig(StudentConfig):
-    """SID-MLP; the defaults are the paper's student and the facts of its public code."""
+    """Options of SID-MLP; the defaults are the paper's student and its public code."""
 
     path: Path = "fast"
-    """`fast` is the same search with shared work done once, where it covers the variant; `plain` is the definition."""
+    """`fast` shares work between beams if it covers the variant; `plain` is the search by definition."""
     attention_heads: int = 4
     """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
     attention_width: int = 384
@@ -41,19 +46,19 @@ class SidMlpConfig(StudentConfig):
     dropout: float = 0.2
     """Dropout of heads and feed-forward (public code; 0.1 and 0.2 in Appendix C.2)."""
     attention_dropout: float = 0.0
-    """Dropout of the readout's attention weights, which the paper does not name."""
+    """Dropout of the readout's attention weights; the paper names none."""
     prefix: Literal["concat", "none", "sum", "cascade"] = "concat"
-    """What a head sees of the prefix (Table 5, G1): all embeddings in order; nothing; [z; their sum]; or the newest
-    embedding and the previous head's hidden activation in place of z."""
+    """What a head reads of the prefix (Table 5, G1): `concat` all embeddings in order; `none` nothing; `sum` their sum;
+    `cascade` the newest embedding, and the hidden layer of the previous head in place of z."""
     shared_head: bool = False
     """One head for all digits, on the summed prefix (Table 5, G1)."""
     readout: Literal["attention", "mean", "per_digit"] = "attention"
-    """z by one attention per user; by a linear projection of the mean state; or by one attention per digit whose
-    query reads the prefix too (Table 5, G2)."""
+    """z by `attention`, one per user; by the `mean` state and a linear layer; or `per_digit`, one attention per digit
+    whose query reads the prefix too (Table 5, G2)."""
     context_ffn: bool = True
     """Whether the readout has its feed-forward (Table 5, G2)."""
     logits: Literal["codebook", "vocabulary"] = "codebook"
-    """What heads predict and the teacher's logits are cut to (Table 5, G3)."""
+    """Tokens that heads predict, and that the teacher's logits are restricted to (Table 5, G3)."""
     embeddings: Literal["teacher", "random"] = "teacher"
     """Embeddings of the prefix: the teacher's, frozen, or random ones, trained (Table 5, G3)."""
 
@@ -68,35 +73,31 @@ class SidMlpConfig(StudentConfig):
                 f"give a multiple"
             )
         check_dropout(self, "dropout", "attention_dropout")
-        for holds, message in (
-            (
-                self.shared_head and self.prefix != "sum",
-                "shared_head needs the same input per digit; set prefix sum",
+        conflicts = {
+            "shared_head needs the same input per digit; set prefix sum": (
+                self.shared_head and self.prefix != "sum"
             ),
-            (
-                self.readout == "mean" and not self.context_ffn,
-                "readout mean has no feed-forward to leave out",
+            "readout mean has no feed-forward to leave out": (
+                self.readout == "mean" and not self.context_ffn
             ),
-            (
-                self.readout == "per_digit" and self.prefix in ("none", "cascade"),
-                f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; "
-                "set prefix concat or sum",
+            f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; "
+            "set prefix concat or sum": (
+                self.readout == "per_digit" and self.prefix in ("none", "cascade")
             ),
-            (
-                self.prefix == "none" and self.embeddings == "random",
-                "prefix none has no embeddings to train",
+            "prefix none has no embeddings to train": (
+                self.prefix == "none" and self.embeddings == "random"
             ),
-            (
-                self.prefix == "cascade" and self.m > 0,
-                f"prefix cascade starts at the first digit; set m {self.m} to 0",
+            f"prefix cascade starts at the first digit; set m {self.m} to 0": (
+                self.prefix == "cascade" and self.m > 0
             ),
-        ):
-            if holds:
+        }
+        for message, is_broken in conflicts.items():
+            if is_broken:
                 raise ValueError(message)
 
 
 def query_state(history: History) -> Tensor:
-    """(B, D): the state that a readout asks with, by default the mean of the states that are no padding."""
+    """Return (B, D) states that a readout asks with; without one, the mean of the real states."""
     if history.query is not None:
         return history.query
     states, padding = history.states, history.padding
@@ -107,10 +108,10 @@ def query_state(history: History) -> Tensor:
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention without biases, its inner `width` independent of that of the states."""
+    """Multi-head attention without biases; its inner `width` is independent of the states' width."""
 
     def __init__(self, dim: int, width: int, heads: int, dropout: float = 0.0) -> None:
-        """`dropout` of the weights that states are mixed by."""
+        """Build the layer; `dropout` is applied to the attention weights."""
         super().__init__()
         self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.q = nn.Linear(dim, width, bias=False)
@@ -119,102 +120,104 @@ class CrossAttention(nn.Module):
         self.o = nn.Linear(width, dim, bias=False)
 
     def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
-        """(B, W, D): `query` (B, W, D) attends to `states` (B, S, D); scores are scaled by 1 / sqrt(K).
+        """Return (B, W, D): `query` (B, W, D) attends to `states` (B, S, D).
 
-        In training, which asks once per user, the same without keys and values of the states.
+        Scores are scaled by 1 / sqrt(K). Training has one query per user, which needs no
+        keys and values of the states (`attend_once`).
         """
         if self.training and query.shape[1] == 1:
-            return self.one_query(query[:, 0], states, padding).unsqueeze(1)
-        q, k, v = (
-            layer(x)
-            .unflatten(-1, (self.heads, -1))
-            .transpose(1, 2)  # (B, H, W or S, K)
-            for layer, x in ((self.q, query), (self.k, states), (self.v, states))
-        )
+            return self.attend_once(query[:, 0], states, padding).unsqueeze(1)
+        q = self._split_heads(self.q(query))  # (B, H, W, K)
+        k = self._split_heads(self.k(states))  # (B, H, S, K)
+        v = self._split_heads(self.v(states))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        scores = scores if padding is None else scores + padding
-        return self.o((self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
+        if padding is not None:
+            scores = scores + padding
+        mixed = self.dropout(scores.softmax(-1)) @ v
+        return self.o(mixed.transpose(1, 2).flatten(2))
 
-    def one_query(
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Return (B, H, W, K) of (B, W, H * K)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def attend_once(
         self, query: Tensor, states: Tensor, padding: Tensor | None
     ) -> Tensor:
-        """(B, D) of `query` (B, D): the query goes through the projection of keys, and the states as each head weighs
-        them through that of values: q (H Wk)' = (q Wk') H' and p (H Wv) = (p H) Wv."""
-        k, v = (
-            layer.weight.unflatten(0, (self.heads, -1)) for layer in (self.k, self.v)
-        )  # (H, K, D)
-        keyed = torch.einsum(
-            "bhk,hkd->bhd", self.q(query).unflatten(1, (self.heads, -1)), k
-        )
+        """Return (B, D) of one query (B, D) per user.
+
+        The query goes through the projection of keys, and the states, weighed by each
+        head, through the projection of values: q (H Wk)' = (q Wk') H' and
+        p (H Wv) = (p H) Wv.
+        """
+        k = self.k.weight.unflatten(0, (self.heads, -1))  # (H, K, D)
+        v = self.v.weight.unflatten(0, (self.heads, -1))
+        q = self.q(query).unflatten(1, (self.heads, -1))  # (B, H, K)
+        keyed = torch.einsum("bhk,hkd->bhd", q, k)
         scores = keyed @ states.transpose(1, 2) * k.shape[1] ** -0.5  # (B, H, S)
-        scores = scores if padding is None else scores + padding[:, 0]
+        if padding is not None:
+            scores = scores + padding[:, 0]
         mixed = self.dropout(scores.softmax(-1)) @ states  # (B, H, D)
         return self.o(torch.einsum("bhd,hkd->bhk", mixed, v).flatten(1))
 
 
 class Readout(nn.Module):
-    """Equation 1. With `given` > 0 the query also reads a vector of that width, the prefix of a digit."""
+    """Equation 1. With `prefix_width` above 0 the query also reads the embedded prefix of a digit."""
 
-    def __init__(
-        self,
-        dim: int,
-        width: int,
-        heads: int,
-        ffn_width: int,
-        dropout: float,
-        ffn: bool = True,
-        given: int = 0,
-        attention_dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, config: SidMlpConfig, dim: int, prefix_width: int = 0) -> None:
         super().__init__()
-        self.query = nn.Linear(dim + given, dim)
-        self.attention = CrossAttention(dim, width, heads, attention_dropout)
+        self.query = nn.Linear(dim + prefix_width, dim)
+        self.attention = CrossAttention(
+            dim,
+            config.attention_width,
+            config.attention_heads,
+            config.attention_dropout,
+        )
         self.norm1 = nn.LayerNorm(dim)
         self.ffn: nn.Sequential | None = None
-        if ffn:
+        if config.context_ffn:
             self.ffn = nn.Sequential(
-                nn.Linear(dim, ffn_width),
+                nn.Linear(dim, config.ffn_width),
                 nn.ReLU(),
-                nn.Dropout(dropout),
-                nn.Linear(ffn_width, dim),
+                nn.Dropout(config.dropout),
+                nn.Linear(config.ffn_width, dim),
             )
             self.norm2 = nn.LayerNorm(dim)
 
-    def forward(self, history: History, given: Tensor | None = None) -> Tensor:
-        """z (B, D) of the history; with `given` (B, W, G) one per query, (B, W, D)."""
+    def forward(self, history: History, prefix: Tensor | None = None) -> Tensor:
+        """Return z (B, D); with `prefix` (B, W, G) one z per prefix, (B, W, D)."""
         mean = query_state(history).unsqueeze(1)  # (B, 1, D)
-        if given is not None:
-            mean = torch.cat([mean.expand(-1, given.shape[1], -1), given], -1)
+        if prefix is not None:
+            mean = torch.cat([mean.expand(-1, prefix.shape[1], -1), prefix], -1)
         query = self.query(mean)
         z = self.norm1(query + self.attention(query, history.states, history.padding))
         if self.ffn is not None:
             z = self.norm2(z + self.ffn(z))
-        return z[:, 0] if given is None else z
+        return z[:, 0] if prefix is None else z
 
 
 class MeanReadout(nn.Module):
-    """A linear projection of the mean state: Table 5's row without multi-head attention."""
+    """A linear layer on the mean state: Table 5's row without multi-head attention."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.query = nn.Linear(dim, dim)
 
     def forward(self, history: History) -> Tensor:
-        """z (B, D) of the history."""
+        """Return z (B, D)."""
         return self.query(query_state(history))
 
 
 class SidMlpDecoder(Decoder):
-    """Readout and heads over the states and the embeddings of a backbone, whose they stay."""
+    """Readout and heads over the states and the embeddings of a backbone."""
 
     def __init__(
         self, config: SidMlpConfig, backbone: Backbone, width: int | None = None
     ) -> None:
-        """`width` of z and of the prefix's embeddings; by default D."""
+        """Build the decoder; `width` is that of z and of the prefix's embeddings, by default D."""
         super().__init__()
         self.config, self.tokens, self.first_level = config, backbone.tokens, config.m
         self.hidden_width = config.head_width
-        self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
+        self._embedding = (backbone.embedding,)  # in a tuple: no submodule
         dim = backbone.embedding.embedding_dim if width is None else width
         if config.embeddings == "random":
             self.embeddings = nn.Embedding(self.tokens.vocabulary, dim)
@@ -222,82 +225,62 @@ class SidMlpDecoder(Decoder):
         self.heads = self._make_heads(dim)
 
     def _make_readout(self, dim: int) -> nn.Module:
-        """What `config.readout` names; with per_digit one for each level, none where the teacher generates it."""
+        """Return the readout; for `per_digit` a list with one per level."""
         config = self.config
-
-        def make(level: int = 0) -> Readout:
-            return Readout(
-                dim,
-                config.attention_width,
-                config.attention_heads,
-                config.ffn_width,
-                config.dropout,
-                ffn=config.context_ffn,
-                given=level * dim,
-                attention_dropout=config.attention_dropout,
-            )
-
         if config.readout == "mean":
             return MeanReadout(dim)
         if config.readout == "attention":
-            return make()
-        return self._of_levels(make)
-
-    def _make_heads(self, dim: int) -> nn.ModuleList:
-        """f_t of each digit (with `shared_head` the same one), none where the teacher generates the digit."""
-        config, sizes = self.config, self.tokens.sizes
-
-        def make(level: int) -> nn.Sequential:
-            inputs = {
-                "concat": (level + 1) * dim,
-                "none": dim,
-                "sum": 2 * dim,
-                "cascade": dim + config.head_width if level else dim,
-            }[config.prefix]
-            outputs = max(sizes) if config.shared_head else sizes[level]
-            return nn.Sequential(
-                nn.Linear(inputs, config.head_width),
-                nn.LayerNorm(config.head_width),
-                nn.GELU(),
-                nn.Dropout(config.dropout),
-                nn.Linear(
-                    config.head_width,
-                    self.tokens.vocabulary
-                    if config.logits == "vocabulary"
-                    else outputs,
-                ),
-            )
-
-        return (
-            nn.ModuleList([make(0)] * len(sizes))
-            if config.shared_head
-            else self._of_levels(make)
+            return Readout(config, dim)
+        return self._make_per_level(
+            lambda level: Readout(config, dim, prefix_width=level * dim)
         )
 
-    def _of_levels(self, make: Callable[[int], nn.Module]) -> nn.ModuleList:
-        levels = range(self.tokens.levels)
+    def _make_heads(self, dim: int) -> nn.ModuleList:
+        """Return f_t of each digit, the same one for all with `shared_head`."""
+        if self.config.shared_head:
+            return nn.ModuleList([self._make_head(0, dim)] * self.tokens.levels)
+        return self._make_per_level(lambda level: self._make_head(level, dim))
+
+    def _make_head(self, level: int, dim: int) -> nn.Sequential:
+        config, sizes = self.config, self.tokens.sizes
+        inputs = {
+            "concat": (level + 1) * dim,
+            "none": dim,
+            "sum": 2 * dim,
+            "cascade": dim + config.head_width if level else dim,
+        }[config.prefix]
+        if config.logits == "vocabulary":
+            outputs = self.tokens.vocabulary
+        else:
+            outputs = max(sizes) if config.shared_head else sizes[level]
+        return nn.Sequential(
+            nn.Linear(inputs, config.head_width),
+            nn.LayerNorm(config.head_width),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.head_width, outputs),
+        )
+
+    def _make_per_level(self, make: Callable[[int], nn.Module]) -> nn.ModuleList:
+        """Return one module per level, none for levels that the teacher generates."""
         return nn.ModuleList(
             nn.Identity() if level < self.first_level else make(level)
-            for level in levels
+            for level in range(self.tokens.levels)
         )
 
     def span(self, level: int) -> tuple[int, int]:
-        return (
-            (0, self.tokens.vocabulary)
-            if self.config.logits == "vocabulary"
-            else super().span(level)
-        )
+        if self.config.logits == "vocabulary":
+            return 0, self.tokens.vocabulary
+        return super().span(level)
 
     def embedding(self) -> Tensor:
-        """(V, D): e of each token."""
-        return (
-            self.embeddings.weight
-            if self.config.embeddings == "random"
-            else self._embedding[0].weight
-        )
+        """Return (V, D) embeddings of the tokens."""
+        if self.config.embeddings == "random":
+            return self.embeddings.weight
+        return self._embedding[0].weight
 
     def context(self, history: History) -> Tensor | None:
-        """z (B, D) of equation 1; None where each digit has its own."""
+        """Return z (B, D) of equation 1, or None if each digit has its own."""
         return None if self.config.readout == "per_digit" else self.readout(history)
 
     def head_hidden(
@@ -305,93 +288,90 @@ class SidMlpDecoder(Decoder):
         level: int,
         history: History,
         z: Tensor | None,
-        given: Tensor,
+        prefix: Tensor,
         previous: Tensor | None,
     ) -> Tensor:
-        """(B, W, N): the hidden layer of the level's head after the embedded prefix `given` (B, W, level, D); `z` is
-        the `context`, `previous` (B, W, N) what this gave of the level before."""
+        """Return the hidden layer (B, W, N) of a level's head.
+
+        Args:
+            level: The level.
+            history: Histories of B requests.
+            z: Result of `context`.
+            prefix: (B, W, level, D) embedded codes before this one.
+            previous: (B, W, N) hidden layer of the level before.
+        """
         if z is None:
-            z = cast(nn.ModuleList, self.readout)[level](
-                history, given.flatten(2)
-            )  # (B, W, D)
+            readouts = cast(nn.ModuleList, self.readout)
+            x = readouts[level](history, prefix.flatten(2))  # (B, W, D)
         else:
-            z = z.unsqueeze(1).expand(-1, given.shape[1], -1)
+            x = z.unsqueeze(1).expand(-1, prefix.shape[1], -1)
         if self.config.prefix == "concat":
-            z = torch.cat([z, given.flatten(2)], -1)
+            x = torch.cat([x, prefix.flatten(2)], -1)
         elif self.config.prefix == "sum":
-            z = torch.cat([z, given.sum(2)], -1)
+            x = torch.cat([x, prefix.sum(2)], -1)
         elif self.config.prefix == "cascade" and previous is not None:
-            z = torch.cat([previous, given[:, :, -1]], -1)
-        return cast(nn.Sequential, self.heads[level])[:-1](z)
+            x = torch.cat([previous, prefix[:, :, -1]], -1)
+        return cast(nn.Sequential, self.heads[level])[:-1](x)
 
     def output(self, level: int, hidden: Tensor) -> Tensor:
-        """(..., O_l): the level's logits of its hidden layer (..., N)."""
-        return cast(nn.Sequential, self.heads[level])[-1](hidden)[
-            ..., : self.span(level)[1]
-        ]
+        """Return (..., O_l) logits of a level from its hidden layer (..., N)."""
+        logits = cast(nn.Sequential, self.heads[level])[-1](hidden)
+        return logits[..., : self.span(level)[1]]
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """(B, L - first_level, N): hidden layers of the heads."""
+        """Return (B, L - first_level, N) hidden layers of the heads."""
         tokens = (codes + self.tokens.offset)[:, None, :-1]
         embedded = functional.embedding(tokens, self.embedding())  # (B, 1, L - 1, D)
-        z, previous, found = self.context(history), None, []
+        z = self.context(history)
+        previous, layers = None, []
         for level in range(self.first_level, self.tokens.levels):
-            previous = self.head_hidden(
-                level, history, z, embedded[:, :, :level], previous
-            )
-            found.append(previous[:, 0])
-        return torch.stack(found, 1)
+            prefix = embedded[:, :, :level]
+            previous = self.head_hidden(level, history, z, prefix, previous)
+            layers.append(previous[:, 0])
+        return torch.stack(layers, 1)
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
         levels = range(self.first_level, self.tokens.levels)
-        return [
-            self.output(level, x)
-            for level, x in zip(levels, hidden.unbind(1), strict=True)
-        ]
+        pairs = zip(levels, hidden.unbind(1), strict=True)
+        return [self.output(level, x) for level, x in pairs]
 
     def scorer(self, history: History) -> HeadScorer:
         return HeadScorer(self, history)
 
 
 class HeadScorer:
-    """A `Scorer` (see `parts.py`): log-probabilities of each level's codebook. Of levels before `first_level` it has
-    none to give."""
+    """A `Scorer` of each level's codebook; levels before `first_level` have no scores."""
 
     def __init__(self, decoder: SidMlpDecoder, history: History) -> None:
         self.decoder, self.history, self.z = decoder, history, decoder.context(history)
-        self.prefix = history.lengths.new_zeros(
-            (len(history.lengths), 1, 0)
-        )  # (B, W, level) tokens
-        self.hidden: Tensor | None = (
-            None  # (B, W, N) of the level before, where the prefix is cascaded
-        )
+        rows = len(history.lengths)
+        self.prefix = history.lengths.new_zeros((rows, 1, 0))  # (B, W, level) tokens
+        self.hidden: Tensor | None = None  # (B, W, N) of the level before, to cascade
 
     def start(self) -> Tensor:
         return self._score(0)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
         level = self.prefix.shape[2] + 1
-        before = self.prefix.gather(1, parents.unsqueeze(-1).expand(-1, -1, level - 1))
+        parent = parents.unsqueeze(-1)  # (B, W, 1)
+        before = self.prefix.gather(1, parent.expand(-1, -1, level - 1))
         newest = tokens + self.decoder.tokens.first[level - 1]
         self.prefix = torch.cat([before, newest.unsqueeze(-1)], -1)
         if self.hidden is not None:
-            self.hidden = self.hidden.gather(
-                1, parents.unsqueeze(-1).expand(-1, -1, self.hidden.shape[2])
-            )
+            index = parent.expand(-1, -1, self.hidden.shape[2])
+            self.hidden = self.hidden.gather(1, index)
         return self._score(level)
 
     def _score(self, level: int) -> Tensor:
-        decoder, (_, width, _) = self.decoder, self.prefix.shape
+        """Return (B, W, C_level) log-probabilities after the prefixes."""
+        decoder, (rows, width, _) = self.decoder, self.prefix.shape
         if level < decoder.first_level:
-            return self.history.states.new_zeros((len(self.prefix), width, 0))
-        given = functional.embedding(self.prefix, decoder.embedding())
-        hidden = decoder.head_hidden(level, self.history, self.z, given, self.hidden)
+            return self.history.states.new_zeros((rows, width, 0))
+        prefix = functional.embedding(self.prefix, decoder.embedding())
+        hidden = decoder.head_hidden(level, self.history, self.z, prefix, self.hidden)
         if decoder.config.prefix == "cascade":
             self.hidden = hidden
         logits = decoder.output(level, hidden)
         first, size = decoder.tokens.first[level], decoder.tokens.sizes[level]
-        return (
-            logits.narrow(-1, first - decoder.span(level)[0], size)
-            .float()
-            .log_softmax(-1)
-        )
+        codebook = logits.narrow(-1, first - decoder.span(level)[0], size)
+        return codebook.float().log_softmax(-1)

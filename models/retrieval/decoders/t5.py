@@ -1,23 +1,26 @@
-"""T5's decoder, which TIGER and its one-layer student decode with. In training it reads all codes at once.
+"""T5's decoder, which TIGER and its one-layer student decode with.
 
-In search cross-attention keys and values are computed once per user and read by all of its beams, which stand on
-the query axis of one product. As they serve many queries, the query projection is folded into the keys
-and the output projection into the values: `(x Wq)(s Wk)' = x (s Wk Wq')'`. Self-attention keys and values
-stay where they were computed; a beam looks them up by its ancestors. The cache that `transformers` keeps
-holds the cross-attention's once per beam and copies it at every step.
+In training all codes are read at once. In search the keys and values of cross-attention are
+computed once per user and shared by the user's beams, which stand on the query axis of one
+product. As they serve many queries, the query projection is folded into the keys and the
+output projection into the values: `(x Wq)(s Wk)' = x (s Wk Wq')'`. The keys and values of
+self-attention stay where they were computed, and a beam looks them up by its ancestors. The
+cache of `transformers` holds cross-attention once per beam and copies it at every step.
 
-What verifies the steps of a draft (`search/speculative.py`) reads a tree of prefixes in one pass: all of a user stand
-side by side as positions of one sequence. A mask lets each see its own beginnings alone, and the relative position bias
-goes by length and not by place.
+To verify the steps of a draft (`search/speculative.py`) one pass reads a tree of prefixes:
+all prefixes of a user are positions of one sequence. A mask lets each see its own beginnings
+alone, and the relative position bias is that of the length, not of the position.
 
-Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D` width, `H` heads, `K` width of a head,
-`V` vocabulary; `R` users of a tree, `T` prefixes of a user, `W_l` of them with l codes.
+Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D` width, `H`
+heads, `K` width of a head, `V` vocabulary; `R` users of a tree, `T` prefixes of a user, `W_l`
+of them with l codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +33,12 @@ from models.layers.t5 import Stack, T5Sizes
 from models.retrieval.parts import Decoder, History, SidTokens
 from models.retrieval.search.speculative import Tree
 
-MOST_SCORES = 2**26
-"""Attention scores of a layer over a tree held at once; more users are taken in turn."""
+MAX_TREE_SCORES = 2**26
+"""Attention scores of a layer over a tree computed at once; more users are taken in turn."""
 
 
 class T5Decoder(Decoder):
-    """Blocks over the embeddings of the tokens, which are the output layer too and belong to the backbone."""
+    """Blocks over the token embeddings of the backbone, which are the output layer too."""
 
     def __init__(
         self,
@@ -49,9 +52,20 @@ class T5Decoder(Decoder):
         codebook_logits: bool = False,
         codebook_scores: bool = False,
     ) -> None:
-        """`layers` in place of those of `sizes`; each attention can be left out; with `codebook_logits` the logits of a
-        level are of its codes, else of the whole vocabulary; with `codebook_scores` log-probabilities in search are
-        normalised over the level's codes, else over the whole vocabulary, as `transformers` does."""
+        """Build the decoder.
+
+        Args:
+            tokens: The vocabulary.
+            sizes: Sizes of T5.
+            embedding: Token embeddings of the backbone.
+            layers: Blocks, in place of `sizes.num_decoder_layers`.
+            self_attention: Whether blocks attend to the prefix.
+            cross_attention: Whether blocks attend to the history.
+            codebook_logits: Whether logits of a level are of its codes; otherwise of the
+                whole vocabulary.
+            codebook_scores: Whether log-probabilities in search are normalised over the
+                level's codes; otherwise over the whole vocabulary, as `transformers` does.
+        """
         super().__init__()
         self.tokens = tokens
         self.stack = Stack(
@@ -60,12 +74,9 @@ class T5Decoder(Decoder):
         )
         for block in self.stack.blocks:
             block.drop(not self_attention, not cross_attention)
-        self.codebook_logits, self.codebook_scores, self.hidden_width = (
-            codebook_logits,
-            codebook_scores,
-            sizes.d_model,
-        )
-        self._embedding = (embedding,)  # the backbone's, no submodule here
+        self.codebook_logits, self.codebook_scores = codebook_logits, codebook_scores
+        self.hidden_width = sizes.d_model
+        self._embedding = (embedding,)  # in a tuple: no submodule
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -77,11 +88,11 @@ class T5Decoder(Decoder):
         )
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """(B, L, D): states of the decoder, all codes at once."""
+        """Return (B, L, D) states, of all codes at once."""
         return self.states(history, self.tokens.started(codes))
 
     def states(self, history: History, given: Tensor) -> Tensor:
-        """(B, T, D): states of the decoder after the tokens `given` (B, T)."""
+        """Return (B, T, D) states after the tokens `given` (B, T)."""
         bias = (
             self.stack.position_bias(given.shape[1])
             if self.stack.blocks[0].has_attention
@@ -93,7 +104,7 @@ class T5Decoder(Decoder):
         )
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Scaled as T5 does where embeddings are tied."""
+        """Return the logits of each level, scaled as in T5 with tied embeddings."""
         scaled = hidden * self.stack.sizes.d_model**-0.5
         if not self.codebook_logits:
             return functional.linear(scaled, self.embedding.weight).unbind(1)
@@ -104,7 +115,7 @@ class T5Decoder(Decoder):
         ]
 
     def packed(self) -> PackedDecoder:
-        """The weights as they are now, kept until they change."""
+        """Return the packed weights, cached until the weights change."""
         return derived(
             self,
             "packed_decoder",
@@ -119,68 +130,63 @@ class T5Decoder(Decoder):
 
 
 class PackedDecoder:
-    """The decoder's weights at this time: joined, with the norms' weights in what follows them."""
+    """The decoder's weights for search: joined, with each norm's weights folded into the next layer."""
 
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, stack: Stack) -> None:
-        """`embedding` is that of the tokens, and the output layer."""
-        self.embedding, self.stack, sizes, blocks = (
-            embedding,
-            stack,
-            stack.sizes,
-            stack.blocks,
-        )
+        """Pack the weights; `embedding` is the token embedding and the output layer."""
+        self.embedding, self.stack = embedding, stack
+        sizes, blocks = stack.sizes, stack.blocks
         self.normalize, self.heads = stack.final_layer_norm.normalize, sizes.num_heads
-        self.q, self.kv, self.o = [], [], []
-        self.has_attention, self.has_cross_attention = (
-            blocks[0].has_attention,
-            blocks[0].has_cross_attention,
-        )
+        self.has_attention = blocks[0].has_attention
+        self.has_cross_attention = blocks[0].has_cross_attention
+        self.q: list[Packed] = []
+        self.kv: list[Packed] = []
+        self.o: list[Packed] = []
         if self.has_attention:
-            attentions = [
-                (block.attention, block.get_norm(0).weight) for block in blocks
-            ]
-            self.q = [Packed(a.q.weight * norm) for a, norm in attentions]
-            self.kv = [
-                Packed(torch.cat([a.k.weight, a.v.weight]) * norm)
-                for a, norm in attentions
-            ]
-            self.o = [Packed(a.o.weight) for a, _ in attentions]
-            token = self.normalize(embedding.weight)
-            self.first_q, self.first_kv = (
-                self.q[0](token),
-                self.kv[0](token),
-            )  # (V, ...): what block 0 makes of a token
+            self._pack_self_attention(blocks)
         self.wi = [
             Packed(block.feedforward.wi.weight * block.get_norm(-1).weight)
             for block in blocks
         ]
         self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
-        self.logits = Packed(
-            embedding.weight * (stack.final_layer_norm.weight * sizes.d_model**-0.5)
-        )
-        self.keys, self.values = (
-            [],
-            [],
-        )  # each (H * D, D): of the states, with the projections of q and o in them
-        for cross, norm in [
-            (b.cross_attention, b.get_norm(1).weight)
-            for b in blocks
-            if self.has_cross_attention
-        ]:
-            q, k, v = (
-                layer.weight.unflatten(0, (cross.heads, -1))
-                for layer in (cross.q, cross.k, cross.v)
-            )
-            o = cross.o.weight.unflatten(1, (cross.heads, -1))  # (D, H, K)
-            self.keys.append(
-                Packed(torch.einsum("hkd,hke->hde", q * norm, k).flatten(0, 1))
-            )
-            self.values.append(Packed(torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)))
+        scale = stack.final_layer_norm.weight * sizes.d_model**-0.5
+        self.logits = Packed(embedding.weight * scale)
+        # each (H * D, D): keys of the states with the projection of q in them, and
+        # values with the projection of o
+        self.keys: list[Packed] = []
+        self.values: list[Packed] = []
+        if self.has_cross_attention:
+            for block in blocks:
+                self._fold_cross_attention(
+                    block.cross_attention, block.get_norm(1).weight
+                )
+
+    def _pack_self_attention(self, blocks: Any) -> None:
+        for block in blocks:
+            attention, norm = block.attention, block.get_norm(0).weight
+            self.q.append(Packed(attention.q.weight * norm))
+            kv = torch.cat([attention.k.weight, attention.v.weight])
+            self.kv.append(Packed(kv * norm))
+            self.o.append(Packed(attention.o.weight))
+        # (V, ...): queries, keys and values of every token in block 0
+        token = self.normalize(self.embedding.weight)
+        self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)
+
+    def _fold_cross_attention(self, cross: Any, norm: Tensor) -> None:
+        heads = (cross.heads, -1)
+        q = cross.q.weight.unflatten(0, heads) * norm  # (H, K, D)
+        k = cross.k.weight.unflatten(0, heads)
+        v = cross.v.weight.unflatten(0, heads)
+        o = cross.o.weight.unflatten(1, heads)  # (D, H, K)
+        keys = torch.einsum("hkd,hke->hde", q, k).flatten(0, 1)
+        values = torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)
+        self.keys.append(Packed(keys))
+        self.values.append(Packed(values))
 
 
 class SharedKV:
-    """A `Scorer` (see `parts.py`) over T5 weights."""
+    """A `Scorer` over T5 weights."""
 
     def __init__(
         self,
@@ -189,37 +195,33 @@ class SharedKV:
         tokens: SidTokens,
         vocabulary: bool = True,
     ) -> None:
-        """Log-probabilities are normalised over the whole vocabulary, as `transformers` does, or over each level's
-        codebook."""
-        self.decoder, self.padding, self.tokens, self.vocabulary = (
-            decoder,
-            history.padding,
-            tokens,
-            vocabulary,
-        )
-        shape = (decoder.heads, -1)
-        self.cross = [  # keys and values (B, H * S, D) of each block
-            tuple(
-                fold(history.states).unflatten(-1, shape).transpose(1, 2).flatten(1, 2)
-                for fold in folds
+        """Start a search; log-probabilities are normalised over the `vocabulary` or each level's codes."""
+        self.decoder, self.tokens, self.vocabulary = decoder, tokens, vocabulary
+        self.padding = history.padding
+        self.batch, self.device = len(history.states), history.states.device
+        # keys and values (B, H * S, D) of each block
+        self.cross = [
+            (
+                self._fold(keys, history.states),
+                self._fold(values, history.states),
             )
-            for folds in zip(decoder.keys, decoder.values, strict=True)
+            for keys, values in zip(decoder.keys, decoder.values, strict=True)
         ]
         if decoder.has_attention:
             self.bias = decoder.stack.position_bias(tokens.levels)[0]  # (H, L, L)
-        self.codes: list[list[Tensor]] = [
-            [] for _ in decoder.wi
-        ]  # per block and level (n, 2 * H * K): keys, values
-        self.ancestors: list[
-            Tensor
-        ] = []  # per level (N,): each beam's row among those of that level
-        self.batch, self.device = len(history.states), history.states.device
+        # per block and level (n, 2 * H * K): keys and values
+        self.codes: list[list[Tensor]] = [[] for _ in decoder.wi]
+        # per level (N,): row of each beam's ancestor among the rows of that level
+        self.ancestors: list[Tensor] = []
+
+    def _fold(self, weight: Packed, states: Tensor) -> Tensor:
+        """Return (B, H * S, D) keys or values of `states` (B, S, D)."""
+        heads = weight(states).unflatten(-1, (self.decoder.heads, -1))
+        return heads.transpose(1, 2).flatten(1, 2)
 
     def start(self) -> Tensor:
-        begin = torch.zeros(
-            (self.batch, 1), dtype=torch.long, device=self.device
-        )  # T5 starts with padding
-        return self._advance(begin, 0)[:, 0]
+        begin = torch.zeros((self.batch, 1), dtype=torch.long, device=self.device)
+        return self._advance(begin, 0)[:, 0]  # T5 starts with padding
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
         level = len(self.ancestors)
@@ -229,148 +231,147 @@ class SharedKV:
         return self._advance(tokens + self.tokens.first[level - 1], level)
 
     def _advance(self, tokens: Tensor, level: int) -> Tensor:
-        """(B, W, C_level) after the last tokens (B, W)."""
+        """Return (B, W, C_level) log-probabilities after the last tokens (B, W)."""
         decoder, shape = self.decoder, tokens.shape
         self.ancestors.append(torch.arange(tokens.numel(), device=tokens.device))
         tokens = tokens.flatten()
         x = functional.embedding(tokens, decoder.embedding.weight)  # (N, D)
-        for i, codes in enumerate(self.codes):
+        for block in range(len(self.codes)):
             if decoder.has_attention:
-                if i == 0:
-                    q, kv = (
-                        functional.embedding(tokens, table)
-                        for table in (decoder.first_q, decoder.first_kv)
-                    )
-                else:
-                    normed = decoder.normalize(x)
-                    q, kv = decoder.q[i](normed), decoder.kv[i](normed)
-                seen = [*codes, kv]
-                if level < self.tokens.levels - 1:
-                    self.codes[i] = seen
-                mixed = self._attend_to_codes(q, seen, self.bias[:, level, : level + 1])
-                x = decoder.o[i](mixed, add=x)
+                x = self._self_attention(block, x, tokens, level)
             if decoder.has_cross_attention:
-                keys, values = self.cross[i]
-                x = x.unflatten(0, shape)  # (B, W, D)
-                scores = (decoder.normalize(x) @ keys.transpose(1, 2)).unflatten(
-                    -1, (decoder.heads, -1)
-                )  # (B, W, H, S)
-                scores = scores if self.padding is None else scores.add_(self.padding)
-                x = (x + scores.softmax(-1).flatten(2) @ values).flatten(0, 1)
-            x = decoder.wo[i](decoder.wi[i](decoder.normalize(x), relu=True), add=x)
+                x = self._cross_attention(block, x.unflatten(0, shape)).flatten(0, 1)
+            inner = decoder.wi[block](decoder.normalize(x), relu=True)
+            x = decoder.wo[block](inner, add=x)
         logits = decoder.logits(decoder.normalize(x))  # (N, V)
+        return self._normalize_level(logits, level).unflatten(0, shape)
+
+    def _self_attention(
+        self, block: int, x: Tensor, tokens: Tensor, level: int
+    ) -> Tensor:
+        """Return (N, D): x plus self-attention of the last tokens (N,)."""
+        decoder = self.decoder
+        if block == 0:
+            q = functional.embedding(tokens, decoder.first_q)
+            kv = functional.embedding(tokens, decoder.first_kv)
+        else:
+            normed = decoder.normalize(x)
+            q, kv = decoder.q[block](normed), decoder.kv[block](normed)
+        codes = [*self.codes[block], kv]
+        if level < self.tokens.levels - 1:
+            self.codes[block] = codes
+        bias = self.bias[:, level, : level + 1]
+        return decoder.o[block](self._attend_to_codes(q, codes, bias), add=x)
+
+    def _cross_attention(self, block: int, x: Tensor) -> Tensor:
+        """Return (B, W, D): x plus cross-attention to the history."""
+        keys, values = self.cross[block]
+        scores = self.decoder.normalize(x) @ keys.transpose(1, 2)
+        scores = scores.unflatten(-1, (self.decoder.heads, -1))  # (B, W, H, S)
+        if self.padding is not None:
+            scores = scores.add_(self.padding)
+        return x + scores.softmax(-1).flatten(2) @ values
+
+    def _normalize_level(self, logits: Tensor, level: int) -> Tensor:
+        """Return (N, C_level) log-probabilities of logits (N, V)."""
         first, size = self.tokens.first[level], self.tokens.sizes[level]
         if not self.vocabulary:
-            return (
-                logits.narrow(1, first, size).float().log_softmax(1).unflatten(0, shape)
-            )
+            return logits.narrow(1, first, size).float().log_softmax(1)
         if kernels.ready(logits):
-            return kernels.log_softmax_part(logits, first, size).unflatten(0, shape)
+            return kernels.log_softmax_part(logits, first, size)
         logits = logits.float()
-        return (
-            logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)
-        ).unflatten(0, shape)
+        return logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)
 
     def _attend_to_codes(self, q: Tensor, codes: list[Tensor], bias: Tensor) -> Tensor:
-        """(N, H * K): self-attention of a block from the last codes, `q` (N, H * K), to all codes of their beams."""
+        """Return (N, H * K): self-attention from the queries `q` (N, H * K) to the codes of their beams."""
         heads = self.decoder.heads
         if kernels.ready(q):
             return kernels.beam_attention(q, codes, self.ancestors, bias, heads)
         query = q.unflatten(-1, (heads, -1))  # (N, H, K)
-        seen = [
-            kv.index_select(0, rows)
-            .unflatten(-1, (2, heads, -1))
-            .unbind(1)  # keys and values (N, H, K)
-            for kv, rows in zip(codes, self.ancestors, strict=True)
-        ]
-        scores = torch.stack(
-            [(query * k).sum(-1) for k, _ in seen], -1
-        )  # (N, H, level + 1)
-        weights = (scores + bias).softmax(-1).unsqueeze(-2)
-        mixed = weights[..., 0] * seen[0][1]
-        for at, (_, v) in enumerate(seen[1:], start=1):
-            mixed = mixed + weights[..., at] * v
+        keys, values = [], []  # per level (N, H, K)
+        for kv, rows in zip(codes, self.ancestors, strict=True):
+            key_value = kv.index_select(0, rows).unflatten(-1, (2, heads, -1))
+            key, value = key_value.unbind(1)
+            keys.append(key)
+            values.append(value)
+        scores = torch.stack([(query * key).sum(-1) for key in keys], -1)
+        weights = (scores + bias).softmax(-1).unsqueeze(-2)  # (N, H, 1, level + 1)
+        mixed = weights[..., 0] * values[0]
+        for at, value in enumerate(values[1:], start=1):
+            mixed = mixed + weights[..., at] * value
         return mixed.flatten(1)
 
 
 class T5Target:
-    """A `Target` (see `search/speculative.py`) over a T5 decoder and the users' histories."""
+    """A `Target` of `search/speculative.py` over a T5 decoder and the users' histories."""
 
     def __init__(self, decoder: T5Decoder, history: History) -> None:
         self.decoder, self.history = decoder, history
 
     @torch.no_grad()
     def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
-        """(R, W_l, C_l) for l from `first` on: normalised as the decoder's scorer does."""
-        prefixes = 1 + sum(codes.shape[1] for codes in tree.codes)
-        size = max(1, MOST_SCORES // (self.decoder.stack.sizes.num_heads * prefixes**2))
-        found = []
-        for part in torch.arange(len(rows), device=rows.device).split(size):
-            own = Tree([x[part] for x in tree.parents], [x[part] for x in tree.codes])
-            history = History(
-                self.history.states[rows[part]], self.history.lengths[rows[part]]
+        """Return (R, W_l, C_l) log-probabilities for l from `first` on, normalised as by `scorer`."""
+        num_prefixes = 1 + sum(codes.shape[1] for codes in tree.codes)
+        scores_per_user = self.decoder.stack.sizes.num_heads * num_prefixes**2
+        num_users = max(1, MAX_TREE_SCORES // scores_per_user)
+        parts = []
+        for part in torch.arange(len(rows), device=rows.device).split(num_users):
+            part_tree = Tree(
+                [parents[part] for parents in tree.parents],
+                [codes[part] for codes in tree.codes],
             )
-            found.append(self._log_probs(history, own, first))
-        return [torch.cat(levels) for levels in zip(*found, strict=True)]
+            users = rows[part]
+            history = History(self.history.states[users], self.history.lengths[users])
+            parts.append(self._log_probs(history, part_tree, first))
+        return [torch.cat(levels) for levels in zip(*parts, strict=True)]
 
     def _log_probs(self, history: History, tree: Tree, first: int) -> list[Tensor]:
         decoder, tokens = self.decoder, self.decoder.tokens
         widths = [1, *(codes.shape[1] for codes in tree.codes)]
-        given = [
-            torch.zeros_like(history.lengths).unsqueeze(1)
-        ]  # T5 starts with padding
-        given += [codes + tokens.first[level] for level, codes in enumerate(tree.codes)]
-        bias = (
-            self._bias(tree, widths) if decoder.stack.blocks[0].has_attention else None
-        )
-        states = decoder.stack(
-            decoder.embedding(torch.cat(given, 1)),
-            bias,
-            0.0,
-            history.states,
-            history.padding,
-        )
-        weight, found = decoder.embedding.weight, []
-        for level, hidden in enumerate(states.split(widths, 1)):
-            if level < first:
-                continue
-            begin, size = tokens.first[level], tokens.sizes[level]
-            hidden = (
-                hidden * decoder.stack.sizes.d_model**-0.5
-            )  # as T5 does where embeddings are tied
-            if decoder.codebook_scores:
-                found.append(
-                    functional.linear(hidden, weight.narrow(0, begin, size))
-                    .float()
-                    .log_softmax(-1)
-                )
-            else:
-                found.append(
-                    functional.linear(hidden, weight)
-                    .float()
-                    .log_softmax(-1)
-                    .narrow(-1, begin, size)
-                )
-        return found
+        begin = torch.zeros_like(history.lengths).unsqueeze(1)  # T5 starts with padding
+        given = [codes + tokens.first[level] for level, codes in enumerate(tree.codes)]
+        bias = None
+        if decoder.stack.blocks[0].has_attention:
+            bias = self._bias(tree, widths)
+        embedded = decoder.embedding(torch.cat([begin, *given], 1))
+        states = decoder.stack(embedded, bias, 0.0, history.states, history.padding)
+        scale = decoder.stack.sizes.d_model**-0.5  # as in T5 with tied embeddings
+        levels = enumerate(states.split(widths, 1))
+        return [
+            self._normalize_level(hidden * scale, level)
+            for level, hidden in levels
+            if level >= first
+        ]
+
+    def _normalize_level(self, hidden: Tensor, level: int) -> Tensor:
+        """Return (R, W_level, C_level) log-probabilities of scaled states."""
+        weight, tokens = self.decoder.embedding.weight, self.decoder.tokens
+        first, size = tokens.first[level], tokens.sizes[level]
+        if self.decoder.codebook_scores:
+            logits = functional.linear(hidden, weight.narrow(0, first, size))
+            return logits.float().log_softmax(-1)
+        logits = functional.linear(hidden, weight)
+        return logits.float().log_softmax(-1).narrow(-1, first, size)
 
     def _bias(self, tree: Tree, widths: list[int]) -> Tensor:
-        """(R, H, T, T): position bias by length; -inf where the key is no beginning of the query."""
+        """Return (R, H, T, T): position bias by length, -inf where the key is no beginning of the query."""
         device = self.decoder.embedding.weight.device
-        length = torch.cat(
-            [torch.full((width,), at, device=device) for at, width in enumerate(widths)]
-        )  # (T,)
-        bias = self.decoder.stack.position_bias(len(widths))[0][
-            :, length[:, None], length
-        ]  # (H, T, T)
-        users = len(tree.codes[0]) if tree.codes else 1
-        seen = torch.eye(len(length), dtype=torch.bool, device=device).repeat(
-            users, 1, 1
-        )
-        before = seen[:, :1]  # of the prefixes one code shorter
-        begin = 1
+        lengths = [
+            torch.full((width,), length, device=device)
+            for length, width in enumerate(widths)
+        ]
+        length = torch.cat(lengths)  # (T,)
+        by_length = self.decoder.stack.position_bias(len(widths))[0]
+        bias = by_length[:, length[:, None], length]  # (H, T, T)
+        num_users = len(tree.codes[0]) if tree.codes else 1
+        is_beginning = torch.eye(len(length), dtype=torch.bool, device=device)
+        is_beginning = is_beginning.repeat(num_users, 1, 1)  # (R, T, T)
+        before = is_beginning[:, :1]  # of the prefixes one code shorter
+        first = 1
         for parent in tree.parents:
-            above = before.gather(1, parent.unsqueeze(-1).expand(-1, -1, len(length)))
-            seen[:, begin : begin + parent.shape[1]] |= above
-            before = seen[:, begin : begin + parent.shape[1]]
-            begin += parent.shape[1]
-        return bias.masked_fill(~seen.unsqueeze(1), -torch.inf)
+            end = first + parent.shape[1]
+            index = parent.unsqueeze(-1).expand(-1, -1, len(length))
+            is_beginning[:, first:end] |= before.gather(1, index)
+            before = is_beginning[:, first:end]
+            first = end
+        return bias.masked_fill(~is_beginning.unsqueeze(1), -torch.inf)

@@ -296,7 +296,7 @@ def lc_rec_of(teacher: Retriever) -> LcRec:
     """The teacher. UserError for another model than LC-Rec."""
     if not isinstance(teacher, LcRec):
         raise UserError(
-            f"the teacher is a {type(teacher).__name__}, and this model is made of the parts of a language model; give "
+            f"the teacher is a '{teacher.name}', and this model is made of the parts of a language model; give "
             f"an LC-Rec as model.teacher"
         )
     return teacher

@@ -55,7 +55,7 @@ def require_tiger(teacher: Retriever) -> Tiger:
     """Return the teacher, or raise a UserError if it is no TIGER."""
     if not isinstance(teacher, Tiger):
         raise UserError(
-            f"the teacher is a {type(teacher).__name__}, and training starts from the weights of a TIGER's encoder; "
+            f"the teacher is a '{teacher.name}', and training starts from the weights of a TIGER's encoder; "
             f"give a TIGER as model.teacher"
         )
     return teacher

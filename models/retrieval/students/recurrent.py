@@ -1,26 +1,32 @@
-"""Decoders that carry a recurrent state in place of attention: Gated DeltaNet (Yang et al., 2025) and Mamba2 (Dao and
-Gu, 2024), rows of Tables 3 and 11 of SID-MLP.
+"""Students with a recurrent state in place of attention: Gated DeltaNet and Mamba2.
 
-    python -m jobs.train --config jobs/configs/gdn.yaml --tables TABLES --sids SIDS --storage runs \\
-        --name gdn --model.teacher runs/tiger
+Gated DeltaNet (Yang et al., 2025) and Mamba2 (Dao and Gu, 2024) are rows of Tables 3 and 11
+of SID-MLP.
 
-A causal stack reads, as one row, the backbone's frozen states of the history, a learned start token, and the prefix in
-the backbone's frozen embeddings; the logits of a digit are a linear layer on the position before it (Appendix D.3 of
-SID-MLP). Rows are shifted so that padding comes first and their last positions meet: neither the state nor the short
-convolutions take anything from padding. In search the history is read once per user; from there on every beam has a
-state, which at each step is gathered by parent beam and moved on by the chosen code.
+    python -m jobs.train --config jobs/configs/gdn.yaml --tables TABLES --sids SIDS \\
+        --storage runs --name gdn --model.teacher runs/tiger
 
-The paper names no sizes (Appendix D.3: the authors' recommendations, but for what TIGER asks otherwise); these stacks
-have about as many parameters as the 2.6 million of the teacher's decoder. Blocks are the authors':
+A causal stack reads, as one row, the backbone's frozen states of the history, a learned
+start token, and the prefix in the backbone's frozen embeddings; the logits of a digit are a
+linear layer on the position before it (Appendix D.3 of SID-MLP). Rows are shifted so that
+padding comes first and their last positions align: neither the state nor the short
+convolutions read padding. In search the history is read once per user; from there on every
+beam has a state, which each step gathers by parent beam and updates with the chosen code.
 
-- GDN: a mixer and a SwiGLU, 6 heads, values twice as wide as keys, convolutions of 4. In place of their head width of
-  256, which alone would make one block of more than half of TIGER's decoder, it has the teacher's depth and widths: 4
-  blocks of its width, with heads of 64; 2.5 million.
-- Mamba2: a mixer alone, heads of 64, a state of 128, inner width twice the outer, convolutions of 4, chunks of 256. As
-  a block of TIGER's width has 0.13 million parameters, the stack is twice as wide, 5 blocks; 2.6 million.
+The paper names no sizes (Appendix D.3: the authors' recommendations, except where TIGER
+requires others); these stacks have about as many parameters as the 2.6 million of the
+teacher's decoder. Blocks are the authors':
 
-Shapes: `B` requests, `S` positions of the longest history, `D` width of the backbone, `N` width of the stack, `W`
-beams of a user, `L` levels (digits), `C_l` codes of level l.
+- GDN: a mixer and a SwiGLU, 6 heads, values twice as wide as keys, convolutions of 4. The
+  authors' head width of 256 would make one block larger than half of TIGER's decoder, so
+  depth and widths are the teacher's: 4 blocks of its width, heads of 64; 2.5 million.
+- Mamba2: a mixer alone, heads of 64, a state of 128, inner width twice the outer,
+  convolutions of 4, chunks of 256. A block of TIGER's width has 0.13 million parameters, so
+  the stack is twice as wide, with 5 blocks; 2.6 million.
+
+Shapes: `B` requests, `S` positions of the longest history, `P` codes of a prefix, `D` width
+of the backbone, `N` width of the stack, `W` beams of a user, `L` levels (digits), `C_l`
+codes of level l, `O_l` logits of level l.
 """
 
 from __future__ import annotations
@@ -46,16 +52,16 @@ from models.storage.tables import UserError
 
 @dataclass
 class RecurrentConfig(StudentConfig):
-    """What both decoders have."""
+    """Options of both students."""
 
     num_layers: int = 4
     """Blocks of the stack."""
     width: int = 0
-    """Width of the stack; 0: the backbone's, and its states are read as they are, else by a linear layer."""
+    """Width of the stack. 0: the backbone's width, and no linear layer before the stack."""
     conv: int = 4
     """Positions of the short convolutions."""
     chunk: int = 64
-    """Positions that are computed at once in training; it changes no result but by rounding."""
+    """Positions that training computes at once; results change by rounding only."""
     dropout: float = 0.1
     """Dropout on what each block adds (TIGER's; swept over 0.1 and 0.2 in Appendix C.2)."""
 
@@ -68,7 +74,7 @@ class RecurrentConfig(StudentConfig):
 
 @dataclass
 class GdnConfig(RecurrentConfig):
-    """A student whose state forgets and corrects."""
+    """Options of the student with a Gated DeltaNet."""
 
     heads: int = 6
     """Heads (the authors', and TIGER's)."""
@@ -77,8 +83,8 @@ class GdnConfig(RecurrentConfig):
     expand_v: int = 2
     """Width of a head's values over that of its keys (the authors')."""
     ffn_width: int = 512
-    """Inner width of the SwiGLU after each mixer; 0: none. The authors' rule: 8/3 of the width, up to a multiple of
-    256."""
+    """Inner width of the SwiGLU after each mixer; 0 leaves it out. The authors' rule: 8/3 of the width, rounded up to a
+    multiple of 256."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,14 +94,14 @@ class GdnConfig(RecurrentConfig):
 
 @dataclass
 class Mamba2Config(RecurrentConfig):
-    """A student whose state forgets."""
+    """Options of the student with a Mamba2."""
 
     num_layers: int = 5
-    """Blocks of the stack, as many as make the teacher's decoder in parameters."""
+    """Blocks of the stack; 5 have as many parameters as the teacher's decoder."""
     width: int = 256
-    """Width of the stack; 0: the backbone's, and its states are read as they are, else by a linear layer."""
+    """Width of the stack. 0: the backbone's width, and no linear layer before the stack."""
     chunk: int = 256
-    """Positions that are computed at once in training (the authors'); it changes no result but by rounding."""
+    """Positions that training computes at once (the authors'); results change by rounding only."""
     head_width: int = 64
     """Width of a head (the authors')."""
     state: int = 128
@@ -109,18 +115,16 @@ class Mamba2Config(RecurrentConfig):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then, where it has one, x + ffn(norm(x)) with a SwiGLU."""
+    """x + mixer(norm(x)), followed by x + ffn(norm(x)) with a SwiGLU if it has one."""
 
     def __init__(
         self, width: int, mixer: RecurrentMixer, ffn_width: int, dropout_p: float
     ) -> None:
-        """`ffn_width` 0: none."""
+        """Build the block; `ffn_width` 0 leaves out the feed-forward layer."""
         super().__init__()
-        self.norm, self.mixer, self.dropout_p = (
-            nn.RMSNorm(width, eps=1e-6),
-            mixer,
-            dropout_p,
-        )
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.mixer = mixer
+        self.dropout_p = dropout_p
         self.ffn_norm: nn.RMSNorm | None = None
         if ffn_width:
             self.ffn_norm = nn.RMSNorm(width, eps=1e-6)
@@ -130,15 +134,16 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, real: Tensor, last: int | None = None
     ) -> tuple[Tensor, MixerState]:
-        """As `RecurrentMixer.forward`."""
+        """Return the block's output and state, as `RecurrentMixer.forward` does."""
         mixed, state = self.mixer(self.norm(x), real, last)
-        x = x if last is None else x[:, x.shape[1] - last :]
+        if last is not None:
+            x = x[:, x.shape[1] - last :]
         return self._add(x, mixed), state
 
     def step(
         self, x: Tensor, state: MixerState, keep: bool
     ) -> tuple[Tensor, MixerState]:
-        """As `RecurrentMixer.step`."""
+        """Return the block's output and next state, as `RecurrentMixer.step` does."""
         mixed, state = self.mixer.step(self.norm(x), state, keep)
         return self._add(x, mixed), state
 
@@ -152,25 +157,25 @@ class Block(nn.Module):
 
 
 class RecurrentDecoder(Decoder):
-    """A stack of blocks over the states and the embeddings of a backbone, whose they stay."""
+    """A stack of blocks over the states and the embeddings of a backbone."""
 
     def __init__(
         self,
         config: RecurrentConfig,
         backbone: Backbone,
-        mixer: Callable[[int], RecurrentMixer],
+        make_mixer: Callable[[int], RecurrentMixer],
         ffn_width: int = 0,
     ) -> None:
-        """`mixer(N)` makes that of a block."""
+        """Build the stack; `make_mixer(N)` returns the mixer of one block."""
         super().__init__()
         self.tokens, self.first_level = backbone.tokens, config.m
-        self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
+        self._embedding = (backbone.embedding,)  # in a tuple: no submodule
         dim = backbone.embedding.embedding_dim
         width = self.hidden_width = config.width or dim
         self.start = nn.Parameter(torch.randn(dim))
         self.enter = nn.Linear(dim, width) if config.width else nn.Identity()
         self.blocks: Any = nn.ModuleList(
-            Block(width, mixer(width), ffn_width, config.dropout)
+            Block(width, make_mixer(width), ffn_width, config.dropout)
             for _ in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)
@@ -182,56 +187,57 @@ class RecurrentDecoder(Decoder):
     @property
     def beam_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the states of all blocks."""
-        return self.norm.weight.element_size() * sum(
-            block.mixer.state_size for block in self.blocks
-        )
+        numbers = sum(block.mixer.state_size for block in self.blocks)
+        return self.norm.weight.element_size() * numbers
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """(..., D) of `tokens` (...)."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return (..., D) embeddings of `tokens` (...)."""
         return functional.embedding(tokens, self._embedding[0].weight)
 
     def read(self, history: History, prefix: Tensor) -> tuple[Tensor, list[MixerState]]:
-        """(B, P + 1, N) after the history, from the start token on, of the embedded `prefix` (B, P, D); and each
-        block's state after all of it."""
+        """Read a history, the start token and a prefix.
+
+        Args:
+            history: Histories of B requests.
+            prefix: (B, P, D) embedded codes.
+
+        Returns:
+            (B, P + 1, N) outputs from the start token on; the state of each block after
+            the prefix.
+        """
         states, lengths = history.states, history.lengths
-        source = torch.arange(states.shape[1], device=states.device) - (
-            states.shape[1] - lengths
-        ).unsqueeze(1)
-        shifted = states.gather(
-            1, source.clamp(min=0).unsqueeze(-1).expand_as(states)
-        )  # padding first
-        begin = self.start.to(states.dtype).expand(len(states), 1, -1)
-        x = self.enter(torch.cat([shifted, begin, prefix.to(states.dtype)], 1))
-        real = functional.pad(
-            (source >= 0).to(x.dtype), (0, 1 + prefix.shape[1]), value=1.0
-        ).unsqueeze(-1)
-        found = []
+        longest = states.shape[1]
+        position = torch.arange(longest, device=states.device)
+        source = position - (longest - lengths).unsqueeze(1)  # (B, S); < 0: padding
+        index = source.clamp(min=0).unsqueeze(-1).expand_as(states)
+        shifted = states.gather(1, index)  # padding first
+        start = self.start.to(states.dtype).expand(len(states), 1, -1)
+        x = self.enter(torch.cat([shifted, start, prefix.to(states.dtype)], 1))
+        num_outputs = 1 + prefix.shape[1]
+        is_real = (source >= 0).to(x.dtype)
+        real = functional.pad(is_real, (0, num_outputs), value=1.0).unsqueeze(-1)
+        block_states = []
         for i, block in enumerate(self.blocks):
-            x, state = block(
-                x, real, 1 + prefix.shape[1] if i == len(self.blocks) - 1 else None
-            )
-            found.append(state)
-        return self.norm(x), found
+            is_last = i == len(self.blocks) - 1
+            x, state = block(x, real, num_outputs if is_last else None)
+            block_states.append(state)
+        return self.norm(x), block_states
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        prefix = self.embedded(self.tokens.started(codes)[:, 1:])  # (B, L - 1, D)
-        return self.read(history, prefix)[0][:, self.first_level :]
+        prefix = self.embed(self.tokens.started(codes)[:, 1:])  # (B, L - 1, D)
+        outputs, _ = self.read(history, prefix)
+        return outputs[:, self.first_level :]
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        return [
-            head(x)
-            for head, x in zip(
-                self.heads[self.first_level :], hidden.unbind(1), strict=True
-            )
-        ]
+        heads = self.heads[self.first_level :]
+        return [head(x) for head, x in zip(heads, hidden.unbind(1), strict=True)]
 
     def scorer(self, history: History) -> RecurrentScorer:
         return RecurrentScorer(self, history)
 
 
 class RecurrentScorer:
-    """A `Scorer` (see `parts.py`): log-probabilities of each level's codebook. Of levels before `first_level` it has
-    none to give."""
+    """A `Scorer` of each level's codebook; levels before `first_level` have no scores."""
 
     def __init__(self, decoder: RecurrentDecoder, history: History) -> None:
         self.decoder, self.history, self.level = decoder, history, 0
@@ -239,31 +245,25 @@ class RecurrentScorer:
 
     def start(self) -> Tensor:
         states = self.history.states
-        x, self.states = self.decoder.read(
-            self.history, states.new_zeros((len(states), 0, states.shape[2]))
-        )
+        no_prefix = states.new_zeros((len(states), 0, states.shape[2]))
+        x, self.states = self.decoder.read(self.history, no_prefix)
         return self._score(x)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        decoder, users = (
-            self.decoder,
-            torch.arange(len(parents), device=parents.device).unsqueeze(1),
-        )
-        beams = len(self.states[0].memory) // len(parents)
-        rows = (parents + users * beams).flatten()
-        x = decoder.enter(
-            decoder.embedded(tokens.flatten() + decoder.tokens.first[self.level])
-        )  # (B * W, N)
+        decoder = self.decoder
+        users = torch.arange(len(parents), device=parents.device).unsqueeze(1)
+        num_beams = len(self.states[0].memory) // len(parents)
+        rows = (parents + users * num_beams).flatten()
+        chosen = tokens.flatten() + decoder.tokens.first[self.level]
+        x = decoder.enter(decoder.embed(chosen))  # (B * W, N)
         self.level += 1
-        keep = (
-            self.level < decoder.tokens.levels - 1
-        )  # after the last code nobody asks for a state
+        keep = self.level < decoder.tokens.levels - 1  # the last state is not read
         for i, block in enumerate(decoder.blocks):
             x, self.states[i] = block.step(x, self.states[i].rows(rows), keep)
         return self._score(decoder.norm(x).unflatten(0, parents.shape))
 
     def _score(self, x: Tensor) -> Tensor:
-        """(B, W, C_level) of `x` (B, W, N)."""
+        """Return (B, W, C_level) log-probabilities of outputs `x` (B, W, N)."""
         if self.level < self.decoder.first_level:
             return x.new_zeros((*x.shape[:2], 0))
         return self.decoder.heads[self.level](x).float().log_softmax(-1)

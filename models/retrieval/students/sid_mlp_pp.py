@@ -62,7 +62,7 @@ class SidMlpPpEncoder(TaughtModel):
         teacher = build_teacher(config, catalogue)
         if type(teacher.backbone) is not T5Backbone:
             raise UserError(
-                f"stage 1 gives the states of T5's encoder, and those of a {type(teacher).__name__} are others; give a "
+                f"stage 1 gives the states of T5's encoder, and those of a '{teacher.name}' are others; give a "
                 f"TIGER as model.teacher"
             )
         self.backbone = MlpBackbone(teacher.backbone, config)

@@ -497,7 +497,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "sid_mlp_pp_encoder",
         {"teacher_model": {"name": "earn", **TIGER_NAMED}},
-        "those of a Joint are others",
+        "those of a 'earn' are others",
     ),
     ("gdn", {"heads": 0}, "heads is 0, it must be at least 1"),
     ("gdn", {"width": -1}, "width is -1, it must be at"),
@@ -529,7 +529,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "nezha",
         {"teacher_model": {"name": "one_layer"}},
-        r"the teacher is a Student, .* give a TIGER as model.teacher",
+        r"the teacher is a 'one_layer', .* give a TIGER as model.teacher",
     ),
     (
         "nezha",

@@ -63,7 +63,7 @@ def test_states_by_steps_are_those_of_the_whole_row(name: str, chunk: int) -> No
     """To 1e-10, in float64: the history once, then the prefix by steps, against all of it in chunks."""
     decoder, history, codes = exact(name, chunk=chunk)
     with torch.no_grad():
-        prefix = decoder.embedded(decoder.tokens.started(codes)[:, 1:])
+        prefix = decoder.embed(decoder.tokens.started(codes)[:, 1:])
         expected, after = decoder.read(history, prefix)
         x, states = decoder.read(history, prefix[:, :0])
         torch.testing.assert_close(x[:, 0], expected[:, 0], rtol=0, atol=1e-10)
@@ -88,10 +88,10 @@ def test_padding_is_never_read(name: str) -> None:
     other = history.states.masked_fill(padded.unsqueeze(-1), 7.0)
     longer = torch.cat([other, torch.full_like(other, -3.0)], 1)
     with torch.no_grad():
-        expected, (*_, after) = decoder.read(history, decoder.embedded(codes[:, :3]))
+        expected, (*_, after) = decoder.read(history, decoder.embed(codes[:, :3]))
         for states in (other, longer):
             found, (*_, state) = decoder.read(
-                History(states, history.lengths), decoder.embedded(codes[:, :3])
+                History(states, history.lengths), decoder.embed(codes[:, :3])
             )
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
             torch.testing.assert_close(state.memory, after.memory, rtol=0, atol=1e-10)
@@ -99,7 +99,7 @@ def test_padding_is_never_read(name: str) -> None:
             alone = History(
                 history.states[row : row + 1, :length], history.lengths[row : row + 1]
             )
-            found, _ = decoder.read(alone, decoder.embedded(codes[row : row + 1, :3]))
+            found, _ = decoder.read(alone, decoder.embed(codes[row : row + 1, :3]))
             torch.testing.assert_close(found[0], expected[row], rtol=0, atol=1e-10)
 
 
