@@ -54,7 +54,14 @@ LOG: dict[str, Any] = {
 def run_trieline(log: str, output: str) -> None:
     """Turn the log into committed tables with the functions of jobs.prepare."""
     config = PrepareConfig(core=0, split=SPLIT)
-    prepare(parse_log(LOG), log, output, config, overwrite=True, say=lambda line: None)
+    prepare(
+        parse_log(LOG),
+        log,
+        output,
+        config,
+        existing="overwrite",
+        report=lambda line: None,
+    )
 
 
 def run_polars(log: str, output: str) -> None:

@@ -29,11 +29,11 @@ from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, open_uri
 from models.storage.uri import write_file
 from pipelines.data.kinds import KINDS
-from pipelines.data.prepare import prepare
+from pipelines.data.prepare import Existing, prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import load_source
 from pipelines.data.reading.unread import describe_unread
-from pipelines.data.settings import check, read_config
+from pipelines.data.settings import read_config, resolve_config
 from pipelines.data.suggestion.preview import check_rejects, lines, preview, warnings
 from pipelines.data.suggestion.suggest import suggest
 
@@ -81,7 +81,7 @@ def run(given: Given) -> dict[str, object]:
     cli.preflight(
         input=config.input, output=config.output, catalogue=settings.catalogue
     )
-    check(
+    resolve_config(
         source, config.input, config.output, settings
     )  # before Ray takes its seconds to start
     found = preview(
@@ -96,14 +96,18 @@ def run(given: Given) -> dict[str, object]:
         print("next: the same command without --dry-run makes the tables")
         return {}
 
+    existing: Existing = "continue"
+    if config.overwrite:
+        existing = "overwrite"
+    elif config.append:
+        existing = "append"
     statistics = prepare(
         source,
         config.input,
         config.output,
         settings,
-        config.overwrite,
+        existing,
         start=cli.start_ray,
-        append=config.append,
     )
     unit = "requests" if "requests" in statistics else "events"
     per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())

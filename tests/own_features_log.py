@@ -188,7 +188,7 @@ def make(
     path.write_text(yaml.safe_dump({**source, "prepare": of_kind}))
     read, defaults = load_source(str(path))
     config = read_config(defaults, settings or {})
-    prepare(read, str(raw), str(folder / "tables"), config, say=lambda line: None)
+    prepare(read, str(raw), str(folder / "tables"), config, report=lambda line: None)
     return str(folder / "tables")
 
 

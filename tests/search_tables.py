@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from models.storage.tables import join
 from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.groups import feature_groups
+from pipelines.data.search.features import feature_groups
 from tests.training_tables import lists, write
 
 WIDTH = 8

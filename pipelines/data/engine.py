@@ -1,20 +1,23 @@
-"""Ray as the steps of prepare use it, by its public interface.
+"""How the steps of prepare run on Ray, through its public interface.
 
-    each(function, calls)                  a task per call, `ray.remote` and `ray.wait`
-    exchange(read, reads, count, kernel)   from_items -> map_batches(read) -> repartition(keys) -> map_batches(kernel)
+    engine.map_unordered(function, calls)   one Ray task per call
+    engine.exchange(Exchange(...))          from_items -> map_batches(read) -> repartition(keys) -> map_batches(kernel)
 
-Kernels work on whole partitions with polars, numpy and Arrow, write their parts themselves, and give a table of a few
-columns back. Stats, progress, backpressure, spilling and the retries of lost tasks are Ray Data's. What matters of its
-settings (measured on 20 million events, see docs/scale.md) is in `context`; a `kernel` has no `concurrency`, so that it
-fuses into the tasks that gather the shards of a partition.
+Kernels work on whole partitions with polars, numpy and Arrow and write their parts
+themselves. Statistics, progress, backpressure, spilling and retries of lost tasks are
+Ray Data's. `Engine._context` has the settings that matter (measured on 20 million
+events, see docs/scale.md). A kernel has no `concurrency`, so that it fuses into the
+tasks that gather the shards of a partition.
 
-Functions import Ray when they use it. So a command line is parsed, and a log is looked at, without it.
+Functions import Ray when they use it, so a command line is parsed and a log is looked
+at without it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +44,9 @@ class ResourceLimits:
     """Part of a shared cluster that one job may use at once."""
 
     cpu: float = 0
-    """CPUs of all its tasks together; 0: those of the cluster."""
+    """CPUs of all tasks together; 0: those of the cluster."""
     memory_gb: float = 0
-    """GiB of memory that all its tasks together reserve (`memory_gb` each); 0: that of the cluster."""
+    """GiB of memory that all tasks together reserve (`memory_gb` each); 0: that of the cluster."""
 
     def __post_init__(self) -> None:
         check_least(self, ["cpu", "memory_gb"], 0, "ray_data.resource_limits.")
@@ -51,12 +54,12 @@ class ResourceLimits:
 
 @dataclass
 class RayDataConfig:
-    """How Ray Data runs; nothing of it changes the tables."""
+    """Settings of Ray Data. None of them changes the tables."""
 
     shuffle_batch_mb: int = 64
     """MiB of rows that one task cuts by partition."""
     compression: Literal["auto", "none", "lz4", "zstd"] = "auto"
-    """Of rows between tasks; auto: none on one node, lz4 between nodes."""
+    """Compression of rows between tasks; auto: none on one node, lz4 between nodes."""
     read_mb: int = 128
     """MiB of a plain file that one task reads; a compressed file is read by one task."""
     memory_gb: float = 0
@@ -68,38 +71,75 @@ class RayDataConfig:
     def __post_init__(self) -> None:
         check_least(self, ["shuffle_batch_mb", "read_mb"], 1, "ray_data.")
         check_least(self, ["memory_gb"], 0, "ray_data.")
+        check_choices(self, "ray_data.")
         limits = self.resource_limits
         if 0 < limits.memory_gb < self.memory_gb:
             raise ValueError(
                 f"ray_data.resource_limits.memory_gb is {limits.memory_gb:g}, which has no room for a task of "
                 f"ray_data.memory_gb {self.memory_gb:g}; raise it, or lower ray_data.memory_gb"
             )
-        check_choices(self, "ray_data.")
 
 
-SHARD_BYTES = 128 << 10
-"""Ray keeps objects below 100 KiB in the driver's own memory: a map task has at least these for each partition."""
+MIN_SHARD_BYTES = 128 << 10
+"""Bytes that a map task has at least for each partition: Ray keeps objects below 100 KiB in the driver's memory."""
 
-AT_ONCE = 256
-"""Tasks that wait or run at once: `ray.wait` looks at all of them each time."""
+MAX_PENDING_TASKS = 256
+"""Tasks that are submitted and not finished at once: `ray.wait` looks at all of them each time."""
 
 KEY = "__partition"
-"""Column of what is exchanged: the number of the row's partition."""
+"""Column of exchanged rows: the number of the row's partition."""
 
-THREADS = min(4, len(os.sched_getaffinity(0)))
-"""Threads of a process that runs everything itself: each has the memory of a partition."""
+SUMMARY = "__summary"
+"""Column of exchanged rows: the pickled summary of a read; null in the rows of the log."""
 
-RETRIES = "\nFailed to apply"
-"""What Ray Data adds to the words of an error."""
+RESULT = "__result"
+"""Column of an exchange's output: a pickled result of the kernel, or a summary."""
+
+MAX_THREADS = min(4, len(os.sched_getaffinity(0)))
+"""Threads of a process that runs everything itself: each has a partition in memory."""
+
+RAY_DATA_SUFFIX = "\nFailed to apply"
+"""Text that Ray Data appends to the message of an error."""
 
 Call = tuple[Any, ...]
 Shared = Any
-"""What `Engine.put` gave: a reference to what all tasks read, or the thing itself; `fetch` gives the thing."""
-Read = Callable[[int], Iterator[pa.Table]]
+"""A value of `Engine.put`: an object reference, or the value itself. `fetch` returns the value."""
+
+
+@dataclass(frozen=True)
+class ReadSummary:
+    """A read's report to the driver beside its rows, for example counts of rejected rows."""
+
+    number: int
+    """Number of the read."""
+    value: Any
+    """Picklable value."""
+
+
+Read = Callable[[int], Iterator[pa.Table | ReadSummary]]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows of many reads, brought together by partition and passed to a kernel."""
+
+    read: Read
+    """Yields tables of one schema with the column KEY, given the number of the read."""
+    num_reads: int
+    kernel: Callable[..., Any]
+    """Called as `kernel(*shared, partition, rows)` for each partition with rows; its result is picklable."""
+    num_partitions: int
+    shared: Call = ()
+    """First arguments of the kernel; references are replaced by their values."""
+    summaries: bool = False
+    """Whether each read ends with a `ReadSummary`, which the exchange yields among the results."""
+    first_kernel: Callable[[pa.Table], pa.Table] | None = None
+    """Kernel of an exchange before this one: returns rows with the KEY of this one."""
+    num_first_partitions: int = 0
 
 
 def quiet_ray_data() -> None:
-    """Leaves the terminal to what jobs say, and to Ray Data's bars of progress where it is one; errors are raised."""
+    """Silence Ray Data's log. Show its progress bars in a terminal only. Errors are still raised."""
     from ray.data import DataContext
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
@@ -107,67 +147,170 @@ def quiet_ray_data() -> None:
 
 
 class Engine:
-    """How one run of prepare uses Ray, and what Ray Data says of what it ran."""
+    """Runs the tasks and exchanges of one run of prepare.
+
+    Args:
+        settings: Settings of Ray Data.
+        in_process: Run everything in threads of this process, without Ray: for a log of
+            few partitions, which takes less time than Ray takes to start.
+        share_workers: Run all tasks in the same worker processes. Ray Data would start
+            other processes for its shuffle.
+        start: Starts Ray; called before Ray is first used.
+    """
 
     def __init__(
         self,
         settings: RayDataConfig | None = None,
-        here: bool = False,
-        small: bool = True,
+        in_process: bool = False,
+        share_workers: bool = True,
         start: Callable[[], None] | None = None,
     ) -> None:
-        """here: whether this process runs everything itself, in threads, without Ray: for a log of few partitions,
-        which processes of Ray would take longer to start for than to make. small: whether all tasks share
-        the same processes, where Ray Data keeps those of its shuffle apart. start: starts Ray, before it is first used.
-        """
-        self.settings, self.here, self.start = settings or RayDataConfig(), here, start
-        self.small = small
+        self.settings = settings or RayDataConfig()
+        self.in_process = in_process
+        self.share_workers = share_workers
+        self.start = start
         self.stats: list[str] = []
-        """`Dataset.stats()` of all that ran since `take_stats`."""
-
-    def processes(self) -> dict[str, Any]:
-        """Return the options of Ray for every task."""
-        from pipelines.ray_inside import SHUFFLE_ENV
-
-        options: dict[str, Any] = {"runtime_env": SHUFFLE_ENV} if self.small else {}
-        if self.settings.memory_gb:
-            options["memory"] = self.settings.memory_gb * 2**30
-        return options
-
-    def _begin(self) -> None:
-        if self.start is not None:
-            self.start()
-            self.start = None
+        """`Dataset.stats()` of the exchanges since `take_stats`."""
 
     def put(self, value: Any) -> Shared:
-        """`value` where all tasks can read it."""
-        if self.here:
+        """Store `value` where all tasks can read it."""
+        if self.in_process:
             return value
-        self._begin()
+        self._start_ray()
         import ray
 
         return ray.put(value)
 
     def take_stats(self) -> str:
-        """What Ray Data says of all that ran since the last call, for a manifest's timings."""
-        said, self.stats = "\n".join(self.stats), []
-        return "made by the driver alone" if self.here else said
+        """Return Ray Data's statistics since the last call, for a manifest's timings."""
+        stats, self.stats = "\n".join(self.stats), []
+        return "made by the driver alone" if self.in_process else stats
 
-    def context(self, partitions: int) -> DataContext:
-        """The settings of an exchange of so many partitions."""
+    def submit(
+        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
+    ) -> Iterator[Any]:
+        """Yield a reference to the result of `function(*shared, *call)` for each call, in order.
+
+        A task is submitted when its reference is taken. Arguments that are references
+        are replaced by their values.
+        """
+        if self.in_process:
+            yield from _map_in_threads(
+                lambda call: function(*map(fetch, shared), *call), calls
+            )
+            return
+        self._start_ray()
+        import ray
+
+        options = {"num_cpus": 1, "name": _function_name(function)}
+        task = ray.remote(function).options(**options, **self._task_options())
+        for call in calls:
+            yield task.remote(*shared, *call)
+
+    def map_unordered(
+        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
+    ) -> Iterator[tuple[int, Any]]:
+        """Run `function(*shared, *call)` for each call; yield (number of the call, result) as tasks finish."""
+        references = enumerate(self.submit(function, calls, shared))
+        if self.in_process:
+            yield from references
+            return
+        self._start_ray()
+        import ray
+
+        pending: dict[Any, int] = {}
+        while True:
+            free = self.max_pending_tasks - len(pending)
+            for number, reference in islice(references, free):
+                pending[reference] = number
+            if not pending:
+                return
+            [done], _ = ray.wait(list(pending), num_returns=1)
+            with _unwrap_user_errors():
+                yield pending.pop(done), ray.get(done)
+
+    @property
+    def max_pending_tasks(self) -> int:
+        """Number of tasks that `map_unordered` submits before it waits, within the resource limits."""
+        limits, most = self.settings.resource_limits, MAX_PENDING_TASKS
+        if limits.cpu:
+            most = min(most, int(limits.cpu))
+        if limits.memory_gb and self.settings.memory_gb:
+            most = min(most, int(limits.memory_gb / self.settings.memory_gb))
+        return max(1, most)
+
+    def exchange(self, exchange: Exchange, in_process: bool = False) -> Iterator[Any]:
+        """Bring the rows of each partition together and run the kernel on each partition.
+
+        Args:
+            exchange: Reads, partitions and kernel.
+            in_process: Run this exchange in threads of this process, without Ray.
+
+        Yields:
+            The kernel's results and the summaries of the reads, in any order.
+        """
+        if self.in_process or in_process:
+            yield from _exchange_in_process(exchange)
+            return
+        self._start_ray()
+        import ray
+        from ray.data import DataContext
+
+        most = max(exchange.num_partitions, exchange.num_first_partitions)
+        blocks: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
+        with DataContext.current(self._context(most)):
+            numbers = [{"number": number} for number in range(exchange.num_reads)]
+            rows: Any = ray.data.from_items(
+                numbers, override_num_blocks=exchange.num_reads
+            )
+            read = _name_as(partial(_read_rows, exchange), exchange.read)
+            rows = rows.map_batches(read, **self._task_options(), **blocks)
+            if exchange.first_kernel:
+                rows = rows.repartition(exchange.num_first_partitions, keys=[KEY])
+                first = partial(_run_first_kernel, exchange)
+                rows = rows.map_batches(
+                    _name_as(first, exchange.first_kernel), **blocks
+                )
+            partitions = exchange.num_partitions + exchange.summaries
+            rows = rows.repartition(partitions, keys=[KEY])
+            run = _name_as(partial(_run_kernel, exchange), exchange.kernel)
+            rows = rows.map_batches(run, **blocks)
+        with _unwrap_user_errors():
+            for block in rows.iter_batches(prefetch_batches=0, **blocks):
+                yield from map(pickle.loads, block[RESULT].to_pylist())
+        self.stats.append(rows.stats())
+
+    def _start_ray(self) -> None:
+        if self.start is not None:
+            self.start()
+            self.start = None
+
+    def _task_options(self) -> dict[str, Any]:
+        """Return Ray's options of every task."""
+        from pipelines.ray_inside import SHUFFLE_ENV
+
+        options: dict[str, Any] = (
+            {"runtime_env": SHUFFLE_ENV} if self.share_workers else {}
+        )
+        if self.settings.memory_gb:
+            options["memory"] = self.settings.memory_gb * 2**30
+        return options
+
+    def _context(self, partitions: int) -> DataContext:
+        """Return Ray Data's settings of an exchange with this number of partitions."""
         import ray
         from ray.data import DataContext, ExecutionResources
 
         quiet_ray_data()
         context = DataContext.get_current().copy()
         context.shuffle_strategy = "shuffle_v2"
-        several = len([node for node in ray.nodes() if node["Alive"]]) > 1
-        auto = "lz4" if several else "none"
-        context.shuffle_compression = (
-            auto if self.settings.compression == "auto" else self.settings.compression
-        )
-        # Ray's default of 1 GiB leaves a log of 20 million events to one task
-        batch = max(self.settings.shuffle_batch_mb << 20, partitions * SHARD_BYTES)
+        compression: str = self.settings.compression
+        if compression == "auto":
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            compression = "lz4" if len(nodes) > 1 else "none"
+        context.shuffle_compression = compression
+        # Ray's default of 1 GiB leaves a log of 20 million events to one task.
+        batch = max(self.settings.shuffle_batch_mb << 20, partitions * MIN_SHARD_BYTES)
         context.shuffle_input_batch_bytes = batch
         context.target_max_block_size = batch
         limits = self.settings.resource_limits
@@ -176,179 +319,136 @@ class Engine:
         )
         return context
 
-    @property
-    def tasks_at_once(self) -> int:
-        """Tasks that `each` submits before it waits for one of them, within the resource limits."""
-        limits, most = self.settings.resource_limits, AT_ONCE
-        if limits.cpu:
-            most = min(most, int(limits.cpu))
-        if limits.memory_gb and self.settings.memory_gb:
-            most = min(most, int(limits.memory_gb / self.settings.memory_gb))
-        return max(1, most)
-
-    def refs(
-        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
-    ) -> Iterator[Any]:
-        """A reference to the result of `function(*shared, *call)` for every call in order, each a task once it is asked
-        for; arguments that are references are given as what they refer to."""
-        if self.here:
-            yield from _in_threads(
-                lambda call: function(*map(fetch, shared), *call), calls
-            )
-            return
-        self._begin()
-        import ray
-
-        task = ray.remote(function).options(
-            num_cpus=1, name=_name(function), **self.processes()
-        )
-        yield from (task.remote(*shared, *call) for call in calls)
-
-    def each(
-        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
-    ) -> Iterator[tuple[int, Any]]:
-        """Runs `function(*shared, *call)` for every call as a task; yields (number of the call, result) as they end."""
-        every = enumerate(self.refs(function, calls, shared))
-        if self.here:
-            yield from every
-            return
-        self._begin()
-        import ray
-
-        waiting: dict[Any, int] = {}
-        while waiting := waiting | {
-            ref: number
-            for number, ref in islice(every, self.tasks_at_once - len(waiting))
-        }:
-            (done, *_), _ = ray.wait(list(waiting), num_returns=1)
-            with _one_line():
-                yield waiting.pop(done), ray.get(done)
-
-    def exchange(
-        self,
-        read: Read,
-        reads: int,
-        partitions: int,
-        kernel: Callable[..., pa.Table],
-        shared: Call = (),
-        first: tuple[int, Callable[[pa.Table], pa.Table]] | None = None,
-        here: bool = False,
-    ) -> Iterator[pa.Table]:
-        """Brings rows of one KEY together: yields `kernel(*shared, key, rows)` for each of the `partitions` that has
-        some.
-
-        `read(number)` gives tables of one schema with KEY, for `reads` numbers. first: the number of partitions of an
-        exchange before, and what it makes of each: rows with the KEY that they go on to. here: as of `__init__`.
-        """
-        if self.here or here:
-            rows = _join(_in_threads(lambda number: _join(read(number)), range(reads)))
-            if first:
-                share = rows[KEY].to_numpy() % THREADS
-                shares = (
-                    rows.filter(pa.array(share == number))
-                    for number in np.flatnonzero(np.bincount(share))
-                )
-                rows = _join(_in_threads(first[1], shares))
-            values, of = _partitions(rows)
-            yield from _in_threads(
-                lambda value: kernel(*map(fetch, shared), value, of(value)), values
-            )
-            return
-        self._begin()
-        import ray
-        from ray.data import DataContext
-
-        with DataContext.current(
-            self.context(max(partitions, first[0] if first else 1))
-        ):
-            rows = ray.data.from_items(
-                [{"number": number} for number in range(reads)],
-                override_num_blocks=reads,
-            )
-            every: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
-            rows = rows.map_batches(
-                _named(_read, read), fn_args=(read,), **self.processes(), **every
-            )
-            if first:
-                rows = rows.repartition(first[0], keys=[KEY])
-                rows = rows.map_batches(_named(first[1], first[1]), **every)
-            rows = rows.repartition(partitions, keys=[KEY])
-            rows = rows.map_batches(
-                _named(_by_key, kernel), fn_args=(kernel, shared), **every
-            )
-        with _one_line():
-            yield from rows.iter_batches(
-                batch_size=None, batch_format="pyarrow", prefetch_batches=0
-            )
-        self.stats.append(rows.stats())
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """A UserError of a task as it was raised there, in one line."""
-    try:
-        yield
-    except Exception as error:
-        if known := find_user_error(error):
-            raise UserError(str(known).partition(RETRIES)[0]) from None
-        raise
-
-
-def _read(numbers: pa.Table, read: Read) -> Iterator[pa.Table]:
-    for number in numbers["number"].to_pylist():
-        yield from read(number)
-
-
-def _by_key(
-    rows: pa.Table, kernel: Callable[..., pa.Table], shared: Call
-) -> Iterator[pa.Table]:
-    """What `exchange` yields of the rows of one task, of no, one or several partitions."""
-    values, of = _partitions(rows)
-    for value in values:
-        yield kernel(*map(fetch, shared), value, of(value))
-
-
-def _partitions(rows: pa.Table) -> tuple[list[int], Callable[[int], pa.Table]]:
-    """The partitions that rows are of, and what gives the rows of one, without KEY."""
-    key = rows[KEY].to_numpy()
-    values, rest = np.flatnonzero(np.bincount(key)).tolist(), rows.drop_columns([KEY])
-    return (
-        values,
-        lambda value: rest if len(values) == 1 else rest.filter(pa.array(key == value)),
-    )
-
-
-def _join(tables: Iterable[pa.Table]) -> pa.Table:
-    return pa.concat_tables(list(tables)).combine_chunks()
-
-
-def _in_threads(work: Callable[[Any], Any], calls: Iterable[Any]) -> Iterator[Any]:
-    """`work(call)` of every call, in order: sorting, gathering and writing leave other threads the processor."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        yield from pool.map(work, calls)
-
 
 def fetch(shared: Shared) -> Any:
-    """What `Engine.put` was given."""
+    """Return the value that was passed to `Engine.put`."""
     import ray
 
     return ray.get(shared) if isinstance(shared, ray.ObjectRef) else shared
 
 
-def _name(function: Callable[..., Any]) -> str:
+@contextmanager
+def _unwrap_user_errors() -> Iterator[None]:
+    """Raise a UserError of a task as the task raised it, in one line."""
+    try:
+        yield
+    except Exception as error:
+        if user_error := find_user_error(error):
+            message = str(user_error).partition(RAY_DATA_SUFFIX)[0]
+            raise UserError(message) from None
+        raise
+
+
+def _read_rows(exchange: Exchange, numbers: pa.Table) -> Iterator[pa.Table]:
+    """Yield the rows of reads. A summary becomes a row of one more partition."""
+    for number in numbers["number"].to_pylist():
+        schema = None
+        for block in exchange.read(number):
+            if isinstance(block, ReadSummary):
+                assert schema is not None, "a summary follows the rows of its read"
+                yield _summary_row(block, schema, exchange.num_partitions)
+                continue
+            if exchange.summaries:
+                nothing = pa.nulls(block.num_rows, pa.binary())
+                block = block.append_column(SUMMARY, nothing)
+            schema = block.schema
+            yield block
+
+
+def _summary_row(summary: ReadSummary, schema: pa.Schema, partition: int) -> pa.Table:
+    values = {KEY: partition, SUMMARY: pickle.dumps(summary)}
+    columns = [pa.array([values.get(field.name)], field.type) for field in schema]
+    return pa.table(columns, schema=schema)
+
+
+def _run_first_kernel(exchange: Exchange, rows: pa.Table) -> pa.Table:
+    assert exchange.first_kernel is not None
+    return exchange.first_kernel(rows)
+
+
+def _run_kernel(exchange: Exchange, rows: pa.Table) -> Iterator[pa.Table]:
+    """Yield the pickled results of the partitions in the rows of one task: none, one or several."""
+    for partition, part in _split_by_partition(rows):
+        if exchange.summaries:
+            pickled = part[SUMMARY].drop_null()
+            if partition == exchange.num_partitions:
+                yield _result_table(pickled.to_pylist())
+                continue
+            part = part.drop_columns([SUMMARY])
+        result = exchange.kernel(*map(fetch, exchange.shared), partition, part)
+        yield _result_table([pickle.dumps(result)])
+
+
+def _result_table(pickled: list[bytes]) -> pa.Table:
+    return pa.table({RESULT: pa.array(pickled, pa.large_binary())})
+
+
+def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
+    """Run an exchange in threads of this process; yield as `Engine.exchange` does."""
+
+    def read(number: int) -> list[pa.Table | ReadSummary]:
+        return list(exchange.read(number))
+
+    def run(item: tuple[int, pa.Table]) -> Any:
+        partition, rows = item
+        return exchange.kernel(*map(fetch, exchange.shared), partition, rows)
+
+    tables: list[pa.Table] = []
+    for blocks in _map_in_threads(read, range(exchange.num_reads)):
+        for block in blocks:
+            if isinstance(block, ReadSummary):
+                yield block
+            else:
+                tables.append(block)
+    rows = _concat(tables)
+    del tables
+    if exchange.first_kernel:
+        thread = rows[KEY].to_numpy() % MAX_THREADS
+        shares = [
+            rows.filter(pa.array(thread == number)) for number in np.unique(thread)
+        ]
+        rows = _concat(_map_in_threads(exchange.first_kernel, shares))
+    yield from _map_in_threads(run, _split_by_partition(rows))
+
+
+def _split_by_partition(rows: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    """Yield each partition that has rows and its rows, without KEY."""
+    key = rows[KEY].to_numpy()
+    partitions = np.flatnonzero(np.bincount(key)).tolist()
+    values = rows.drop_columns([KEY])
+    for partition in partitions:
+        if len(partitions) == 1:
+            yield partition, values
+        else:
+            yield partition, values.filter(pa.array(key == partition))
+
+
+def _concat(tables: Iterable[pa.Table]) -> pa.Table:
+    return pa.concat_tables(list(tables)).combine_chunks()
+
+
+def _map_in_threads(
+    function: Callable[[Any], Any], values: Iterable[Any]
+) -> Iterator[Any]:
+    """Yield `function(value)` of every value, in order. Sorting, gathering and writing release the interpreter lock."""
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        yield from pool.map(function, values)
+
+
+def _function_name(function: Callable[..., Any]) -> str:
     while isinstance(function, partial):
         function = function.func
-    kind = function if isinstance(function, FunctionType) else type(function)
-    return kind.__name__.strip("_")
+    named = function if isinstance(function, FunctionType) else type(function)
+    return named.__name__.strip("_")
 
 
-def _named(
-    work: Callable[..., Any], function: Callable[..., Any]
+def _name_as(
+    function: Callable[..., Any], shown: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`work` under the name of the function that it runs, which is what the dashboard and the stats show."""
+    """Return `function` under the name of `shown`, for the dashboard and the statistics."""
 
-    def named(rows: pa.Table, *arguments: Any) -> Any:
-        return work(rows, *arguments)
+    def run(rows: pa.Table) -> Any:
+        return function(rows)
 
-    named.__name__ = _name(function)
-    return named
+    run.__name__ = _function_name(shown)
+    return run

@@ -1,5 +1,7 @@
-"""The one table of kinds of request. A new kind is a folder beside this file, whose `kind.py` is its class, and a row
-here."""
+"""The table of kinds of request.
+
+A new kind is a folder beside this file, whose `kind.py` holds its class, and a row here.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What may surprise in tables that are well made, a line each with its remedy, from manifests alone.
+"""Warnings on valid tables with surprising figures, a line each with its remedy, from manifests alone.
 
-`jobs.prepare` says them last; a healthy log has none.
+`jobs.prepare` prints them last; a healthy log has none.
 """
 
 from __future__ import annotations
@@ -9,46 +9,42 @@ from collections.abc import Iterator
 
 from models.storage.tables import Manifest
 from pipelines.data.kinds import KINDS
-from pipelines.data.sequences.splits import NAMES
+from pipelines.data.sequences.splits import SPLITS
 
-FEW_REQUESTS = 30
+MIN_REQUESTS = 30
 """Requests of a split below which its figures are noise."""
-DUPLICATES = 0.01
-"""Share of events that repeat another."""
-DROPPED = 0.5
-"""Share of behaviours that the k-core leaves out."""
+
+MAX_DUPLICATES = 0.01
+"""Share of events that repeat another event, above which there is a warning."""
+
+MAX_DROPPED = 0.5
+"""Share of behaviours that the k-core leaves out, above which there is a warning."""
 
 
 def notices(events: Manifest, items: Manifest, sequences: Manifest) -> list[str]:
-    """The lines for these tables."""
+    """Return the warnings on these tables."""
     info = sequences.info
-    found = [*_log(events, items), *_core(events, items, info), *_truncated(info)]
-    found += KINDS[info["kind"]].notices(events, info)
+    lines = [
+        *_warn_of_repeats(events, items),
+        *_warn_of_core(events, items, info),
+        *_warn_of_truncation(info),
+        *KINDS[info["kind"]].notices(events, info),
+    ]
     if not items.info.get("catalogue_of"):  # on a fresh log nothing is trained
-        found += _splits(info)
-    return [f"warning: {line}" for line in found]
+        lines += _warn_of_splits(info)
+    return [f"warning: {line}" for line in lines]
 
 
-def _log(events: Manifest, items: Manifest) -> Iterator[str]:
-    info = events.info
-    # at the same millisecond it is one event, logged twice
-    coarse = not info["clock"] or info.get("grain_ms", 1) > 1
-    if coarse and info["duplicates"] > DUPLICATES * (events.rows + info["duplicates"]):
-        share = info["duplicates"] / (events.rows + info["duplicates"])
-        source = events.config["source"]
-        unset = [
-            ("query", ["query"]),
-            ("request_id", ["request", "explode"]),
-            ("position", ["position", "explode"]),
-        ]
-        unread = [
-            name for name, keys in unset if not any(source.get(key) for key in keys)
-        ]
-        read = ", ".join(
-            column["name"] for column in events.schema if column["name"] not in unread
-        )
+def _warn_of_repeats(events: Manifest, items: Manifest) -> Iterator[str]:
+    """Yield lines on events and items that are described more than once."""
+    duplicates = events.info["duplicates"]
+    share = duplicates / max(events.rows + duplicates, 1)
+    # At the same millisecond it is one event, logged twice.
+    is_coarse = not events.info["clock"] or events.info.get("grain_ms", 1) > 1
+    if is_coarse and share > MAX_DUPLICATES:
+        columns = ", ".join(_columns_read(events))
         yield (
-            f"{info['duplicates']:,} events ({share:.1%}) repeat another in every column that is read ({read}) and "
+            f"{duplicates:,} events ({share:.1%}) repeat another in every column that is read ({columns}) and "
             f"were dropped; if they are real, such as two purchases of a day, --duplicates keep"
         )
     if items.info.get("metadata_differ"):
@@ -58,17 +54,36 @@ def _log(events: Manifest, items: Manifest) -> Iterator[str]:
         )
 
 
-def _core(events: Manifest, items: Manifest, info: dict) -> Iterator[str]:
+def _columns_read(events: Manifest) -> list[str]:
+    """Return the columns of events that come from the log."""
+    source = events.config["source"]
+    origins = {
+        "query": ["query"],
+        "request_id": ["request", "explode"],
+        "position": ["position", "explode"],
+    }
+    unread = {
+        name
+        for name, keys in origins.items()
+        if not any(source.get(key) for key in keys)
+    }
+    names = [column["name"] for column in events.schema]
+    return [name for name in names if name not in unread]
+
+
+def _warn_of_core(events: Manifest, items: Manifest, info: dict) -> Iterator[str]:
+    """Yield a line if the k-core leaves out most behaviours."""
     behaviours = items.info.get("behaviours")
     left = info["interactions"] + info["truncated_events"]
-    if items.info["core"] > 1 and behaviours and left < (1 - DROPPED) * behaviours:
+    if items.info["core"] > 1 and behaviours and left < (1 - MAX_DROPPED) * behaviours:
         yield (
             f"the {items.info['core']}-core leaves {left:,} of {behaviours:,} behaviours, of {info['users']:,} of "
             f"{events.info['users']:,} users; a lower --core keeps more"
         )
 
 
-def _truncated(info: dict) -> Iterator[str]:
+def _warn_of_truncation(info: dict) -> Iterator[str]:
+    """Yield a line if users have more than `max_events` behaviours."""
     if info["truncated_events"]:
         yield (
             f"{info['truncated_users']:,} users have more than max_events {info['max_events']:,} behaviours: their "
@@ -76,23 +91,24 @@ def _truncated(info: dict) -> Iterator[str]:
         )
 
 
-def _splits(info: dict) -> Iterator[str]:
+def _warn_of_splits(info: dict) -> Iterator[str]:
+    """Yield lines on empty, small and tied evaluation splits."""
     requests = info.get("requests") or info["events"]
-    unit = "requests" if "requests" in info else "events"
-    for name in NAMES[1:]:
+    noun = "requests" if "requests" in info else "events"
+    for name in SPLITS[1:]:
         if not requests[name]:
-            refused = (
-                ", so jobs.train cannot choose its best epoch" if name == "val" else ""
-            )
+            effect = ""
+            if name == "val":
+                effect = ", so jobs.train cannot choose its best epoch"
             remedy = "give larger split fractions, or a longer log"
             if info["split"]["kind"] == "leave_last_out":
                 remedy = "each user needs three for that: use --split.kind temporal where the log has clock times"
-            yield f"there are no {name} {unit}{refused}; {remedy}"
+            yield f"there are no {name} {noun}{effect}; {remedy}"
             continue
         if tied := info.get("tied_targets", {}).get(name):
             yield (
-                f"{tied:,} of {requests[name]:,} {name} {unit} have the time of another one of their user, such as a "
+                f"{tied:,} of {requests[name]:,} {name} {noun} have the time of another one of their user, such as a "
                 f"basket; a hash of user, time and item decides which is held out: --split.kind temporal holds out all"
             )
-        if requests[name] < FEW_REQUESTS:
-            yield f"there are only {requests[name]:,} {name} {unit}: their figures are noise; a longer log has more"
+        if requests[name] < MIN_REQUESTS:
+            yield f"there are only {requests[name]:,} {name} {noun}: their figures are noise; a longer log has more"

@@ -1,4 +1,4 @@
-"""The settings of `jobs.prepare`. `settings.py` reads them and holds them against a log."""
+"""Settings of `jobs.prepare`. `settings.py` reads them and checks them against a log."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipelines.data.sequences.splits import SplitConfig, epoch_ms
 
 @dataclass
 class PrepareConfig:
-    """What is made of a raw log. A source file's `prepare` section sets these; the command line wins."""
+    """Settings of the tables of a raw log: the `prepare` section of a source file, below the command line."""
 
     kind: str = "retrieval"
-    """What a request is: `retrieval`, a behaviour, whose item is to be predicted; `search`, a search with the results
-    it showed; `actions`, an impression, whose actions are to be predicted."""
+    """Kind of request: `retrieval`, a behaviour, whose item is predicted; `search`, a search with its results;
+    `actions`, an impression, whose actions are predicted."""
     core: int = 5
     """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1 keeps all that `core_window` has."""
     core_window: Literal["all", "train"] = "all"
@@ -27,7 +27,7 @@ class PrepareConfig:
     """`strict`: a history holds only strictly earlier events. `log_order`: it also holds events of the same time that
     come earlier in the log; `position` is then the order in the log."""
     split: SplitConfig = field(default_factory=SplitConfig)
-    """How requests are split."""
+    """Split of the requests."""
     max_events: int = 10_000
     """Behaviours kept per user: the most recent ones."""
     behaviour: str | None = None
@@ -46,12 +46,12 @@ class PrepareConfig:
     """TABLES of a trained model: the log is read as a fresh log of the same catalogue, for batch inference and
     evaluation. Events of other items are left out, and requests are split at the same times."""
     counts_as_of: Any = None
-    """A moment, as ISO 8601 (UTC) or epoch ms: also makes the table `counts`, what is counted strictly before it, for a
-    served model. Of kind `search`."""
+    """A moment, as ISO 8601 (UTC) or epoch ms: also makes the table `counts`, with counts of what is strictly before it,
+    for a served model. Of kind `search`."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
-    """How Ray Data runs."""
+    """Settings of Ray Data."""
     own: Any = field(default=None, metadata={"hidden": True})
-    """The kind's own settings, such as the features of a search log; None where it has none."""
+    """Settings of the kind, such as the features of a search log; None if it has none."""
 
     def __post_init__(self) -> None:
         check_least(self, ["core"], 0)
@@ -62,8 +62,8 @@ class PrepareConfig:
             self.counts_as_of = epoch_ms(self.counts_as_of, "counts_as_of")
 
 
-def refuse(*wrong: tuple[Any, str]) -> None:
-    """UserError with the words of the first of these that is so."""
-    for is_so, said in wrong:
-        if is_so:
-            raise UserError(said)
+def refuse(*faults: tuple[Any, str]) -> None:
+    """Raise UserError with the message of the first true condition of (condition, message) pairs."""
+    for condition, message in faults:
+        if condition:
+            raise UserError(message)

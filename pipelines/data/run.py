@@ -1,4 +1,4 @@
-"""One run of `jobs.prepare`: where things are, what earlier steps found, and how a step commits its table."""
+"""One run of `jobs.prepare`: its settings, and the tables that its steps find and commit."""
 
 from __future__ import annotations
 
@@ -32,157 +32,230 @@ from models.storage.tables import (
     up_to_date,
 )
 from pipelines.data.engine import Engine, Shared
-from pipelines.data.events.event_stats import Survey, Vocabulary, survey
+from pipelines.data.events.columns import Vocabulary
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.rows import Rejected
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
+"""Prints a line that a user reads."""
 
-STABLE = ("events", "items", "sequences")
-"""Tables that say what they extend: users and items keep their rows and numbers."""
+EXTENSIBLE = ("events", "items", "sequences")
+"""Tables that name the versions that they extend: users and items keep their rows and numbers."""
 
 
 @dataclass
-class Run:
-    """One call of `prepare`, as its steps see it."""
+class OutputTables:
+    """The tables under the output folder of one run."""
 
-    source: Log
-    """The raw log."""
-    input: str
-    """Folder of its files."""
-    output: str
-    """Folder of the tables."""
-    config: PrepareConfig
-    """The settings, with everything decided that the source decides."""
-    counted: str | None
-    """The label of the events that make the catalogue and the split; None where all events do."""
-    overwrite: bool
-    """Whether tables are made again, whatever is there."""
-    say: Say
-    """Takes the lines that a user reads."""
-    whole: bool
-    """Whether a run has finished there before: only then is a table of other inputs or settings not replaced."""
+    uri: str
+    """The output folder."""
+    report: Report
     engine: Engine
-    """Ray Data, with its settings."""
+    overwrite: bool = False
+    """Make every table again."""
     append: bool = False
-    """Whether new files are joined to tables that are there; the new tables are switched to together, at the end."""
-    grows: bool = False
-    """Whether more files will be joined later, as `--append` was given, be it on the first day."""
-    surveyed: Survey | None = None
-    """What is known of the events parts, once they are there."""
-    made: dict[str, Manifest] = field(default_factory=dict)
-    """By table what has been made and not switched to."""
+    """Add to existing tables; the new versions replace the old ones together, at the end."""
+    is_complete: bool = False
+    """Whether an earlier run finished there: then a table of other inputs or settings is not replaced."""
+    pending: dict[str, Manifest] = field(default_factory=dict)
+    """Manifests of tables that are written and not yet in place."""
 
-    def table(self, name: str) -> str:
-        """Folder of a table."""
-        return join(self.output, name)
+    def table_uri(self, name: str) -> str:
+        """Return the folder of a table."""
+        return join(self.uri, name)
 
-    def finished(
+    def find_finished(
         self,
         name: str,
         config: dict[str, Any],
         inputs: dict[str, str],
         stamps: dict[str, list[int]] | None = None,
     ) -> Manifest | None:
-        """The table's manifest if it need not be made; UserError if a finished run made it from something else. stamps:
-        of the raw files that it is made from too; one with another size or time of change is another file."""
-        uri = self.table(name)
+        """Return the manifest of a table that need not be made again, or None.
+
+        Args:
+            name: Name of the table.
+            config: Settings that it is made with.
+            inputs: Hashes of its inputs.
+            stamps: Size and time of change of the raw files that it is made from. A file
+                with another stamp counts as another file.
+
+        Raises:
+            UserError: if a finished run made the table from other inputs or settings.
+        """
+        uri = self.table_uri(name)
         if self.overwrite or not has_manifest(uri):
             return None
-        made = read_manifest(uri)
-        for file, now in (stamps or {}).items():
-            same = made.info.get("stamps", {}).get(file) == now
-            inputs = {**inputs, file: made.inputs.get(file, "") if same else "changed"}
-        if not up_to_date(uri, fingerprint(config, inputs)):
-            if self.append:
-                return None
-            if self.whole:
-                raise UserError(
-                    f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
-                    f"--output"
-                )
-            self.say(
-                f"{name}: replaced, as the run that made it from other inputs or settings did not finish"
-            )
+        earlier = read_manifest(uri)
+        for file, stamp in (stamps or {}).items():
+            unchanged = earlier.info.get("stamps", {}).get(file) == stamp
+            file_hash = earlier.inputs.get(file, "") if unchanged else "changed"
+            inputs = {**inputs, file: file_hash}
+        if up_to_date(uri, fingerprint(config, inputs)):
+            manifest = read_manifest(uri, name)
+            part_uris(uri, manifest)  # names a part that is gone or cut short
+            self.report(f"{name}: up to date, {pluralize(manifest.rows, 'row')}")
+            return manifest
+        if self.append:
             return None
-        manifest = read_manifest(uri, name)
-        part_uris(
-            uri, manifest
-        )  # a part that is gone or cut short is an error that names it
-        self.say(f"{name}: up to date, {pluralize(manifest.rows, 'row')}")
-        return manifest
-
-    def before(self, name: str) -> Manifest | None:
-        """The version of a table that is appended to; None where there is none."""
-        return (
-            read_manifest(self.table(name), name)
-            if self.append and has_manifest(self.table(name))
-            else None
+        if self.is_complete:
+            raise UserError(
+                f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
+                f"--output"
+            )
+        self.report(
+            f"{name}: replaced, as the run that made it from other inputs or settings did not finish"
         )
+        return None
+
+    def appended_version(self, name: str) -> Manifest | None:
+        """Return the version of a table that this run adds to, or None."""
+        uri = self.table_uri(name)
+        if not self.append or not has_manifest(uri):
+            return None
+        return read_manifest(uri, name)
+
+    def manifest(self, name: str) -> Manifest:
+        """Return a table's manifest, also of a table that is pending."""
+        return self.pending.get(name) or read_manifest(self.table_uri(name), name)
 
     def read(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """A table of this run, also one that has not been switched to."""
-        return read_table(self.table(name), name, columns, self.made.get(name))
+        """Read a table, also one that is pending."""
+        return read_table(self.table_uri(name), name, columns, self.pending.get(name))
+
+    def read_vocabulary(self, name: str, column: str) -> Shared:
+        """Store the `Vocabulary` of a table's column, whose integers are row numbers, for all tasks."""
+        if not self.manifest(name).files:
+            ids = pa.array([], pa.large_string())
+        else:
+            ids = self.read(name, [column])[column].cast("large_string")
+            ids = ids.combine_chunks()
+        return self.engine.put(Vocabulary.from_ids(ids))
+
+    def read_catalogue(self) -> Shared:
+        """Store the vocabulary of item ids, whose integers are `item_index`, for all tasks."""
+        return self.read_vocabulary("items", "item_id")
+
+    def commit(
+        self,
+        name: str,
+        schema: pa.Schema,
+        parts: list[Part],
+        settings: dict[str, Any],
+        inputs: dict[str, str],
+        info: dict[str, Any] | None = None,
+        **timings: Any,
+    ) -> Manifest:
+        """Commit a table with its timings and Ray Data's statistics; with `append`, at the end of the run."""
+        timings["ray_data"] = self.engine.take_stats()
+        manifest = describe(
+            name,
+            schema,
+            parts,
+            config=settings,
+            inputs=inputs,
+            info=info,
+            timings=timings,
+        )
+        earlier = self.appended_version(name)
+        if earlier and name in EXTENSIBLE:
+            manifest.extends.extend(earlier.extends)
+            if earlier.hash != manifest.hash:
+                manifest.extends.append(earlier.hash)
+        self.pending[name] = manifest
+        if not self.append:
+            self.put_in_place()
+        return manifest
+
+    def put_in_place(self) -> None:
+        """Put the pending tables in place. Rejects come before events, from which an append knows the files."""
+        order = sorted(self.pending, key=lambda name: name != "rejects")
+        switch({self.table_uri(name): self.pending[name] for name in order})
+        self.pending = {}
+
+    @contextmanager
+    def clean_up_on_error(self, *names: str) -> Iterator[None]:
+        """Remove the parts of unfinished tables if the step inside fails."""
+        try:
+            yield
+        except BaseException:
+            for name in names:
+                _remove_unlisted_parts(self.table_uri(name))
+            raise
+
+
+def _remove_unlisted_parts(uri: str) -> None:
+    """Remove the parts that no manifest lists."""
+    filesystem, root = open_uri(uri)
+    if filesystem.get_file_info(root).type != fs.FileType.Directory:
+        return
+    listed: set[str] = set()
+    if has_manifest(uri):
+        listed = {part.path for part in read_manifest(uri).files} | {MANIFEST}
+    clear(uri, listed)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Log, settings and tables of a call of `prepare`, shared by its steps."""
+
+    source: Log
+    """The raw log."""
+    input: str
+    """Folder of the log's files."""
+    config: PrepareConfig
+    """Settings; everything that the source decides is decided."""
+    behaviour: str | None
+    """Label of the events that make the catalogue and the split; None where all events do."""
+    report: Report
+    engine: Engine
+    tables: OutputTables
+    grows: bool = False
+    """Whether more files will be appended later: `--append` was given, maybe on the first day."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the label that makes an event a behaviour has times of its own."""
+        return self.behaviour in self.source.info.get("known", {})
 
     def stamps(self, files: Iterable[str]) -> dict[str, list[int]]:
-        """Sizes and times of change of raw files, by which a run that starts again knows them."""
+        """Return size and time of change of raw files, by which a later run recognises them."""
         infos = {file: file_info(join(self.input, file)) for file in files}
         return {file: [info.size, info.mtime_ns or 0] for file, info in infos.items()}
 
-    def reject(self, rejected: Rejected, of: str = "") -> None:
-        """Says what was rejected; UserError where that is too much. of: which rows"""
-        for line in rejected.lines():
-            self.say(f"rejects{of}: {line}")
-        rejected.check(self.config.max_rejects, of)
+    def check_rejects(self, rejected: Rejected, rows: str = "") -> None:
+        """Report rejected rows. `rows` says which rows were read, after a space.
 
-    def progress(self, step: str) -> Say:
-        """Says how far a step is, at most every second."""
+        Raises:
+            UserError: if more than a share `max_rejects` was rejected.
+        """
+        for line in rejected.lines():
+            self.report(f"rejects{rows}: {line}")
+        rejected.check(self.config.max_rejects, rows)
+
+    def report_progress(self, step: str) -> Report:
+        """Return a function that reports the progress of a step at most once per second."""
         last = [time.monotonic()]
 
-        def say(line: str) -> None:
+        def report(line: str) -> None:
             if time.monotonic() - last[0] >= 1:
                 last[0] = time.monotonic()
-                self.say(f"{step}: {line}")
+                self.report(f"{step}: {line}")
 
-        return say
+        return report
 
-    def survey(self, events: Manifest) -> Survey:
-        """What is known of the events parts, which are read for it at most once in a run."""
-        if self.surveyed is None:
-            parts = part_uris(self.table("events"), events)
-            self.surveyed = survey(parts, self.counted, self.engine, self.late)
-        return self.surveyed
+    def split_inputs(self, events: Manifest) -> list[Any]:
+        """Return the inputs of the cut times of a split, as manifests record them."""
+        return [events.hash, self.config.split.settings(), self.behaviour]
 
-    @property
-    def late(self) -> bool:
-        """Whether events say when the label that makes them behaviours is known."""
-        return self.counted in self.source.info.get("known", {})
+    def core_before_ms(self, split: dict[str, Any]) -> int | None:
+        """Return the time before which behaviours count for the k-core; None if all count.
 
-    def split_key(self, events: Manifest) -> list[Any]:
-        """What the cut times of a split depend on."""
-        return [events.hash, self.config.split.settings(), self.counted]
-
-    def before_ms(self, split: dict[str, Any]) -> int | None:
-        """Behaviours earlier than this count for the k-core; None for all, as on the catalogue of other tables."""
-        window = self.config.core_window if self.config.catalogue is None else "all"
-        return split["val_start_ms"] if window == "train" else None
-
-    def catalogue(self) -> Shared:
-        """The ids of the catalogue, whose places are item_index, as a `Vocabulary` that all tasks can read."""
-        ids = self.read("items", ["item_id"])["item_id"]
-        return self.engine.put(Vocabulary.of(ids.cast("large_string").combine_chunks()))
-
-    def queries(self) -> Shared:
-        """Likewise the queries of a search log, whose places are query_index."""
-        if not (
-            self.made.get("queries") or read_manifest(self.table("queries"), "queries")
-        ).files:
-            return self.engine.put(Vocabulary.of(pa.array([], pa.large_string())))
-        texts = self.read("queries")["query"]
-        return self.engine.put(
-            Vocabulary.of(texts.cast("large_string").combine_chunks())
-        )
+        All count on the catalogue of other tables.
+        """
+        whole_log = self.config.core_window == "all" or self.config.catalogue
+        return None if whole_log else split["val_start_ms"]
 
     def sequences_info(
         self,
@@ -191,7 +264,10 @@ class Run:
         split: dict[str, Any],
         count: Counter[str],
     ) -> dict[str, Any]:
-        """What the manifest of sequences says of every kind of request. count: what was counted on the way."""
+        """Return the entries of the manifest's `info` that sequences of every kind have.
+
+        `count` holds the counts of all parts.
+        """
         config = self.config
         return {
             "kind": config.kind,
@@ -200,7 +276,7 @@ class Run:
             "pairs": count["pairs"],
             "items": items.rows,
             "split": split,
-            "split_made_from": self.split_key(events),
+            "split_made_from": self.split_inputs(events),
             "ties": config.ties,
             "clock": events.info["clock"],
             "behaviour": config.behaviour,
@@ -216,88 +292,3 @@ class Run:
             "numbers": self.source.info["numbers"],
             "categories": self.source.info["categories"],
         }
-
-    def commit(
-        self,
-        name: str,
-        schema: pa.Schema,
-        parts: list[Part],
-        settings: dict[str, Any],
-        inputs: dict[str, str],
-        info: dict[str, Any] | None = None,
-        **timings: Any,
-    ) -> Manifest:
-        """Commits a table, with what was timed and what Ray Data says; while files are appended, at the end."""
-        timings["ray_data"] = self.engine.take_stats()
-        made = describe(
-            name,
-            schema,
-            parts,
-            config=settings,
-            inputs=inputs,
-            info=info,
-            timings=timings,
-        )
-        if (before := self.before(name)) and name in STABLE:
-            made.extends.extend(
-                [*before.extends, *([before.hash] if before.hash != made.hash else [])]
-            )
-        self.made[name] = made
-        if not self.append:
-            self.switch()
-        return made
-
-    def switch(self) -> None:
-        """Makes what has been made the tables; rejects before events, by which an append knows what is there."""
-        order = sorted(self.made, key=lambda name: name != "rejects")
-        switch({self.table(name): self.made[name] for name in order})
-        self.made = {}
-
-    @contextmanager
-    def writing(self, *tables: str) -> Iterator[None]:
-        """Around a step that writes parts: removes those in the making if it fails."""
-        uris = [self.table(name) for name in tables]
-        try:
-            yield
-        except BaseException:
-            for uri in uris:
-                _discard(uri)
-            raise
-
-
-LARGEST = ("max_length", "max_candidates", "max_spread_ms")
-"""Counts of which a table has the largest of its parts, and not the sum."""
-
-
-def gather_parts(
-    results: Iterable[tuple[int, Any]], parts: int, progress: Say
-) -> tuple[list[Part], Counter[str], list[Any]]:
-    """Of what ran per events part, by the number of the part (the part of sequences or None, what was counted on the
-    way, anything else): the parts in the order of the events parts, uncommitted, the counts of all, and the rest."""
-    written: list[tuple[Part | None, Any]] = [(None, None)] * parts
-    total: Counter[str] = Counter()
-    for done, (number, (part, count, other)) in enumerate(results, start=1):
-        written[number] = part, other
-        largest = {name: max(total[name], count[name]) for name in LARGEST}
-        total.update(count)
-        for name, value in largest.items():
-            total[name] = value
-        progress(f"part {done} of {parts} built, {pluralize(total['users'], 'user')}")
-    return (
-        [part for part, _ in written if part is not None],
-        total,
-        [other for _, other in written],
-    )
-
-
-def _discard(uri: str) -> None:
-    """Removes the parts that no manifest lists."""
-    filesystem, root = open_uri(uri)
-    if filesystem.get_file_info(root).type != fs.FileType.Directory:
-        return
-    clear(
-        uri,
-        {part.path for part in read_manifest(uri).files} | {MANIFEST}
-        if has_manifest(uri)
-        else (),
-    )

@@ -10,7 +10,7 @@ LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
 
 CARRIED = ("label_", "known_", "num_", "cat_")
-"""Beginnings of the columns of events that sequences carry."""
+"""Prefixes of the columns of events that sequences carry."""
 
 
 def events_schema(
@@ -19,8 +19,14 @@ def events_schema(
     categories: Iterable[str] = (),
     known: Iterable[str] = (),
 ) -> pa.Schema:
-    """events: one row per impression or interaction. `labels` maps names to `bool` or `float32`; `known` are those
-    that have a time of their own or a delay."""
+    """Return the schema of events: one row per impression or interaction.
+
+    Args:
+        labels: Type by name: `bool` or `float32`.
+        numbers: Names of number features.
+        categories: Names of category features.
+        known: Labels with a time of their own or a delay.
+    """
     return pa.schema(
         [
             pa.field("user_id", pa.string(), nullable=False),
@@ -72,7 +78,7 @@ def items_schema(
     attributes: Iterable[str] = (),
     numbers: Iterable[str] = (),
 ) -> pa.Schema:
-    """items: one row per item of the catalogue, sorted by `item_index`."""
+    """Return the schema of items: one row per item of the catalogue, sorted by `item_index`."""
     return pa.schema(
         [
             pa.field(
@@ -87,15 +93,17 @@ def items_schema(
 
 
 def _list(name: str, value: pa.DataType) -> pa.Field:
+    """Return a field with a list of values per user."""
     return pa.field(name, pa.list_(pa.field("item", value)), nullable=False)
 
 
 def sequences_schema(events: pa.Schema) -> pa.Schema:
-    """sequences: one row per user. Every column of `events` that is not a key becomes an equal-length list.
+    """Return the schema of retrieval sequences: one row per user.
 
-    Behaviours are sorted by (timestamp_ms, request_id, position, item_id), with `ties: log_order` by (timestamp_ms,
-    position, item_id); where their label has a time of its own, by that first. `requests` has one struct per request,
-    in the same order.
+    Every column of `events` that is not a key becomes a list of equal length. Behaviours
+    are sorted by (timestamp_ms, request_id, position, item_id), with `ties: log_order`
+    by (timestamp_ms, position, item_id); if their label has a time of its own, by that
+    first. `requests` has one struct per request, in the order of time.
     """
     extra = [
         field
@@ -137,14 +145,19 @@ QUERIES = pa.schema(
 
 
 def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa.Schema:
-    """sequences of a search log: one row per user with a request.
+    """Return the schema of the sequences of a search log: one row per user with a request.
 
-    Behaviours (results with the first of `labels`, sorted by (timestamp_ms, request_id, position, item_id), and by
-    `known_*` of the label first where the log has it) are equal-length lists. `requests` has one struct per search,
-    at its earliest result, sorted by (timestamp_ms, request_id, query_index); its candidates by (position,
-    timestamp_ms, item_id).
-    `labels` are the bool labels, `features` is the number F of features. Own features, `num_*` and `cat_*` of events,
-    are in behaviours and in requests.
+    Behaviours are lists of equal length. They are results with the first of `labels`,
+    sorted by (timestamp_ms, request_id, position, item_id), and by `known_*` of the label
+    first if the log has it. `requests` has one struct per search, at its earliest result,
+    sorted by (timestamp_ms, request_id, query_index), with candidates sorted by
+    (position, timestamp_ms, item_id). Custom features, `num_*` and `cat_*` of events, are
+    in behaviours and in requests.
+
+    Args:
+        events: Schema of the events, with joined features.
+        labels: Bool labels.
+        features: Number F of features.
     """
     extra = [field for field in events if field.name.startswith(CARRIED)]
     own = [field for field in extra if field.name.startswith(("num_", "cat_"))]
@@ -193,12 +206,19 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
 def actions_schema(
     events: pa.Schema, tasks: int, actions: int, features: int
 ) -> pa.Schema:
-    """sequences of a log of actions: one row per user, all lists of equal length, an entry per impression.
+    """Return the schema of the sequences of a log of actions: one row per user.
 
-    Events are sorted by (timestamp_ms, request_id, position, item_id). The manifest names the `tasks`,
-    `actions` and `features` in order, and the values of each `cat_*` column in training (`viewers`). Context of
-    validation: events before `train_end`; its candidates: from there to `val_end`. Of test: before `val_end`, and
-    from there on.
+    All lists have an entry per impression, sorted by (timestamp_ms, request_id, position,
+    item_id). The manifest names the `tasks`, `actions` and `features` in order, and the
+    values of each `cat_*` column in training (`viewers`). The context of validation is
+    the events before `train_end`, its candidates are the events up to `val_end`. The
+    context of test is the events before `val_end`, its candidates are the others.
+
+    Args:
+        events: Schema of the events, with joined features.
+        tasks: Number of tasks.
+        actions: Number of actions that models read.
+        features: Number of features.
     """
     extra = [field for field in events if field.name.startswith(CARRIED)]
     return pa.schema(
@@ -225,8 +245,11 @@ def actions_schema(
 
 
 def counts_schema(features: Iterable[Iterable[str]]) -> pa.Schema:
-    """counts: what is counted before a moment of a log of searches; one row per item, per query and per pair. The
-    manifest says which `features` are of which; those of the other kinds are null."""
+    """Return the schema of counts before a moment of a search log: one row per item, query and pair.
+
+    `features` are the names of features by kind of key, as in the manifest; features of
+    other kinds are null.
+    """
     return pa.schema(
         [
             pa.field("item_id", pa.string()),  # null in a row of a query
@@ -243,7 +266,7 @@ def embeddings_schema(
     keys: Iterable[str] = ("item_index",),
     vectors: Iterable[str] = ("embedding",),
 ) -> pa.Schema:
-    """embeddings: one row per item, query (`query_index`) or pair of both, sorted by the keys."""
+    """Return the schema of embeddings: one row per item, query (`query_index`) or pair of both, sorted by the keys."""
     return pa.schema(
         [
             *(pa.field(name, pa.int32(), nullable=False) for name in keys),

@@ -1,4 +1,4 @@
-"""What simulators share: sizes and seed, clusters of items with texts, times, and how a log is written.
+"""Shared by the simulators: sizes and seed, clusters of items with texts, times, and the writing of a log.
 
 A result on a simulated log is always labelled simulated. No Ray.
 """
@@ -16,16 +16,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from models.ragged import lengths_to_starts
 from models.storage.tables import UserError, join, open_uri
 from models.storage.uri import check_writable, write_file
 
 RECORD = "simulation.json"
-VERSION = 1  # of the log that a seed gives
-FOLLOWERS = 3  # items that follow an item
-TASTES = 3  # clusters of a user
-SKEW = 2.0  # items are drawn by rank n * u**SKEW, u uniform: above 1, low ranks are more popular
-START_MS = 1_704_067_200_000  # 1 January 2024, UTC
-SPAN_MS = 90 * 86_400_000  # length of the log
+"""File with the settings of a simulated log, which is written last."""
+
+VERSION = 1
+"""Version of the log that a seed gives."""
+
+FOLLOWERS = 3
+"""Items that follow an item."""
+
+TASTES = 3
+"""Clusters of a user."""
+
+SKEW = 2.0
+"""Items are drawn by rank n * u**SKEW, u uniform: above 1, low ranks are more popular."""
+
+START_MS = 1_704_067_200_000
+"""Begin of the log: 1 January 2024, UTC."""
+
+SPAN_MS = 90 * 86_400_000
+"""Length of the log."""
+
 ROWS_PER_FILE = 1 << 20
 
 # Split from text: eighty words in quotes of their own are harder to read.
@@ -60,7 +75,7 @@ class Settings:
     """Files of equally many events, in the order of time, such as 14 days; more of a large log."""
 
     unit: ClassVar[str] = "events"
-    """What `events` counts."""
+    """Unit of `events`."""
 
     def __post_init__(self) -> None:
         if self.users < 1:
@@ -83,13 +98,13 @@ class Settings:
             raise ValueError(f"seed is {self.seed}; give 0 or more")
 
     def describe(self) -> str:
-        """What is said of the causes, after the sizes."""
+        """Return a description of the causes, which follows the sizes."""
         return ""
 
 
 @dataclass(frozen=True)
 class World:
-    """The causes: what a model can learn at most. K clusters, N items, U users."""
+    """Causes of a simulated log. K clusters, N items, U users."""
 
     cluster: np.ndarray
     """(N,) the cluster of each item."""
@@ -106,7 +121,7 @@ class World:
 
 
 def make_world(settings: Settings) -> World:
-    """Draws the causes."""
+    """Draw the causes."""
     rng = np.random.default_rng([settings.seed, 1])
     clusters = int(np.clip(np.sqrt(settings.items), 4, len(NOUNS) * len(STYLES)))
     members = rng.permutation(settings.items).astype(np.int32)
@@ -128,7 +143,7 @@ def make_world(settings: Settings) -> World:
 
 
 def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
-    """(U,) events per user: long-tailed, descending, of the exact sum, at least 5 where there are so many."""
+    """Return (U,) events per user: long-tailed, descending, of the exact sum, at least 5 if the log has enough."""
     least = min(5, settings.events // settings.users)
     weight = rng.lognormal(0.0, 0.8, settings.users)
     rest = rng.multinomial(
@@ -138,60 +153,49 @@ def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(E,) milliseconds, strictly increasing per user: bursts within a stretch of the log's span."""
+    """Return (E,) ms, strictly increasing per user: bursts within a part of the log's span."""
     total = int(lengths.sum())
-    first = np.cumsum(lengths) - lengths
-    passed = np.cumsum(
-        rng.lognormal(0.0, 2.0, total)
-    )  # heavy-tailed gaps: sessions, then days of nothing
-    base = np.repeat(passed[first], lengths)
-    stretch = np.repeat(passed[first + lengths - 1], lengths) - base
-    share = (passed - base) / np.maximum(stretch, 1e-9)
+    first = lengths_to_starts(lengths)
+    # heavy-tailed gaps: sessions, then days of nothing
+    elapsed = np.cumsum(rng.lognormal(0.0, 2.0, total))
+    begin = np.repeat(elapsed[first], lengths)
+    duration = np.repeat(elapsed[first + lengths - 1], lengths) - begin
+    share = (elapsed - begin) / np.maximum(duration, 1e-9)
     start = rng.random(len(lengths)) * 0.7
     length = (1 - start) * rng.uniform(0.2, 1.0, len(lengths))
     moment = np.repeat(start, lengths) + share * np.repeat(length, lengths)
-    place = np.arange(total) - np.repeat(first, lengths)
-    return START_MS + (moment * SPAN_MS).astype(np.int64) + place
+    number = np.arange(total) - np.repeat(first, lengths)
+    return START_MS + (moment * SPAN_MS).astype(np.int64) + number
 
 
-def numbered(prefix: str, count: int) -> pa.Array:
-    """Ids: the prefix and a number of fixed width, from 0."""
-    width = len(str(count - 1))
-    return (
-        pl.int_range(count, eager=True)
-        .cast(pl.String)
-        .str.zfill(width)
-        .rename("n")
-        .to_frame()
-        .select(pl.concat_str(pl.lit(prefix), "n"))
-        .to_series()
-        .to_arrow()
-        .cast(pa.string())
-    )
+def make_ids(prefix: str, count: int) -> pa.Array:
+    """Return ids of the prefix and a number of fixed width, from 0."""
+    numbers = pl.int_range(count, eager=True).cast(pl.String)
+    ids = prefix + numbers.str.zfill(len(str(count - 1)))
+    return ids.to_arrow().cast(pa.string())
 
 
 def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Table:
-    """Titles and descriptions of the words of each item's cluster, with a maker and a model number."""
+    """Return titles and descriptions of the words of each item's cluster, with a maker and a model number."""
     count, clusters = len(world.cluster), len(world.starts) - 1
     noun = np.arange(clusters) % len(NOUNS)
     style = (np.arange(clusters) // len(NOUNS) + np.arange(clusters)) % len(STYLES)
     makers = rng.integers(0, len(MAKERS), (clusters, 3))  # a cluster's three makers
     traits = np.array([rng.permutation(len(TRAITS))[:6] for _ in range(clusters)])
-    own = world.cluster
-    picked = np.argsort(rng.random((count, 6)), axis=1)[
-        :, :3
-    ]  # three of the cluster's six traits
+    cluster = world.cluster
+    # three of the cluster's six traits
+    chosen = np.argsort(rng.random((count, 6)), axis=1)[:, :3]
 
     def words(vocabulary: list[str], index: np.ndarray) -> pl.Series:
         return pl.Series(vocabulary).gather(index)
 
-    trait = [words(TRAITS, traits[own, picked[:, i]]) for i in range(3)]
+    trait = [words(TRAITS, traits[cluster, chosen[:, i]]) for i in range(3)]
     frame = pl.DataFrame(
         {
             "item_id": pl.Series(ids),
-            "brand": words(MAKERS, makers[own, rng.integers(0, 3, count)]),
-            "style": words(STYLES, style[own]),
-            "noun": words(NOUNS, noun[own]),
+            "brand": words(MAKERS, makers[cluster, rng.integers(0, 3, count)]),
+            "style": words(STYLES, style[cluster]),
+            "noun": words(NOUNS, noun[cluster]),
             "a": trait[0],
             "b": trait[1],
             "c": trait[2],
@@ -224,7 +228,7 @@ def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Tabl
 
 
 def write_parquet(uri: str, table: pa.Table) -> None:
-    """One file of a raw log."""
+    """Write one file of a raw log."""
     filesystem, path = open_uri(uri)
     with filesystem.open_output_stream(path) as stream:
         pq.write_table(
@@ -233,16 +237,16 @@ def write_parquet(uri: str, table: pa.Table) -> None:
 
 
 def is_simulated(output_dir: str, settings: Settings, kind: str = "retrieval") -> bool:
-    """Whether the folder holds the finished log of these settings."""
+    """Return whether the folder holds the finished log of these settings."""
     filesystem, path = open_uri(join(output_dir, RECORD))
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return False
     with filesystem.open_input_stream(path) as stream:
-        return bool(stream.read().decode() == record(settings, kind))
+        return bool(stream.read().decode() == to_record(settings, kind))
 
 
-def record(settings: Settings, kind: str) -> str:
-    """What `simulation.json` holds: the settings that give this log again."""
+def to_record(settings: Settings, kind: str) -> str:
+    """Return the content of `simulation.json`: the settings that give this log again."""
     return json.dumps(
         {"simulated": kind, "version": VERSION, **asdict(settings)},
         indent=2,
@@ -250,32 +254,31 @@ def record(settings: Settings, kind: str) -> str:
     )
 
 
-def clear(output_dir: str) -> None:
-    """Removes an earlier simulated log; UserError if the folder holds other things."""
+def clear_log(output_dir: str) -> None:
+    """Remove an earlier simulated log. Raise UserError if the folder holds other files."""
     filesystem, root = open_uri(output_dir)
     entries = filesystem.get_file_info(fs.FileSelector(root))
-    ours = [
-        e
-        for e in entries
-        if e.base_name in (RECORD, "items.parquet") or e.base_name.startswith("events-")
-    ]
-    if len(ours) < len(entries):
-        other = next(e.base_name for e in entries if e not in ours)
-        raise UserError(
-            f"{output_dir} holds '{other}', which is no simulated log; choose a new or empty folder"
-        )
-    for entry in sorted(
-        ours, key=lambda e: e.base_name != RECORD
-    ):  # the record first: what is left is unfinished
+    for entry in entries:
+        name = entry.base_name
+        if name not in (RECORD, "items.parquet") and not name.startswith("events-"):
+            raise UserError(
+                f"{output_dir} holds '{name}', which is no simulated log; choose a new or empty folder"
+            )
+    # The record goes first: without it the rest is an unfinished log.
+    for entry in sorted(entries, key=lambda entry: entry.base_name != RECORD):
         filesystem.delete_file(entry.path)
 
 
 def open_log(output_dir: str) -> None:
-    """Makes an empty folder, a local path or URI. UserError for one that holds other files or cannot be written."""
+    """Make an empty folder, a local path or URI.
+
+    Raises:
+        UserError: for a folder that holds other files or cannot be written.
+    """
     check_writable(output_dir)
     filesystem, root = open_uri(output_dir)
     filesystem.create_dir(root, recursive=True)
-    clear(output_dir)
+    clear_log(output_dir)
 
 
 def write_log(
@@ -283,19 +286,26 @@ def write_log(
     kind: str,
     settings: Settings,
     time: np.ndarray,
-    rows_of: Callable[[np.ndarray, int], pa.Table],
-    items: Callable[[], pa.Table],
+    make_rows: Callable[[np.ndarray, int], pa.Table],
+    make_items: Callable[[], pa.Table],
     width: int = 1,
 ) -> None:
-    """Writes `events-*.parquet` in the order of time, `items.parquet` and, last, the record of the settings.
+    """Write `events-*.parquet` in the order of time, `items.parquet` and, last, the record of the settings.
 
-    time (E,) ms of what was drawn; `rows_of(which, first)` are the rows of some of it, the first-th in time and on;
-    width: rows that each of it gives.
+    Args:
+        output_dir: The folder.
+        kind: Name of the kind of log.
+        settings: Settings of the log.
+        time: (E,) ms of each event or search.
+        make_rows: Called with the numbers of events or searches and the rank in time of
+            the first one. Returns their rows.
+        make_items: Returns the rows of the item file.
+        width: Rows of each event or search.
     """
     order = np.argsort(time, kind="stable")
     per_file = min(max(1, ROWS_PER_FILE // width), -(-len(order) // settings.files))
     for number, first in enumerate(range(0, len(order), per_file)):
-        table = rows_of(order[first : first + per_file], first)
+        table = make_rows(order[first : first + per_file], first)
         write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)
-    write_parquet(join(output_dir, "items.parquet"), items())
-    write_file(join(output_dir, RECORD), record(settings, kind).encode())
+    write_parquet(join(output_dir, "items.parquet"), make_items())
+    write_file(join(output_dir, RECORD), to_record(settings, kind).encode())

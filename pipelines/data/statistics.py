@@ -1,8 +1,8 @@
 """statistics.json: the figures by which papers describe a dataset, and what the pipeline left out.
 
-`users`, `items`, `interactions`, `sparsity` (the share of (user, item) pairs without an interaction) and
-`mean_length` are the columns of Tables 10 and 13 of the SID-MLP paper; the branching per digit of its Table 7
-is in the manifest of `trie`.
+`users`, `items`, `interactions`, `sparsity` (the share of (user, item) pairs without an
+interaction) and `mean_length` are the columns of Tables 10 and 13 of the SID-MLP paper;
+the branching per digit of its Table 7 is in the manifest of `trie`.
 """
 
 from __future__ import annotations
@@ -11,31 +11,34 @@ from typing import Any
 
 from models.storage.tables import Manifest
 from pipelines.data.kinds import KINDS
-from pipelines.data.sequences.splits import NAMES
+from pipelines.data.sequences.splits import SPLITS
 
 PER_SPLIT = ("requests", "requests_without_history", "events")
+"""Entries of `info` with a number per split."""
 
 
 def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[str, Any]:
-    """The statistics of a dataset, from the manifests of its tables alone."""
+    """Return the statistics of a dataset, from the manifests of its tables alone."""
     info = sequences.info
     users, interactions = info["users"], info["interactions"]
-    return {
+    statistics = {
         "users": users,
         "items": items.rows,
         "interactions": interactions,
         "sparsity": round(1 - info["pairs"] / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
-        "split": dict(
-            sorted(info["split"].items())
-        ),  # the same bytes whether just computed or read back
-        **{
-            kind: {name: info[kind][name] for name in NAMES}
-            for kind in PER_SPLIT
-            if kind in info
-        },
-        **{name: info[name] for name in KINDS[info["kind"]].statistics if name in info},
+        # sorted, so that a split gives the same bytes whether just computed or read back
+        "split": dict(sorted(info["split"].items())),
+    }
+    for name in PER_SPLIT:
+        if name in info:
+            statistics[name] = {split: info[name][split] for split in SPLITS}
+    for name in KINDS[info["kind"]].statistics:
+        if name in info:
+            statistics[name] = info[name]
+    return {
+        **statistics,
         "tied_behaviours": info["tied_behaviours"],
         "truncated_users": info["truncated_users"],
         "truncated_events": info["truncated_events"],

@@ -98,69 +98,37 @@ KIND = '''
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
-import pyarrow as pa
 
-from models.storage.tables import commit, part_uris, write_part
 from pipelines.data.audit.base import REQUEST
 from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
 from pipelines.data.retrieval.kind import Retrieval
-from pipelines.data.retrieval.sequences import Rules, build_sequences
-from pipelines.data.run import gather_parts
-from pipelines.data.schemas import sequences_schema
-from pipelines.data.sequences.splits import NAMES
-from pipelines.data.events.event_stats import read_coded
+from pipelines.data.retrieval.sequences import RetrievalBuilder, RetrievalStep
+from pipelines.data.sequences.builder import make_sequences
 
 
-def changes(users):
-    """`users` with the requests that ask for another item than the last of their history."""
-    rows = users.to_pylist()
-    for row in rows:
-        before = [None, *row["item_index"]]
-        row["requests"] = [asked for asked in row["requests"] if before[asked["history_end"]] != asked["candidates"][0]]
-    return pa.Table.from_pylist(rows, schema=users.schema)
+class ChangesBuilder(RetrievalBuilder):
+    def form_requests(self, part, behaviours, count):
+        requests = super().form_requests(part, behaviours, count)
+        user, item = part.user[requests.row], part.item[requests.row]
+        is_change = np.ones(len(user), dtype=bool)
+        is_change[1:] = (user[1:] != user[:-1]) | (item[1:] != item[:-1])
+        return requests.select(is_change)
 
 
-def write_one(uri, catalogue, rules, source):
-    names = [name for name in rules.schema.names if name not in ("request_id", "position")]
-    table, count = build_sequences(read_coded(source, names), catalogue, rules)
-    if not table.num_rows:
-        return None, count, None
-    users = changes(table)
-    splits = [asked["split"] for requests in users["requests"].to_pylist() for asked in requests]
-    count.update({f"asked_{name}": splits.count(name) for name in NAMES})
-    return write_part(uri, users), count, None
+class ChangesStep(RetrievalStep):
+    builder_class = ChangesBuilder
 
-
-def sequences(run, events, items, split):
-    config = run.config
-    settings = {"kind": "changes", "split": config.split.settings(), "core": config.core, "ties": config.ties}
-    inputs = {"events": events.hash, "items": items.hash}
-    if finished := run.finished("sequences", settings, inputs):
-        return finished
-    rules = Rules(
-        run.source.schema, split, config.core, run.before_ms(split), config.max_events, config.ties == "log_order", None
-    )
-    uri = run.table("sequences")
-    with run.writing("sequences"):
-        calls = [(source,) for source in part_uris(run.table("events"), events)]
-        shared = (uri, run.catalogue(), rules)
-        results = run.engine.each(write_one, calls, shared)
-        parts, count, _ = gather_parts(results, len(calls), run.progress("sequences"))
-        asked = {name: count[f"asked_{name}"] for name in NAMES}
-        without = {name: count[f"without_history_{name}"] for name in NAMES}
-        info = run.sequences_info(events, items, split, count)
-        info |= {"family": "retrieval", "requests": asked, "requests_without_history": without}
-        return commit(
-            uri, "sequences", sequences_schema(run.source.schema), parts, config=settings, inputs=inputs, info=info
-        )
+    def describe(self, builder, built):
+        return super().describe(builder, built) | {"family": "retrieval"}
 
 
 def check_changes(tables, rules, core_users):
     requests = request_rows(tables.sequences)
     check_splits(tables, requests, rules["splits"])
     behaviours = behaviour_rows(check_lengths(tables.sequences, rules["behaviours"]))
-    check_history(tables, behaviours, requests, rules["history"], tables.order_of_log)
+    check_history(tables, behaviours, requests, rules["history"])
     before = behaviours.select("row", "item_index", history_end=pl.col("place") + 1)
     rules["targets"].rows += requests.height
     asked = requests.with_columns(item_index=pl.col("candidates").list.first())
@@ -175,7 +143,7 @@ class Changes(Retrieval):
     without = ()
 
     def sequences(self, run, events, items, split):
-        return sequences(run, events, items, split)
+        return make_sequences(ChangesStep(run, events, items, split, as_of={}))
 
     def audit(self, tables, rules, core_users):
         return check_changes(tables, rules, core_users)

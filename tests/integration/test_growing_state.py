@@ -125,8 +125,8 @@ class Growing:
             str(self.folder),
             tables,
             read_config(self.settings),
-            say=self.lines.append,
-            append=True,
+            report=self.lines.append,
+            existing="append",
         )
         assert not any(rule.violations for rule in audit(tables))
         return read_manifest(f"{tables}/sequences").info
@@ -330,7 +330,7 @@ def test_new_values_begin_as_the_unknown_one(tmp_path: Path) -> None:
 def test_a_category_that_gets_too_many_values_to_list_keeps_its_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_features, "MOST_VALUES", 5)
+    monkeypatch.setattr(own_features, "MAX_VALUES", 5)
     growing = Growing(tmp_path, SEARCH, SEARCH_SETTINGS)
     first_days(growing)
     catalogue = SearchCatalogue.load(growing.tables.tables, None)
@@ -359,7 +359,7 @@ def test_users_attributes_that_get_too_many_values_are_refused_in_a_line(
     growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
     first_days(growing)
     growing.train("first", ATTN)
-    monkeypatch.setattr(own_features, "MOST_VALUES", 1)
+    monkeypatch.setattr(own_features, "MAX_VALUES", 1)
     growing.add(4, dict)
     growing.prepare()
     with pytest.raises(OtherTablesError, match="train a model anew"):

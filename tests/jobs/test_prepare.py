@@ -114,7 +114,7 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(
         str(raw),
         str(undisturbed),
         read_config(defaults, {"partitions": 6}),
-        say=lambda line: None,
+        report=lambda line: None,
     )
 
     words = [

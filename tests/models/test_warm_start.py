@@ -89,7 +89,7 @@ def append(folder: Path, kind: str) -> Inputs:
         str(folder / "raw"),
         str(folder / "tables"),
         config,
-        append=True,
+        existing="append",
     )
     return Inputs(str(folder / "tables"))
 

@@ -31,7 +31,7 @@ from models.storage.tables import (
     writing,
 )
 from models.storage.uri import check_writable
-from pipelines.data.events.event_stats import read_coded
+from pipelines.data.events.columns import read_part
 from pipelines.data.schemas import SIDS, embeddings_schema
 
 
@@ -188,7 +188,7 @@ def test_a_flipped_bit_anywhere_in_a_part_is_found(tmp_path: Path) -> None:
         part = tmp_path / write_part(str(tmp_path), table).path
         for _ in flips(part):
             for read in (
-                (read_parquet, read_coded) if table is events else (read_parquet,)
+                (read_parquet, read_part) if table is events else (read_parquet,)
             ):
                 with pytest.raises(
                     UserError,

@@ -1,4 +1,4 @@
-"""What a source file says of a log of actions: the tasks, what models read of an action, the counts.
+"""Settings of a log of actions in a source file: tasks, inputs of models, counts.
 
     prepare:
       kind: actions
@@ -10,8 +10,8 @@
           dwell: {label: dwell_ms, range: [0, 60000], log_unit: 1000}
         counts: {keys: [item, author, user], windows_days: [1, 7]}
 
-Bool labels that no entry names become tasks and inputs of their own. A label that an event lacks counts as
-an action that was not taken: 0.
+A bool label that no entry names becomes a task and an input. A label that an event lacks
+counts as an action that was not taken: 0.
 
 Shapes: E events, K tasks, A actions that models read.
 """
@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 
 from models.config import check_shares
 from models.storage.tables import UserError
+from pipelines.data.events.columns import bool_column
 from pipelines.data.prepare_config import PrepareConfig, refuse
 from pipelines.data.reading.durations import Windowed
 from pipelines.data.reading.log import FORBID, Log, check_names, check_range
@@ -42,7 +43,7 @@ class Task:
     __pydantic_config__ = FORBID
 
     label: str | None = None
-    """The label it is of: a bool one as it is, a number by `above` or `at_least`; or `any`."""
+    """Label that gives the task: a bool label as it is, a number by `above` or `at_least`; or `any`."""
     above: float | None = None
     """Number labels: 1 where the label is above this, as 1(dwell > tau) of Sec. 3 of AttnMVP."""
     at_least: float | None = None
@@ -68,16 +69,18 @@ class Task:
 
     @property
     def threshold(self) -> float | None:
+        """The threshold of a number label."""
         return self.at_least if self.above is None else self.above
 
     @property
     def labels(self) -> list[str]:
+        """Labels that give the task."""
         return [self.label] if self.label is not None else list(self.any or ())
 
     def check(self, name: str, labels: dict[str, str]) -> None:
-        """ValueError unless the log's labels {name: type} can give the task."""
+        """Raise ValueError unless the log's labels {name: type} can give the task."""
         for label in self.labels:
-            kind = known(label, labels, f"tasks.{name}")
+            kind = label_type(label, labels, f"tasks.{name}")
             if kind == "bool" and self.threshold is not None:
                 raise ValueError(
                     f"tasks.{name}: label '{label}' is bool, which has no threshold; leave it out"
@@ -88,9 +91,10 @@ class Task:
                 )
 
     def values(self, events: pa.Table) -> np.ndarray:
-        """(E,) bool."""
+        """Return (E,) bool: whether the task holds for each event."""
         if self.label is None or self.threshold is None:
-            return np.logical_or.reduce([flags(events, label) for label in self.labels])
+            flags = [bool_column(events, f"label_{label}") for label in self.labels]
+            return np.logical_or.reduce(flags)
         compare = pc.greater if self.above is not None else pc.greater_equal
         limit = pa.scalar(
             self.threshold, pa.float32()
@@ -106,9 +110,9 @@ class Input:
     __pydantic_config__ = FORBID
 
     label: str
-    """The label it is of."""
+    """Label that gives the input."""
     range: list[float] | None = None
-    """Number labels: values that become 0 and 1; what lies outside is cut to them. By default the range that the
+    """Number labels: values that become 0 and 1; other values are clipped to them. By default the range that the
     label declares."""
     log_unit: float | None = None
     """Number labels: log(1 + value / log_unit) is graded instead of the value: for times and other long tails."""
@@ -124,8 +128,8 @@ class Input:
     def check(
         self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]
     ) -> Input:
-        """The input with its range; ValueError unless the log's labels can give it."""
-        kind = known(self.label, labels, f"inputs.{name}")
+        """Return the input with its range. Raise ValueError unless the log's labels can give it."""
+        kind = label_type(self.label, labels, f"inputs.{name}")
         if kind == "bool":
             if self.range is not None or self.log_unit is not None:
                 raise ValueError(
@@ -140,37 +144,39 @@ class Input:
         return Input(self.label, [float(end) for end in span], self.log_unit)
 
     def values(self, events: pa.Table) -> np.ndarray:
-        """(E,) float32, finite, from 0 to 1."""
+        """Return (E,) float32, from 0 to 1: the input of each event."""
         if self.range is None:
-            return flags(events, self.label).astype(np.float32)
+            return bool_column(events, f"label_{self.label}").astype(np.float32)
         low, high = self.range
-        raw = pc.fill_null(
-            events[f"label_{self.label}"].combine_chunks(), low
-        ).to_numpy(zero_copy_only=False)
-        share = (raw.astype(np.float64).clip(low, high) - low) / (self.log_unit or 1.0)
-        most = (high - low) / (self.log_unit or 1.0)
-        graded = np.log1p(share) / np.log1p(most) if self.log_unit else share / most
-        return graded.astype(np.float32)
+        label = pc.fill_null(events[f"label_{self.label}"].combine_chunks(), low)
+        value = label.to_numpy(zero_copy_only=False).astype(np.float64)
+        unit = self.log_unit or 1.0
+        distance = (value.clip(low, high) - low) / unit
+        length = (high - low) / unit
+        if self.log_unit:
+            return (np.log1p(distance) / np.log1p(length)).astype(np.float32)
+        return (distance / length).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Counts(Windowed):
-    """The counting statistics that late fusion reads (Sec. 2 of AttnMVP), each of a key over a window."""
+    """Settings of the counting statistics that late fusion reads (Sec. 2 of AttnMVP), each of a key over a window."""
 
     __pydantic_config__ = FORBID
 
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
-    """What is counted for: `item`, `user`, or the name of an attribute of items such as `author`."""
+    """Keys that are counted by: `item`, `user`, or the name of an attribute of items such as `author`."""
     counted_labels: list[str] | None = None
     """Tasks that are counted besides exposures; by default all."""
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0])
     """Lengths of the windows, in days, ascending."""
     delay_minutes: float = 60.0
-    """What a log takes to arrive: counts at time t end at t - delay. Events of one time never count for each other."""
+    """Minutes that a log takes to arrive: counts at time t end at t - delay. Events of one time never count for each
+    other."""
     prior: float = 0.1
-    """Rate of what was never shown; smoothed: (count + prior * strength) / (exposures + strength)."""
+    """Rate without exposures; smoothed: (count + prior * strength) / (exposures + strength)."""
     strength: float = 10.0
-    """Exposures that the prior weighs as much as."""
+    """Weight of the prior, in exposures."""
 
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):
@@ -193,65 +199,73 @@ class ActionsConfig:
 
     tasks: dict[str, Task] = field(default_factory=dict)
     """Tasks by name, in order: {name: {label, above | at_least}} or {name: {any: [labels]}}. Bool labels that are no
-    task by themselves follow, each as its own."""
+    task by themselves follow, a task each."""
     inputs: dict[str, Input] = field(default_factory=dict)
-    """What models read of an action, by name: {name: {label, range, log_unit}}. Bool labels that are not named follow
-    as 0 or 1."""
+    """Inputs of models, by name: {name: {label, range, log_unit}}. Bool labels that are not named follow as 0 or 1."""
     counts: Counts = field(default_factory=Counts)
     """The counting statistics."""
 
     def resolve(self, info: dict[str, Any], attributes: list[str]) -> ActionsConfig:
-        """The configuration with all defaults of a log decided, whose source says `info` and whose items have
-        `attributes`. ValueError names what the log does not have."""
-        labels: dict[str, str] = info["labels"]
-        flags = [name for name, kind in labels.items() if kind == "bool"]
-        tasks = dict(self.tasks)
-        for name, task in tasks.items():
-            task.check(name, labels)
-        single = [task.label for task in tasks.values()]
-        tasks |= {
-            name: Task(name)
-            for name in flags
-            if name not in single and name not in tasks
-        }
-        if not tasks:
-            raise ValueError(
-                "the log has no bool label and actions.tasks is empty; define at least one task"
-            )
-        inputs = {
-            name: value.check(name, labels, info.get("ranges", {}))
-            for name, value in self.inputs.items()
-        }
-        read = [value.label for value in inputs.values()]
-        inputs |= {
-            name: Input(name)
-            for name in flags
-            if name not in read and name not in inputs
-        }
-        if not inputs:
-            raise ValueError(
-                "the log has no bool label and actions.inputs is empty; say what models read of an action"
-            )
+        """Return the configuration with all defaults decided by the log.
+
+        Args:
+            info: `info` of the log: labels with their types and ranges.
+            attributes: Attributes of the log's items.
+
+        Raises:
+            ValueError: for a label, key or task that the log does not have.
+        """
+        tasks, inputs = self._resolve_tasks(info), self._resolve_inputs(info)
         check_names(tasks, "tasks")
         check_names(inputs, "inputs")
         counts = self.counts
+        keys = (USER, ITEM, *attributes)
         for key in counts.keys:
-            if key not in (USER, ITEM, *attributes):
-                had = ", ".join((USER, ITEM, *attributes))
+            if key not in keys:
                 raise ValueError(
-                    f"counts.keys has '{key}', which is no attribute of items; those are: {had}"
+                    f"counts.keys has '{key}', which is no attribute of items; those are: {', '.join(keys)}"
                 )
-        counted_labels = (
-            list(tasks) if counts.counted_labels is None else counts.counted_labels
-        )
-        for label in counted_labels:
+        labels = counts.counted_labels
+        if labels is None:
+            labels = list(tasks)
+        for label in labels:
             if label not in tasks:
                 raise ValueError(
                     f"counts.counted_labels has '{label}', which is no task; those are: {', '.join(tasks)}"
                 )
-        return ActionsConfig(
-            tasks, inputs, replace(counts, counted_labels=counted_labels)
-        )
+        return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
+
+    def _resolve_tasks(self, info: dict[str, Any]) -> dict[str, Task]:
+        """Return the tasks, and one for each bool label that is no task by itself."""
+        tasks = dict(self.tasks)
+        for name, task in tasks.items():
+            task.check(name, info["labels"])
+        alone = {task.label for task in tasks.values()}
+        for name in _bool_labels(info):
+            if name not in alone and name not in tasks:
+                tasks[name] = Task(name)
+        if not tasks:
+            raise ValueError(
+                "the log has no bool label and actions.tasks is empty; define at least one task"
+            )
+        return tasks
+
+    def _resolve_inputs(self, info: dict[str, Any]) -> dict[str, Input]:
+        """Return the inputs with their ranges, and one for each bool label that no input reads."""
+        labels, ranges = info["labels"], info.get("ranges", {})
+        inputs = {
+            name: value.check(name, labels, ranges)
+            for name, value in self.inputs.items()
+        }
+        read = {value.label for value in inputs.values()}
+        for name in _bool_labels(info):
+            if name not in read and name not in inputs:
+                inputs[name] = Input(name)
+        if not inputs:
+            raise ValueError(
+                "the log has no bool label and actions.inputs is empty; say what models read of an action"
+            )
+        return inputs
 
     @property
     def counted_labels(self) -> list[str]:
@@ -269,7 +283,7 @@ class ActionsConfig:
     @property
     def features(self) -> list[str]:
         """Names of the features, in the order of `features.features`."""
-        names = []
+        names: list[str] = []
         for key in self.counts.keys:
             for days in self.counts.windows_days:
                 names.append(f"{key}_exposures_{days:g}d")
@@ -281,7 +295,7 @@ class ActionsConfig:
 
 
 def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
-    """The settings with what the log decides; UserError for settings that a log of actions cannot have."""
+    """Return the settings with all defaults decided. Raise UserError for settings that a log of actions cannot have."""
     clock, late = source.info["clock"], min(source.info.get("known", {}), default=None)
     refuse(
         (
@@ -323,17 +337,14 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     return resolved
 
 
-def known(label: str, labels: dict[str, str], where: str) -> str:
-    """The type of a label; ValueError if the log has none of the name."""
+def _bool_labels(info: dict[str, Any]) -> list[str]:
+    return [name for name, kind in info["labels"].items() if kind == "bool"]
+
+
+def label_type(label: str, labels: dict[str, str], key: str) -> str:
+    """Return the type of a label. Raise ValueError for one that the log lacks; `key` names it in the source file."""
     if label not in labels:
         raise ValueError(
-            f"{where}: the log has no label '{label}'; those are: {', '.join(labels) or 'none'}"
+            f"{key}: the log has no label '{label}'; those are: {', '.join(labels) or 'none'}"
         )
     return labels[label]
-
-
-def flags(events: pa.Table, label: str) -> np.ndarray:
-    """(E,) bool: a bool label, false where the event lacks it."""
-    return pc.fill_null(events[f"label_{label}"].combine_chunks(), False).to_numpy(
-        zero_copy_only=False
-    )

@@ -1,4 +1,4 @@
-"""Actions: a request is an impression whose actions are asked for."""
+"""The kind `actions`: a request is an impression whose actions are predicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.data.actions.audit import check_actions_tables
 from pipelines.data.actions.config import ActionsConfig, check_actions
 from pipelines.data.actions.sequences import make_actions
 from pipelines.data.actions.simulator import (
-    KINDS,
+    ITEM_KINDS,
     FeedSettings,
     best_entropy,
     simulate_feed,
@@ -25,7 +25,7 @@ from pipelines.data.run import Run
 
 
 class Actions(Kind):
-    """What will this user do with this item?"""
+    """The kind of request that asks which actions a user will take on an impression."""
 
     name = "actions"
     config = ActionsConfig
@@ -62,6 +62,6 @@ class Actions(Kind):
     def simulate(self, output: str, settings: FeedSettings) -> Iterator[str]:
         simulate_feed(output, settings)
         yield (
-            f"half of the users like {KINDS[0]}s, half {KINDS[1]}s, which only their actions tell: normalised entropy "
+            f"half of the users like {ITEM_KINDS[0]}s, half {ITEM_KINDS[1]}s, which only their actions tell: normalised entropy "
             f"of like is 1 without actions and {best_entropy('like'):.3f} at best"
         )

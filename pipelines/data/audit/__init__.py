@@ -1,1 +1,1 @@
-"""The rules of the audit that all kinds of request share; `rules.py` runs them with those of a kind."""
+"""Rules of the audit that all kinds of request share; `rules.py` runs them with the rules of a kind."""

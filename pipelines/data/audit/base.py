@@ -1,4 +1,8 @@
-"""What the rules of the audit share: a rule and its findings, the tables, which are read whole, and counts in time."""
+"""A rule and its findings, the audited tables, and counts in time.
+
+`row` is the number of a user's row in `sequences`; `place` is the rank of a behaviour
+or of a request within its user, from 0.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,24 @@ import polars as pl
 
 from models.storage.tables import Manifest, UserError, join, read_manifest, read_parquet
 
-SHOWN = 3
-"""Offending rows named per rule."""
+MAX_EXAMPLES = 3
+"""Offending rows that are named per rule."""
 
-DAY, MINUTE = 86_400_000, 60_000
+DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
 
 EVENT_ORDER = ["timestamp_ms", "request_id", "position", "item_id"]
 SPLITS = ["train", "val", "test"]
 
+EVENT = "user {user_id}, item {item_id} at {timestamp_ms}"
+"""Name of an event in messages."""
+
+REQUEST = "user {user_id}, request {place}"
+"""Name of a request in messages."""
+
 
 @dataclass
 class Rule:
-    """What one rule found."""
+    """A rule of the audit and its findings."""
 
     name: str
     """Short name, such as `history`."""
@@ -35,69 +45,65 @@ class Rule:
     examples: list[str] = field(default_factory=list)
     """The first offenders, one line each."""
     note: str = ""
-    """What lets the future in although it breaks nothing: a split or a core that was asked for."""
+    """A setting that lets the future in although it breaks no rule: a split or a core that was asked for."""
 
-    def broken(self, example: str, violations: int = 1) -> None:
-        """Adds violations and names one of them."""
+    def add_violation(self, example: str, violations: int = 1) -> None:
+        """Add violations and the description of one of them."""
         self.violations += violations
-        self.examples += [example][: SHOWN - len(self.examples)]
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(example)
 
-    def broken_rows(self, rows: pl.DataFrame, say: str, **more: Any) -> None:
-        """Adds one violation per row of `rows`; `say`, with columns and `more` in braces, names a row."""
+    def add_rows(self, rows: pl.DataFrame, template: str, **values: Any) -> None:
+        """Add one violation per row of `rows`. `template` has their columns, and `values`, in braces."""
         self.violations += rows.height
-        first = rows.head(SHOWN - len(self.examples)).iter_rows(named=True)
-        self.examples += [say.format(**row, **more) for row in first]
+        first = rows.head(MAX_EXAMPLES - len(self.examples)).iter_rows(named=True)
+        self.examples += [template.format(**row, **values) for row in first]
 
 
 @dataclass
 class Tables:
-    """The audited tables."""
+    """The audited tables. They are read whole."""
 
     uri: str
     """The folder that holds the tables."""
     manifests: dict[str, Manifest]
-    """By table."""
+    """Manifests by table."""
     all_shown: bool
-    """Whether all that was shown makes the catalogue, and not the behaviours alone."""
+    """Whether all events make the catalogue, not the behaviours alone."""
 
     @classmethod
     def open(cls, uri: str, all_shown: bool) -> Tables:
-        """Sequences under `uri` and what they were made from. UserError where one of them is no table."""
+        """Open the sequences under `uri` and the tables that they were made from.
+
+        Raises:
+            UserError: if one of them is no table.
+        """
         sequences = read_manifest(join(uri, "sequences"), "sequences")
         names = dict.fromkeys(("events", "items", *sequences.inputs))
-        return cls(
-            uri,
-            {
-                **{name: read_manifest(join(uri, name)) for name in names},
-                "sequences": sequences,
-            },
-            all_shown,
-        )
+        manifests = {name: read_manifest(join(uri, name)) for name in names}
+        return cls(uri, {**manifests, "sequences": sequences}, all_shown)
 
     def read(self, table: str) -> pl.DataFrame:
-        """All rows of a table, with the number of their `part`."""
-        files = self.manifests[table].files
-        parts = [
-            read_parquet(join(self.uri, table, part.path), None, part.sha256)
-            for part in files
-        ]
-        if not parts:
+        """Read all rows of a table, with the number of their `part`."""
+        frames = []
+        for number, part in enumerate(self.manifests[table].files):
+            rows = read_parquet(join(self.uri, table, part.path), None, part.sha256)
+            frame = pl.DataFrame(pl.from_arrow(rows))
+            frames.append(frame.with_columns(part=pl.lit(number, pl.Int32)))
+        if not frames:
             raise UserError(
                 f"{join(self.uri, table)} lists no {table}; make the tables again"
             )
-        return pl.concat(
-            pl.DataFrame(pl.from_arrow(part)).with_columns(
-                part=pl.lit(number, pl.Int32)
-            )
-            for number, part in enumerate(parts)
-        )
+        return pl.concat(frames)
 
     @cached_property
     def events(self) -> pl.DataFrame:
+        """Rows of `events`, with their `part`."""
         return self.read("events")
 
     @cached_property
     def items(self) -> pl.DataFrame:
+        """Rows of `items`."""
         return self.read("items")
 
     @cached_property
@@ -107,122 +113,121 @@ class Tables:
 
     @cached_property
     def sequences(self) -> pl.DataFrame:
-        """The rows of sequences, with their number as `row`."""
+        """Rows of `sequences`, with their number as `row`."""
         return self.read("sequences").drop("part").with_row_index("row")
 
     @cached_property
     def users_events(self) -> pl.DataFrame:
-        """The events of the users of sequences, each with the `row` of its user."""
-        return self.events.drop("part").join(
-            self.sequences.select("user_id", "row"), on="user_id", maintain_order="left"
-        )
+        """Events of the users of sequences, each with the `row` of its user."""
+        return self.with_user_rows(self.events.drop("part"))
+
+    def with_user_rows(self, events: pl.DataFrame) -> pl.DataFrame:
+        """Return the events of the users of sequences, each with the `row` of its user."""
+        rows = self.sequences.select("user_id", "row")
+        return events.join(rows, on="user_id", maintain_order="left")
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the manifest of sequences says."""
+        """`info` of the manifest of sequences."""
         return self.manifests["sequences"].info
 
     @property
     def event_columns(self) -> set[str]:
+        """Names of the columns of events."""
         return {column["name"] for column in self.manifests["events"].schema}
 
     @property
     def behaviour(self) -> str | None:
-        """The bool label that makes an event a behaviour; None where every event is one."""
+        """Column of the bool label that makes an event a behaviour; None if every event is one."""
         name = self.info.get("behaviour")
         return f"label_{name}" if name else None
 
     @property
     def known(self) -> str:
-        """The column of events that says from when on a behaviour is known: its label's where events have one."""
-        own = (self.behaviour or "").replace("label_", "known_", 1)
-        return own if own in self.event_columns else "timestamp_ms"
+        """Column of the time from which a behaviour is visible: its label's time where events have one."""
+        column = (self.behaviour or "").replace("label_", "known_", 1)
+        return column if column in self.event_columns else "timestamp_ms"
 
     @property
-    def order_of_log(self) -> bool:
+    def log_order(self) -> bool:
         """Whether tied behaviours keep the log's order (`ties: log_order`)."""
         return bool(self.info["ties"] == "log_order")
 
     @property
     def event_order(self) -> list[str]:
-        """What a user's events are sorted by; in the log's order `position` counts all events of a time."""
-        return [
-            name
-            for name in EVENT_ORDER
-            if name != "request_id" or not self.order_of_log
-        ]
+        """Columns that a user's events are sorted by; in the log's order `position` counts all events of a time."""
+        if self.log_order:
+            return [name for name in EVENT_ORDER if name != "request_id"]
+        return EVENT_ORDER
 
-    def behaviours_of(self, events: pl.DataFrame) -> pl.DataFrame:
-        """The events that count as behaviours."""
-        return (
-            events
-            if self.behaviour is None
-            else events.filter(pl.col(self.behaviour).fill_null(False))
-        )
+    def filter_behaviours(self, events: pl.DataFrame) -> pl.DataFrame:
+        """Return the events that are behaviours."""
+        if self.behaviour is None:
+            return events
+        return events.filter(pl.col(self.behaviour).fill_null(False))
 
 
-EVENT, REQUEST = (
-    "user {user_id}, item {item_id} at {timestamp_ms}",
-    "user {user_id}, request {place}",
-)
-"""How messages name an event and a request."""
-
-
-def before(
+def latest_before(
     points: pl.DataFrame, rows: pl.DataFrame, keys: list[str], shift: int, time: str
 ) -> pl.DataFrame:
-    """Per row of `points`, in their order: the other columns of the latest of `rows` of the same `keys` whose `time` is
-    strictly before the point's `at` less `shift`."""
-    moved = (
-        points.select(*keys, __at=pl.col("at") - shift)
-        .with_row_index("__point")
+    """Return for each point, in their order, the other columns of the latest row before it.
+
+    Args:
+        points: Columns `keys` and `at`.
+        rows: Columns `keys`, `time` and others.
+        keys: Columns in which a point and its row are equal.
+        shift: The row is strictly before `at` - `shift`.
+        time: Column of the rows' time.
+    """
+    shifted = points.select(*keys, __at=pl.col("at") - shift)
+    latest = (
+        shifted.with_row_index("__point")
         .sort("__at")
+        .join_asof(
+            rows.sort(time),
+            left_on="__at",
+            right_on=time,
+            by=keys,
+            allow_exact_matches=False,
+            check_sortedness=False,
+        )
     )
-    found = moved.join_asof(
-        rows.sort(time),
-        left_on="__at",
-        right_on=time,
-        by=keys,
-        allow_exact_matches=False,
-        check_sortedness=False,
-    )
-    return found.sort("__point").select(
-        name for name in rows.columns if name not in (*keys, time)
-    )
+    others = [name for name in rows.columns if name not in (*keys, time)]
+    return latest.sort("__point").select(others)
 
 
 def sums_before(
-    points: pl.DataFrame, counted: pl.DataFrame, keys: list[str], shift: int, time: str
+    points: pl.DataFrame, rows: pl.DataFrame, keys: list[str], shift: int, time: str
 ) -> pl.DataFrame:
-    """As `before`, the sums of the other columns of `counted` over all such rows."""
-    names = [name for name in counted.columns if name not in (*keys, time)]
-    along = (
-        counted.drop_nulls(keys)
-        .group_by(*keys, time)
-        .agg(pl.col(names).sum())
-        .sort(time)
-    )
-    return before(
-        points,
-        along.with_columns(pl.col(names).cum_sum().over(keys)),
-        keys,
-        shift,
-        time,
-    ).fill_null(0)
+    """Return for each point, in their order, the sums of the other columns over all rows before it.
+
+    Arguments are those of `latest_before`.
+    """
+    names = [name for name in rows.columns if name not in (*keys, time)]
+    per_time = rows.drop_nulls(keys).group_by(*keys, time).agg(pl.col(names).sum())
+    running = per_time.sort(time).with_columns(pl.col(names).cum_sum().over(keys))
+    return latest_before(points, running, keys, shift, time).fill_null(0)
 
 
-def counts_in(
+def window_sums(
     points: pl.DataFrame,
-    counted: pl.DataFrame,
+    rows: pl.DataFrame,
     keys: list[str],
     days: list[float],
-    delay: float,
+    delay_minutes: float,
 ) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Per window the sums of `counted` in [at - window, at - delay) of each point, and its name. delay: minutes"""
-    until = sums_before(points, counted, keys, round(delay * MINUTE), "timestamp_ms")
+    """Yield for each window its name and the sums of `rows` in [at - window, at - delay) of each point.
+
+    Args:
+        points: Columns `keys` and `at`.
+        rows: Columns `keys`, `timestamp_ms` and the columns to add up.
+        keys: Columns in which a point and its rows are equal.
+        days: Lengths of the windows.
+        delay_minutes: The delay.
+    """
+    delay = round(delay_minutes * MINUTE_MS)
+    until = sums_before(points, rows, keys, delay, "timestamp_ms")
     for length in days:
-        yield (
-            f"{length:g}d",
-            until
-            - sums_before(points, counted, keys, round(length * DAY), "timestamp_ms"),
-        )
+        window = round(length * DAY_MS)
+        since = sums_before(points, rows, keys, window, "timestamp_ms")
+        yield f"{length:g}d", until - since

@@ -1,10 +1,8 @@
 """Proves prepared tables free of leakage, from `events` alone: `python -m jobs.audit --tables DIR`.
 
-Every rule is computed a second time here, in plain polars, and shares no code with the steps that made
-the tables: it would prove nothing to ask the same function twice. All of the tables is in memory.
-
-Words: `row` is the number of a user's row in `sequences`; `place` is the rank of a behaviour or of a request
-within its user, from 0.
+Every rule is computed a second time here, in plain polars, and shares no code with the
+steps that made the tables: it would prove nothing to ask the same function twice. All
+tables are in memory.
 """
 
 from __future__ import annotations
@@ -45,17 +43,24 @@ RULES = {
 
 
 def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
-    """The rules of the kind of the tables under `uri`, in the order of `RULES`.
+    """Check the tables under `uri` and return the rules of their kind, in the order of `RULES`.
 
-    A file that is not what its manifest lists ends the audit with the rule `files`. Raises UserError where there is no
-    table to audit.
+    A file that differs from its manifest ends the audit with the rule `files`.
+
+    Args:
+        uri: Folder of the tables.
+        progress: Is called with the name of each step.
+
+    Raises:
+        UserError: if there is no table to audit.
     """
     name = read_manifest(join(uri, "sequences"), "sequences").info["kind"]
     if name not in KINDS:
         raise UserError(
             f"{uri} holds sequences of kind '{name}', which is none of {', '.join(KINDS)}"
         )
-    kind, tables = KINDS[name], Tables.open(uri, KINDS[name].all_shown)
+    kind = KINDS[name]
+    tables = Tables.open(uri, kind.all_shown)
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
     progress("files")
     check_files(tables, rules["files"])
@@ -67,33 +72,31 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         check_events(tables, rules)
         core_users = check_catalogue(tables, rules["catalogue"])
         progress("sequences")
-        check_users(tables, kind.audit(tables, rules, core_users), rules["users"])
+        users = kind.audit(tables, rules, core_users)
+        check_users(tables, users, rules["users"])
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(
             f"{uri} is not what jobs.prepare writes: {str(error).partition(';')[0]}"
         ) from error
-    late = any(name.startswith("known_") for name in tables.event_columns)
-    return [
-        rule
-        for name, rule in rules.items()
-        if name not in kind.without and (late or name != "known")
-    ]
+    skipped = {*kind.without}
+    if not any(name.startswith("known_") for name in tables.event_columns):
+        skipped.add("known")
+    return [rule for name, rule in rules.items() if name not in skipped]
 
 
 def report(rules: list[Rule]) -> str:
-    """The rules as a table for the terminal, then the first offenders and the notes."""
-    wide = max(len(rule.name) for rule in rules)
-    lines = [f"{'rule':<{wide}}  {'rows':>13}  {'violations':>10}  what must hold"]
+    """Return the rules as a table for the terminal, then the first offenders and the notes."""
+    width = max(len(rule.name) for rule in rules)
+    lines = [f"{'rule':<{width}}  {'rows':>13}  {'violations':>10}  what must hold"]
     for rule in rules:
         lines.append(
-            f"{rule.name:<{wide}}  {rule.rows:>13,}  {rule.violations:>10,}  {rule.holds}"
+            f"{rule.name:<{width}}  {rule.rows:>13,}  {rule.violations:>10,}  {rule.holds}"
         )
     for rule in rules:
         lines += [f"  {rule.name}: {example}" for example in rule.examples]
         if rule.violations > len(rule.examples):
-            lines.append(
-                f"  {rule.name}: and {rule.violations - len(rule.examples):,} more"
-            )
+            more = rule.violations - len(rule.examples)
+            lines.append(f"  {rule.name}: and {more:,} more")
         if rule.note:
             lines.append(f"  note, {rule.name}: {rule.note}")
     return "\n".join(lines)

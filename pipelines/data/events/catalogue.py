@@ -1,13 +1,16 @@
-"""The catalogue: which items stay after the iterative k-core, and the items table with their metadata.
+"""The items table: the catalogue of a log, with the metadata of the item files.
 
-No process holds a table of users; the driver holds one id and one count per item.
+`python -m jobs.prepare` runs `make_items`. The driver holds one id and one count per
+item.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,289 +18,314 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.storage.tables import Part, UserError, join, write_part
-from pipelines.data.engine import KEY, Engine, Shared, fetch
-from pipelines.data.events.build_events import partitions_for, read_tallies, write_tally
-from pipelines.data.events.event_stats import (
-    Survey,
-    Vocabulary,
-    behaviour_column,
-    coded,
-    known_column,
-    known_times,
-    positions_in,
-    read_coded,
-    runs,
-)
-from pipelines.data.events.matching import Match
+from models.storage.tables import Manifest, Part, UserError, join, write_part
+from pipelines.data.engine import KEY, Engine, Exchange, ReadSummary, Shared, fetch
+from pipelines.data.events.build_events import LoadStats, count_partitions
+from pipelines.data.events.columns import Vocabulary
+from pipelines.data.events.event_stats import EventStats
+from pipelines.data.events.k_core import core_items
+from pipelines.data.events.matching import Match, check_matched
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.rows import Rejected, check_missing, common
+from pipelines.data.run import Run
 
 ITEMS_PER_PART = 1_000_000
 
+FILE, ROW, CONTENT = "__file", "__row", "__content"
+"""Columns of exchanged metadata: number of the file, number of the row in it, hash of the row's values."""
 
-def surviving_rows(
-    item: np.ndarray,
-    alive: np.ndarray | None,
-    user_start: np.ndarray,
-    counted: np.ndarray | None,
-    core: int,
-) -> np.ndarray:
-    """Rows that belong to the core: of a living item and of a user who has `core` such rows.
 
-    item (E,) index into alive (N,), None where all live; user_start (V,) first row of each user; counted (E,) rows
-    within the window that membership is computed on, or None for all. Returns (E,) bool.
+def make_items(
+    run: Run, events: Manifest, load_stats: LoadStats, split: dict[str, Any]
+) -> Manifest:
+    """Make the `items` table and return its manifest.
+
+    Args:
+        run: The run.
+        events: Manifest of the events.
+        load_stats: Returns statistics of the events.
+        split: The split as manifests record it.
+
+    Raises:
+        UserError: if the item files cannot be read or describe too few items.
     """
-    if not len(item):
-        return np.zeros(0, dtype=bool)
-    rows = np.ones(len(item), dtype=bool) if alive is None else alive[item]
-    if counted is not None:
-        rows &= counted
-    per_user = np.add.reduceat(rows, user_start, dtype=np.int64)
-    lengths = np.diff(np.append(user_start, len(item)))
-    rows &= np.repeat(per_user >= core, lengths)
-    return rows
-
-
-def _pairs(
-    behaviour: str | None,
-    late: bool,
-    before_ms: int | None,
-    items: Vocabulary,
-    uri: str,
-) -> pa.Table:
-    """The behaviours of one part that count, in the order of its users: `user`, a code within the part, and `item`."""
-    names = ["user_id", "item_id", *behaviour_column(behaviour)]
-    names += (
-        ["timestamp_ms", *known_column(behaviour, late)]
-        if before_ms is not None
-        else []
-    )
-    table = read_coded(uri, names)
-    keep = None
-    if behaviour:
-        keep = pc.fill_null(table[f"label_{behaviour}"], False).to_numpy()
-    if before_ms is not None:
-        early = known_times(table, behaviour) < before_ms
-        keep = early if keep is None else keep & early
-    user, item = (
-        coded(table, "user_id").indices.to_numpy(),
-        positions_in(coded(table, "item_id"), items),
-    )
-    keep = slice(None) if keep is None else keep
-    return pa.table(
-        {
-            "user": pa.array(user[keep], pa.int32()),
-            "item": pa.array(item[keep], pa.int32()),
+    config, source = run.config, run.source
+    files = source.item_files(run.input)
+    settings = _items_settings(run)
+    inputs = {"events": events.hash}
+    stamps = run.stamps(files)
+    if finished := run.tables.find_finished("items", settings, inputs, stamps):
+        return finished
+    begin = time.perf_counter()
+    stats = load_stats()
+    earlier = run.tables.appended_version("items")
+    gone = sorted(earlier.info["stamps"].keys() - {*files}) if earlier else []
+    if gone:
+        raise UserError(
+            f"{run.input} lacks {gone[0]}: item files are read whole at each --append; keep them there"
+        )
+    with run.tables.clean_up_on_error("items"):
+        catalogue = _choose_items(run, files, stats, split)
+        counted = time.perf_counter()
+        written = write_items(run, files, catalogue.ids)
+        _check_files_unchanged(run, catalogue, written)
+        run.check_rejects(written.rejected, " of the item files")
+        info = {
+            "core": config.core,
+            "core_window": config.core_window,
+            "core_rounds": catalogue.core_rounds,
+            "behaviour": run.behaviour,
+            "split": split,
+            "split_made_from": run.split_inputs(events),
+            "behaviours": stats.behaviours,
+            "items_before_core": len(stats.items),
+            "dropped_items": len(stats.items) - len(catalogue.in_core),
+            "metadata_rows": written.rejected.rows_read,
+            "metadata_rejects": written.rejected.rejects,
+            "metadata_reject_reasons": dict(sorted(written.rejected.reasons.items())),
+            "stamps": stamps,
+            **written.to_info(source),
         }
+        if files:
+            info["matched"] = _match_items(run, catalogue, written, stats).to_info()
+        new = ""
+        if source.keeps_all_items:
+            bare = len(catalogue.ids) - len(catalogue.in_core)
+            info["items_without_behaviours"] = bare
+            new = f", {bare:,} of them without behaviours"
+        items = run.tables.commit(
+            "items",
+            source.items_schema,
+            written.parts,
+            settings,
+            {**inputs, **written.hashes},
+            info,
+            core_s=counted - begin,
+            write_s=time.perf_counter() - counted,
+        )
+    run.report(
+        f"items: {items.rows:,} in the catalogue{new}, {info['dropped_items']:,} dropped by the {config.core}-core "
+        f"({catalogue.core_rounds} rounds), {info['items_without_metadata']:,} without metadata, "
+        f"{info['metadata_outside_catalogue']:,} metadata rows of other items left out"
     )
+    return items
 
 
-def _count(alive: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
-    """How many rows of one part count on each of its items: `item`, `count`."""
-    user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
-    rows = surviving_rows(item, alive, runs(user), None, core)
-    found = pl.DataFrame({"item": item[rows]}).group_by("item").len("count")
-    return found.to_arrow().cast(
-        pa.schema([("item", pa.int32()), ("count", pa.int64())])
+def _items_settings(run: Run) -> dict[str, Any]:
+    config = run.config
+    settings: dict[str, Any] = {
+        "source": run.source.config,
+        "core": config.core,
+        "core_window": config.core_window,
+        "behaviour": run.behaviour,
+    }
+    if config.core_window == "train":
+        settings["split"] = config.split.settings()
+    # as they are read back from a manifest
+    return dict(json.loads(json.dumps(settings, default=str)))
+
+
+# Which items are in the catalogue.
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The items of the catalogue."""
+
+    ids: pa.Array
+    """Ids in the order of `item_index`."""
+    in_core: pa.Array
+    """Ids of the items in the k-core of the behaviours, sorted."""
+    core_rounds: int
+    file_hashes: dict[str, str]
+    """Hashes of the item files whose ids were read to choose the items."""
+    extends: bool
+    """Whether the first items are those of an earlier version."""
+
+
+def _choose_items(
+    run: Run, files: list[str], stats: EventStats, split: dict[str, Any]
+) -> Catalogue:
+    """Return the catalogue: the k-core, all items of the item files if the source keeps them, old items first."""
+    described, hashes = None, dict[str, str]()
+    if run.source.keeps_all_items:
+        described, hashes = read_item_ids(run, files)
+    before_ms = run.core_before_ms(split)
+    in_core, rounds = core_items(
+        stats, run.config.core, before_ms, run.engine, described
     )
+    ids = in_core
+    if described is not None:
+        ids = pc.unique(pa.chunked_array([in_core.cast(pa.large_string()), described]))
+        ids = ids.take(pc.sort_indices(ids))
+    extends = run.tables.appended_version("items") is not None
+    if extends:
+        old = run.tables.read("items", ["item_id"])["item_id"].combine_chunks()
+        ids = extend_catalogue(old.cast(ids.type), ids)
+    return Catalogue(ids, in_core, rounds, hashes, extends)
 
 
-def _ids_of_file(source: Log, input_uri: str, file: str) -> tuple[pa.Array, str]:
-    """The ids that one item file describes, each once, and its hash."""
+def read_item_ids(run: Run, files: list[str]) -> tuple[pa.Array, dict[str, str]]:
+    """Return the ids that item files describe, sorted, and the hashes of the files."""
+    calls = [(run.source, run.input, file) for file in files]
+    of_files = dict(run.engine.map_unordered(_read_ids_of_file, calls))
+    ids = _unique([ids for ids, _ in of_files.values()])
+    hashes = {file: of_files[number][1] for number, file in enumerate(files)}
+    return ids.take(pc.sort_indices(ids)), hashes
+
+
+def _read_ids_of_file(source: Log, input_uri: str, file: str) -> tuple[pa.Array, str]:
+    """Return the ids that one item file describes, each once, and the file's hash."""
     assert source.items is not None
     digest = hashlib.sha256()
-    found = [
-        block.rows["item_id"].cast(pa.large_string())
-        for block in source.items.read(input_uri, file, digest)
-    ]
-    ids = pc.unique(
-        pa.chunked_array(
-            [chunk for ids in found for chunk in ids.chunks], pa.large_string()
-        )
-    )
-    return ids, digest.hexdigest()
+    chunks: list[pa.Array] = []
+    for block in source.items.read(input_uri, file, digest):
+        chunks += block.rows["item_id"].cast(pa.large_string()).chunks
+    return _unique(chunks), digest.hexdigest()
 
 
-def described_items(
-    source: Log, input_uri: str, files: list[str], engine: Engine
-) -> tuple[pa.Array, dict[str, str]]:
-    """The ids that item files describe, sorted, and the hashes of the files: the driver holds one id per item."""
-    found = dict(
-        engine.each(_ids_of_file, [(source, input_uri, file) for file in files])
-    )
-    ids = pc.unique(
-        pa.chunked_array([of_file for of_file, _ in found.values()], pa.large_string())
-    )
-    return ids.take(pc.sort_indices(ids)), {
-        file: found[number][1] for number, file in enumerate(files)
-    }
+def _unique(arrays: list[pa.Array]) -> pa.Array:
+    return pc.unique(pa.chunked_array(arrays, pa.large_string()))
 
 
-def with_described(core: pa.Array, described: pa.Array) -> pa.Array:
-    """The catalogue of the items in the k-core and those that item files describe, sorted."""
-    ids = pc.unique(pa.chunked_array([core.cast(pa.large_string()), described]))
-    return ids.take(pc.sort_indices(ids))
+def extend_catalogue(old: pa.Array, ids: pa.Array) -> pa.Array:
+    """Return `ids` with the items of `old` first, in their order.
 
-
-def extended(old: pa.Array, catalogue: pa.Array) -> pa.Array:
-    """The catalogue with the items of `old` first, as they were numbered. UserError where one of them has left it."""
-    if len(gone := old.filter(pc.invert(pc.is_in(old, catalogue)))):
+    Raises:
+        UserError: if an old item has left the catalogue.
+    """
+    gone = old.filter(pc.invert(pc.is_in(old, ids)))
+    if len(gone):
         raise UserError(
             f"{len(gone):,} items, such as '{gone[0]}', are no longer in the catalogue, as a file of items lacks them "
             f"or the training window ends earlier; --append keeps them all: use --overwrite"
         )
-    return pa.concat_arrays(
-        [old, catalogue.filter(pc.invert(pc.is_in(catalogue, old)))]
-    )
+    new = ids.filter(pc.invert(pc.is_in(ids, old)))
+    return pa.concat_arrays([old, new])
 
 
-def core_items(
-    survey: Survey,
-    core: int,
-    before_ms: int | None,
-    engine: Engine,
-    described: pa.Array | None = None,
-) -> tuple[pa.Array, int]:
-    """Ids of the items in the k-core, sorted, and the number of rounds it took.
-
-    Repeats until nothing changes: users with fewer than `core` behaviours on living items drop out, then
-    items with fewer than `core` behaviours by the users that stay. `before_ms` counts only behaviours
-    known earlier than that (membership on the training window). The driver holds one count per item; 8 bytes per
-    behaviour stay in the object store, or on its disk, between the rounds.
-
-    described: items that stay whatever their behaviours (sorted).
-    """
-    core = max(core, 1)
-    if core == 1 and before_ms is None:
-        return survey.items, 0
-    shared = (
-        survey.behaviour,
-        survey.late,
-        before_ms,
-        engine.put(Vocabulary.of(survey.items)),
-    )
-    pairs = list(engine.refs(_pairs, [(uri,) for uri in survey.parts], shared))
-    alive = np.ones(len(survey.items), dtype=bool)
-    stays = np.zeros(len(survey.items), dtype=bool)
-    if described is not None:
-        stays = pc.is_in(survey.items.cast(pa.large_string()), described).to_numpy(
-            zero_copy_only=False
-        )
-    rounds = 0
-    while True:
-        counts = np.zeros(len(alive), dtype=np.int64)
-        for _, found in engine.each(
-            _count, [(core, of_part) for of_part in pairs], (engine.put(alive),)
-        ):
-            counts[found["item"].to_numpy()] += found["count"].to_numpy()
-        rounds += 1
-        left = (counts >= core) | stays
-        if not counts[left].any():
-            raise UserError(
-                f"no item is left in the {core}-core of {survey.behaviours:,} behaviours; set a lower --core"
-            )
-        if (left == alive).all():
-            return survey.items.filter(pa.array(alive)), rounds
-        alive = left
-
-
-FILE, ROW, CONTENT = "__file", "__row", "__content"
-"""Columns of metadata on its way: the number of the file, that of the row in it, and a hash of what the row says."""
-
-
-def _transit(schema: pa.Schema) -> pa.Schema:
-    """Metadata on its way: what belongs to the items table, and where it comes from."""
-    index = pa.field("item_index", pa.int32())
-    place = [
-        (FILE, pa.int32()),
-        (ROW, pa.int64()),
-        (CONTENT, pa.uint64()),
-        (KEY, pa.int32()),
-    ]
-    return pa.schema(
-        [index, *_described(schema), *(pa.field(*column) for column in place)]
-    )
-
-
-def _described(schema: pa.Schema) -> pa.Schema:
-    """What the items table says of an item."""
-    return pa.schema(
-        [field for field in schema if field.name not in ("item_index", "item_id")]
-    )
-
-
-def _padded(columns: dict[str, Any], rows: int, schema: pa.Schema) -> pa.Table:
-    """The columns, and nulls for the others of the schema."""
-    every = [
-        columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema
-    ]
-    return pa.table(every, names=schema.names).cast(schema)
+# The items with their metadata: read by file, exchanged by range of item_index, written.
 
 
 @dataclass(frozen=True)
-class _ReadItems:
-    """Reads item files as rows of the catalogue's items; others are counted. The number after that of the last file
-    gives a row for each range of the catalogue, so that those without metadata are written too."""
+class FileSummary:
+    """Counts of one item file that was read."""
+
+    rejected: Rejected
+    outside: int
+    """Rows of items outside the catalogue."""
+    first_ids: list[str]
+    missing: dict[str, str]
+    """Columns that the file lacks, each with a hint at the nearest."""
+    digest: str
+
+
+@dataclass(frozen=True)
+class ItemsReader:
+    """Reads item files as metadata rows of the catalogue's items.
+
+    One more read gives a row for each range of the catalogue, so that a range without
+    metadata is written too.
+    """
 
     files: list[str]
     source: Log
     input_uri: str
-    items_uri: str
     schema: pa.Schema
+    """Schema of the items table."""
     catalogue: Shared
 
-    def __call__(self, number: int) -> Iterator[pa.Table]:
-        transit, catalogue = _transit(self.schema), fetch(self.catalogue)
+    def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
+        catalogue: Vocabulary = fetch(self.catalogue)
         if number == len(self.files):
-            low = np.arange(0, len(catalogue), ITEMS_PER_PART)
-            columns = {
-                "item_index": pa.array(low),
-                FILE: pa.repeat(-1, len(low)),
-                KEY: pa.array(low // ITEMS_PER_PART),
-            }
-            yield _padded(columns, len(low), transit)
+            yield self._range_rows(len(catalogue))
             return
         assert self.source.items is not None
-        outside, rejected, first, digest = 0, Rejected(), 0, hashlib.sha256()
-        ids, missing = list[str](), []
+        rejected, outside, first_row = Rejected(), 0, 0
+        first_ids, missing, digest = list[str](), [], hashlib.sha256()
         for block in self.source.items.read(self.input_uri, self.files[number], digest):
             rejected.add(Rejected.from_block(block))
             missing.append(block.missing)
-            ids = ids or block.rows["item_id"].slice(0, 2).to_pylist()
-            index = catalogue.positions(block.rows["item_id"].combine_chunks())
-            known = np.flatnonzero(index >= 0)
-            outside += len(index) - len(known)
-            rows = block.rows.take(pa.array(known))
-            said = _padded(
-                {name: rows[name] for name in rows.column_names},
-                len(known),
-                _described(self.schema),
-            )
-            yield _padded(
-                {
-                    **{name: said[name] for name in said.column_names},
-                    "item_index": pa.array(index[known]),
-                    FILE: pa.repeat(number, len(known)),
-                    ROW: pa.array(first + known),
-                    CONTENT: pa.array(_hashes(said)),
-                    KEY: pa.array(index[known] // ITEMS_PER_PART),
-                },
-                len(known),
-                transit,
-            )
-            first += len(index)
-        told = {
-            "outside": outside,
-            "digest": digest.hexdigest(),
-            "ids": ids,
-            "missing": common(missing),
+            first_ids = first_ids or block.rows["item_id"].slice(0, 2).to_pylist()
+            item = catalogue.lookup(block.rows["item_id"].combine_chunks())
+            inside = np.flatnonzero(item >= 0)
+            outside += len(item) - len(inside)
+            yield self._metadata_rows(block.rows, number, first_row, item)
+            first_row += len(item)
+        yield self._exchange_schema.empty_table()
+        summary = FileSummary(
+            rejected, outside, first_ids, common(missing), digest.hexdigest()
+        )
+        yield ReadSummary(number, summary)
+
+    @property
+    def _exchange_schema(self) -> pa.Schema:
+        """Schema of the exchanged rows."""
+        keys = [
+            pa.field(FILE, pa.int32()),
+            pa.field(ROW, pa.int64()),
+            pa.field(CONTENT, pa.uint64()),
+            pa.field(KEY, pa.int32()),
+        ]
+        index = pa.field("item_index", pa.int32())
+        return pa.schema([index, *_metadata_fields(self.schema), *keys])
+
+    def _range_rows(self, items: int) -> pa.Table:
+        low = np.arange(0, items, ITEMS_PER_PART)
+        columns = {
+            "item_index": pa.array(low),
+            FILE: pa.repeat(-1, len(low)),
+            KEY: pa.array(low // ITEMS_PER_PART),
         }
-        write_tally(self.items_uri, number, rejected, **told)
+        return _add_null_columns(columns, len(low), self._exchange_schema)
+
+    def _metadata_rows(
+        self, rows: pa.Table, file: int, first_row: int, item: np.ndarray
+    ) -> pa.Table:
+        """Return the rows of items of the catalogue, ready to exchange.
+
+        Args:
+            rows: Rows of a block of the file.
+            file: Number of the file.
+            first_row: Number of the block's first row in the file.
+            item: (rows,) item_index, -1 outside the catalogue.
+        """
+        inside = np.flatnonzero(item >= 0)
+        rows = rows.take(pa.array(inside))
+        values = {name: rows[name] for name in rows.column_names}
+        fields = pa.schema(_metadata_fields(self.schema))
+        metadata = _add_null_columns(values, len(inside), fields)
+        columns = {name: metadata[name] for name in metadata.column_names}
+        columns |= {
+            "item_index": pa.array(item[inside]),
+            FILE: pa.repeat(file, len(inside)),
+            ROW: pa.array(first_row + inside),
+            CONTENT: pa.array(_hash_rows(metadata)),
+            KEY: pa.array(item[inside] // ITEMS_PER_PART),
+        }
+        return _add_null_columns(columns, len(inside), self._exchange_schema)
 
 
-def _hashes(table: pa.Table) -> np.ndarray:
-    """(rows,) of all columns, the same in every process."""
+def _metadata_fields(schema: pa.Schema) -> list[pa.Field]:
+    """Return the columns of the items table that describe an item."""
+    return [field for field in schema if field.name not in ("item_index", "item_id")]
+
+
+def _add_null_columns(
+    columns: dict[str, Any], rows: int, schema: pa.Schema
+) -> pa.Table:
+    """Return a table of `schema` with these columns and nulls in the others."""
+    arrays = []
+    for field in schema:
+        if field.name in columns:
+            arrays.append(columns[field.name])
+        else:
+            arrays.append(pa.nulls(rows, field.type))
+    return pa.table(arrays, names=schema.names).cast(schema)
+
+
+def _hash_rows(table: pa.Table) -> np.ndarray:
+    """Return the (rows,) uint64 hashes of all columns, equal in every process."""
     if not table.num_columns:
         return np.zeros(table.num_rows, dtype=np.uint64)
     frame = pl.from_arrow(table)
@@ -305,117 +333,189 @@ def _hashes(table: pa.Table) -> np.ndarray:
     return frame.hash_rows(seed=0).to_numpy()
 
 
-def match_items(
-    catalogue: pa.Array, missing: np.ndarray, events: np.ndarray, others: list[str]
-) -> Match:
-    """How many items have metadata. missing: (M,) the indices of those without; events: (items,) of each item; others:
-    the first ids of the item files."""
-    total, first = int(events.sum()), catalogue.take(pa.array(missing[:2])).to_pylist()
-    described, lost = len(catalogue) - len(missing), int(events[missing].sum())
-    return Match(len(catalogue), described, total, total - lost, first, others)
+@dataclass(frozen=True)
+class WrittenRange:
+    """A part of items that was written."""
+
+    part: Part
+    low: int
+    """Its first item_index."""
+    missing: np.ndarray
+    """(M,) item_index of items without metadata."""
+    repeated: int
+    """Rows of metadata after the first of their item."""
+    differing: int
+    """Repeated rows with other values than the first."""
 
 
 @dataclass(frozen=True)
-class _WriteRange:
-    """One part: the items of one range with their metadata. Also gives the indices of items without any, and how many
-    rows of metadata came after the first of their item, and said something else."""
+class RangeWriter:
+    """Writes the part of one range of the catalogue: its items with their metadata."""
 
     items_uri: str
     schema: pa.Schema
 
-    def __call__(self, catalogue: Vocabulary, key: int, rows: pa.Table) -> pa.Table:
-        found = pl.from_arrow(rows)
-        assert isinstance(found, pl.DataFrame)
-        low = int(found.filter(pl.col(FILE) < 0)["item_index"][0])
-        ids = catalogue.at(np.arange(low, min(low + ITEMS_PER_PART, len(catalogue))))
-        frame = pl.DataFrame(
+    def __call__(
+        self, catalogue: Vocabulary, number: int, rows: pa.Table
+    ) -> WrittenRange:
+        metadata = pl.from_arrow(rows)
+        assert isinstance(metadata, pl.DataFrame)
+        low = number * ITEMS_PER_PART
+        high = min(low + ITEMS_PER_PART, len(catalogue))
+        items = pl.DataFrame(
             {
-                "item_index": np.arange(low, low + len(ids), dtype=np.int32),
-                "item_id": pl.from_arrow(ids),
+                "item_index": np.arange(low, high, dtype=np.int32),
+                "item_id": pl.from_arrow(catalogue.ids_at(np.arange(low, high))),
             }
         )
-        found = found.filter(pl.col(FILE) >= 0).sort(FILE, ROW)
-        first = found.unique("item_index", keep="first", maintain_order=True)
-        # a row differs from the first of its file; the first of a file counts if no earlier file's first says the same
-        of_file = found.unique(["item_index", FILE], keep="first", maintain_order=True)
-        differ = found.filter(
-            pl.col(CONTENT) != pl.col(CONTENT).first().over("item_index", FILE)
-        ).height
-        differ += of_file.unique(["item_index", CONTENT]).height - first.height
-        missing = frame.join(first, on="item_index", how="anti", maintain_order="left")[
-            "item_index"
-        ].to_numpy()
-        frame = frame.join(first, on="item_index", how="left", maintain_order="left")
-        part = write_part(
-            self.items_uri, frame.select(self.schema.names).to_arrow().cast(self.schema)
-        )
-        told = {
-            **asdict(part),
-            "low": low,
-            "repeated": found.height - first.height,
-            "differ": differ,
-        }
-        lost = pa.LargeListArray.from_arrays(
-            pa.array([0, len(missing)], pa.int64()), pa.array(missing, pa.int64())
-        )
-        return pa.table(
-            {name: [value] for name, value in told.items()} | {"missing": lost}
+        metadata = metadata.filter(pl.col(FILE) >= 0).sort(FILE, ROW)
+        first = metadata.unique("item_index", keep="first", maintain_order=True)
+        missing = items.join(first, on="item_index", how="anti", maintain_order="left")
+        table = items.join(first, on="item_index", how="left", maintain_order="left")
+        table = table.select(self.schema.names).to_arrow().cast(self.schema)
+        return WrittenRange(
+            part=write_part(self.items_uri, table),
+            low=low,
+            missing=missing["item_index"].to_numpy().astype(np.int64),
+            repeated=metadata.height - first.height,
+            differing=_count_differing(metadata),
         )
 
 
-def write_items(
-    source: Log,
-    input_uri: str,
-    files: list[str],
-    catalogue: pa.Array,
-    items_uri: str,
-    engine: Engine,
-) -> tuple[list[Part], dict[str, Any], Rejected, np.ndarray, dict[str, str]]:
-    """Writes the parts of the items table, uncommitted: (parts, counts for the manifest, rejected rows,
-    indices of the items without metadata, hashes of the files).
+def _count_differing(metadata: pl.DataFrame) -> int:
+    """Return the number of rows that describe an item otherwise than its first row.
 
-    Items without metadata keep null texts and are counted; metadata of items that are not in the
-    catalogue is left out and counted.
+    `metadata` is sorted by file and row. A row is compared with the first row of its
+    file. The first row of a file counts if no first row of an earlier file is equal.
     """
-    schema, ranges = source.items_schema, -(-len(catalogue) // ITEMS_PER_PART)
-    shared = engine.put(Vocabulary.of(catalogue))
-    read = _ReadItems(files, source, input_uri, items_uri, schema, shared)
-    here = (
-        ranges == 1 and partitions_for([join(input_uri, file) for file in files]) == 1
+    first_of_file = pl.col(CONTENT).first().over("item_index", FILE)
+    within_files = metadata.filter(pl.col(CONTENT) != first_of_file).height
+    first_rows = metadata.unique(
+        ["item_index", FILE], keep="first", maintain_order=True
     )
-    tables = list(
-        engine.exchange(
-            read,
-            len(files) + 1,
-            ranges,
-            _WriteRange(items_uri, schema),
-            (shared,),
-            here=here,
-        )
+    contents = first_rows.unique(["item_index", CONTENT]).height
+    return within_files + contents - metadata["item_index"].n_unique()
+
+
+@dataclass(frozen=True)
+class WrittenItems:
+    """Parts of items that are written and not yet committed, with counts of their metadata."""
+
+    ranges: list[WrittenRange]
+    files: list[FileSummary]
+    hashes: dict[str, str]
+    """Hash of the parsed bytes by file."""
+    rejected: Rejected
+
+    @property
+    def parts(self) -> list[Part]:
+        return [each.part for each in self.ranges]
+
+    @property
+    def missing(self) -> np.ndarray:
+        """(M,) item_index of items without metadata."""
+        return np.concatenate([each.missing for each in self.ranges])
+
+    @property
+    def first_ids(self) -> list[str]:
+        """The first ids of the item files."""
+        return next((file.first_ids for file in self.files if file.first_ids), [])
+
+    def to_info(self, source: Log) -> dict[str, Any]:
+        """Return entries of the manifest's `info`."""
+        return {
+            "texts": source.items_columns[0],
+            "attributes": source.items_columns[1],
+            "numbers": source.items_numbers,
+            "items_without_metadata": len(self.missing),
+            "metadata_outside_catalogue": sum(file.outside for file in self.files),
+            "metadata_repeated": sum(each.repeated for each in self.ranges),
+            "metadata_differ": sum(each.differing for each in self.ranges),
+        }
+
+
+def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems:
+    """Write the parts of the items table, without committing them.
+
+    Items without metadata have null texts. Metadata of items outside the catalogue is
+    left out. Both are counted.
+
+    Args:
+        run: The run.
+        files: Item files, relative to the input folder.
+        catalogue: Ids in the order of `item_index`.
+    """
+    engine: Engine = run.engine
+    ranges = -(-len(catalogue) // ITEMS_PER_PART)
+    vocabulary = engine.put(Vocabulary.from_ids(catalogue))
+    schema = run.source.items_schema
+    exchange = Exchange(
+        ItemsReader(files, run.source, run.input, schema, vocabulary),
+        len(files) + 1,
+        RangeWriter(run.tables.table_uri("items"), schema),
+        ranges,
+        shared=(vocabulary,),
+        summaries=True,
     )
-    written = pa.concat_tables(tables).sort_by("low")
-    missing = written["missing"].combine_chunks().flatten().to_numpy()
-    outside, rejected, hashes, first, lost = 0, Rejected(), {}, list[str](), []
-    for file, (of_file, said) in zip(
-        files, read_tallies(items_uri, len(files)), strict=True
-    ):
-        rejected.add(of_file)
-        lost.append(said["missing"])
-        outside += said["outside"]
-        hashes[file], first = said["digest"], first or said["ids"]
-    check_missing(common(lost), "item", input_uri)
-    info = {
-        "first": first,  # ids of the item files
-        "texts": source.items_columns[0],
-        "attributes": source.items_columns[1],
-        "numbers": source.items_numbers,
-        "items_without_metadata": len(missing),
-        "metadata_outside_catalogue": outside,
-        "metadata_repeated": pc.sum(written["repeated"]).as_py(),
-        "metadata_differ": pc.sum(written["differ"]).as_py(),
-    }
-    parts = [
-        Part(**row)
-        for row in written.select(["path", "bytes", "rows", "sha256"]).to_pylist()
-    ]
-    return parts, info, rejected, missing, hashes
+    uris = [join(run.input, file) for file in files]
+    is_small = ranges == 1 and count_partitions(uris) == 1
+    summaries: dict[int, FileSummary] = {}
+    written: list[WrittenRange] = []
+    for output in engine.exchange(exchange, in_process=is_small):
+        if isinstance(output, ReadSummary):
+            summaries[output.number] = output.value
+        else:
+            written.append(output)
+    of_files = [summaries[number] for number in range(len(files))]
+    rejected = Rejected()
+    for summary in of_files:
+        rejected.add(summary.rejected)
+    missing = common([summary.missing for summary in of_files])
+    check_missing(missing, "item", run.input)
+    digests = [summary.digest for summary in of_files]
+    return WrittenItems(
+        sorted(written, key=lambda each: each.low),
+        of_files,
+        dict(zip(files, digests, strict=True)),
+        rejected,
+    )
+
+
+def _check_files_unchanged(
+    run: Run, catalogue: Catalogue, written: WrittenItems
+) -> None:
+    """Raise UserError if an item file has changed between its two reads."""
+    for file, digest in catalogue.file_hashes.items():
+        if written.hashes[file] != digest:
+            raise UserError(
+                f"{join(run.input, file)} has changed while it was read; run the same line again"
+            )
+
+
+def _match_items(
+    run: Run, catalogue: Catalogue, written: WrittenItems, stats: EventStats
+) -> Match:
+    """Count the items of the events with metadata.
+
+    Raises:
+        UserError: if their share is below `min_matched`.
+    """
+    in_core, missing = catalogue.in_core, written.missing
+    # both are sorted
+    is_used = pc.is_in(stats.items, in_core).to_numpy(zero_copy_only=False)
+    events = stats.counts[is_used]
+    if run.source.keeps_all_items or catalogue.extends:
+        # items that the events name are to have a row in the item files
+        bare = catalogue.ids.take(pa.array(missing)).cast(in_core.type)
+        missing = pc.index_in(bare, in_core).to_numpy().astype(np.int64)
+    total = int(events.sum())
+    match = Match(
+        ids=len(in_core),
+        ids_matched=len(in_core) - len(missing),
+        events=total,
+        events_matched=total - int(events[missing].sum()),
+        unmatched=in_core.take(pa.array(missing[:2])).to_pylist(),
+        others=written.first_ids,
+    )
+    check_matched(match, "item", run.config.min_matched, run.report)
+    return match

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
+from models.ragged import lengths_to_starts
 from pipelines.data.simulation import (
     SKEW,
     TASTES,
@@ -25,60 +26,55 @@ from pipelines.data.simulation import (
     draw_lengths,
     draw_times,
     item_texts,
+    make_ids,
     make_world,
-    numbered,
     open_log,
     write_log,
 )
 
-FOLLOW, TASTE = (
-    0.6,
-    0.3,
-)  # share of events that follow the last item, and that come from a user's clusters
-SHARES = (0.6, 0.3, 0.1)  # of each of the items that follow an item
+FOLLOW, TASTE = 0.6, 0.3
+"""Shares of the events that follow the last item, and that come from a user's clusters."""
+
+SHARES = (0.6, 0.3, 0.1)
+"""Shares of the items that follow an item."""
 
 
 def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(E,) items, user after user. One pass per place in the history, over all users that are so long."""
-    first = np.cumsum(lengths) - lengths
+    """Return (E,) items, user after user. One pass per position in the history, over all users with one."""
+    first = lengths_to_starts(lengths)
     items = np.empty(int(lengths.sum()), dtype=np.int32)
     count, bounds = len(world.cluster), np.cumsum(SHARES)[:-1]
     last = np.zeros(0, dtype=np.int32)
-    for place in range(int(lengths[0])):
-        active = int(
-            np.searchsorted(-lengths, -place, side="left")
-        )  # lengths descend: a prefix is longer than place
+    for position in range(int(lengths[0])):
+        # Lengths descend, so the users that are longer come first.
+        active = int(np.searchsorted(-lengths, -position, side="left"))
         cause, draw, which = rng.random((3, active))
         liked = world.tastes[np.arange(active), (which * TASTES).astype(np.int64)]
         begin, size = world.starts[liked], np.diff(world.starts)[liked]
         chosen = world.members[begin + (size * draw**SKEW).astype(np.int64)]
-        chosen = np.where(
-            cause < FOLLOW + TASTE,
-            chosen,
-            world.members[(count * draw).astype(np.int64)],
-        )
-        if place:
-            follows = world.following[
-                last[:active], np.searchsorted(bounds, which, side="right")
-            ]
+        anything = world.members[(count * draw).astype(np.int64)]
+        chosen = np.where(cause < FOLLOW + TASTE, chosen, anything)
+        if position:
+            follower = np.searchsorted(bounds, which, side="right")
+            follows = world.following[last[:active], follower]
             chosen = np.where(cause < FOLLOW, follows, chosen)
-        items[first[:active] + place] = last = chosen
+        items[first[:active] + position] = last = chosen
     return items
 
 
 def simulate_retrieval(output_dir: str, settings: Settings) -> World:
-    """Writes a retrieval log into `output_dir` (a local path or URI) and returns its causes; raises as `open_log`."""
+    """Write a retrieval log into `output_dir` (a local path or URI) and return its causes. Raises as `open_log`."""
     open_log(output_dir)
     world = make_world(settings)
     rng = np.random.default_rng([settings.seed, 2])
     lengths = draw_lengths(settings, rng)
     item = _walk(world, lengths, rng)
     time = draw_times(lengths, rng)
-    # Users are numbered at random: `lengths` descends and an id must not tell a user's activity.
+    # Users are numbered at random: lengths descend, and an id must not tell a user's activity.
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
-    user_ids, item_ids = numbered("u", settings.users), numbered("i", settings.items)
+    user_ids, item_ids = make_ids("u", settings.users), make_ids("i", settings.items)
 
-    def rows_of(which: np.ndarray, first: int) -> pa.Table:
+    def make_rows(which: np.ndarray, first: int) -> pa.Table:
         return pa.table(
             {
                 "user_id": pa.DictionaryArray.from_arrays(user[which], user_ids),
@@ -92,7 +88,7 @@ def simulate_retrieval(output_dir: str, settings: Settings) -> World:
         "retrieval",
         settings,
         time,
-        rows_of,
+        make_rows,
         lambda: item_texts(world, item_ids, rng),
     )
     return world

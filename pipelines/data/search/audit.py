@@ -1,176 +1,194 @@
-"""Rules on the tables of a search log: requests with what they showed, and features that see the past only."""
+"""Rules on the tables of a search log: requests with their results, and features that see the past only."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import polars as pl
 
-from pipelines.data.audit import sequences as shared
 from pipelines.data.audit.base import (
-    DAY,
-    MINUTE,
+    DAY_MS,
+    HOUR_MS,
+    MINUTE_MS,
     REQUEST,
     Rule,
     Tables,
-    before,
-    counts_in,
+    latest_before,
+    window_sums,
+)
+from pipelines.data.audit.sequences import (
+    PLACE,
+    check_as_of,
+    check_behaviours,
+    check_counts,
+    check_history,
+    check_training,
+    check_values,
+    compare_rows,
+    count_per_split,
+    expected_behaviours,
+    join_as_of,
+    own_columns,
+    unfold,
 )
 
-HOUR = 3_600_000
 KEYS = {"pair": ["item_id", "query"], "item": ["item_id"], "query": ["query"]}
+"""Columns of events that counts are by, by kind of key."""
+
+REQUEST_KEYS = ["user_id", "request_id", "alone"]
+"""Columns in which the events of one search are equal; `alone` is of `add_request_times`."""
 
 
 def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Rules on rows of `sequences`. Returns the users that must be there (`user_id`)."""
-    info, own = tables.info, shared.own_columns(tables.info)
+    """Check the rows of `sequences`. Return the users that must be in them (`user_id`)."""
     queries = read_queries(tables)
     check_queries(tables, queries, rules["queries"])
-    every = shared.request_rows(tables.sequences)
-    in_split = shared.check_splits(tables, every, rules["splits"])
-    users = shared.check_lengths(tables.sequences, rules["behaviours"])
-    behaviours, requests = (
-        shared.behaviour_rows(users),
-        every.join(users.select("row"), on="row", how="semi"),
+    rows = unfold(tables, rules)
+    log = read_log(tables, queries)
+    users_log = tables.with_user_rows(log)
+    expected = expected_behaviours(tables, users_log)
+    check_behaviours(
+        rows.users.drop("features"), rows.behaviours, expected, rules["behaviours"]
     )
-
-    log = asked(tables.events.drop("part")).join(
-        queries, on="query", how="left", maintain_order="left"
+    check_requests(tables, users_log, rows.requests, rules)
+    check_history(tables, rows.behaviours, rows.requests, rules["history"])
+    check_training_values(tables, rows.all_requests, rules["features"])
+    check_as_of(tables, rules["features"])
+    request_times = expected.select("row", "place", "asked")
+    behaviours = rows.behaviours.join(
+        request_times, on=["row", "place"], how="left", maintain_order="left"
     )
-    log = shared.with_as_of(
-        tables, log.with_columns(pl.col("query_index").fill_null(-1)), "asked"
-    )
-    mine = log.join(
-        tables.sequences.select("user_id", "row"), on="user_id", maintain_order="left"
-    )
-    expected = shared.expected_behaviours(tables, mine)
-    shared.check_behaviours(
-        users.drop("features"), behaviours, expected, rules["behaviours"]
-    )
-    labels = [f"label_{name}" for name in info["labels"]]
-    logged = expected_requests(shown(tables, mine), [*labels, *own])
-    columns = ["timestamp_ms", "query_index", "candidates", "positions", *labels]
-    known = logged.with_columns(pl.col(labels).list.eval(pl.element().fill_null(False)))
-    shared.compare(requests, known, columns, "request", rules["targets"])
-    shared.check_history(tables, behaviours, requests, rules["history"])
-    if own:
-        shared.compare(requests, logged, own, "request", rules["features"])
-        fits = pl.all_horizontal(
-            pl.col(name).list.len() == pl.col("candidates").list.len() for name in own
-        )
-        train = every.filter(fits.fill_null(False) & (pl.col("split") == "train"))
-        shared.check_training(
-            info,
-            train.filter(pl.col("candidates").list.len() > 0).select(own).explode(own),
-            rules["features"],
-        )
-    shared.check_as_of(tables, rules["features"])
-    of_request = expected.select("row", "place", "asked")
-    seen = behaviours.join(
-        of_request, on=["row", "place"], how="left", maintain_order="left"
-    )
-    check_features(tables, log, every, seen, rules["windows"])
-
-    clicked = pl.col(labels[0]).list
-    by_split = {
-        "requests": in_split,
-        "candidates": shared.per_split(
-            every.select("split", "candidates").explode("candidates").drop_nulls()
-        ),
-        "requests_one_class": shared.per_split(
-            every.filter(clicked.any() == clicked.all())
-        ),
-    }
-    shared.check_counts(
-        tables, {"queries": queries.height, **by_split}, rules["counts"]
-    )
-    return shown(tables, log).select("user_id").unique()
+    check_features(tables, log, rows.all_requests, behaviours, rules["windows"])
+    counts = count_requests(tables, rows.all_requests)
+    counts |= {"requests": rows.per_split, "queries": queries.height}
+    check_counts(tables, counts, rules["counts"])
+    return filter_shown(tables, log).select("user_id").unique()
 
 
 def read_queries(tables: Tables) -> pl.DataFrame:
-    """`query_index` and `query` of all queries."""
+    """Return `query_index` and `query` of all queries."""
     if not tables.manifests["queries"].files:
         return pl.DataFrame(schema={"query_index": pl.Int32, "query": pl.String})
     return tables.read("queries").drop("part")
 
 
 def check_queries(tables: Tables, queries: pl.DataFrame, rule: Rule) -> None:
-    """The queries are those of events, and `query_index` is dense in their order."""
+    """Check that the table holds the queries of events, with a dense `query_index` in their order."""
     rule.rows = queries.height
-    right = (
-        tables.events.select("query")
-        .drop_nulls()
-        .unique()
-        .sort("query")
-        .with_row_index("right")
-    )
+    expected = tables.events.select("query").drop_nulls().unique().sort("query")
     both = queries.with_row_index("at").join(
-        right, on="query", how="full", coalesce=True
+        expected.with_row_index("right"), on="query", how="full", coalesce=True
     )
-    wrong = both.filter(
-        pl.any_horizontal(
-            pl.col(name).ne_missing(pl.col("right")) for name in ("query_index", "at")
-        )
+    is_wrong = pl.any_horizontal(
+        pl.col(name).ne_missing(pl.col("right")) for name in ("query_index", "at")
     )
-    rule.broken_rows(
-        wrong.sort("query"),
+    rule.add_rows(
+        both.filter(is_wrong).sort("query"),
         "query '{query}': index {query_index} in row {at}, events give {right}",
     )
 
 
-def asked(events: pl.DataFrame) -> pl.DataFrame:
-    """`events` with their request: `alone`, the time where the log gives no request id, and `asked`, its earliest."""
-    return events.with_columns(
-        alone=pl.when(pl.col("request_id") == "")
-        .then(pl.col("timestamp_ms"))
-        .otherwise(0)
-    ).with_columns(
-        asked=pl.col("timestamp_ms").min().over("user_id", "request_id", "alone")
-    )
+def read_log(tables: Tables, queries: pl.DataFrame) -> pl.DataFrame:
+    """Return the events with their `query_index`, request time and joined features."""
+    log = add_request_times(tables.events.drop("part"))
+    log = log.join(queries, on="query", how="left", maintain_order="left")
+    log = log.with_columns(pl.col("query_index").fill_null(-1))
+    return join_as_of(tables, log, "asked")
 
 
-def shown(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
-    """The results that sequences show: of items of the catalogue and, of a user with more behaviours than are kept,
-    of requests not older than the first kept one. `events` are those of `asked`."""
-    inside = events.join(tables.catalogue, on="item_id", maintain_order="left")
-    known = (
-        tables.behaviours_of(inside)
-        .group_by("user_id")
-        .agg(known=pl.col(tables.known).sort(descending=True))
+def add_request_times(events: pl.DataFrame) -> pl.DataFrame:
+    """Return the events with the time of their request, `asked`: that of its earliest event.
+
+    `alone` is the event's time if the log gives no request id, else 0.
+    """
+    alone = pl.when(pl.col("request_id") == "").then(pl.col("timestamp_ms"))
+    events = events.with_columns(alone=alone.otherwise(0))
+    return events.with_columns(asked=pl.col("timestamp_ms").min().over(REQUEST_KEYS))
+
+
+def filter_shown(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
+    """Return the results that sequences show.
+
+    They are items of the catalogue and, for a user with more than `max_events`
+    behaviours, in requests that are not older than the first behaviour that is left.
+    """
+    inside = log.join(tables.catalogue, on="item_id", maintain_order="left")
+    known = pl.col(tables.known).sort(descending=True)
+    per_user = tables.filter_behaviours(inside).group_by("user_id").agg(known=known)
+    most = tables.info["max_events"]
+    truncated = per_user.filter(pl.col("known").list.len() > most)
+    oldest = pl.col("known").list.get(most - 1, null_on_oob=True)
+    inside = inside.join(
+        truncated.select("user_id", oldest=oldest),
+        on="user_id",
+        how="left",
+        maintain_order="left",
     )
-    cut = known.filter(pl.col("known").list.len() > tables.info["max_events"])
-    oldest = cut.select(
-        "user_id",
-        oldest=pl.col("known").list.get(
-            tables.info["max_events"] - 1, null_on_oob=True
-        ),
-    )
-    both = inside.join(oldest, on="user_id", how="left", maintain_order="left")
-    return both.filter((pl.col("asked") >= pl.col("oldest")).fill_null(True))
+    is_shown = pl.col("asked") >= pl.col("oldest")
+    return inside.filter(is_shown.fill_null(True))
+
+
+def check_requests(
+    tables: Tables,
+    users_log: pl.DataFrame,
+    requests: pl.DataFrame,
+    rules: dict[str, Rule],
+) -> None:
+    """Check the results and labels of requests (rule `targets`), and their custom features (rule `features`)."""
+    own = own_columns(tables.info)
+    labels = [f"label_{name}" for name in tables.info["labels"]]
+    shown = filter_shown(tables, users_log)
+    expected = expected_requests(shown, [*labels, *own])
+    if own:
+        compare_rows(requests, expected, own, "request", rules["features"])
+    no_label = pl.col(labels).list.eval(pl.element().fill_null(False))
+    expected = expected.with_columns(no_label)
+    columns = ["timestamp_ms", "query_index", "candidates", "positions", *labels]
+    compare_rows(requests, expected, columns, "request", rules["targets"])
 
 
 def expected_requests(results: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
-    """The requests that results (with `row`) give, one row each, with lists of these columns."""
-    return (
-        results.sort(
-            "row", "position", "timestamp_ms", "item_id", maintain_order=True
-        )  # others as the log has them
-        .group_by(
-            "row",
-            "user_id",
-            "asked",
-            "request_id",
-            "alone",
-            "query_index",
-            maintain_order=True,
-        )
-        .agg(pl.col(columns), candidates="item_index", positions="position")
-        .rename({"asked": "timestamp_ms"})
-        .sort("row", "timestamp_ms", "request_id", "query_index")
-        .with_columns(place=pl.int_range(pl.len(), dtype=pl.Int32).over("row"))
+    """Return the requests that results (with `row`) give, one row each, with lists of these columns."""
+    # Results that are equal in all keys are in the order of the log.
+    results = results.sort(
+        "row", "position", "timestamp_ms", "item_id", maintain_order=True
     )
+    keys = ["row", "asked", *REQUEST_KEYS, "query_index"]
+    requests = results.group_by(keys, maintain_order=True).agg(
+        pl.col(columns), candidates="item_index", positions="position"
+    )
+    requests = requests.rename({"asked": "timestamp_ms"})
+    order = ["row", "timestamp_ms", "request_id", "query_index"]
+    return requests.sort(order).with_columns(PLACE)
+
+
+def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
+    """Check the manifest's statistics of custom features against the candidates of training requests."""
+    own = own_columns(tables.info)
+    if not own:
+        return
+    candidates = pl.col("candidates").list.len()
+    fits = pl.all_horizontal(pl.col(name).list.len() == candidates for name in own)
+    is_train = pl.col("split") == "train"
+    train = requests.filter(fits.fill_null(False) & is_train & (candidates > 0))
+    check_training(tables.info, train.select(own).explode(own), rule)
+
+
+def count_requests(
+    tables: Tables, requests: pl.DataFrame
+) -> dict[str, int | dict[str, int]]:
+    """Count candidates and requests of one class by split."""
+    clicked = pl.col(f"label_{tables.info['labels'][0]}").list
+    candidates = requests.select("split", "candidates").explode("candidates")
+    one_class = requests.filter(clicked.any() == clicked.all())
+    return {
+        "candidates": count_per_split(candidates.drop_nulls()),
+        "requests_one_class": count_per_split(one_class),
+    }
+
+
+# Features.
 
 
 def check_features(
@@ -180,103 +198,118 @@ def check_features(
     behaviours: pl.DataFrame,
     rule: Rule,
 ) -> None:
-    """Recomputes every feature of every candidate and behaviour from events, as of the time of their request.
+    """Recompute every feature of every candidate and behaviour from events, as of the time of their request.
 
-    log: events of `asked`; behaviours: with the time of their request, `asked`.
+    Args:
+        tables: The tables.
+        log: Events of `read_log`.
+        requests: Requests of all users.
+        behaviours: Behaviours with the time of their request, `asked`.
+        rule: Takes the violations.
     """
-    features, results = tables.info["features"], pl.col("candidates").list.len()
-    fits = (pl.col("features").list.len() == results * len(features)) & (
-        pl.col("positions").list.len() == results
+    names, results = tables.info["features"], pl.col("candidates").list.len()
+    fits = pl.col("features").list.len() == results * len(names)
+    fits &= pl.col("positions").list.len() == results
+    fits = fits.fill_null(False)
+    rule.add_rows(
+        requests.filter(~fits), REQUEST + ": features of other length than candidates"
     )
-    unfit = requests.filter(~fits.fill_null(False))
-    rule.broken_rows(unfit, REQUEST + ": features of other length than candidates")
-    requests = requests.filter(fits.fill_null(False) & (results > 0))
-    columns = ["user_id", "item_index", "query_index", "position", "timestamp_ms"]
-    candidates = requests.rename({"candidates": "item_index", "positions": "position"})
-    candidates = candidates.select(columns).explode("item_index", "position")
-    engaged = behaviours.with_columns(
-        timestamp_ms=pl.coalesce("asked", "timestamp_ms")
-    ).select(columns)
-    points = pl.concat([candidates, engaged]).with_columns(at="timestamp_ms")
-    points = points.join(
-        tables.catalogue, on="item_index", how="left", maintain_order="left"
-    )
-    points = points.join(
-        read_queries(tables), on="query_index", how="left", maintain_order="left"
-    )
-    values = [
+    requests = requests.filter(fits & (results > 0))
+    points = feature_points(tables, requests, behaviours)
+    flat = [
         frame["features"].cast(pl.List(pl.Float64)).explode().to_numpy()
         for frame in (requests, behaviours)
     ]
-    table = np.concatenate(values).reshape(points.height, len(features))
+    values = np.concatenate(flat).reshape(points.height, len(names))
     rule.rows += points.height
-    shared.check_columns(
-        points, table, features, expected_features(tables, log, points), "feature", rule
+    expected = expected_features(tables, log, points)
+    check_values(points, values, names, expected, "feature", rule)
+
+
+def feature_points(
+    tables: Tables, requests: pl.DataFrame, behaviours: pl.DataFrame
+) -> pl.DataFrame:
+    """Return the candidates and behaviours with features, one row each, with the time `at` of their request."""
+    columns = ["user_id", "item_index", "query_index", "position", "timestamp_ms"]
+    requests = requests.rename({"candidates": "item_index", "positions": "position"})
+    candidates = requests.select(columns).explode("item_index", "position")
+    request_time = pl.coalesce("asked", "timestamp_ms")
+    behaviours = behaviours.with_columns(timestamp_ms=request_time).select(columns)
+    points = pl.concat([candidates, behaviours]).with_columns(at="timestamp_ms")
+    points = points.join(
+        tables.catalogue, on="item_index", how="left", maintain_order="left"
+    )
+    return points.join(
+        read_queries(tables), on="query_index", how="left", maintain_order="left"
     )
 
 
 def expected_features(
     tables: Tables, log: pl.DataFrame, points: pl.DataFrame
 ) -> dict[str, np.ndarray]:
-    """Every feature by name, (points,) each."""
-    info, settings = tables.info, tables.info["search"]
+    """Return every feature by name, (points,) each."""
+    features = _context_features(tables, points)
+    if tables.info["windows"]:
+        features |= _count_features(tables, log, points)
+        features |= _gap_features(tables, log, points)
+    return features
+
+
+def _context_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.ndarray]:
+    """Return the features of position and time."""
     position = points["position"].to_numpy().clip(0)
-    found: dict[str, Any] = {
-        "position": np.log1p(position),
-        "page": np.log1p(position // settings["page_size"]),
-    }
+    page = position // tables.info["search"]["page_size"]
     time = points["at"].to_numpy()
-    for name, share in {
-        "hour": time % DAY // HOUR / 24,
-        "weekday": (time // DAY + 3) % 7 / 7,
-    }.items():
-        found |= {
-            f"{name}_sin": np.sin(2 * math.pi * share),
-            f"{name}_cos": np.cos(2 * math.pi * share),
-        }
-    delay, strength = (
-        round(settings["delay_minutes"] * MINUTE),
-        settings["ctr_strength"],
-    )
-    search = (
-        pl.struct("user_id", "request_id", "alone", "query")
-        .is_first_distinct()
-        .cast(pl.Int64)
-    )
-    one, none, columns = (
-        pl.lit(1, pl.Int64),
-        pl.lit(0, pl.Int64),
-        ["item_id", "query", "timestamp_ms"],
-    )
-    shown = log.select(*columns, exposures=one, clicks=none, searches=search)
-    clicked = log.filter(
-        pl.col(f"label_{info['labels'][0]}").fill_null(False)
-    ).with_columns(timestamp_ms=tables.known)
-    counted = pl.concat(
-        [shown, clicked.select(*columns, exposures=none, clicks=one, searches=none)]
-    )
-    for kind, keys in KEYS.items() if info["windows"] else ():
-        of_key = counted.select(
-            *keys, "timestamp_ms", "exposures", "clicks", "searches"
-        )
-        for name, count in counts_in(
-            points, of_key, keys, settings["windows_days"], settings["delay_minutes"]
+    hour = time % DAY_MS // HOUR_MS / 24
+    weekday = (time // DAY_MS + 3) % 7 / 7  # 1 January 1970 was a Thursday
+    return {
+        "position": np.log1p(position),
+        "page": np.log1p(page),
+        "hour_sin": np.sin(2 * math.pi * hour),
+        "hour_cos": np.cos(2 * math.pi * hour),
+        "weekday_sin": np.sin(2 * math.pi * weekday),
+        "weekday_cos": np.cos(2 * math.pi * weekday),
+    }
+
+
+def _count_features(
+    tables: Tables, log: pl.DataFrame, points: pl.DataFrame
+) -> dict[str, np.ndarray]:
+    """Return the windowed counts and click-through rates by item, query and pair."""
+    info, settings = tables.info, tables.info["search"]
+    prior, strength = settings["ctr_prior"], settings["ctr_strength"]
+    one, zero = pl.lit(1, pl.Int64), pl.lit(0, pl.Int64)
+    columns = ["item_id", "query", "timestamp_ms"]
+    is_first = pl.struct(*REQUEST_KEYS, "query").is_first_distinct().cast(pl.Int64)
+    shown = log.select(*columns, exposures=one, clicks=zero, searches=is_first)
+    is_clicked = pl.col(f"label_{info['labels'][0]}").fill_null(False)
+    clicked = log.filter(is_clicked).with_columns(timestamp_ms=tables.known)
+    clicked = clicked.select(*columns, exposures=zero, clicks=one, searches=zero)
+    counted = pl.concat([shown, clicked])
+    features = {}
+    for kind, keys in KEYS.items():
+        rows = counted.select(*keys, "timestamp_ms", "exposures", "clicks", "searches")
+        for window, sums in window_sums(
+            points, rows, keys, settings["windows_days"], settings["delay_minutes"]
         ):
-            found |= {
-                f"{kind}_{what}_{name}": np.log1p(count[what].to_numpy())
-                for what in count.columns
-            }
-            rate = (count["clicks"] + settings["ctr_prior"] * strength) / (
-                count["exposures"] + strength
-            )
-            found[f"{kind}_ctr_{name}"] = rate.to_numpy()
-    if info["windows"]:
-        along = log.select(
-            *KEYS["pair"], time="timestamp_ms", last="timestamp_ms"
-        ).drop_nulls()
-        last = before(points, along, KEYS["pair"], delay, "time")["last"]
-        found["pair_seen"] = last.is_not_null().to_numpy()
-        found["pair_gap"] = np.log1p(
-            ((points["at"] - last) / HOUR).fill_null(0).to_numpy()
-        )
-    return found
+            for name in sums.columns:
+                features[f"{kind}_{name}_{window}"] = np.log1p(sums[name].to_numpy())
+            rate = (sums["clicks"] + prior * strength) / (sums["exposures"] + strength)
+            features[f"{kind}_ctr_{window}"] = rate.to_numpy()
+    return features
+
+
+def _gap_features(
+    tables: Tables, log: pl.DataFrame, points: pl.DataFrame
+) -> dict[str, np.ndarray]:
+    """Return the features of the last time that the pair was shown."""
+    delay = round(tables.info["search"]["delay_minutes"] * MINUTE_MS)
+    pairs = log.select(*KEYS["pair"], time="timestamp_ms", last="timestamp_ms")
+    last = latest_before(points, pairs.drop_nulls(), KEYS["pair"], delay, "time")[
+        "last"
+    ]
+    hours = ((points["at"] - last) / HOUR_MS).fill_null(0)
+    return {
+        "pair_seen": last.is_not_null().to_numpy(),
+        "pair_gap": np.log1p(hours.to_numpy()),
+    }

@@ -1,4 +1,4 @@
-"""What a source file says of the features of a search log. `features.py` makes them.
+"""Settings of the features of a search log in a source file. `features.py` computes them.
 
 prepare:
   kind: search
@@ -17,16 +17,16 @@ from pipelines.data.reading.log import Log, check_names
 
 @dataclass(frozen=True)
 class SearchConfig(Windowed):
-    """The features of a search log (Sec. 3.1 of QGS)."""
+    """Settings of the features of a search log (Sec. 3.1 of QGS)."""
 
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
     """Lengths of the windows that counts cover, in days, ascending. A log without clock times has none."""
     delay_minutes: float = 60.0
-    """What a log takes to arrive: counts at time t end at t - delay."""
+    """Minutes that a log takes to arrive: counts at time t end at t - delay."""
     ctr_prior: float = 0.1
-    """Click-through rate of what was never shown; smoothed: (clicks + prior * strength) / (exposures + strength)."""
+    """Click-through rate without exposures; smoothed: (clicks + prior * strength) / (exposures + strength)."""
     ctr_strength: float = 10.0
-    """Exposures that the prior weighs as much as."""
+    """Weight of the prior, in exposures."""
     page_size: int = 10
     """Results per page; the page is position // page_size."""
     max_request_minutes: float = 60.0
@@ -35,12 +35,12 @@ class SearchConfig(Windowed):
     item_features: list[str] = field(default_factory=list)
     """Attributes and numbers of the item files that models read of results and behaviours; they hold for all time."""
     unknown_when_ranking: list[str] = field(default_factory=list)
-    """Own features that are not known before a result is ranked, as its position is not: read in training alone, as the
+    """Custom features that are unknown when a result is ranked, as its position is: read in training alone, as the
     model's `position` says."""
     groups: dict[str, list[str]] = field(default_factory=dict)
     """Groups of features for HFG-Attention (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
-    pair_ctr_7d and of the log's own numbers and categories. Those that are not named: cross, document, query, context
-    by what they count, `own`, `items`, and the names of tables with a time of their own."""
+    pair_ctr_7d and of the log's numbers and categories. Default groups: cross, document, query, context
+    by what a feature counts, `own`, `items`, and the names of tables with a time of their own."""
 
     def __post_init__(self) -> None:
         self.check_windows("search")
@@ -53,20 +53,21 @@ class SearchConfig(Windowed):
             )
         check_names(self.groups, "search.groups")
         named = [name for names in self.groups.values() for name in names]
-        if twice := [name for place, name in enumerate(named) if name in named[:place]]:
-            raise ValueError(
-                f"search.groups has '{twice[0]}' twice; a feature is of one group"
-            )
+        for number, name in enumerate(named):
+            if name in named[:number]:
+                raise ValueError(
+                    f"search.groups has '{name}' twice; a feature is of one group"
+                )
 
 
 def bool_labels(source: Log, behaviour: str | None) -> list[str]:
-    """The log's bool labels, the one that makes a behaviour first."""
+    """Return the log's bool labels; the label that makes a result a behaviour is first."""
     labels = [name for name, kind in source.info["labels"].items() if kind == "bool"]
     return sorted(labels, key=lambda name: name != behaviour)
 
 
 def check_search(source: Log, config: PrepareConfig) -> None:
-    """UserError for settings that a search log cannot have."""
+    """Raise UserError for settings that a search log cannot have."""
     refuse(
         (
             config.behaviour is None,

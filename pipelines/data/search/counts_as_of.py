@@ -1,15 +1,16 @@
 """Counts of a search log as of a moment, for served models: `python -m jobs.prepare --counts_as_of TIME`.
 
-One row per item, query and pair of both that has an event strictly before the moment. What is counted, and the features
-that are made of it, are those of a search at that moment (`features.py`). Rows travel once, to the bucket of their key,
-which writes its part. `models/search/counts.py` reads the table.
+One row per item, query and pair of both that has an event strictly before the moment.
+The counts, and the features that are computed from them, equal those of a search at
+that moment (`features.py`). Rows travel once, to the bucket of their key, which writes
+its part. `models/search/counts.py` reads the table.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any
@@ -28,166 +29,205 @@ from models.storage.tables import (
     up_to_date,
     write_part,
 )
-from pipelines.data.events.event_stats import Vocabulary
+from pipelines.data.events.columns import Vocabulary
 from pipelines.data.run import Run
 from pipelines.data.schemas import counts_schema
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import (
     COUNTED,
-    SearchWindows,
+    SearchCounter,
     feature_names,
     features,
 )
-from pipelines.data.sequences.counts import UNSEEN, Columns, export_counts, to_piece
+from pipelines.data.sequences.counts import (
+    NO_GAP,
+    Columns,
+    export_counts,
+    to_columns,
+)
 
+KEY_COLUMNS = {"item": ["item"], "query": ["query"], "pair": ["item", "query"]}
+"""Columns of ids by kind of key."""
 
-def names_of(config: SearchConfig) -> dict[str, list[str]]:
-    """Counted features by kind of key."""
-    names = feature_names(config, clock=True)
-    return {of: [name for name in names if name.split("_")[0] == of] for of in COUNTED}
-
-
-def values_of(counts: Columns, config: SearchConfig) -> dict[str, np.ndarray]:
-    """By name the features (n,) of counts of some kinds of key, as of any search."""
-    rows, windows = len(next(iter(counts.values()))), len(config.windows_ms)
-    nothing: Columns = {
-        of: np.zeros((rows, windows, len(labels)), np.int32)
-        for of, labels in COUNTED.items()
-    }
-    nothing["gap"], place = np.full(rows, UNSEEN), np.zeros(rows, np.int64)
-    values = features({**nothing, **counts}, place, place, config, clock=True)
-    return dict(zip(feature_names(config, clock=True), values.T, strict=True))
-
-
-def rows_of(
-    counts: Columns,
-    of: str,
-    rows: Columns,
-    ids: dict[str, Vocabulary],
-    config: SearchConfig,
-) -> pa.Table:
-    """A row per key: `counts` of events, whose `item` and `query` are places in `ids`."""
-    keys = {"item": ("item",), "query": ("query",), "pair": ("item", "query")}[of]
-    code = np.zeros(len(rows["row"]), np.int64)
-    for key in keys:
-        code = code << 32 | rows[key]
-    first = np.unique(code, return_index=True)[1]
-    first = first[code[first] >= 0]  # without a query there is no pair
-    mine = values_of(
-        {
-            name: counts[name][first]
-            for name in (of, *(["gap"] if of == "pair" else []))
-        },
-        config,
-    )
-    columns = {name: mine[name] for name in names_of(config)[of]}
-    for key, column in (("item", "item_id"), ("query", "query")):
-        if key in keys:
-            columns[column] = ids[key].at(rows[key][first]).cast(pa.string())
-    schema = counts_schema(names_of(config).values())
-    return pa.table(
-        {f.name: columns.get(f.name, pa.nulls(len(first), f.type)) for f in schema},
-        schema=schema,
-    )
-
-
-def _write_part(
-    uri: str,
-    windows: SearchWindows,
-    catalogue: Vocabulary,
-    queries: Vocabulary,
-    bucket: int,
-    rows: pa.Table,
-) -> tuple[Part | None, Counter[str], None]:
-    tables, count = [], Counter[str]()
-    for number, shapes in enumerate(windows.shapes):
-        piece = to_piece(rows.filter(pc.equal(rows["number"], number)))
-        if not len(piece["row"]):
-            continue
-        counts = windows.count(number, piece)
-        for of in (name for name in shapes if name in COUNTED):
-            tables.append(
-                rows_of(
-                    counts,
-                    of,
-                    piece,
-                    {"item": catalogue, "query": queries},
-                    windows.config,
-                )
-            )
-            count[of] = len(tables[-1])
-    table = pa.concat_tables(tables) if tables else None
-    return (write_part(uri, table) if table is not None else None), count, None
+TABLE_COLUMNS = {"item": "item_id", "query": "query"}
+"""Columns of the table with the ids."""
 
 
 def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> None:
-    """The table of counts as of `moment`, in ms. One of another moment is replaced, as nothing is made from it."""
-    config, label = run.config, run.config.behaviour
-    assert label is not None, "a search log has a label that makes behaviours"
-    said = (
-        datetime.fromtimestamp(moment / 1000, UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    """Make the table of counts as of `moment`, in ms.
+
+    A table of another moment is replaced, as nothing is made from it.
+
+    Raises:
+        UserError: if the log has no event before the moment.
+    """
+    config, click = run.config, run.config.behaviour
+    assert click is not None, "a search log has a label that makes behaviours"
+    shown = _format_moment(moment)
     if moment <= events.info["first_ms"]:
         raise UserError(
-            f"counts_as_of is {said}, and the log has no event before it; give a later time"
+            f"counts_as_of is {shown}, and the log has no event before it; give a later time"
         )
     settings = {
         "counts_as_of": moment,
         "search": asdict(config.own),
-        "behaviour": label,
+        "behaviour": click,
     }
-    inputs, uri = {"events": events.hash, "items": items.hash}, run.table("counts")
-    if not run.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
-        run.say(f"counts: up to date, as of {said}")
+    inputs, uri = (
+        {"events": events.hash, "items": items.hash},
+        run.tables.table_uri("counts"),
+    )
+    if not run.tables.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
+        run.report(f"counts: up to date, as of {shown}")
         return
     begin = time.perf_counter()
-    windows = SearchWindows(
-        config.own, label, f"known_{label}" in run.source.schema.names, moment
-    )
-    with run.writing("counts"):
-        shared = run.catalogue(), run.queries()
-        parts = part_uris(run.table("events"), events)
-        found = sorted(
-            export_counts(
-                run.engine,
-                parts,
-                events.rows,
-                windows,
-                shared,
-                _write_part,
-                (uri, windows, *shared),
-            ),
-            key=itemgetter(0),
-        )
-        names, count = names_of(config.own), Counter[str]()
-        for _, (_, of_part, _) in found:
-            count.update(of_part)
-        never = values_of({"gap": np.full(1, UNSEEN)}, config.own)
+    is_late = f"known_{click}" in run.source.schema.names
+    counter = SearchCounter(config.own, click, is_late, moment)
+    with run.tables.clean_up_on_error("counts"):
+        parts, count = _write_buckets(run, events, counter)
+        names = features_by_key(config.own)
+        default = compute_features({"gap": np.full(1, NO_GAP)}, config.own)
         info: dict[str, Any] = {
             "as_of_ms": moment,
             "features": names,
             "never": {
-                name: float(never[name][0]) for each in names.values() for name in each
+                name: float(default[name][0])
+                for group in names.values()
+                for name in group
             },
             "search": asdict(config.own),
-            "behaviour": label,
+            "behaviour": click,
             **count,
         }
-        written = [part for _, (part, *_) in found if part is not None]
+        schema = counts_schema(names.values())
         seconds = time.perf_counter() - begin
-        run.commit(
-            "counts",
-            counts_schema(names.values()),
-            written,
-            settings,
-            inputs,
-            info,
-            count_write_s=seconds,
+        run.tables.commit(
+            "counts", schema, parts, settings, inputs, info, count_write_s=seconds
         )
-    run.say(
+    run.report(
         f"counts: {pluralize(count['item'], 'item')}, {pluralize(count['query'], 'query')} and "
-        f"{pluralize(count['pair'], 'pair')} as of {said} in "
+        f"{pluralize(count['pair'], 'pair')} as of {shown} in "
         f"{time.perf_counter() - begin:.1f} s: {uri}"
     )
+
+
+def _format_moment(moment: int) -> str:
+    """Return a moment in ms as ISO 8601 in UTC."""
+    text = datetime.fromtimestamp(moment / 1000, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+def features_by_key(config: SearchConfig) -> dict[str, list[str]]:
+    """Return the names of the counted features by kind of key."""
+    names = feature_names(config, clock=True)
+    return {
+        kind: [name for name in names if name.split("_")[0] == kind] for kind in COUNTED
+    }
+
+
+def compute_features(counts: Columns, config: SearchConfig) -> dict[str, np.ndarray]:
+    """Return (n,) features by name of counts of some kinds of key; nothing was counted of the others."""
+    rows, windows = len(next(iter(counts.values()))), len(config.windows_ms)
+    every: Columns = {
+        kind: np.zeros((rows, windows, len(labels)), np.int32)
+        for kind, labels in COUNTED.items()
+    }
+    every["gap"] = np.full(rows, NO_GAP)
+    zeros = np.zeros(rows, np.int64)
+    values = features({**every, **counts}, zeros, zeros, config, clock=True)
+    return dict(zip(feature_names(config, clock=True), values.T, strict=True))
+
+
+@dataclass(frozen=True)
+class WrittenBucket:
+    """The part of one bucket of keys."""
+
+    part: Part | None
+    """None if the bucket has no rows."""
+    count: Counter[str]
+    """Rows by kind of key."""
+
+
+def _write_buckets(
+    run: Run, events: Manifest, counter: SearchCounter
+) -> tuple[list[Part], Counter[str]]:
+    """Write the parts, without committing them. Also return the rows by kind of key."""
+    queries = run.tables.read_vocabulary("queries", "query")
+    vocabularies = run.tables.read_catalogue(), queries
+    results = export_counts(
+        run.engine,
+        part_uris(run.tables.table_uri("events"), events),
+        events.rows,
+        counter,
+        vocabularies,
+        _write_bucket,
+        (run.tables.table_uri("counts"), counter, *vocabularies),
+    )
+    buckets = [bucket for _, bucket in sorted(results, key=itemgetter(0))]
+    count: Counter[str] = Counter()
+    for bucket in buckets:
+        count.update(bucket.count)
+    return [bucket.part for bucket in buckets if bucket.part], count
+
+
+def _write_bucket(
+    uri: str,
+    counter: SearchCounter,
+    catalogue: Vocabulary,
+    queries: Vocabulary,
+    bucket: int,
+    rows: pa.Table,
+) -> WrittenBucket:
+    """Count the rows of one bucket and write a row per key."""
+    tables, count = [], Counter[str]()
+    vocabularies = {"item": catalogue, "query": queries}
+    for number, shapes in enumerate(counter.shapes):
+        columns = to_columns(rows.filter(pc.equal(rows["number"], number)))
+        if not len(columns["row"]):
+            continue
+        counts = counter.count(number, columns)
+        for kind in shapes:
+            if kind in COUNTED:
+                table = key_rows(kind, counts, columns, vocabularies, counter.config)
+                tables.append(table)
+                count[kind] = len(table)
+    part = write_part(uri, pa.concat_tables(tables)) if tables else None
+    return WrittenBucket(part, count)
+
+
+def key_rows(
+    kind: str,
+    counts: Columns,
+    events: Columns,
+    vocabularies: dict[str, Vocabulary],
+    config: SearchConfig,
+) -> pa.Table:
+    """Return a row per key of this kind.
+
+    Args:
+        kind: Kind of key: `item`, `query` or `pair`.
+        counts: Counts of the events.
+        events: Columns `item` and `query`: integers of `vocabularies`.
+        vocabularies: Ids of items and texts of queries.
+        config: Settings of search logs.
+    """
+    keys = KEY_COLUMNS[kind]
+    code = np.zeros(len(events["row"]), np.int64)
+    for key in keys:
+        code = code << 32 | events[key]
+    first = np.unique(code, return_index=True)[1]
+    first = first[code[first] >= 0]  # without a query there is no pair
+    names = [kind, "gap"] if kind == "pair" else [kind]
+    values = compute_features({name: counts[name][first] for name in names}, config)
+    columns = {name: values[name] for name in features_by_key(config)[kind]}
+    for key in keys:
+        ids = vocabularies[key].ids_at(events[key][first])
+        columns[TABLE_COLUMNS[key]] = ids.cast(pa.string())
+    schema = counts_schema(features_by_key(config).values())
+    arrays = []
+    for field in schema:
+        if field.name in columns:
+            arrays.append(columns[field.name])
+        else:
+            arrays.append(pa.nulls(len(first), field.type))
+    return pa.table(arrays, names=schema.names).cast(schema)

@@ -1,4 +1,4 @@
-"""Search: a request is a search with the results that it showed."""
+"""The kind `search`: a request is a search with its results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from pipelines.data.run import Run
 from pipelines.data.search.audit import check_search_tables
 from pipelines.data.search.config import SearchConfig, check_search
 from pipelines.data.search.counts_as_of import make_counts
-from pipelines.data.search.features import feature_names
-from pipelines.data.search.groups import feature_groups, unknown_features
+from pipelines.data.search.features import (
+    feature_groups,
+    feature_names,
+    unknown_features,
+)
 from pipelines.data.search.sequences import make_search
 from pipelines.data.search.simulator import SearchSettings, best_gauc, simulate_search
-from pipelines.data.sequences.own_features import usual_groups
-from pipelines.data.sequences.splits import NAMES
+from pipelines.data.sequences.own_features import default_groups
+from pipelines.data.sequences.splits import SPLITS
 
 
 class Search(Kind):
-    """Which of these results will be clicked?"""
+    """The kind of request that asks which results of a search will be clicked."""
 
     name = "search"
     config = SearchConfig
@@ -50,9 +53,9 @@ class Search(Kind):
     settings = SearchSettings
 
     def check(self, source: Log, config: PrepareConfig) -> None:
-        """Also: features of items and groups that the source file names are those of the log."""
+        """Raise UserError for settings, features of items, and groups that the log does not have."""
         check_search(source, config)
-        own = usual_groups(source, config.own.item_features)
+        own = default_groups(source, config.own.item_features)
         unknown_features(config.own, own)
         if config.own.groups:
             feature_groups(
@@ -73,14 +76,12 @@ class Search(Kind):
         return check_search_tables(tables, rules)
 
     def notices(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
-        """A line for each split that no model can be compared on."""
-        for name in NAMES:
-            if (
-                info["requests"][name]
-                and info["requests_one_class"][name] == info["requests"][name]
-            ):
+        """Yield a line for each split on which no model can be compared."""
+        for name in SPLITS:
+            requests = info["requests"][name]
+            if requests and info["requests_one_class"][name] == requests:
                 yield (
-                    f"all {info['requests'][name]:,} {name} requests have one class only, all results or none with "
+                    f"all {requests:,} {name} requests have one class only, all results or none with "
                     f"'{info['behaviour']}', so there is no GAUC; check the labels, and that results without it are in "
                     f"the log"
                 )
@@ -91,8 +92,6 @@ class Search(Kind):
             ("all searches", 1.0),
             ("the latest tenth, which models are tested on", 0.1),
         ):
-            best = ", ".join(
-                f"{name} {value:.4f}"
-                for name, value in best_gauc(world, log, latest).items()
-            )
-            yield f"GAUC of clicks at best over {searches}, by {best}"
+            best = best_gauc(world, log, latest)
+            values = [f"{name} {value:.4f}" for name, value in best.items()]
+            yield f"GAUC of clicks at best over {searches}, by {', '.join(values)}"

@@ -1,7 +1,8 @@
-"""Features with a time of their own, joined as of a request: the latest row with a time strictly before it.
+"""Features with a time of their own, joined as of a request: the latest row strictly before it.
 
-`python -m jobs.prepare` makes a table `as_of_NAME` of each that a source file declares (`as_of`), sorted by
-id and time, and the requests and behaviours of sequences take their values from it. A task holds such a table whole.
+`python -m jobs.prepare` makes a table `as_of_NAME` of each section that a source file
+declares (`as_of`), sorted by id and time. Requests and behaviours of sequences take
+their values from it. A task holds the table whole.
 
 Shapes: E events, R rows of a table, T distinct times of it.
 """
@@ -20,179 +21,196 @@ import pyarrow as pa
 
 from models.storage.tables import Manifest, Part, UserError, write_part
 from pipelines.data.engine import Shared
-from pipelines.data.events.event_stats import Vocabulary, coded, distinct, positions_in
+from pipelines.data.events.columns import (
+    Vocabulary,
+    dictionary_column,
+    index_in,
+    sorted_unique,
+)
 from pipelines.data.reading.log import Section
 from pipelines.data.reading.rows import Rejected, check_missing, common
 from pipelines.data.run import Run
 
 PREFIX = "as_of_"
-"""Begins the names of the tables' folders."""
+"""Prefix of the names of the tables."""
 
-FIRST = -(2**62)
-"""ms, before any event."""
-
-
-def _write_table(
-    of: Section, input_uri: str, files: list[str], uri: str
-) -> tuple[Part | None, Rejected, int, dict[str, str]]:
-    """Reads the files and writes the one part, sorted; also gives what was rejected, how many rows were left out
-    as a later one of the log has their id and time, and the hashes of the files."""
-    rejected, found, hashes, missing = Rejected(), [of.schema.empty_table()], {}, []
-    for file in files:
-        digest = hashlib.sha256()
-        for block in of.read(input_uri, file, digest):
-            rejected.add(Rejected.from_block(block))
-            found.append(block.rows)
-            missing.append(block.missing)
-        hashes[file] = digest.hexdigest()
-    check_missing(common(missing), "feature", input_uri)
-    rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(found)))
-    keys = [of.key, "timestamp_ms"]
-    last = rows.sort(keys, maintain_order=True).unique(
-        keys, keep="last", maintain_order=True
-    )
-    part = write_part(uri, last.to_arrow().cast(of.schema)) if last.height else None
-    return part, rejected, rows.height - last.height, hashes
+BEFORE_ALL_MS = -(2**62)
+"""A time before any event."""
 
 
-def make_as_of(run: Run) -> dict[str, Manifest]:
-    """The tables that the source declares, by the name of their folder."""
+def make_as_of_tables(run: Run) -> dict[str, Manifest]:
+    """Make the tables that the source declares. Return their manifests by table name."""
     return {
-        f"{PREFIX}{name}": _make_table(run, name, of)
-        for name, of in run.source.as_of.items()
+        f"{PREFIX}{name}": _make_table(run, name, section)
+        for name, section in run.source.as_of.items()
     }
 
 
-def _make_table(run: Run, name: str, of: Section) -> Manifest:
-    table, files = f"{PREFIX}{name}", of.list_files(run.input, "feature")
+def _make_table(run: Run, name: str, section: Section) -> Manifest:
+    table, files = f"{PREFIX}{name}", section.list_files(run.input, "feature")
     settings = {"as_of": run.source.config["as_of"][name]}
     stamps = run.stamps(files)
-    if finished := run.finished(table, settings, {}, stamps):
+    if finished := run.tables.find_finished(table, settings, {}, stamps):
         return finished
-    uri = run.table(table)
-    with run.writing(table):
-        ((_, (part, rejected, repeated, hashes)),) = run.engine.each(
-            _write_table, [(of, run.input, files, uri)]
-        )
-        run.reject(rejected, f" of {table}")
-        if part is None:
+    uri = run.tables.table_uri(table)
+    with run.tables.clean_up_on_error(table):
+        call = (section, run.input, files, uri)
+        [(_, written)] = run.engine.map_unordered(_write_table, [call])
+        run.check_rejects(written.rejected, f" of {table}")
+        if written.part is None:
             raise UserError(
                 f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}"
             )
         info = {
-            "key": of.key,
+            "key": section.key,
             "stamps": stamps,
-            "rows_read": rejected.rows_read,
-            "reject_reasons": dict(sorted(rejected.reasons.items())),
-            "repeated": repeated,
+            "rows_read": written.rejected.rows_read,
+            "reject_reasons": dict(sorted(written.rejected.reasons.items())),
+            "repeated": written.repeated,
         }
-        made = run.commit(table, of.schema, [part], settings, hashes, info)
-    run.say(
-        f"{table}: {made.rows:,} rows; {repeated:,} others have the id and the time of a later one"
+        manifest = run.tables.commit(
+            table, section.schema, [written.part], settings, written.hashes, info
+        )
+    run.report(
+        f"{table}: {manifest.rows:,} rows; {written.repeated:,} others have the id and the time of a later one"
     )
-    return made
+    return manifest
+
+
+@dataclass(frozen=True)
+class WrittenTable:
+    """The one part of a table that was written."""
+
+    part: Part | None
+    """None if no row is valid."""
+    rejected: Rejected
+    repeated: int
+    """Rows left out because a later row of the log has their id and time."""
+    hashes: dict[str, str]
+    """Hash of the parsed bytes by file."""
+
+
+def _write_table(
+    section: Section, input_uri: str, files: list[str], uri: str
+) -> WrittenTable:
+    """Read the files and write one part, sorted by id and time."""
+    rejected, hashes, missing = Rejected(), {}, []
+    blocks = [section.schema.empty_table()]
+    for file in files:
+        digest = hashlib.sha256()
+        for block in section.read(input_uri, file, digest):
+            rejected.add(Rejected.from_block(block))
+            blocks.append(block.rows)
+            missing.append(block.missing)
+        hashes[file] = digest.hexdigest()
+    check_missing(common(missing), "feature", input_uri)
+    rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(blocks)))
+    keys = [section.key, "timestamp_ms"]
+    rows = rows.sort(keys, maintain_order=True)
+    last = rows.unique(keys, keep="last", maintain_order=True)
+    part = None
+    if last.height:
+        part = write_part(uri, last.to_arrow().cast(section.schema))
+    return WrittenTable(part, rejected, rows.height - last.height, hashes)
 
 
 @dataclass(frozen=True)
 class AsOfTable:
-    """One of these tables, to look up."""
+    """A table of features with times, ready for lookups."""
 
     name: str
-    """Its folder."""
+    """Name of the table."""
     key: str
-    """The column of events that it is of."""
+    """Column of events that its ids belong to."""
     ids: Vocabulary
-    """Its ids."""
     times: np.ndarray
     """(T,) ms, ascending."""
-    place: np.ndarray
-    """(R,) ascending: the id's place times T + 1, and the time's."""
+    line: np.ndarray
+    """(R,) ascending: integer of the id times T + 1, plus the rank of the time."""
     features: pa.Table
     """(R,) in that order."""
 
     @classmethod
-    def of(cls, name: str, rows: pa.Table, key: str) -> AsOfTable:
-        """Of rows sorted by id and time."""
+    def from_rows(cls, name: str, rows: pa.Table, key: str) -> AsOfTable:
+        """Build the table from rows sorted by id and time."""
         rows = rows.combine_chunks()
-        id_ = (
-            rows[key].combine_chunks().dictionary_encode()
-        )  # in the order of the rows, which is that of ids
+        # Rows are sorted by id, so codes ascend.
+        ids = rows[key].combine_chunks().dictionary_encode()
         time = rows["timestamp_ms"].to_numpy()
-        times = distinct(time)
-        place = id_.indices.to_numpy().astype(np.int64) * (
-            len(times) + 1
-        ) + np.searchsorted(times, time)
+        times = sorted_unique(time)
+        code = ids.indices.to_numpy().astype(np.int64)
+        line = code * (len(times) + 1) + np.searchsorted(times, time)
+        features = rows.drop_columns([key, "timestamp_ms"])
         return cls(
-            name,
-            key,
-            Vocabulary.of(id_.dictionary),
-            times,
-            place,
-            rows.drop_columns([key, "timestamp_ms"]),
+            name, key, Vocabulary.from_ids(ids.dictionary), times, line, features
         )
 
-    def rows(self, events: pa.Table, at: np.ndarray) -> np.ndarray:
-        """(E,) for each event the latest row of its id with a time strictly before `at` (E,) ms; -1 for none."""
-        id_ = positions_in(coded(events, self.key), self.ids).astype(np.int64)
-        first = id_ * (len(self.times) + 1)
-        row = (
-            np.searchsorted(
-                self.place, first + np.searchsorted(self.times, at), side="left"
-            )
-            - 1
-        )
-        return np.where((id_ >= 0) & (row >= 0) & (self.place[row] >= first), row, -1)
+    def latest_rows(self, events: pa.Table, at: np.ndarray) -> np.ndarray:
+        """Return for each event the latest row of its id strictly before `at` (E,) ms, -1 without one."""
+        code = index_in(dictionary_column(events, self.key), self.ids).astype(np.int64)
+        first = code * (len(self.times) + 1)
+        end = np.searchsorted(self.line, first + np.searchsorted(self.times, at))
+        row = end - 1
+        is_found = (code >= 0) & (row >= 0) & (self.line[row] >= first)
+        return np.where(is_found, row, -1)
 
 
 def share_items(run: Run, columns: list[str]) -> list[Shared]:
-    """The items table with these columns, as one that holds since the beginning of time; none without columns."""
+    """Store the items table with these columns, as one that holds for all time; nothing without columns."""
     if not columns:
         return []
-    items = run.read("items", ["item_id", *columns]).sort_by("item_id")
-    items = items.append_column(
-        "timestamp_ms", pa.repeat(pa.scalar(FIRST, pa.int64()), len(items))
-    )
-    return [run.engine.put(AsOfTable.of("items", items, "item_id"))]
+    items = run.tables.read("items", ["item_id", *columns]).sort_by("item_id")
+    time = pa.repeat(pa.scalar(BEFORE_ALL_MS, pa.int64()), len(items))
+    items = items.append_column("timestamp_ms", time)
+    return [run.engine.put(AsOfTable.from_rows("items", items, "item_id"))]
 
 
-def share_as_of(run: Run, made: dict[str, Manifest]) -> list[Shared]:
-    """The tables where all tasks can read them."""
-    return [
-        run.engine.put(AsOfTable.of(name, run.read(name), manifest.info["key"]))
-        for name, manifest in made.items()
-    ]
+def share_as_of(run: Run, manifests: dict[str, Manifest]) -> list[Shared]:
+    """Store the tables where all tasks can read them."""
+    shared = []
+    for name, manifest in manifests.items():
+        table = AsOfTable.from_rows(name, run.tables.read(name), manifest.info["key"])
+        shared.append(run.engine.put(table))
+    return shared
 
 
-def describe_as_of(made: dict[str, Manifest]) -> dict[str, Any]:
-    """What the manifest of sequences says of them: by folder `key`, and `features`."""
+def as_of_info(manifests: dict[str, Manifest]) -> dict[str, Any]:
+    """Return the manifest's entry on these tables: `key` and `features` by table."""
     return {
         name: {
             "key": manifest.info["key"],
             "features": [column["name"] for column in manifest.schema[2:]],
         }
-        for name, manifest in made.items()
+        for name, manifest in manifests.items()
     }
 
 
-def attach(
+def join_as_of(
     events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable], count: Counter[str]
 ) -> pa.Table:
-    """The events with the features of the tables as of `at` (E,) ms, null where there is no earlier row; these are
-    counted by table."""
+    """Return the events with the features of the tables as of `at` (E,) ms.
+
+    Features are null where there is no earlier row; `count` is given the number of
+    these events by table.
+    """
     for table in tables:
-        row = table.rows(events, at)
+        row = table.latest_rows(events, at)
         count[f"nothing_of_{table.name}"] += int((row < 0).sum())
-        found = table.features.take(pa.array(row, mask=row < 0))
-        for name in found.column_names:
-            events = events.append_column(name, found[name])
+        features = table.features.take(pa.array(row, mask=row < 0))
+        for name in features.column_names:
+            events = events.append_column(name, features[name])
     return events
 
 
-def say_missing(
-    run: Run, made: dict[str, Manifest], events: int, count: Counter[str]
+def report_missing(
+    run: Run, manifests: dict[str, Manifest], events: int, count: Counter[str]
 ) -> None:
-    """Says of how many events a table knows nothing; UserError where that are all."""
-    for name, manifest in made.items():
+    """Report for each table how many of the events have no earlier row.
+
+    Raises:
+        UserError: if no event has one.
+    """
+    for name, manifest in manifests.items():
         missing, key = count[f"nothing_of_{name}"], manifest.info["key"]
         if missing == events:
             raise UserError(
@@ -200,11 +218,11 @@ def say_missing(
                 f"correct the source file"
             )
         if missing:
-            run.say(
+            run.report(
                 f"{name}: {missing:,} of {events:,} events ({missing / events:.1%}) have no earlier row"
             )
 
 
-def as_of_schema(tables: Sequence[Section]) -> pa.Schema:
-    """The features of all tables."""
-    return pa.schema([field for of in tables for field in of.features])
+def as_of_schema(sections: Sequence[Section]) -> pa.Schema:
+    """Return the feature columns of all sections."""
+    return pa.schema([field for section in sections for field in section.features])

@@ -1,39 +1,40 @@
-"""Point-in-time counts: what happened to a key in [t - window, t - delay), from events alone.
+"""Point-in-time counts: events of one key in [t - window, t - delay), from events alone.
 
-`python -m jobs.prepare` makes them for kinds of request with counted features. Events of all users count, so rows
-travel to the bucket of their key, and what is counted there comes back to their part: two exchanges of Ray Data in a
-row (`count_in_buckets`). Each bucket is one vectorised kernel: a sort, running sums, and a binary search per window, so
-the cost is E log E in the events, whatever the windows hold. What comes back are integers; the `features.py` of a kind
-makes numbers for models of them.
+`python -m jobs.prepare` makes them for kinds of request with counted features. Events of
+all users count, so rows travel to the bucket of their key, and their counts travel back
+to their part: two exchanges in a row (`count_in_buckets`). Each bucket is one vectorised
+kernel: a sort, running sums, and a binary search per window, so the cost is E log E in
+the events, whatever the windows hold. The counts are integers; the `features.py` of a
+kind computes what models read.
 
 Shapes: E events, W windows, M labels that are counted.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from models.storage.tables import Part
-from pipelines.data.engine import KEY, Call, Engine, fetch
-from pipelines.data.events.event_stats import distinct
+from pipelines.data.engine import KEY, Call, Engine, Exchange, fetch
+from pipelines.data.events.columns import sorted_unique
 
-ROWS_PER_BUCKET = 2_000_000  # a bucket is counted in a few hundred MB; all events of one key are in one
-UNSEEN = -1  # gap of a key that was never there before
+ROWS_PER_BUCKET = 2_000_000
+"""Rows that a bucket is counted from, in a few hundred MB; all events of one key are in one bucket."""
+
+NO_GAP = -1
+"""Gap of a key without an earlier event."""
+
+NO_KEY = -1
+"""`key_number` of the row that stands for a part."""
 
 Columns = dict[str, np.ndarray]
-"""Columns (n,) or (n, ...) of some rows of a part; `row` (n,) int32 says which."""
-
-Found = tuple[Part | None, Counter[str], Any]
-"""What a task wrote, what it counted on the way, and what else it found, as plain values."""
+"""Columns (n,) or (n, ...) of some rows of a part; `row` (n,) int32 is their row number."""
 
 
 def window_counts(
@@ -44,312 +45,320 @@ def window_counts(
     delay_ms: int,
     as_of: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Labels of the same key in [t - window, t - delay) for every event, and the time since the last event.
+    """Count the labels of the same key in [t - window, t - delay) for every event.
 
-    key (E,) dense codes from 0, time (E,) ms, counted_labels (E, M) int; t is `as_of` (E,) ms, by default the event's
-    own time. Returns counts (E, W, M) int32 and gap (E,) int64: ms since the key's last event before t - delay,
-    UNSEEN where there is none. Events of one time never count for each other, whatever the delay.
+    Events of one time never count for each other, whatever the delay.
+
+    Args:
+        key: (E,) any integers.
+        time: (E,) ms.
+        counted_labels: (E, M) integers.
+        windows_ms: (W,) lengths of the windows.
+        delay_ms: What a log takes to arrive.
+        as_of: (E,) ms t of each event; by default its own time.
+
+    Returns:
+        (E, W, M) int32 counts, and (E,) int64 ms from the key's last event before
+        t - delay to t, NO_GAP without one.
     """
     events, labels = counted_labels.shape
     counts = np.zeros((events, len(windows_ms), labels), dtype=np.int32)
-    gap = np.full(events, UNSEEN, dtype=np.int64)
+    gap = np.full(events, NO_GAP, dtype=np.int64)
     if not events:
         return counts, gap
-    # Times by rank, so that (key, rank) fits an integer whatever the clock's unit.
-    values, rank = np.unique(time, return_inverse=True)
-    moments, which = (
-        (values, rank) if as_of is None else np.unique(as_of, return_inverse=True)
-    )
-    line = key.astype(np.int64) * (len(values) + 1) + rank
+    # (key, time) on one line of integers: time by rank, so that both fit whatever the clock's unit.
+    code = np.unique(key, return_inverse=True)[1].astype(np.int64)
+    times, rank = np.unique(time, return_inverse=True)
+    moments, moment = times, rank
+    if as_of is not None:
+        moments, moment = np.unique(as_of, return_inverse=True)
+    line = code * (len(times) + 1) + rank
     order = np.argsort(line)
-    rank, which, time, line = rank[order], which[order], time[order], line[order]
-    base = line - rank  # (E,) start of the key's stretch of the line
-    total = np.concatenate(
-        [
-            np.zeros((1, labels), np.int64),
-            np.cumsum(counted_labels[order], axis=0, dtype=np.int64),
-        ]
-    )
+    rank, moment, time, line = rank[order], moment[order], time[order], line[order]
+    key_begin = line - rank  # (E,) begin of the key's stretch of the line
+    running = np.zeros((events + 1, labels), np.int64)
+    np.cumsum(counted_labels[order], axis=0, dtype=np.int64, out=running[1:])
 
-    def earlier(shift: int) -> np.ndarray:
-        """(E,) events on the line before (key, t - shift)."""
-        return np.searchsorted(
-            line, base + np.searchsorted(values, moments - shift)[which]
-        )
+    def events_before(shift: int) -> np.ndarray:
+        """Return (E,) the number of events on the line before (key, t - shift)."""
+        rank_before = np.searchsorted(times, moments - shift)[moment]
+        return np.searchsorted(line, key_begin + rank_before)
 
-    end = earlier(delay_ms)
+    end = events_before(delay_ms)
     sorted_counts = np.empty_like(counts)
     for number, window in enumerate(windows_ms):
-        sorted_counts[:, number] = total[end] - total[earlier(window)]
+        sorted_counts[:, number] = running[end] - running[events_before(window)]
     counts[order] = sorted_counts
     last = end - 1
-    seen = (end > 0) & (base[last] == base)
-    gap[order] = np.where(seen, moments[which] - time[last], UNSEEN)
+    has_last = (end > 0) & (key_begin[last] == key_begin)
+    gap[order] = np.where(has_last, moments[moment] - time[last], NO_GAP)
     return counts, gap
 
 
-def count_key(
-    key: np.ndarray,
-    time: np.ndarray,
-    counted_labels: np.ndarray,
-    windows_ms: list[int],
-    delay_ms: int,
-    as_of: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`window_counts` of keys that are any integers."""
-    dense = np.unique(key, return_inverse=True)[1]
-    return window_counts(dense, time, counted_labels, windows_ms, delay_ms, as_of)
+def smooth_rates(
+    counts: np.ndarray, exposures: np.ndarray, prior: float, strength: float
+) -> np.ndarray:
+    """Return (count + prior * strength) / (exposures + strength)."""
+    return (counts + prior * strength) / (exposures + strength)
 
 
-def fill(counts: Columns, pieces: list[Columns]) -> None:
-    """Writes what was counted of a part's events to its rows of `counts`, by name (E, ...)."""
+def stack_columns(columns: list[np.ndarray]) -> np.ndarray:
+    """Return F columns (E,) of any numbers as an (E, F) float32 array."""
+    stacked = np.empty((len(columns[0]), len(columns)), np.float32)
+    for number, column in enumerate(columns):
+        stacked[:, number] = column
+    return stacked
+
+
+class KeyCounter(ABC):
+    """Counts that one kind of request has, by several keys one after the other."""
+
+    shapes: list[dict[str, tuple[int, ...]]]
+    """Per key the names of its counts and their shapes for one event: int32, but for `gap`."""
+
+    @abstractmethod
+    def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
+        """Return per key the (E,) integers of an events part, below 0 for events without it, and columns to count from."""
+
+    @abstractmethod
+    def count(self, key_number: int, rows: Columns) -> Columns:
+        """Return the counts of all events of some keys: `shapes[key_number]`, with the events as first axis."""
+
+
+def gather_counts(counter: KeyCounter, events: int, pieces: list[Columns]) -> Columns:
+    """Return the counts of a part's events by name, (E, ...): 0, and NO_GAP, for events without the key."""
+    counts: Columns = {}
+    for shapes in counter.shapes:
+        for name, shape in shapes.items():
+            if name == "gap":
+                counts[name] = np.full(events, NO_GAP, dtype=np.int64)
+            else:
+                counts[name] = np.zeros((events, *shape), np.int32)
     for piece in pieces:
         for name in piece.keys() - {"row"}:
             counts[name][piece["row"]] = piece[name]
-
-
-def side_by_side(columns: list[np.ndarray]) -> np.ndarray:
-    """(E, F) float32 of F columns (E,) of any numbers."""
-    found = np.empty((len(columns[0]), len(columns)), np.float32)
-    for number, column in enumerate(columns):
-        found[:, number] = column
-    return found
-
-
-class Windows(ABC):
-    """What a kind of request counts, by several keys one after the other: its `number` is that of the key."""
-
-    shapes: list[dict[str, tuple[int, ...]]]
-    """Per key the names of what is counted by it and their shapes for one event; int32, but `gap`."""
-
-    @abstractmethod
-    def keyed(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
-        """Of an events part per key (E,) integers, below 0 for events without it, and the columns to count from."""
-
-    @abstractmethod
-    def count(self, number: int, rows: Columns) -> Columns:
-        """What is counted of all events of some keys: `shapes[number]` with the events first."""
-
-
-@dataclass(frozen=True)
-class _Scatter:
-    """Reads a part as rows by the bucket of each of their keys, and a row that stands for the part."""
-
-    windows: Windows
-    parts: list[str]
-    shared: Call
-    buckets: int
-    """Of each key."""
-
-    def __call__(self, part: int) -> Iterator[pa.Table]:
-        keys, columns = self.windows.keyed(self.parts[part], *map(fetch, self.shared))
-        for number, key in enumerate(keys):
-            rows = np.flatnonzero(key >= 0)
-            bucket = number * self.buckets + key[rows] % self.buckets
-            yield self._table(
-                part,
-                number,
-                rows,
-                {name: column[rows] for name, column in columns.items()},
-                bucket,
-            )
-        nothing = {
-            name: np.zeros((1, *column.shape[1:]), column.dtype)
-            for name, column in columns.items()
-        }
-        yield self._table(part, -1, np.array([-1]), nothing, np.zeros(1))
-
-    def _table(
-        self,
-        part: int,
-        number: int,
-        rows: np.ndarray,
-        columns: Columns,
-        bucket: np.ndarray,
-    ) -> pa.Table:
-        of: Columns = {
-            KEY: bucket.astype(np.int32),
-            "part": np.full(len(rows), part, np.int32),
-            "number": np.full(len(rows), number, np.int8),
-            "row": rows.astype(np.int32),
-        }
-        return to_table({**of, **columns})
-
-
-@dataclass(frozen=True)
-class _Count:
-    """Counts the rows of some buckets and sends what it finds back to their parts."""
-
-    windows: Windows
-
-    def __call__(self, rows: pa.Table) -> pa.Table:
-        width = max(
-            sum(prod(shape) for name, shape in each.items() if name != "gap")
-            for each in self.windows.shapes
-        )
-        done = []
-        numbers = rows["number"].to_numpy()
-        for number in distinct(numbers).tolist():
-            piece = to_piece(rows.filter(pa.array(numbers == number)))
-            flat = np.zeros((len(piece["row"]), width), np.int32)
-            gap = np.zeros(len(piece["row"]), np.int64)
-            if number >= 0:
-                found, at = self.windows.count(number, piece), 0
-                for name, shape in self.windows.shapes[number].items():
-                    if name == "gap":
-                        gap = found[name]
-                    else:
-                        flat[:, at : at + prod(shape)] = found[name].reshape(
-                            len(flat), -1
-                        )
-                        at += prod(shape)
-            back = {name: piece[name] for name in ("part", "number", "row")}
-            done.append(
-                to_table({KEY: piece["part"], **back, "flat": flat, "gap": gap})
-            )
-        return pa.concat_tables(done)
-
-    def pieces(self, rows: pa.Table) -> list[Columns]:
-        """What `__call__` made for one part."""
-        found = []
-        for number, shapes in enumerate(self.windows.shapes):
-            piece, at = (
-                to_piece(rows.filter(pa.array(rows["number"].to_numpy() == number))),
-                0,
-            )
-            counted = {"row": piece["row"]}
-            for name, shape in shapes.items():
-                if name == "gap":
-                    counted[name] = piece[name]
-                else:
-                    counted[name] = piece["flat"][:, at : at + prod(shape)].reshape(
-                        -1, *shape
-                    )
-                    at += prod(shape)
-            found.append(counted)
-        return found
-
-
-@dataclass(frozen=True)
-class _Build:
-    """Calls `build` with what was counted of a part."""
-
-    build: Callable[..., Found]
-    parts: list[str]
-    count: _Count
-
-    def __call__(self, *given: Any) -> pa.Table:
-        *shared, part, rows = given
-        return _row(
-            part, self.build(*shared, self.parts[part], self.count.pieces(rows))
-        )
-
-
-@dataclass(frozen=True)
-class _Export:
-    """Calls `write` with the rows of a bucket."""
-
-    write: Callable[..., Found]
-
-    def __call__(self, *given: Any) -> pa.Table:
-        *_, bucket, _ = given
-        return _row(bucket, self.write(*given))
-
-
-def _row(number: int, found: Found) -> pa.Table:
-    """What was written and found, as columns."""
-    part, count, other = found
-    told = {"part": part and asdict(part), "count": count, "other": other}
-    return pa.table(
-        {
-            "number": [number],
-            **{name: [json.dumps(value)] for name, value in told.items()},
-        }
-    )
-
-
-def _found(tables: Iterable[pa.Table]) -> Iterator[tuple[int, Found]]:
-    """What `_row` was given."""
-    for row in (row for table in tables for row in table.to_pylist()):
-        part, count, other = (
-            json.loads(row[name]) for name in ("part", "count", "other")
-        )
-        yield row["number"], (part and Part(**part), Counter(count), other)
+    return counts
 
 
 def count_in_buckets(
     engine: Engine,
     parts: list[str],
     events: int,
-    windows: Windows,
-    counted_from: Call,
-    build: Callable[..., Found],
+    counter: KeyCounter,
+    count_inputs: Call,
+    build: Callable[..., Any],
     shared: Call = (),
-) -> Iterator[tuple[int, Found]]:
-    """Counts what `windows.keyed(part, *counted_from)` gives of the events parts, and yields (number of the part,
-    `build(*shared, part, pieces)`) as they end. pieces: for `fill`, one per key. events: of all parts."""
-    keys, buckets = len(windows.shapes), buckets_of(events, len(parts))
-    scatter, count = _Scatter(windows, parts, counted_from, buckets), _Count(windows)
-    build_ = _Build(build, parts, count)
-    return _found(
-        engine.exchange(
-            scatter, len(parts), len(parts), build_, shared, (keys * buckets, count)
-        )
+) -> Iterator[tuple[int, Any]]:
+    """Count the events of all parts and build each part with its counts.
+
+    Args:
+        engine: Runs the exchange.
+        parts: URIs of events parts.
+        events: Events of all parts.
+        counter: Reads and counts keys.
+        count_inputs: Arguments of `counter.read_keys` after the part.
+        build: Called as `build(*shared, part, pieces)`, with pieces for `gather_counts`.
+        shared: First arguments of `build`.
+
+    Yields:
+        (number of the part, result of `build`) as parts finish.
+    """
+    buckets = num_buckets(events, len(parts))
+    kernel = _CountRows(counter)
+    exchange = Exchange(
+        read=_ScatterRows(counter, parts, count_inputs, buckets),
+        num_reads=len(parts),
+        kernel=_BuildPart(build, parts, kernel),
+        num_partitions=len(parts),
+        shared=shared,
+        first_kernel=kernel,
+        num_first_partitions=len(counter.shapes) * buckets,
     )
+    return engine.exchange(exchange)
 
 
 def export_counts(
     engine: Engine,
     parts: list[str],
     events: int,
-    windows: Windows,
-    counted_from: Call,
-    write: Callable[..., Found],
+    counter: KeyCounter,
+    count_inputs: Call,
+    write: Callable[..., Any],
     shared: Call = (),
-) -> Iterator[tuple[int, Found]]:
-    """Brings the rows of each key together, as `count_in_buckets` does, and yields (bucket, `write(*shared, bucket,
-    rows)`) as they end. rows: those of `to_piece`, with the `number` of the key, -1 of rows that mean nothing."""
-    keys, buckets = len(windows.shapes), buckets_of(events, len(parts))
-    scatter = _Scatter(windows, parts, counted_from, buckets)
-    return _found(
-        engine.exchange(scatter, len(parts), keys * buckets, _Export(write), shared)
+) -> Iterator[tuple[int, Any]]:
+    """Bring the rows of each key together and write each bucket.
+
+    Arguments are those of `count_in_buckets`. `write` is called as
+    `write(*shared, bucket, rows)` with a table for `to_columns`, which has the column
+    `number`: the number of the key, NO_KEY in rows to ignore.
+
+    Yields:
+        (bucket, result of `write`) as buckets finish.
+    """
+    buckets = num_buckets(events, len(parts))
+    exchange = Exchange(
+        read=_ScatterRows(counter, parts, count_inputs, buckets),
+        num_reads=len(parts),
+        kernel=_WriteBucket(write),
+        num_partitions=len(counter.shapes) * buckets,
+        shared=shared,
     )
+    return engine.exchange(exchange)
 
 
-def buckets_of(events: int, parts: int) -> int:
-    """How many buckets the events of so many parts are counted in."""
-    return max(-(-events // ROWS_PER_BUCKET), min(parts, 8)) if parts > 1 else 1
+def num_buckets(events: int, parts: int) -> int:
+    """Return the number of buckets of each key."""
+    if parts <= 1:
+        return 1
+    return max(-(-events // ROWS_PER_BUCKET), min(parts, 8))
+
+
+@dataclass(frozen=True)
+class _ScatterRows:
+    """Reads a part as rows by the bucket of each of their keys, and one row that stands for the part."""
+
+    counter: KeyCounter
+    parts: list[str]
+    count_inputs: Call
+    buckets: int
+    """Buckets of each key."""
+
+    def __call__(self, part: int) -> Iterator[pa.Table]:
+        inputs = map(fetch, self.count_inputs)
+        keys, columns = self.counter.read_keys(self.parts[part], *inputs)
+        for number, key in enumerate(keys):
+            rows = np.flatnonzero(key >= 0)
+            bucket = number * self.buckets + key[rows] % self.buckets
+            values = {name: column[rows] for name, column in columns.items()}
+            yield _address(bucket, part, number, rows, values)
+        nothing = {
+            name: np.zeros((1, *column.shape[1:]), column.dtype)
+            for name, column in columns.items()
+        }
+        yield _address(np.zeros(1), part, NO_KEY, np.array([-1]), nothing)
+
+
+def _address(
+    partition: np.ndarray, part: int, number: int, rows: np.ndarray, columns: Columns
+) -> pa.Table:
+    """Return columns of rows of a part as a table to exchange, for the key with this number."""
+    address: Columns = {
+        KEY: partition.astype(np.int32),
+        "part": np.full(len(rows), part, np.int32),
+        "number": np.full(len(rows), number, np.int8),
+        "row": rows.astype(np.int32),
+    }
+    return to_table({**address, **columns})
+
+
+@dataclass(frozen=True)
+class _CountRows:
+    """Counts the rows of some buckets and addresses the counts to their parts.
+
+    All exchanged tables have one schema: the counts of a key are flattened side by side
+    into `flat`, which is as wide as the widest key's.
+    """
+
+    counter: KeyCounter
+
+    @property
+    def width(self) -> int:
+        """Width of `flat`."""
+        return max(
+            sum(prod(shape) for name, shape in shapes.items() if name != "gap")
+            for shapes in self.counter.shapes
+        )
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        tables = []
+        numbers = rows["number"].to_numpy()
+        for number in sorted_unique(numbers).tolist():
+            columns = to_columns(rows.filter(pa.array(numbers == number)))
+            flat = np.zeros((len(columns["row"]), self.width), np.int32)
+            gap = np.zeros(len(columns["row"]), np.int64)
+            if number != NO_KEY:
+                counts = self.counter.count(number, columns)
+                for name, where in self._slices(number).items():
+                    flat[:, where] = counts[name].reshape(len(flat), -1)
+                gap = counts.get("gap", gap)
+            back = {name: columns[name] for name in ("part", "number", "row")}
+            back |= {KEY: columns["part"], "flat": flat, "gap": gap}
+            tables.append(to_table(back))
+        return pa.concat_tables(tables)
+
+    def pieces(self, rows: pa.Table) -> list[Columns]:
+        """Return the counts of one part by key, for `gather_counts`."""
+        pieces = []
+        numbers = rows["number"].to_numpy()
+        for number, shapes in enumerate(self.counter.shapes):
+            columns = to_columns(rows.filter(pa.array(numbers == number)))
+            piece = {"row": columns["row"]}
+            for name, where in self._slices(number).items():
+                piece[name] = columns["flat"][:, where].reshape(-1, *shapes[name])
+            if "gap" in shapes:
+                piece["gap"] = columns["gap"]
+            pieces.append(piece)
+        return pieces
+
+    def _slices(self, number: int) -> dict[str, slice]:
+        """Return the columns of `flat` that hold each count of a key."""
+        slices, begin = {}, 0
+        for name, shape in self.counter.shapes[number].items():
+            if name != "gap":
+                slices[name] = slice(begin, begin + prod(shape))
+                begin += prod(shape)
+        return slices
+
+
+@dataclass(frozen=True)
+class _BuildPart:
+    """Calls `build` with the counts of a part."""
+
+    build: Callable[..., Any]
+    parts: list[str]
+    count: _CountRows
+
+    def __call__(self, *arguments: Any) -> tuple[int, Any]:
+        *shared, part, rows = arguments
+        pieces = self.count.pieces(rows)
+        return part, self.build(*shared, self.parts[part], pieces)
+
+
+@dataclass(frozen=True)
+class _WriteBucket:
+    """Calls `write` with the rows of a bucket."""
+
+    write: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> tuple[int, Any]:
+        *_, bucket, _ = arguments
+        return bucket, self.write(*arguments)
 
 
 def to_table(columns: Columns) -> pa.Table:
-    """Arrays (n, ...) as columns; wider ones as lists of fixed size."""
-
-    def column(values: np.ndarray) -> pa.Array:
-        if values.ndim == 1:
-            return pa.array(values)
-        return pa.FixedSizeListArray.from_arrays(
-            pa.array(values.reshape(-1)), prod(values.shape[1:])
-        )
-
-    return pa.table({name: column(values) for name, values in columns.items()})
+    """Return arrays (n, ...) as columns; wider ones as lists of fixed size."""
+    arrays = {}
+    for name, values in columns.items():
+        array = pa.array(values.reshape(-1))
+        if values.ndim > 1:
+            array = pa.FixedSizeListArray.from_arrays(array, prod(values.shape[1:]))
+        arrays[name] = array
+    return pa.table(arrays)
 
 
-def to_piece(table: pa.Table) -> Columns:
-    """What `to_table` was given, wider columns as (n, width)."""
-
-    def values(column: pa.ChunkedArray) -> np.ndarray:
-        array = column.combine_chunks()
-        array = (
-            pa.concat_arrays(array.chunks)
-            if isinstance(array, pa.ChunkedArray)
-            else array
-        )
+def to_columns(table: pa.Table) -> Columns:
+    """Return the columns of `to_table` without KEY; lists of fixed size as (n, width) arrays."""
+    columns = {}
+    for name in table.column_names:
+        if name == KEY:
+            continue
+        array = table[name].combine_chunks()
+        if isinstance(array, pa.ChunkedArray):
+            array = pa.concat_arrays(array.chunks)
         if pa.types.is_fixed_size_list(array.type):
-            return (
-                array.flatten()
-                .to_numpy(zero_copy_only=False)
-                .reshape(-1, array.type.list_size)
-            )
-        return array.to_numpy(zero_copy_only=False)
-
-    return {name: values(table[name]) for name in table.column_names if name != KEY}
+            width = array.type.list_size
+            values = array.flatten().to_numpy(zero_copy_only=False)
+            columns[name] = values.reshape(-1, width)
+        else:
+            columns[name] = array.to_numpy(zero_copy_only=False)
+    return columns

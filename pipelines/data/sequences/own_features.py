@@ -1,14 +1,15 @@
-"""What a log brings of its own to rank by: which columns they are, and what the training window says of them.
+"""Custom features that a log brings: their columns, and their statistics in training.
 
-A number's mean and deviation and a category's values come from training alone; the manifest of sequences holds them,
-and `models/own_features.py` reads values by them. A category with more values than MOST_VALUES is hashed.
+The manifest of sequences holds a number's mean and deviation and a category's values,
+both of training rows alone; `models/own_features.py` reads values by them. A category
+with more than MAX_VALUES values is hashed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -19,83 +20,86 @@ from models.storage.tables import UserError
 from pipelines.data.reading.log import Log
 
 NUMBER, CATEGORY = "num_", "cat_"
-"""Beginnings of the columns."""
+"""Prefixes of the columns, of one length."""
 
-OWN = "own"
-"""Group of those of events."""
+EVENT_GROUP = "own"
+"""Group of the features of events."""
 
-ITEMS = "items"
-"""Group of those of the item files."""
+ITEM_GROUP = "items"
+"""Group of the features of the item files."""
 
-MOST_VALUES = 10_000
-"""Values of a category that the manifest lists; of more, each has the number of its hash."""
+MAX_VALUES = 10_000
+"""Values of a category that the manifest lists; of more, each is hashed."""
 
 BUCKETS = 20_000
-"""Numbers that hashed values have."""
+"""Hash buckets of a category with more values."""
 
 
-def own_names(schema: pa.Schema) -> list[str]:
-    """The columns of own features among those of events: numbers, then categories."""
-    return [
-        name
-        for kind in (NUMBER, CATEGORY)
-        for name in schema.names
-        if name.startswith(kind)
-    ]
+def feature_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns of custom features in a schema: numbers, then categories."""
+    numbers = [name for name in schema.names if name.startswith(NUMBER)]
+    categories = [name for name in schema.names if name.startswith(CATEGORY)]
+    return numbers + categories
+
+
+def plain_name(column: str) -> str:
+    """Return the name of a feature in the source file, given its column."""
+    return column[len(NUMBER) :]
 
 
 def item_columns(source: Log, names: list[str]) -> pa.Schema:
-    """The columns of the items table that are of `names`, attributes or numbers. UserError for one that it has not, or
-    that has the name of another feature."""
+    """Return the columns of the items table with these attributes or numbers.
+
+    Raises:
+        UserError: for a name that the items do not have, or that is the name of another
+            feature too.
+    """
     numbers, categories = source.items_numbers, source.items_columns[1]
-    known = [*numbers, *categories]
-    check_known(
-        names,
-        known,
-        lambda name, near: (
-            f"item_features has '{name}', which is no attribute or number of items"
-            + (
-                f"; the nearest is '{near}'"
-                if known
-                else ", as the source file names none"
-            )
-        ),
-    )
-    found = [pa.field(NUMBER + name, pa.float32()) for name in names if name in numbers]
-    found += [
+    available = [*numbers, *categories]
+
+    def describe_unknown(name: str, near: str) -> str:
+        hint = f"; the nearest is '{near}'"
+        if not available:
+            hint = ", as the source file names none"
+        return f"item_features has '{name}', which is no attribute or number of items{hint}"
+
+    check_known(names, available, describe_unknown)
+    fields = [
+        pa.field(NUMBER + name, pa.float32()) for name in names if name in numbers
+    ]
+    fields += [
         pa.field(CATEGORY + name, pa.string()) for name in names if name in categories
     ]
-    if twice := [
-        column.name[len(NUMBER) :]
-        for column in found
-        if column.name in usual_groups(source, [])
-    ]:
-        raise UserError(
-            f"item_features has '{twice[0]}', which is the name of another feature too; rename one"
-        )
-    return pa.schema(found)
+    others = default_groups(source, [])
+    for field in fields:
+        if field.name in others:
+            raise UserError(
+                f"item_features has '{plain_name(field.name)}', which is the name of another feature too; rename one"
+            )
+    return pa.schema(fields)
 
 
-def usual_groups(source: Log, item_features: list[str]) -> dict[str, str]:
-    """The group that each own feature has where the source file names none, in the order of columns: `own`, the name of
-    its table, or `items`."""
-    groups = {
-        name: OWN for name in source.schema.names if name.startswith((NUMBER, CATEGORY))
-    }
-    for table, of in source.as_of.items():
-        groups |= dict.fromkeys(of.features.names, table)
-    groups |= dict.fromkeys(
-        item_columns(source, item_features).names if item_features else (), ITEMS
-    )
-    return {
-        name: groups[name]
-        for name in own_names(pa.schema([(name, pa.null()) for name in groups]))
-    }
+def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
+    """Return the group of each custom feature without a group in the source file, in the order of columns.
+
+    That is EVENT_GROUP, the name of the feature's table, or ITEM_GROUP.
+    """
+    groups = {}
+    for name in source.schema.names:
+        if name.startswith((NUMBER, CATEGORY)):
+            groups[name] = EVENT_GROUP
+    for table, section in source.as_of.items():
+        groups |= dict.fromkeys(section.features.names, table)
+    if item_features:
+        columns = item_columns(source, item_features).names
+        groups |= dict.fromkeys(columns, ITEM_GROUP)
+    order = feature_columns(pa.schema([(name, pa.null()) for name in groups]))
+    return {name: groups[name] for name in order}
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What is known of numbers."""
+    """Count, mean and spread of a number's values, which can be added up over parts."""
 
     count: int = 0
     missing: int = 0
@@ -104,100 +108,89 @@ class Moments:
     """Sum of the squared distances to the mean."""
 
     @classmethod
-    def of(cls, values: pl.Series) -> Moments:
-        known = values.drop_nulls().cast(pl.Float64)
-        if not len(known):
+    def from_values(cls, values: pl.Series) -> Moments:
+        """Compute the moments of values, some of them null."""
+        present = values.drop_nulls().cast(pl.Float64)
+        if not len(present):
             return cls(missing=len(values))
-        mean = float(known.mean())  # type: ignore[arg-type]
-        return cls(
-            len(known),
-            len(values) - len(known),
-            mean,
-            float(((known - mean) ** 2).sum()),
-        )
+        mean = float(present.mean())  # type: ignore[arg-type]
+        squares = float(((present - mean) ** 2).sum())
+        return cls(len(present), len(values) - len(present), mean, squares)
 
     def __add__(self, other: Moments) -> Moments:
-        count, apart = self.count + other.count, other.mean - self.mean
+        count, missing = self.count + other.count, self.missing + other.missing
         if not count:
-            return Moments(missing=self.missing + other.missing)
+            return Moments(missing=missing)
+        difference = other.mean - self.mean
         share = other.count / count
-        squares = self.squares + other.squares + apart**2 * self.count * share
-        return Moments(
-            count, self.missing + other.missing, self.mean + apart * share, squares
-        )
+        squares = self.squares + other.squares
+        squares += difference**2 * self.count * share
+        return Moments(count, missing, self.mean + difference * share, squares)
 
-    def describe(self, name: str) -> dict[str, Any]:
-        """As the manifest says it."""
+    def to_info(self, name: str) -> dict[str, Any]:
+        """Return the entry of the manifest's `info`."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        small = std <= 1e-9 * max(1.0, abs(self.mean))  # a constant, but for rounding
+        # a constant, but for rounding
+        is_constant = std <= 1e-9 * max(1.0, abs(self.mean))
         return {
             "name": name,
             "mean": self.mean,
-            "std": 0.0 if small else std,
+            "std": 0.0 if is_constant else std,
             "missing": self.missing > 0,
         }
 
 
 @dataclass(frozen=True)
 class TrainingValues:
-    """What some training rows say of own features."""
+    """Statistics of custom features over some training rows."""
 
     numbers: dict[str, Moments]
     categories: dict[str, list[str] | None]
-    """Sorted values; None for more than MOST_VALUES."""
+    """Sorted values; None for more than MAX_VALUES."""
 
     @classmethod
-    def of(cls, columns: Mapping[str, pa.Array]) -> TrainingValues:
-        """Of training rows, a column each."""
-        numbers, categories = {}, {}
+    def from_columns(cls, columns: Mapping[str, pa.Array]) -> TrainingValues:
+        """Compute the statistics of the columns of training rows."""
+        numbers: dict[str, Moments] = {}
+        categories: dict[str, list[str] | None] = {}
         for name, column in columns.items():
             values = pl.Series(pl.from_arrow(column))
             if name.startswith(NUMBER):
-                numbers[name] = Moments.of(values)
+                numbers[name] = Moments.from_values(values)
             else:
-                categories[name] = _listed(
-                    values.drop_nulls().cast(pl.String).unique().to_list()
-                )
+                distinct = values.drop_nulls().cast(pl.String).unique().to_list()
+                categories[name] = _sort_few(distinct)
         return cls(numbers, categories)
 
-    def record(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
-    @classmethod
-    def read(cls, record: dict[str, Any]) -> TrainingValues:
-        """Of `record`."""
-        return cls(
-            {name: Moments(**each) for name, each in record["numbers"].items()},
-            record["categories"],
-        )
-
-
-def _listed(values: Iterable[str]) -> list[str] | None:
-    found = sorted(set(values))
-    return found if len(found) <= MOST_VALUES else None
+def _sort_few(values: Iterable[str]) -> list[str] | None:
+    """Return distinct values, sorted; None for more than MAX_VALUES."""
+    distinct = sorted(set(values))
+    return distinct if len(distinct) <= MAX_VALUES else None
 
 
 def describe_features(
     parts: Iterable[TrainingValues], names: list[str]
 ) -> dict[str, Any]:
-    """What the manifest says of own features: `numbers` and `categories`, in the order of `names`."""
+    """Return the manifest's entry on custom features: `numbers` and `categories`, in the order of `names`.
+
+    `parts` are the statistics of the training rows of all parts.
+    """
     numbers = {name: Moments() for name in names if name.startswith(NUMBER)}
     categories: dict[str, list[str] | None] = {
         name: [] for name in names if name.startswith(CATEGORY)
     }
-    for seen in parts:
-        for name, moments in seen.numbers.items():
+    for part in parts:
+        for name, moments in part.numbers.items():
             numbers[name] += moments
-        for name, values in seen.categories.items():
-            before = categories[name]
-            categories[name] = (
-                None
-                if before is None or values is None
-                else _listed([*before, *values])
-            )
+        for name, values in part.categories.items():
+            total = categories[name]
+            if total is None or values is None:
+                categories[name] = None
+            else:
+                categories[name] = _sort_few([*total, *values])
     return {
-        "numbers": [moments.describe(name) for name, moments in numbers.items()],
+        "numbers": [moments.to_info(name) for name, moments in numbers.items()],
         "categories": [
             {
                 "name": name,

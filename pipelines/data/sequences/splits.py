@@ -1,4 +1,7 @@
-"""Splits: which of a user's requests are for training, validation and test."""
+"""Splits: which of a user's requests are for training, validation and test.
+
+Shapes: R requests, U users.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,19 @@ import pyarrow as pa
 from models.config import check_choices, check_least
 from models.storage.tables import UserError
 from pipelines.data.engine import Engine
-from pipelines.data.events.event_stats import HOUR, Survey, behaviour_column, read_coded
+from pipelines.data.events.columns import bool_column, label_columns, read_part
+from pipelines.data.events.event_stats import HOUR_MS, EventStats
 from pipelines.data.reading.durations import DAY_MS
 
-NAMES = ("train", "val", "test")
+SPLITS = ("train", "val", "test")
 
-DRAW_SEED = 0
-"""Seed of the draw among requests of one time."""
+TIE_SEED = 0
+"""Seed of the hash that orders requests of one time."""
 
 
 @dataclass
 class SplitConfig:
-    """How requests are split."""
+    """Settings of the split of requests."""
 
     kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last request is for test, the one before
@@ -85,32 +89,33 @@ class SplitConfig:
             self.val_start, self.test_start = starts
 
     def settings(self) -> dict[str, Any]:
-        """The settings as plain values; cut times that are not given are left out."""
+        """Return the settings as plain values, without cut times that are not set."""
         return {
             name: value for name, value in asdict(self).items() if value is not None
         }
 
-    @property
-    def shares(self) -> tuple[float, float]:
-        """Shares of the behaviours that lie before validation, and before test."""
-        return 1 - self.val_fraction - self.test_fraction, 1 - self.test_fraction
-
     def resolve(self, clock: bool) -> str:
-        """The kind for a log with or without clock times; UserError for a temporal split without."""
+        """Return the kind of split for a log with or without clock times.
+
+        Raises:
+            UserError: for a temporal split without clock times.
+        """
         if self.kind == "temporal" and not clock:
             raise UserError(
                 f"split.kind is {self.kind}, but the log has no clock times (only an order within each user), so there "
                 f"is no cut time; use --split.kind leave_last_out"
             )
-        return (
-            ("temporal" if clock else "leave_last_out")
-            if self.kind == "auto"
-            else self.kind
-        )
+        if self.kind == "auto":
+            return "temporal" if clock else "leave_last_out"
+        return self.kind
 
 
 def epoch_ms(moment: Any, name: str) -> int:
-    """A moment in epoch ms, from that or from ISO 8601; UTC where it names no offset. ValueError otherwise."""
+    """Return a moment in epoch ms, from epoch ms or ISO 8601 (UTC if it names no offset).
+
+    Raises:
+        ValueError: for anything else; `name` is the setting that the message names.
+    """
     text = str(moment)
     if text.isdecimal():
         return int(text)
@@ -120,185 +125,198 @@ def epoch_ms(moment: Any, name: str) -> int:
         raise ValueError(
             f"{name} is '{moment}'; give a moment such as 2022-05-07 or epoch ms"
         ) from None
-    return round(
-        (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp() * 1000
-    )
+    if not parsed.tzinfo:
+        parsed = parsed.replace(tzinfo=UTC)
+    return round(parsed.timestamp() * 1000)
 
 
-def _times_within(
+# Cut times of a temporal split.
+
+
+def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[str, Any]:
+    """Return the temporal split as manifests record it: `val_start_ms` and `test_start_ms`.
+
+    Each is the first timestamp of its window.
+
+    Raises:
+        UserError: if a window would be empty, or timestamps are too coarse to place the
+            boundaries.
+    """
+    if config.val_start is not None or config.val_days is not None:
+        starts = _configured_starts(stats, config)
+        if not stats.first_ms < starts[0] < starts[1] <= stats.last_ms:
+            raise UserError(
+                f"the cuts at {starts[0]} and {starts[1]} ms leave a side without events: the log runs from "
+                f"{stats.first_ms} to {stats.last_ms} ms; choose split.val_start and split.test_start "
+                f"within it, or fewer days"
+            )
+    else:
+        before_val = 1 - config.val_fraction - config.test_fraction
+        before_test = 1 - config.test_fraction
+        last = stats.behaviours - 1
+        ranks = [
+            min(int(stats.behaviours * share), last)
+            for share in (before_val, before_test)
+        ]
+        starts = nth_times(stats, ranks, engine)
+        if not stats.first_ms < starts[0] < starts[1]:
+            raise UserError(
+                f"a temporal split finds no two cut times: training would end at {starts[0]} and validation at "
+                f"{starts[1]} ms, the log begins at {stats.first_ms}; use larger fractions or --split.kind "
+                f"leave_last_out"
+            )
+    return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
+
+
+def _configured_starts(stats: EventStats, config: SplitConfig) -> list[int]:
+    """Return the starts of both windows from times or days of the configuration."""
+    if config.val_days is None or config.test_days is None:
+        return [config.val_start, config.test_start]
+    test_start = stats.last_ms + 1 - round(config.test_days * DAY_MS)
+    return [test_start - round(config.val_days * DAY_MS), test_start]
+
+
+def nth_times(stats: EventStats, ranks: list[int], engine: Engine) -> list[int]:
+    """Return the timestamps of the behaviours at `ranks` (from 0) in the order of time.
+
+    The statistics tell the hour of each; one pass over the parts tells the time within
+    these hours.
+    """
+    hours, counts = list(stats.hours), np.array([*stats.hours.values()])
+    end_ranks = np.cumsum(counts)
+    hour_numbers = np.searchsorted(end_ranks, ranks, side="right")
+    shared = (stats.behaviour, [hours[number] for number in hour_numbers])
+    calls = [(uri,) for uri in stats.parts]
+    parts = [part for _, part in engine.map_unordered(_times_in_hours, calls, shared)]
+    chosen = []
+    for index, number in enumerate(hour_numbers):
+        times = np.concatenate([part[index][0] for part in parts])
+        rows = np.concatenate([part[index][1] for part in parts])
+        order = np.argsort(times, kind="stable")
+        rank_in_hour = ranks[index] - (end_ranks[number] - counts[number])
+        position = np.searchsorted(np.cumsum(rows[order]), rank_in_hour, side="right")
+        chosen.append(int(times[order][position]))
+    return chosen
+
+
+def _times_in_hours(
     behaviour: str | None, hours: list[int], uri: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The times of the behaviours of a part within each of the hours, with their numbers."""
-    table = read_coded(uri, ["timestamp_ms", *behaviour_column(behaviour)], ())
-    if behaviour:
-        table = table.filter(table[f"label_{behaviour}"])
+    """Return for each hour the distinct times of a part's behaviours within it, and how many behaviours each has."""
+    table = read_part(uri, ["timestamp_ms", *label_columns(behaviour)], ())
     time = table["timestamp_ms"].to_numpy()
+    if behaviour:
+        time = time[bool_column(table, f"label_{behaviour}")]
     return [
-        np.unique(time[(time >= hour) & (time < hour + HOUR)], return_counts=True)
+        np.unique(time[(time >= hour) & (time < hour + HOUR_MS)], return_counts=True)
         for hour in hours
     ]
 
 
-def nth_times(survey: Survey, ranks: list[int], engine: Engine) -> list[int]:
-    """The timestamps of the behaviours at `ranks` (from 0) in the order of time: the survey knows their hours, and one
-    pass over the parts gives the times within these."""
-    hours, rows = list(survey.hours), np.array([*survey.hours.values()])
-    until = np.cumsum(rows)
-    places = np.searchsorted(until, ranks, side="right")
-    shared = (survey.behaviour, [hours[place] for place in places])
-    found = [
-        of_part
-        for _, of_part in engine.each(
-            _times_within, [(uri,) for uri in survey.parts], shared
-        )
-    ]
-    chosen = []
-    for number, (rank, place) in enumerate(zip(ranks, places, strict=True)):
-        times, counts = (
-            np.concatenate([of_part[number][column] for of_part in found])
-            for column in (0, 1)
-        )
-        order = np.argsort(times, kind="stable")
-        left = rank - until[place] + rows[place]
-        chosen.append(
-            int(
-                times[order][
-                    np.searchsorted(np.cumsum(counts[order]), left, side="right")
-                ]
-            )
-        )
-    return chosen
+# The split of each request.
 
 
-def cut_times(survey: Survey, config: SplitConfig, engine: Engine) -> dict[str, Any]:
-    """The temporal split as its manifest records it: `val_start_ms` and `test_start_ms`, the first
-    timestamps of the two windows. UserError if the clock is too coarse to cut."""
-    if config.val_start is not None or config.val_days is not None:
-        starts = [config.val_start, config.test_start]
-        if config.val_days is not None and config.test_days is not None:
-            test = survey.last_ms + 1 - round(config.test_days * DAY_MS)
-            starts = [test - round(config.val_days * DAY_MS), test]
-        if not survey.first_ms < starts[0] < starts[1] <= survey.last_ms:
-            raise UserError(
-                f"the cuts at {starts[0]} and {starts[1]} ms leave a side without events: the log runs from "
-                f"{survey.first_ms} to {survey.last_ms} ms; choose split.val_start and split.test_start "
-                f"within it, or fewer days"
-            )
-        return {
-            "kind": "temporal",
-            "val_start_ms": starts[0],
-            "test_start_ms": starts[1],
-        }
-    ranks = [
-        min(int(survey.behaviours * share), survey.behaviours - 1)
-        for share in config.shares
-    ]
-    starts = nth_times(survey, ranks, engine)
-    if not survey.first_ms < starts[0] < starts[1]:
-        raise UserError(
-            f"a temporal split finds no two cut times: training would end at {starts[0]} and validation at {starts[1]} "
-            f"ms, the log begins at {survey.first_ms}; use larger fractions or --split.kind leave_last_out"
-        )
-    return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
-
-
-def assign(
+def assign_splits(
     split: dict[str, Any],
     time: np.ndarray,
     user_start: np.ndarray,
     ids: tuple[pa.Array, pa.Array] | None = None,
 ) -> np.ndarray:
-    """Return the index into NAMES of every request.
+    """Return the (R,) int8 index into SPLITS of every request.
 
     Args:
-        split: as the manifest records it.
+        split: The split as manifests record it.
         time: (R,) ms or ordinals, ascending within a user.
         user_start: (U,) first request of each user.
-        ids: (R,) user id and (R,) item id of the requests, by which leave-last-out draws among requests of one time.
-            Without them the later request of one time is the later one.
+        ids: (R,) user id and (R,) item id of the requests, by whose hash leave-last-out
+            orders requests of one time. Without them the later one in the array is
+            later.
     """
     if split["kind"] == "temporal":
-        return np.digitize(
-            time, [split["val_start_ms"], split["test_start_ms"]]
-        ).astype(np.int8)
-    ends = np.append(user_start[1:], len(time))
-    enough = ends - user_start >= 3
-    begins, ends = user_start[enough], ends[enough]
-    tests, vals = ends - 1, ends - 2
+        starts = [split["val_start_ms"], split["test_start_ms"]]
+        return np.digitize(time, starts).astype(np.int8)
+    user_end = np.append(user_start[1:], len(time))
+    is_long = user_end - user_start >= 3
+    begin, end = user_start[is_long], user_end[is_long]
+    test, val = end - 1, end - 2
     if ids is not None:
-        tied = (time[tests] == time[vals]) | (time[vals] == time[vals - 1])
-        tests[tied], vals[tied] = _draw_last_two(time, begins[tied], ends[tied], ids)
+        tied = (time[test] == time[val]) | (time[val] == time[val - 1])
+        test[tied], val[tied] = _draw_last_two(time, begin[tied], end[tied], ids)
     code = np.zeros(len(time), dtype=np.int8)
-    code[tests] = NAMES.index("test")
-    code[vals] = NAMES.index("val")
+    code[test] = SPLITS.index("test")
+    code[val] = SPLITS.index("val")
     return code
 
 
 def _draw_last_two(
-    time: np.ndarray,
-    begins: np.ndarray,
-    ends: np.ndarray,
-    ids: tuple[pa.Array, pa.Array],
+    time: np.ndarray, begin: np.ndarray, end: np.ndarray, ids: tuple[pa.Array, pa.Array]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last and the last but one request (u,) of users with the requests from `begins` to `ends` (u,).
+    """Return the last and the last but one request (u,) of users with the requests from `begin` to `end` (u,).
 
-    Requests of one time are in the order of a hash of user, time and item. In the order of item ids, the largest id of
-    each basket would be the target.
+    Requests of one time are ordered by a hash of user, time and item. In the order of
+    item ids, the largest id of each basket would be the target.
     """
-    spans = [
-        np.arange(begin + np.searchsorted(time[begin:end], time[end - 2]), end)
-        for begin, end in zip(begins, ends, strict=True)
-    ]
+    spans = []
+    for first, last in zip(begin, end, strict=True):
+        low = first + np.searchsorted(time[first:last], time[last - 2])
+        spans.append(np.arange(low, last))
     rows = np.concatenate([np.zeros(0, np.int64), *spans])
-    users, items = (of.take(pa.array(rows)).to_pylist() for of in ids)
+    users, items = (column.take(pa.array(rows)).to_pylist() for column in ids)
     times = time[rows].tolist()
-    hashes = list(map(draw_hash, users, times, items))
-    owner = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
+    hashes = [tie_hash(*key) for key in zip(users, times, items, strict=True)]
+    lengths = np.array([len(span) for span in spans], dtype=np.int64)
+    owner = np.repeat(np.arange(len(spans)), lengths)
     order = rows[np.lexsort((np.array(hashes, np.uint64), times, owner))]
-    after = np.cumsum([len(span) for span in spans], dtype=np.int64)
+    after = np.cumsum(lengths)
     return order[after - 1], order[after - 2]
 
 
-def draw_hash(user: str, time: int, item: str) -> int:
-    """Return 64 bits by which requests of one time are ordered, the same on every machine."""
-    text = json.dumps([DRAW_SEED, user, time, item])
+def tie_hash(user: str, time: int, item: str) -> int:
+    """Return 64 bits by which requests of one time are ordered, equal on every machine."""
+    text = json.dumps([TIE_SEED, user, time, item])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def count_tied(
     code: np.ndarray, time: np.ndarray, user_start: np.ndarray
 ) -> dict[str, int]:
-    """Return the requests of each split but training that have the time of another request of their user."""
+    """Return by evaluation split the requests that have the time of another request of their user."""
     same = np.zeros(len(time) + 1, dtype=bool)
     same[1:-1] = time[1:] == time[:-1]
     same[user_start] = False
     tied = same[1:] | same[:-1]
     return {
-        name: int((tied & (code == number)).sum())
-        for number, name in enumerate(NAMES)
-        if number
+        name: int((tied & (code == SPLITS.index(name))).sum()) for name in SPLITS[1:]
     }
 
 
-def tied_targets(count: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return what the manifest of sequences says of targets that were drawn among behaviours of one time."""
-    tied = {name: count.get(f"tied_targets_{name}", 0) for name in NAMES[1:]}
+def tied_targets_info(count: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the manifest's entry on targets that were drawn among behaviours of one time, or no entry."""
+    tied = {name: count.get(f"tied_targets_{name}", 0) for name in SPLITS[1:]}
     return {"tied_targets": tied} if any(tied.values()) else {}
 
 
 def require_training(
     requests: dict[str, int],
-    truncated: dict[str, int],
+    truncated: Mapping[str, int],
     max_events: int,
-    what: str,
+    noun: str,
     split: str,
     tied: int = 0,
 ) -> None:
-    """UserError where nothing can be trained. `requests` per split, those that can be learned from; `what` they are;
-    `truncated`: `truncated_users` and `truncated_events`; `split`: its kind; `tied`: behaviours of one time."""
+    """Raise UserError if no request can be trained on.
+
+    Args:
+        requests: Requests per split that can be learned from.
+        truncated: Counts `truncated_users` and `truncated_events`.
+        max_events: Behaviours that are kept per user.
+        noun: What a request is called in the message.
+        split: Kind of the split.
+        tied: Behaviours with the time of another one of their user.
+    """
     if requests["train"]:
         return
-    others = ", ".join(f"{requests[name]:,} {name}" for name in NAMES[1:])
+    others = ", ".join(f"{requests[name]:,} {name}" for name in SPLITS[1:])
     remedy = "move the cuts with --split.val_start and --split.test_start, or choose another --split.kind"
     if split == "leave_last_out":
         remedy = "each user needs four behaviours for that: use --split.kind temporal if the log has clock times"
@@ -310,5 +328,5 @@ def require_training(
             f"{truncated['truncated_users']:,} users: raise --max_events, or {remedy}"
         )
     raise UserError(
-        f"there is no training {what} (there are {others}), so nothing can be trained; {remedy}"
+        f"there is no training {noun} (there are {others}), so nothing can be trained; {remedy}"
     )

@@ -47,7 +47,7 @@ from models.storage.tables import (
 from models.storage.uri import absolute
 from models.text.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
 from pipelines.data.engine import Engine
-from pipelines.data.events.event_stats import distinct
+from pipelines.data.events.columns import sorted_unique
 from pipelines.data.kinds import KINDS
 from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.config import TextConfig
@@ -165,7 +165,7 @@ def _part_pairs(uri: str) -> np.ndarray:
         np.concatenate(both).astype(np.int64)
         for both in zip(of_candidates, of_behaviours, strict=True)
     )
-    return distinct(item << 32 | query + 1)
+    return sorted_unique(item << 32 | query + 1)
 
 
 def distinct_pairs(parts: list[str]) -> np.ndarray:
@@ -173,8 +173,8 @@ def distinct_pairs(parts: list[str]) -> np.ndarray:
     as in `_part_pairs`.
     """
     found = np.zeros(0, dtype=np.int64)
-    for _, pairs in Engine().each(_part_pairs, [(uri,) for uri in parts]):
-        found = distinct(np.concatenate([found, pairs]))
+    for _, pairs in Engine().map_unordered(_part_pairs, [(uri,) for uri in parts]):
+        found = sorted_unique(np.concatenate([found, pairs]))
     return found
 
 

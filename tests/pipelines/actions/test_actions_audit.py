@@ -42,7 +42,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
         str(folder / "raw"),
         str(folder / "tables"),
         config,
-        say=lambda line: None,
+        report=lambda line: None,
     )
     return str(folder / "tables")
 

@@ -17,7 +17,7 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import check, read_config
+from pipelines.data.settings import read_config, resolve_config
 
 START = 1_600_000_000_000
 SOURCE = {
@@ -106,7 +106,7 @@ def prepared(
         raw,
         str(folder / "tables"),
         read_config(defaults, *layers),
-        say=said.append,
+        report=said.append,
     )
     return str(folder / "tables"), said
 
@@ -181,7 +181,11 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
     again: list[str] = []
     source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
     prepare(
-        source, str(tmp_path / "raw"), tables, read_config(defaults), say=again.append
+        source,
+        str(tmp_path / "raw"),
+        tables,
+        read_config(defaults),
+        report=again.append,
     )
     assert again[0] == "note: no key of the mapping reads users.csv"
     assert [line.split(":")[0] for line in again[1:5]] == [
@@ -232,7 +236,7 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
             str(tmp_path / "raw"),
             tables,
             read_config(defaults),
-            say=lambda line: None,
+            report=lambda line: None,
         )
 
 
@@ -252,7 +256,7 @@ def test_user_files_that_do_not_fit_are_errors(
     tmp_path: Path, given: dict, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        check(
+        resolve_config(
             *raw_log(tmp_path / "raw", LOG, **given)[::2],
             str(tmp_path / "tables"),
             read_config({"kind": "actions", "core": 0}),
@@ -319,7 +323,9 @@ def test_settings_that_do_not_fit_are_errors(
 ) -> None:
     source, defaults, raw = raw_log(tmp_path / "raw", LOG)
     with pytest.raises(UserError, match=words):
-        check(source, raw, str(tmp_path / "tables"), read_config(defaults, layer))
+        resolve_config(
+            source, raw, str(tmp_path / "tables"), read_config(defaults, layer)
+        )
 
 
 @pytest.mark.parametrize("kind", ["auto", "temporal", "leave_last_out"])
@@ -334,7 +340,7 @@ def test_a_log_without_a_clock_has_no_split_for_actions(
         UserError,
         match=r"a log of actions needs clock times.*; give time.unit s, ms, us or iso",
     ):
-        check(source, raw, str(tmp_path / "tables"), read_config(defaults))
+        resolve_config(source, raw, str(tmp_path / "tables"), read_config(defaults))
 
 
 def test_an_item_number_that_is_none_is_a_reject(tmp_path: Path) -> None:

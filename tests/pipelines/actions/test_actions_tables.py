@@ -12,9 +12,10 @@ import pytest
 from models.config import build
 from pipelines.data.actions.config import ActionsConfig, Input, Task
 from pipelines.data.actions.features import IDS
-from pipelines.data.actions.sequences import ActionsRules, build_actions
-from pipelines.data.events.event_stats import Vocabulary
+from pipelines.data.actions.sequences import ActionsBuilder
+from pipelines.data.events.columns import Vocabulary
 from pipelines.data.schemas import events_schema
+from pipelines.data.sequences.builder import Lookups
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
 SCHEMA = events_schema(LABELS, ["price"], ["city"])
@@ -45,13 +46,13 @@ def config_of(**counts: Any) -> ActionsConfig:
     return given.resolve({"labels": LABELS}, ["author"])
 
 
-def rules_of(max_events: int = 100, **counts: Any) -> ActionsRules:
-    return ActionsRules(SCHEMA, SPLIT, max_events, config_of(**counts))
+def builder_for(max_events: int = 100, **counts: Any) -> ActionsBuilder:
+    return ActionsBuilder(SCHEMA, SPLIT, max_events, pa.schema([]), config_of(**counts))
 
 
 def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
     """Counts of candidates are taken at the cut: else a user's one like would speak against his other candidates."""
-    rules = rules_of(keys=["user"], delay_minutes=0, windows_days=[1])
+    builder = builder_for(keys=["user"], delay_minutes=0, windows_days=[1])
     rows = [
         {
             "user_id": "u",
@@ -66,14 +67,14 @@ def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
     found = []
     for changed in (0, CUTS[0] // HOUR, CUTS[1] // HOUR):
         rows[changed]["label_like"] = False
-        events = pa.Table.from_pylist(rows, schema=SCHEMA).select(rules.columns)
+        events = pa.Table.from_pylist(rows, schema=SCHEMA).select(builder.columns)
         for number, name in enumerate(IDS):
             events = events.set_column(
                 number, name, events[name].combine_chunks().dictionary_encode()
             )
-        table, _, _ = build_actions(
-            events, Vocabulary.of(pa.array(CATALOGUE, pa.large_string())), [], rules
-        )
+        lookups = Lookups(Vocabulary.from_ids(pa.array(CATALOGUE)))
+        table = builder.build(events, lookups).table
+        assert table is not None
         found.append(np.array(table.to_pylist()[0]["features"]))
         rows[changed]["label_like"] = True
     first, of_val, of_test = found

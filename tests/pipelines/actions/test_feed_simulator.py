@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.data.actions.simulator import (
-    CHANCE,
     DAY_MS,
-    KINDS,
+    ITEM_KINDS,
+    PROBABILITY,
     FeedSettings,
     best_entropy,
     draw_feed,
@@ -48,7 +48,7 @@ def test_what_is_shown_tells_nothing_and_actions_tell_all() -> None:
     )
     assert np.abs(shown[0] - shown[1]).max() < 0.01
     liked = feed.kind[feed.item] == feed.taste[feed.user]
-    for name, (other, own) in CHANCE.items():
+    for name, (other, own) in PROBABILITY.items():
         assert feed.actions[name][liked].mean() == pytest.approx(own, abs=0.01), name
         assert feed.actions[name][~liked].mean() == pytest.approx(other, abs=0.01), name
     for kind in (0, 1):  # what an item got from all users is the same for dogs and cats
@@ -78,7 +78,7 @@ def test_items_that_are_shown_for_a_week_are_new_to_the_end_of_the_log() -> None
 def test_the_best_entropy_is_that_of_a_model_which_knows_the_taste() -> None:
     feed = draw_feed(FeedSettings(300, 60, 200_000, 6))
     liked = (feed.kind[feed.item] == feed.taste[feed.user]).astype(int)
-    chance = np.array(CHANCE["like"])[liked]
+    chance = np.array(PROBABILITY["like"])[liked]
     like, rate = feed.actions["like"], feed.actions["like"].mean()
     loss = -np.where(like, np.log(chance), np.log(1 - chance)).mean()
     assert best_entropy("like") == pytest.approx(0.469, abs=0.001)
@@ -90,7 +90,7 @@ def test_the_best_entropy_is_that_of_a_model_which_knows_the_taste() -> None:
 def test_items_show_what_their_text_and_author_say(tmp_path: Path) -> None:
     feed = simulate_feed(str(tmp_path / "raw"), FeedSettings(10, 64, 200, 1))
     items = pq.read_table(tmp_path / "raw" / "items.parquet").to_pylist()
-    assert [KINDS.index(row["kind"]) for row in items] == feed.kind.tolist()
+    assert [ITEM_KINDS.index(row["kind"]) for row in items] == feed.kind.tolist()
     assert all(row["kind"] in row["description"] for row in items)
     of_author: dict[str, set[str]] = {}
     for row in items:

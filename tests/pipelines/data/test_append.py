@@ -103,7 +103,12 @@ def make(source: Any, folder: Path, out: str, config: Row, append: bool) -> list
     lines: list[str] = []
     made = read_config({"min_matched": 0, "max_rejects": 1, **config})
     prepare(
-        source, str(folder), str(folder / out), made, say=lines.append, append=append
+        source,
+        str(folder),
+        str(folder / out),
+        made,
+        report=lines.append,
+        existing="append" if append else "continue",
     )
     return lines
 
@@ -394,7 +399,7 @@ def say(text):
     if len(said) == line:
         os.kill(os.getpid(), 9)
 config = read_config({"min_matched": 0, "max_rejects": 1, **SMALL})
-prepare(source_of(False, False), str(folder), str(folder / "grown"), config, say=say, append=True)
+prepare(source_of(False, False), str(folder), str(folder / "grown"), config, report=say, existing="append")
 """
 
 

@@ -34,7 +34,7 @@ def prepare_case(name: str, output: Path, **settings: Any) -> tuple[str, list[st
     lines: list[str] = []
     config = read_config(prepared, settings)
     log = str(CASES / name / "log")
-    prepare(source, log, str(output), config, say=lines.append)
+    prepare(source, log, str(output), config, report=lines.append)
     return str(output), lines
 
 
@@ -53,7 +53,7 @@ def grow(name: str, folder: Path, first: int, last: int) -> Any:
         for day in days:
             shutil.copy(log / f"day-{day:02}.csv", raw)
         config, fit = read_config(prepared), FitConfig(batch_size=8)
-        prepare(source, str(raw), inputs.tables, config, say=list, append=True)
+        prepare(source, str(raw), inputs.tables, config, report=list, existing="append")
         before = str(folder / "first") if setup else None
         if before:
             LoadedModel.load(before, inputs)  # as an evaluation does
@@ -88,15 +88,15 @@ def test_a_day_with_an_event_in_the_future_does_not_join_the_tables(
     source, prepared = load_source(str(CASES / "d4_clock_ahead/src.yaml"))
     config = read_config(prepared, {"split": {"val_days": 1, "test_days": 1}})
     tables = str(tmp_path / "tables")
-    prepare(source, str(raw), tables, config, say=list, append=True)
+    prepare(source, str(raw), tables, config, report=list, existing="append")
     before = read_manifest(f"{tables}/events").hash
 
     shutil.copy(log / "log-07-bad.csv", raw / "log-07.csv")
     with pytest.raises(UserError, match=r"1 of 91 rows .*in the future"):
-        prepare(source, str(raw), tables, config, say=list, append=True)
+        prepare(source, str(raw), tables, config, report=list, existing="append")
     assert read_manifest(f"{tables}/events").hash == before
     shutil.copy(log / "log-07.csv", raw / "log-07.csv")
-    prepare(source, str(raw), tables, config, say=list, append=True)
+    prepare(source, str(raw), tables, config, report=list, existing="append")
 
     info = read_manifest(f"{tables}/sequences").info
     assert min(info["requests"].values()) > 30

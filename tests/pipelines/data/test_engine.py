@@ -22,12 +22,19 @@ import pytest
 import ray
 
 from models.storage.tables import UserError
-from pipelines.data.engine import KEY, Engine, RayDataConfig, ResourceLimits
-from pipelines.data.events import build_events as events
-from pipelines.data.events.event_stats import Surveyor
+from pipelines.data.engine import (
+    KEY,
+    Engine,
+    Exchange,
+    RayDataConfig,
+    ReadSummary,
+    ResourceLimits,
+)
+from pipelines.data.events.build_events import PartitionWriter, read_partitions
+from pipelines.data.events.columns import user_keys
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import parse_log
-from pipelines.data.run import Run
+from pipelines.data.run import OutputTables, Run
 from pipelines.data.schemas import events_schema
 
 ray.cloudpickle.register_pickle_by_value(
@@ -57,25 +64,25 @@ def log(
         )
 
 
-def gathered(key: int, rows: pa.Table) -> pa.Table:
-    return pa.table({"key": [key], "rows": [sorted(rows["row"].to_pylist())]})
+def gather(key: int, rows: pa.Table) -> tuple[int, list[int]]:
+    return key, sorted(rows["row"].to_pylist())
 
 
 def exchanged(
-    partitions: int, keys: int, folder: str = "", fail: str = "", **more: Any
+    partitions: int,
+    keys: int,
+    folder: str = "",
+    fail: str = "",
+    in_process: bool = False,
+    **more: Any,
 ) -> dict[int, list[int]]:
     """The rows by their partition, which comes once."""
-    engine, read = (
-        Engine(RayDataConfig(shuffle_batch_mb=1)),
-        partial(log, keys, folder, fail),
-    )
-    rows = [
-        row
-        for table in engine.exchange(read, 5, partitions, gathered, **more)
-        for row in table.to_pylist()
-    ]
-    found = {row["key"]: row["rows"] for row in rows}
-    assert len(found) == len(rows)
+    engine = Engine(RayDataConfig(shuffle_batch_mb=1))
+    read = partial(log, keys, folder, fail)
+    exchange = Exchange(read, 5, gather, partitions, **more)
+    results = list(engine.exchange(exchange, in_process))
+    found = dict(results)
+    assert len(found) == len(results)
     return found
 
 
@@ -94,11 +101,11 @@ def expected(keys: int) -> dict[int, list[int]]:
         "several in one task, as of a Ray whose hash does that",
     ],
 )
-@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("in_process", [False, True])
 def test_every_row_comes_out_once_in_its_partition(
-    partitions: int, keys: int, here: bool
+    partitions: int, keys: int, in_process: bool
 ) -> None:
-    assert exchanged(partitions, keys, here=here) == expected(keys)
+    assert exchanged(partitions, keys, in_process=in_process) == expected(keys)
 
 
 def sleep_a_moment(number: int) -> tuple[float, float]:
@@ -116,15 +123,17 @@ def test_tasks_at_once_keep_the_resource_limits() -> None:
 
     spans = [
         span
-        for _, span in Engine(limited).each(sleep_a_moment, [(n,) for n in range(4)])
+        for _, span in Engine(limited).map_unordered(
+            sleep_a_moment, [(n,) for n in range(4)]
+        )
     ]
     engine = Engine(limited)
-    tables = engine.exchange(partial(log, 3, "", ""), 5, 3, gathered)
-    rows = [row for table in tables for row in table.to_pylist()]
+    exchange = Exchange(partial(log, 3, "", ""), 5, gather, 3)
+    rows = dict(engine.exchange(exchange))
 
     ordered = sorted(spans)
     assert all(end <= began for (_, end), (began, _) in itertools.pairwise(ordered))
-    assert {row["key"]: row["rows"] for row in rows} == expected(3)
+    assert rows == expected(3)
 
 
 def test_a_task_that_the_resource_limits_have_no_room_for_is_refused() -> None:
@@ -135,16 +144,37 @@ def test_a_task_that_the_resource_limits_have_no_room_for_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize("here", [False, True])
-def test_rows_of_an_exchange_go_on_into_another(here: bool) -> None:
+@pytest.mark.parametrize("in_process", [False, True])
+def test_rows_of_an_exchange_go_on_into_another(in_process: bool) -> None:
     def onward(rows: pa.Table) -> pa.Table:
         key = (rows["row"].to_numpy() // 5000).astype(np.int32)
         return rows.set_column(rows.column_names.index(KEY), KEY, pa.array(key))
 
-    found = exchanged(4, 3, first=(3, onward), here=here)
+    found = exchanged(
+        4, 3, first_kernel=onward, num_first_partitions=3, in_process=in_process
+    )
     assert found == {
         key: list(range(5000 * key, 5000 * key + 5000)) for key in range(4)
     }
+
+
+def log_with_summary(number: int) -> Iterator[pa.Table | ReadSummary]:
+    yield from log(3, "", "", number)
+    yield ReadSummary(number, {"tables": 4})
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize("in_process", [False, True])
+def test_summaries_of_reads_come_beside_the_results(in_process: bool) -> None:
+    exchange = Exchange(log_with_summary, 5, gather, 3, summaries=True)
+
+    outputs = list(Engine(RayDataConfig()).exchange(exchange, in_process))
+
+    summaries = [each for each in outputs if isinstance(each, ReadSummary)]
+    results = [each for each in outputs if not isinstance(each, ReadSummary)]
+    assert sorted(each.number for each in summaries) == list(range(5))
+    assert all(each.value == {"tables": 4} for each in summaries)
+    assert dict(results) == expected(3)
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -168,16 +198,16 @@ def halve(by: int, number: int) -> float:
 
 
 @pytest.mark.usefixtures("ray_local")
-@pytest.mark.parametrize("here", [False, True])
-def test_each_gives_the_results_of_calls_by_their_numbers(here: bool) -> None:
-    engine = Engine(here=here)
+@pytest.mark.parametrize("in_process", [False, True])
+def test_each_gives_the_results_of_calls_by_their_numbers(in_process: bool) -> None:
+    engine = Engine(in_process=in_process)
     assert dict(
-        engine.each(halve, [(number,) for number in (4, 6, 8)], (ray.put(2),))
+        engine.map_unordered(halve, [(number,) for number in (4, 6, 8)], (ray.put(2),))
     ) == {0: 2, 1: 3, 2: 4}
     with pytest.raises(UserError) as caught:
-        list(engine.each(halve, [(number,) for number in range(9)], (2,)))
+        list(engine.map_unordered(halve, [(number,) for number in range(9)], (2,)))
     assert str(caught.value) == "2 is no good; take another"
-    assert list(engine.each(halve, [])) == []
+    assert list(engine.map_unordered(halve, [])) == []
 
 
 def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
@@ -187,10 +217,10 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     rows = pa.table(
         {"user_id": users, "timestamp_ms": np.arange(count), "item_id": ["a"] * count}
     )
-    write = events._Write(str(tmp_path), events_schema(), None, False, 4, {})
-    mine = events.user_keys(users) % 4 == 1
-    [written] = write(None, 1, rows.filter(pa.array(mine))).to_pylist()
-    assert written["users"] == written["rows"] == mine.sum()
+    write = PartitionWriter(str(tmp_path), events_schema(), None, False, 4, {})
+    mine = user_keys(users) % 4 == 1
+    written = write(None, 1, rows.filter(pa.array(mine)))
+    assert written.users == written.part.rows == mine.sum()
     with pytest.raises(
         RuntimeError, match=f"put {count - mine.sum()} users into the wrong partition"
     ):
@@ -199,9 +229,11 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     class Broken(Engine):
         """An exchange that loses a partition or gives one twice."""
 
-        def exchange(self, *given: Any, **more: Any) -> Iterator[pa.Table]:
-            _, *others = super().exchange(*given, **more)
-            yield from [*others, *others[:1]] if self.twice else others
+        def exchange(
+            self, exchange: Exchange, in_process: bool = False
+        ) -> Iterator[Any]:
+            results = list(super().exchange(exchange, in_process))
+            yield from [*results, *results[-1:]] if self.twice else results[:-1]
 
         twice = False
 
@@ -219,32 +251,19 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     )
     for name in ("events", "rejects"):
         (tmp_path / name).mkdir()
-    run = Run(
-        source,
-        str(tmp_path),
-        str(tmp_path),
-        PrepareConfig(),
-        None,
-        False,
-        print,
-        False,
-        Engine(here=True),
-    )
-    made = events.ingest(run, ["log.csv"], 4, Surveyor(None, False), None, None)
-    assert (sum(part.rows for part in made.parts), made.users) == (count, count)
+    engine = Engine(in_process=True)
+    tables = OutputTables(str(tmp_path), print, engine)
+    run = Run(source, str(tmp_path), PrepareConfig(), None, print, engine, tables)
+    result = read_partitions(run, ["log.csv"], 4, None, None)
+    assert sum(written.part.rows for written in result.partitions) == count
+    assert sum(written.users for written in result.partitions) == count
     for Broken.twice, words in (
         (False, "came out of the shuffle"),
         (True, r"gave partition \d twice"),
     ):
+        broken = replace(run, engine=Broken(in_process=True))
         with pytest.raises(RuntimeError, match=words):
-            events.ingest(
-                replace(run, engine=Broken(here=True)),
-                ["log.csv"],
-                4,
-                Surveyor(None, False),
-                None,
-                None,
-            )
+            read_partitions(broken, ["log.csv"], 4, None, None)
 
 
 BLOCKS, BLOCK_ROWS, STORE_MB = 5, 100_000, 80
@@ -258,10 +277,8 @@ def wide(number: int) -> Iterator[pa.Table]:
         yield pa.table({"name": names, "row": row, KEY: row % 8}).cast(SCHEMA)
 
 
-def size(_: int, rows: pa.Table) -> pa.Table:
-    return pa.table(
-        {"rows": [len(np.unique(rows["row"].to_numpy()))], "bytes": [rows.nbytes]}
-    )
+def size(_: int, rows: pa.Table) -> tuple[int, int]:
+    return len(np.unique(rows["row"].to_numpy())), rows.nbytes
 
 
 @pytest.mark.long
@@ -284,14 +301,11 @@ def alone() -> None:
             log_to_driver=False,
             _temp_dir=folder,
         )
-        found = pa.concat_tables(
-            Engine(RayDataConfig(shuffle_batch_mb=16)).exchange(wide, 4, 8, size)
-        )
-        print(
-            json.dumps(
-                [sum(found["rows"].to_pylist()), sum(found["bytes"].to_pylist()) >> 20]
-            )
-        )
+        engine = Engine(RayDataConfig(shuffle_batch_mb=16))
+        sizes = list(engine.exchange(Exchange(wide, 4, size, 8)))
+        total_rows = sum(rows for rows, _ in sizes)
+        total_mb = sum(size for _, size in sizes) >> 20
+        print(json.dumps([total_rows, total_mb]))
         ray.shutdown()
 
 

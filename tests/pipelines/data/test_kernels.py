@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from models.storage.tables import UserError, join, read_parquet, write_part
 from pipelines.data.engine import Engine
-from pipelines.data.events.build_events import order_events, restore_unset
-from pipelines.data.events.catalogue import core_items
-from pipelines.data.events.event_stats import Union, Vocabulary, survey, user_keys
+from pipelines.data.events.columns import Vocabulary, user_keys
+from pipelines.data.events.event_stats import IdCounts, event_stats
+from pipelines.data.events.k_core import core_items
+from pipelines.data.events.order_events import add_missing_columns, order_events
 from pipelines.data.schemas import events_schema
 from pipelines.data.sequences.splits import (
-    NAMES,
+    SPLITS,
     SplitConfig,
-    assign,
+    assign_splits,
     count_tied,
     cut_times,
     nth_times,
@@ -185,7 +186,7 @@ def test_columns_that_do_not_travel_come_back(rows: list[dict]) -> None:
         ]
     )
     sent = whole.drop_columns(["request_id", "position", "query", "cat_tab"])
-    assert restore_unset(sent, whole.schema).equals(whole)
+    assert add_missing_columns(sent, whole.schema).equals(whole)
     assert order_events(sent, SCHEMA)[0].equals(order_events(whole, SCHEMA)[0])
 
 
@@ -248,13 +249,13 @@ def test_cut_times_are_the_quantiles(
         }
         for i, time in enumerate(times)
     ]
-    found = survey(
+    found = event_stats(
         written(rows, str(tmp_path_factory.mktemp("events")), 2),
         None,
-        Engine(here=True),
+        Engine(in_process=True),
     )
     ranks = [0, len(times) // 2, len(times) - 1]
-    assert nth_times(found, ranks, Engine(here=True)) == [
+    assert nth_times(found, ranks, Engine(in_process=True)) == [
         sorted(times)[rank] for rank in ranks
     ]
     first, second = (
@@ -262,14 +263,14 @@ def test_cut_times_are_the_quantiles(
     )
     config = SplitConfig("temporal", val, test)
     if min(times) < first < second:
-        assert cut_times(found, config, Engine(here=True)) == {
+        assert cut_times(found, config, Engine(in_process=True)) == {
             "kind": "temporal",
             "val_start_ms": first,
             "test_start_ms": second,
         }
     else:
         with pytest.raises(UserError, match="no two cut times"):
-            cut_times(found, config, Engine(here=True))
+            cut_times(found, config, Engine(in_process=True))
 
 
 @FEW
@@ -281,7 +282,7 @@ def test_a_vocabulary_finds_the_places_of_its_ids(
     ids: list[str], known: list[str]
 ) -> None:
     known = sorted(known, key=str.encode)
-    found = Vocabulary.of(pa.array(known, pa.large_string())).positions(
+    found = Vocabulary.from_ids(pa.array(known, pa.large_string())).lookup(
         pa.array([*ids, None], pa.string())
     )
     assert found.tolist() == [
@@ -293,10 +294,10 @@ def test_a_vocabulary_finds_the_places_of_its_ids(
 @FEW
 @given(st.lists(st.lists(st.sampled_from(ITEMS), unique=True), max_size=6))
 def test_the_union_of_parts_adds_up_their_counts(parts: list[list[str]]) -> None:
-    found = Union()
+    found = IdCounts()
     for part in parts:
         found.add(pa.array(part, pa.large_string()), np.arange(1, len(part) + 1))
-    ids, counts = found.sorted()
+    ids, counts = found.sort()
     wanted: dict[str, int] = {}
     for part in parts:
         for count, one in enumerate(part, start=1):
@@ -313,7 +314,7 @@ def test_user_keys_are_stable_and_not_negative() -> None:
 
 
 def test_leave_last_out_leaves_short_histories_to_training() -> None:
-    codes = assign({"kind": "leave_last_out"}, np.arange(7), np.array([0, 2, 3]))
+    codes = assign_splits({"kind": "leave_last_out"}, np.arange(7), np.array([0, 2, 3]))
     assert codes.tolist() == [0, 0, 0, 0, 0, 1, 2]
 
 
@@ -369,9 +370,12 @@ def test_the_core_of_the_training_window_counts_what_is_known_in_it(
         str(tmp_path),
         write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path,
     )
-    found = survey([part], "click", Engine(here=True), late=True)
-    assert core_items(found, 2, 5, Engine(here=True))[0].to_pylist() == ["a"]
-    assert core_items(found, 2, 10, Engine(here=True))[0].to_pylist() == ["a", "b"]
+    found = event_stats([part], "click", Engine(in_process=True), late=True)
+    assert core_items(found, 2, 5, Engine(in_process=True))[0].to_pylist() == ["a"]
+    assert core_items(found, 2, 10, Engine(in_process=True))[0].to_pylist() == [
+        "a",
+        "b",
+    ]
     assert (found.first_ms, found.last_ms) == (
         0,
         3,
@@ -386,14 +390,14 @@ def test_leave_last_out_draws_among_requests_of_one_time() -> None:
     start = np.arange(0, len(time), 5)
     ids = (pa.array(users), pa.array(items))
 
-    codes = assign({"kind": "leave_last_out"}, time, start, ids)
+    codes = assign_splits({"kind": "leave_last_out"}, time, start, ids)
 
     assert np.bincount(codes).tolist() == [3 * baskets, baskets, baskets]
     for name in ("val", "test"):
-        held_out = Counter(items[codes == NAMES.index(name)])
+        held_out = Counter(items[codes == SPLITS.index(name)])
         assert set(held_out) == {"c", "d", "e"}
         assert all(abs(count - 100) < 30 for count in held_out.values())  # 3.7 sigma
-    again = assign({"kind": "leave_last_out"}, time, start, ids)
+    again = assign_splits({"kind": "leave_last_out"}, time, start, ids)
     assert (codes == again).all()
     tied = count_tied(codes, time, start)
     assert tied == {"val": baskets, "test": baskets}
@@ -402,6 +406,6 @@ def test_leave_last_out_draws_among_requests_of_one_time() -> None:
 def test_leave_last_out_without_ties_takes_the_last_two() -> None:
     time, start = np.array([1, 2, 3, 1, 1, 2, 3, 4]), np.array([0, 3])
     ids = (pa.array(["u"] * 3 + ["v"] * 5), pa.array(list("abcdefgh")))
-    codes = assign({"kind": "leave_last_out"}, time, start, ids)
+    codes = assign_splits({"kind": "leave_last_out"}, time, start, ids)
     assert codes.tolist() == [0, 1, 2, 0, 0, 0, 1, 2]
     assert count_tied(codes, time, start) == {"val": 0, "test": 0}

@@ -76,7 +76,7 @@ class Shop:
             str(self.folder / "raw"),
             str(self.tables),
             config,
-            True,
+            "overwrite",
             self.lines.append,
         )
         rules = audit(str(self.tables))

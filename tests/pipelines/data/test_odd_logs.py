@@ -76,7 +76,11 @@ def made(mapping: str, output: Path, **options: Any) -> str:
     source, defaults = load_source(mapping)
     raw = str(Path(mapping).parent)
     prepare(
-        source, raw, str(output), read_config(defaults, options), say=lambda line: None
+        source,
+        raw,
+        str(output),
+        read_config(defaults, options),
+        report=lambda line: None,
     )
     return str(output)
 

@@ -125,7 +125,7 @@ def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(
         split=SplitConfig("temporal", 0.2, 0.2),
     )
     statistics = prepare(
-        source, make_log(tmp_path / "raw", rows), out, config, say=lambda line: None
+        source, make_log(tmp_path / "raw", rows), out, config, report=lambda line: None
     )
     assert broken(out) == {}
 
@@ -166,7 +166,7 @@ def test_a_log_becomes_the_same_proved_tables_in_any_order_of_rows(
         make_log(tmp_path / "raw2", rows),
         str(tmp_path / "out2"),
         config,
-        say=lambda line: None,
+        report=lambda line: None,
     )
     assert hashes(tmp_path / "out2") == hashes(tmp_path / "out")
 
@@ -181,7 +181,7 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
         raw,
         str(out),
         PrepareConfig(core=2, partitions=2),
-        say=lambda line: None,
+        report=lambda line: None,
     )
     stats = read_manifest(str(out / "events")).timings["ray_data"]
     assert (
@@ -192,7 +192,11 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
     assert (
         prepare(
-            source, raw, str(out), PrepareConfig(core=2, partitions=2), say=lines.append
+            source,
+            raw,
+            str(out),
+            PrepareConfig(core=2, partitions=2),
+            report=lines.append,
         )
         == first
     )
@@ -210,7 +214,7 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
                 raw,
                 str(out),
                 PrepareConfig(core=core, partitions=2),
-                say=lambda line: None,
+                report=lambda line: None,
             )
 
     refused(core=3)
@@ -230,7 +234,7 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
                 raw,
                 str(out),
                 PrepareConfig(core=2, partitions=2),
-                say=lambda line: None,
+                report=lambda line: None,
             )
             == first
         )
@@ -245,7 +249,7 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
         raw,
         str(out),
         PrepareConfig(core=2, partitions=2),
-        say=lambda line: None,
+        report=lambda line: None,
     )
     assert hashes(out) == before
     assert not left_over.exists()
@@ -255,8 +259,8 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
         raw,
         str(out),
         PrepareConfig(core=3, partitions=2),
-        overwrite=True,
-        say=lambda line: None,
+        existing="overwrite",
+        report=lambda line: None,
     )
     assert other["core"] == 3
     assert {path.name for path in (out / "items").glob("*.parquet")} == {
@@ -277,7 +281,11 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(
     logger.addHandler(caplog.handler)
     with pytest.raises(UserError, match="has a column 'knd'; the nearest is 'kind'"):
         prepare(
-            make_source(tmp_path, items=broken), raw, out, config, say=lambda line: None
+            make_source(tmp_path, items=broken),
+            raw,
+            out,
+            config,
+            report=lambda line: None,
         )
     gc.collect()
     logger.removeHandler(caplog.handler)
@@ -285,7 +293,7 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(
 
     lines: list[str] = []
     prepare(
-        make_source(tmp_path), raw, out, config, say=lines.append
+        make_source(tmp_path), raw, out, config, report=lines.append
     )  # another section: the events stay
     assert any(line.startswith("events: up to date") for line in lines)
     assert not any("replaced" in line for line in lines)
@@ -294,9 +302,9 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(
     with pytest.raises(
         UserError, match="made from other inputs or settings; add --overwrite"
     ):
-        prepare(changed, raw, out, config, say=lambda line: None)
+        prepare(changed, raw, out, config, report=lambda line: None)
     Path(out, "statistics.json").unlink()  # as if that run had been stopped
-    prepare(changed, raw, out, config, say=lines.append)
+    prepare(changed, raw, out, config, report=lines.append)
     assert (
         "events: replaced, as the run that made it from other inputs or settings did not finish"
         in lines
@@ -315,11 +323,11 @@ def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"raw/events holds 'day1.parquet', which is no part of a table"
     ):
-        prepare(source, str(raw), str(raw), config, say=lambda line: None)
+        prepare(source, str(raw), str(raw), config, report=lambda line: None)
     out = raw / "tables"
-    first = prepare(source, str(raw), str(out), config, say=lambda line: None)
+    first = prepare(source, str(raw), str(out), config, report=lambda line: None)
     lines: list[str] = []
-    assert prepare(source, str(raw), str(out), config, say=lines.append) == first
+    assert prepare(source, str(raw), str(out), config, report=lines.append) == first
     assert len([line for line in lines if "up to date" in line]) == 4
     assert (
         pl.read_parquet(raw / "events" / "day1.parquet").height
@@ -333,7 +341,12 @@ def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="over the limit max_rejects"):
         prepare(
-            source, str(raw), str(out), config, overwrite=True, say=lambda line: None
+            source,
+            str(raw),
+            str(out),
+            config,
+            existing="overwrite",
+            report=lambda line: None,
         )
     assert kept.read_text() == "mine"
 
@@ -350,7 +363,7 @@ def test_an_output_that_another_job_writes_is_left_alone(tmp_path: Path) -> None
             UserError, match="out is being written by another process; wait for it or"
         ),
     ):
-        prepare(source, raw, str(out), PrepareConfig(core=0), say=lambda line: None)
+        prepare(source, raw, str(out), PrepareConfig(core=0), report=lambda line: None)
     assert not list(out.rglob("*.parquet"))
 
 
@@ -369,7 +382,7 @@ def test_rejects_are_kept_and_too_many_leave_nothing(tmp_path: Path) -> None:
             raw,
             str(tmp_path / "out"),
             PrepareConfig(core=0, max_rejects=0.005),
-            say=lines.append,
+            report=lines.append,
         )
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert any(
@@ -379,7 +392,11 @@ def test_rejects_are_kept_and_too_many_leave_nothing(tmp_path: Path) -> None:
     )
 
     statistics = prepare(
-        source, raw, str(tmp_path / "out"), PrepareConfig(core=0), say=lambda line: None
+        source,
+        raw,
+        str(tmp_path / "out"),
+        PrepareConfig(core=0),
+        report=lambda line: None,
     )
     assert statistics["raw"]["rejects"] == 2
     assert sum(statistics["raw"]["reject_reasons"].values()) == 2
@@ -413,7 +430,7 @@ def test_what_item_and_user_files_lose_is_said_and_limited(
     lines: list[str] = []
     config = PrepareConfig(core=0, max_rejects=0.4, min_matched=0)
     (tmp_path / "raw" / name).write_text(f"{good}\noops\n{good}\n")
-    prepare(source, raw, str(out), config, say=lines.append)
+    prepare(source, raw, str(out), config, report=lines.append)
     [said] = [
         line
         for line in lines
@@ -436,13 +453,13 @@ def test_what_item_and_user_files_lose_is_said_and_limited(
     limit = rf"1 of 3 rows of the {of} \(33.33%\) break the schema, over the limit max_rejects 1.00%"
     strict = PrepareConfig(core=0, min_matched=0)
     with pytest.raises(UserError, match=limit):
-        prepare(source, raw, str(tmp_path / "strict"), strict, say=lambda line: None)
+        prepare(source, raw, str(tmp_path / "strict"), strict, report=lambda line: None)
 
     (tmp_path / "raw" / name).write_text(f"{good}\n" + "oops\n" * 5 + f"{good}\n")
     with pytest.raises(
         UserError, match=rf"5 of 7 rows of the {of} \(71.43%\) break the schema.*; fix"
     ) as caught:
-        prepare(source, raw, str(tmp_path / "out2"), config, say=lambda line: None)
+        prepare(source, raw, str(tmp_path / "out2"), config, report=lambda line: None)
     assert "\n" not in str(caught.value)
 
 
@@ -468,7 +485,7 @@ def test_user_files_are_read_once(
         raw,
         str(tmp_path / "out"),
         PrepareConfig(core=0, min_matched=0),
-        say=lambda line: None,
+        report=lambda line: None,
     )
     for event in read_table(str(tmp_path / "out" / "events")).to_pylist():
         assert event["cat_age"] == ("70" if event["user_id"] == "u1" else None)
@@ -502,7 +519,7 @@ def test_settings_that_do_not_fit_the_log(
             raw,
             str(tmp_path / "out"),
             read_config(config),
-            say=lambda line: None,
+            report=lambda line: None,
         )
 
 
@@ -582,7 +599,7 @@ def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
             raw,
             str(tmp_path / name),
             config,
-            say=lambda line: None,
+            report=lambda line: None,
             start=partial(started.append, name),
         )
     assert started == ["by_ray"]

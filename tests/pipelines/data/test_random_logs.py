@@ -156,7 +156,7 @@ def made(folder: Path, rows: list[Row], given: Row, requests: bool, late: bool) 
         str(folder),
         str(folder / "tables"),
         config,
-        say=lambda line: None,
+        report=lambda line: None,
     )
     return str(folder / "tables")
 

@@ -126,7 +126,7 @@ def test_words_of_clusters_are_their_own() -> None:
     world = make_world(Settings(users=1, items=2000, events=1, seed=0))
     count = len(world.starts) - 1
     texts = simulation.item_texts(
-        world, simulation.numbered("i", 2000), np.random.default_rng(0)
+        world, simulation.make_ids("i", 2000), np.random.default_rng(0)
     )
     words = [
         tuple(title.split(",")[0].split()[1:3]) for title in texts["title"].to_pylist()

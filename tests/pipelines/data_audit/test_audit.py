@@ -54,7 +54,7 @@ def made(folder: Path, rows: list[Row], **given: Any) -> str:
         str(folder),
         str(folder / "tables"),
         config,
-        say=lambda line: None,
+        report=lambda line: None,
     )
     return str(folder / "tables")
 

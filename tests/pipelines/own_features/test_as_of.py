@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from models.search.data import SearchCatalogue
 from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.reading.log import parse_log
-from pipelines.data.sequences.as_of import AsOfTable, attach
+from pipelines.data.sequences.as_of import AsOfTable, join_as_of
 from tests.audited import broken, rewrite
 from tests.own_features_log import AS_OF, SOURCE, make, make_text
 
@@ -46,9 +46,9 @@ def test_the_latest_row_strictly_before_is_found(
             )
         )
     )
-    table, count = AsOfTable.of("as_of_n", rows, "item_id"), Counter[str]()
+    table, count = AsOfTable.from_rows("as_of_n", rows, "item_id"), Counter[str]()
     ids = pa.array([id_ for id_, _ in asked], pa.string()).dictionary_encode()
-    found = attach(
+    found = join_as_of(
         pa.table({"item_id": ids}),
         np.array([t for _, t in asked], np.int64),
         [table],

@@ -92,7 +92,7 @@ def test_the_audit_finds_what_was_not_known(
 def test_a_category_with_too_many_values_is_hashed(
     feed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_features, "MOST_VALUES", 1)
+    monkeypatch.setattr(own_features, "MAX_VALUES", 1)
     tables = make(tmp_path, feed, FEED, of_kind=FEED_PREPARE)
     info = read_manifest(f"{tables}/sequences").info
     assert info["viewers"] == {}

@@ -10,7 +10,7 @@ import pytest
 
 from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.groups import feature_groups
+from pipelines.data.search.features import feature_groups
 from pipelines.data.sequences import own_features
 from pipelines.data.sequences.own_features import (
     Moments,
@@ -158,25 +158,25 @@ def test_moments_add_up_and_large_vocabularies_are_hashed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = [1e9 + 1, 1e9 + 2, None, 1e9 + 4, 1e9 + 9]
-    whole = Moments.of(pl.Series(values))
-    parts = Moments.of(pl.Series(values[:2])) + Moments.of(
+    whole = Moments.from_values(pl.Series(values))
+    parts = Moments.from_values(pl.Series(values[:2])) + Moments.from_values(
         pl.Series([None], dtype=pl.Float64)
     )
-    parts += Moments.of(pl.Series(values[3:]))
-    for key, value in whole.describe("x").items():
-        assert parts.describe("x")[key] == (
+    parts += Moments.from_values(pl.Series(values[3:]))
+    for key, value in whole.to_info("x").items():
+        assert parts.to_info("x")[key] == (
             pytest.approx(value) if isinstance(value, float) else value
         )
-    assert whole.describe("x")["std"] == pytest.approx(pl.Series(values).std(ddof=0))
-    assert Moments.of(pl.Series([3.0, 3.0])).describe("x") == {
+    assert whole.to_info("x")["std"] == pytest.approx(pl.Series(values).std(ddof=0))
+    assert Moments.from_values(pl.Series([3.0, 3.0])).to_info("x") == {
         "name": "x",
         "mean": 3.0,
         "std": 0.0,
         "missing": False,
     }
-    monkeypatch.setattr(own_features, "MOST_VALUES", 2)
+    monkeypatch.setattr(own_features, "MAX_VALUES", 2)
     seen = [
-        TrainingValues.of({"cat_a": pl.Series(part).to_arrow()})
+        TrainingValues.from_columns({"cat_a": pl.Series(part).to_arrow()})
         for part in (["x", "y"], ["y", "z"])
     ]
     assert describe_features(seen[:1], ["cat_a"])["categories"][0] == {

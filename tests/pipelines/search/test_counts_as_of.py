@@ -37,7 +37,7 @@ def made(
     config = read_config(
         defaults, {"partitions": partitions, "max_rejects": 0.2, **changes}
     )
-    prepare(source, raw, str(folder / "out"), config, say=lambda line: None)
+    prepare(source, raw, str(folder / "out"), config, report=lambda line: None)
     return str(folder / "out"), config
 
 
@@ -121,7 +121,7 @@ def test_another_moment_replaces_them_and_nothing_else(tmp_path: Path) -> None:
     hashes = []
     for moment in (None, *moments, moments[1]):
         config.counts_as_of = moment
-        prepare(source, raw, out, config, say=said.append)
+        prepare(source, raw, out, config, report=said.append)
         names = ("events", "items", "sequences", *(["counts"] if moment else []))
         hashes.append([read_manifest(join(out, name)).hash for name in names])
     assert [each[:3] for each in hashes] == [hashes[0]] * 4
@@ -143,7 +143,7 @@ def test_another_moment_replaces_them_and_nothing_else(tmp_path: Path) -> None:
         UserError,
         match=r"counts_as_of is 2019-\S+Z, and the log has no event before it",
     ):
-        prepare(source, raw, out, config, say=said.append)
+        prepare(source, raw, out, config, report=said.append)
 
 
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
             raw,
             str(folder / "out"),
             config,
-            say=pytest.fail,
+            report=pytest.fail,
             start=lambda: pytest.fail("started"),
         )
 

@@ -55,7 +55,9 @@ def write_pages(folder: Path, first_position: int = 0) -> None:
 
 def make(folder: Path, **keys: Any) -> str:
     source, tables = parse_log({**SOURCE, **keys}), str(folder / "tables")
-    prepare(source, str(folder), tables, read_config(SETTINGS), say=lambda line: None)
+    prepare(
+        source, str(folder), tables, read_config(SETTINGS), report=lambda line: None
+    )
     return tables
 
 

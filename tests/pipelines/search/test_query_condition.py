@@ -44,7 +44,7 @@ def simulated(
         mine = np.flatnonzero(log.user == user)
         searches, past = [], []
         for s in mine[np.argsort(log.time[mine], kind="stable")]:
-            time, asked = int(log.time[s]), int(log.asked[s])
+            time, asked = int(log.time[s]), int(log.query_cluster[s])
             shown, clicks = log.item[s].tolist(), log.click[s].tolist()
             none = np.zeros((len(shown), len(FEATURES)), np.float32)
             searches.append(

@@ -39,7 +39,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
         str(folder / "raw"),
         str(folder / "tables"),
         config,
-        say=lambda line: None,
+        report=lambda line: None,
     )
     return str(folder / "tables")
 
@@ -219,7 +219,7 @@ def tables_of(
 ) -> str:
     (folder / "source.yaml").write_text(yaml.safe_dump(source))
     made, defaults = load_source(str(folder / "source.yaml"))
-    prepare(made, str(raw), str(folder / "tables"), read_config(defaults), say=say)
+    prepare(made, str(raw), str(folder / "tables"), read_config(defaults), report=say)
     return str(folder / "tables")
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from models.storage.tables import UserError, join, read_manifest, read_table, write_part
-from pipelines.data.events.event_stats import Vocabulary, read_coded
+from pipelines.data.events.columns import Vocabulary, read_part
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import load_source
@@ -22,7 +22,8 @@ from pipelines.data.reading.times import Time
 from pipelines.data.schemas import events_schema
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import IDS
-from pipelines.data.search.sequences import SearchRules, build_search
+from pipelines.data.search.sequences import SearchBuilder
+from pipelines.data.sequences.builder import Lookups
 from pipelines.data.settings import read_config
 from tests.audited import broken
 
@@ -33,20 +34,24 @@ LATE = events_schema(
     {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"]
 )
 CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
+LOOKUPS = Lookups(
+    *[Vocabulary.from_ids(pa.array(values)) for values in (CATALOGUE, QUERIES)]
+)
 HOUR, DAY = 3_600_000, 86_400_000
 KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 
 
-def rules_of(
+def builder_for(
     split: tuple[int, int] | None, max_events: int, schema: pa.Schema = SCHEMA
-) -> SearchRules:
+) -> SearchBuilder:
     kind = {"kind": "leave_last_out"}
     if split:
         kind = {"kind": "temporal", "val_start_ms": split[0], "test_start_ms": split[1]}  # type: ignore[dict-item]
-    return SearchRules(
+    return SearchBuilder(
         schema,
         kind,
         max_events,
+        pa.schema([]),
         ["click", "buy"],
         clock=False,
         search=SearchConfig(page_size=2),
@@ -55,7 +60,7 @@ def rules_of(
 
 def part_of(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
     rows = sorted(rows, key=lambda row: tuple(row[name] for name in KEY))
-    return read_coded(
+    return read_part(
         join(
             folder, write_part(folder, pa.Table.from_pylist(rows, schema=schema)).path
         ),
@@ -66,14 +71,10 @@ def part_of(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Tab
 
 def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
     events = part_of([], str(tmp_path))
-    table, count = build_search(
-        events,
-        *[Vocabulary.of(pa.array([], pa.large_string()))] * 2,
-        None,
-        rules_of(None, 10),
-    )
-    assert table.num_rows == 0
-    assert count == Counter()
+    part = builder_for(None, 10).build(events, LOOKUPS)
+    assert part.table is not None
+    assert part.table.num_rows == 0
+    assert part.count == Counter()
 
 
 SOURCE = {
@@ -154,7 +155,7 @@ def test_a_raw_log_becomes_tables_that_the_audit_proves(
     rows = searches()
     source, config, raw = write_log(tmp_path, rows, partitions, core_window=window)
     out = str(tmp_path / "out")
-    statistics = prepare(source, raw, out, config, say=lambda line: None)
+    statistics = prepare(source, raw, out, config, report=lambda line: None)
     assert broken(out) == {}
 
     assert len(read_manifest(join(out, "events")).files) > (1 if partitions else 0)
@@ -180,7 +181,7 @@ def test_a_raw_log_becomes_tables_that_the_audit_proves(
     assert (outside > 0) == (window == "train")
 
     said: list[str] = []
-    assert prepare(source, raw, out, config, say=said.append) == statistics
+    assert prepare(source, raw, out, config, report=said.append) == statistics
     assert [
         line for line in said if "up to date" in line or line.startswith("warning: ")
     ] == said
@@ -193,7 +194,7 @@ def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
     config = read_config(
         SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1}
     )
-    prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
+    prepare(source, raw, str(tmp_path / "out"), config, report=lambda line: None)
     info = read_manifest(str(tmp_path / "out" / "sequences")).info
     assert info["features"] == ["position", "page"]
     assert info["windows"] == []
@@ -220,7 +221,7 @@ def test_settings_that_a_search_log_cannot_have(
 ) -> None:
     def attempt() -> None:
         source, config, raw = write_log(tmp_path, searches(5), **changes)
-        prepare(source, raw, str(tmp_path / "out"), config, say=lambda line: None)
+        prepare(source, raw, str(tmp_path / "out"), config, report=lambda line: None)
 
     with pytest.raises(UserError, match=words):
         attempt()
@@ -242,17 +243,13 @@ def results(**changes: Any) -> list[dict]:
 
 
 def built(
-    rows: list[dict], folder: Path, rules: SearchRules | None = None
+    rows: list[dict], folder: Path, builder: SearchBuilder | None = None
 ) -> tuple[list[dict], Counter[str]]:
     """Requests of the only user, and what was counted."""
-    large = [
-        Vocabulary.of(pa.array(values, pa.large_string()))
-        for values in (CATALOGUE, QUERIES)
-    ]
-    table, count = build_search(
-        part_of(rows, str(folder)), *large, None, rules or rules_of(None, 100)
-    )
-    return table["requests"].to_pylist()[0], count
+    builder = builder or builder_for(None, 100)
+    part = builder.build(part_of(rows, str(folder)), LOOKUPS)
+    assert part.table is not None
+    return part.table["requests"].to_pylist()[0], part.count
 
 
 def test_results_with_times_of_their_own_are_one_request(tmp_path: Path) -> None:
@@ -281,17 +278,15 @@ def test_without_request_ids_the_log_is_cut_by_time(tmp_path: Path) -> None:
 
 def test_a_request_id_that_comes_again_is_an_error(tmp_path: Path) -> None:
     again = [row | {"timestamp_ms": row["timestamp_ms"] + DAY} for row in results()]
-    rules = rules_of(None, 100)
-    limited = SearchRules(
-        **{**vars(rules), "clock": True, "search": SearchConfig(windows_days=[])}
-    )
+    builder = builder_for(None, 100)
+    limited = replace(builder, clock=True, search=SearchConfig(windows_days=[]))
     with pytest.raises(
         UserError,
         match=r"request 'r' of user 'u'.* 1,440\.\d minutes .*max_request_minutes 60;.*session",
     ):
         built(results() + again, tmp_path, limited)
     built(results(), tmp_path, limited)
-    built(results() + again, tmp_path, rules)  # places of an order are no minutes
+    built(results() + again, tmp_path, builder)  # places of an order are no minutes
 
 
 def test_a_click_is_in_histories_from_when_it_is_known(tmp_path: Path) -> None:
@@ -304,13 +299,10 @@ def test_a_click_is_in_histories_from_when_it_is_known(tmp_path: Path) -> None:
         first | {"request_id": f"s{n}", "timestamp_ms": n, "label_click": False}
         for n in (3000, 4000, 10_000)
     ]
-    large = [
-        Vocabulary.of(pa.array(values, pa.large_string()))
-        for values in (CATALOGUE, QUERIES)
-    ]
     events = part_of(clicks + later, str(tmp_path), LATE)
-    table, _ = build_search(events, *large, None, rules_of(None, 100, LATE))
-    [user] = table.to_pylist()
+    part = builder_for(None, 100, LATE).build(events, LOOKUPS)
+    assert part.table is not None
+    [user] = part.table.to_pylist()
     assert (user["timestamp_ms"], user["known_click"]) == (
         [2000, 0],
         [3000, 9000],

@@ -88,7 +88,7 @@ def test_clicks_have_the_causes_that_are_claimed(tmp_path: Path, driven: float) 
     follows = (world.following_cluster[log.intent[:-1]] == log.intent[1:])[
         same_user
     ].mean()
-    asked = (log.asked == log.intent).mean()
+    asked = (log.query_cluster == log.intent).mean()
     chance = 1 / len(world.following_cluster)
     assert (asked, follows) == pytest.approx(
         (1.0, chance) if driven else (chance, 0.82), abs=0.04

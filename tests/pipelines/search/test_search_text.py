@@ -87,7 +87,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
         str(folder / "raw"),
         str(folder / "tables"),
         read_config(defaults, {"partitions": 2}),
-        say=str,
+        report=str,
     )
     return str(folder / "tables")
 
@@ -288,7 +288,7 @@ def test_queries_of_unknown_words_and_no_query_are_defined(
                 "split": {"kind": "leave_last_out"},
             }
         ),
-        say=str,
+        report=str,
     )
     made = encode_log(out, str(tmp_path / "text"), "tfidf", TextConfig(svd=1), say=str)
     assert made["queries"].info["texts_without_known_word"] == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import feature_names, features
-from pipelines.data.sequences.counts import UNSEEN, window_counts
+from pipelines.data.sequences.counts import NO_GAP, window_counts
 
 
 @settings(max_examples=150)
@@ -41,7 +41,7 @@ def test_counts_and_gap_equal_brute_force(
             inside = [e for e in events if e[0] == k and t - window <= e[1] < t - delay]
             assert counts[i, w].tolist() == [len(inside), sum(e[2] for e in inside)]
         before = [e[1] for e in events if e[0] == k and e[1] < t - delay]
-        assert gap[i] == (t - max(before) if before else UNSEEN)
+        assert gap[i] == (t - max(before) if before else NO_GAP)
 
 
 def test_events_of_one_moment_do_not_count_for_each_other() -> None:
@@ -49,7 +49,7 @@ def test_events_of_one_moment_do_not_count_for_each_other() -> None:
         np.zeros(3, np.int64), np.full(3, 100), np.ones((3, 1), np.int32), [50], 0
     )
     assert not counts.any()
-    assert (gap == UNSEEN).all()
+    assert (gap == NO_GAP).all()
 
 
 def test_the_future_changes_no_count() -> None:
