@@ -37,7 +37,7 @@ def to_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
         )
         experiment = f"benchmark/{line['benchmark']}"
         row = rows.setdefault(
-            (name, *params.items()), Row(name, "", experiment=experiment, params=params)
+            (name, *params.items()), Row(name, experiment=experiment, params=params)
         )
         figures = {
             key: float(value)
@@ -127,7 +127,7 @@ def table(params: dict[str, str], rows: list[Row]) -> Table:
         )
         notes[0] += f" {given}, {params['mean_history']} items in the mean."
     return Table(
-        f"{rows[0].model.split('/')[0]}: {title}", header, cells, notes, words=1
+        f"{rows[0].model.split('/')[0]}: {title}", header, cells, notes, num_words=1
     )
 
 

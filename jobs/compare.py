@@ -1,11 +1,12 @@
-"""MLflow runs beside each other, as tables and as a page of plots.
+"""Compare MLflow runs in tables and on a page with plots.
 
     python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
     python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
 
-Runs that differ in their seed alone are one row. --markdown FILE writes the tables as Markdown, --html FILE one
-self-contained page with the plots: learning curves, accuracy against requests per second, what a sweep's axes do.
+Runs that differ in their seed alone are one row. --markdown FILE writes the tables as Markdown,
+--html FILE one self-contained page with plots: learning curves, accuracy against requests per
+second, the effect of a sweep's axes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from models.config import pluralize
 
 if TYPE_CHECKING:
     from pipelines.comparison.rows import Comparison
+    from pipelines.comparison.table import Table
 
 
 @dataclass
@@ -61,55 +63,69 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Prints the tables, and writes what is asked for."""
+    """Print the tables, and write the files that are asked for."""
     cli.say_loading("mlflow")
     from pipelines import tracking
-    from pipelines.comparison import page
-    from pipelines.comparison.plots import plots
-    from pipelines.comparison.rows import compare
+    from pipelines.comparison.load import compare
     from pipelines.comparison.runs import select
     from pipelines.comparison.tables import best_table, tables
 
     uri = tracking.named_store(config.tracking_uri)
     if config.sweep or config.run:
-        chosen = [select(uri, config.experiment, config.sweep, config.run)]
+        selections = [select(uri, config.experiment, config.sweep, config.run)]
     else:
-        chosen = [select(uri, [name]) for name in config.experiment]
-    found = [compare(selection, config.metric) for selection in chosen]
-    shown = [table for comparison in found for table in tables(comparison)]
-    shown += [best] if (best := best_table(found)) else []
-    print("\n\n".join(table.text() for table in shown))
-    markdown = "\n".join(table.markdown() for table in shown)
-    if config.markdown:
-        page.write(markdown, config.markdown)
-        print(f"written to {config.markdown}")
-    if config.html:
-        drawn = [plot for comparison in found for plot in plots(comparison)]
-        title = ", ".join(comparison.selection.title for comparison in found)
-        content = page.build(title, uri, shown, drawn)
-        page.write(content, config.html)
-        name = page.log(found[0].selection, content, markdown)
-        print(
-            f"{pluralize(len(drawn), 'plot')} written to {config.html}, and to MLflow as compare.html of '{name}'"
-        )
+        selections = [select(uri, [name]) for name in config.experiment]
+    comparisons = [compare(selection, config.metric) for selection in selections]
+    all_tables = [table for comparison in comparisons for table in tables(comparison)]
+    best = best_table(comparisons)
+    if best:
+        all_tables.append(best)
+    print("\n\n".join(table.text() for table in all_tables))
+    write_files(config, uri, comparisons, all_tables)
     if config.register:
-        register_best(found[0], config.register)
+        register_best(comparisons[0], config.register)
     print(f"look at it: {tracking.viewer(uri)}")
 
 
+def write_files(
+    config: Config, uri: str, comparisons: list[Comparison], tables: list[Table]
+) -> None:
+    """Write the tables as Markdown and the page as HTML, where files are given."""
+    from pipelines.comparison import page
+    from pipelines.comparison.plots import choose_colours, plots
+
+    markdown = "\n".join(table.markdown() for table in tables)
+    if config.markdown:
+        page.write(markdown, config.markdown)
+        print(f"written to {config.markdown}")
+    if not config.html:
+        return
+    colours = choose_colours(comparisons)
+    all_plots = [plot for each in comparisons for plot in plots(each, colours)]
+    title = ", ".join(comparison.selection.title for comparison in comparisons)
+    content = page.build(title, uri, tables, all_plots)
+    page.write(content, config.html)
+    name = page.log_page(comparisons[0].selection, content, markdown)
+    print(
+        f"{pluralize(len(all_plots), 'plot')} written to {config.html}, and to MLflow as "
+        f"compare.html of '{name}'"
+    )
+
+
 def register_best(comparison: Comparison, name: str) -> None:
-    """The comparison's best run by validation as a version of the registered model `name`."""
+    """Register the checkpoint of the best run by validation as a new model version."""
     from pipelines import tracking
-    from pipelines.comparison.rows import best_run
+    from pipelines.comparison.load import find_best_run
     from pipelines.serving.registered_model import register
 
-    best = best_run(comparison)
-    ref = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
-    version = register(ref, name, f"val/{comparison.metric}")
+    best = find_best_run(comparison)
+    run = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
+    version = register(run, name, f"val/{comparison.metric}").version
     print(
-        f"registered: version {version.version} of {name} is the best checkpoint of {best.name} by validation"
+        f"registered: version {version} of {name} is the best checkpoint of {best.name} by "
+        f"validation"
     )
-    print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version.version}')")
+    print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')")
 
 
 if __name__ == "__main__":

@@ -284,10 +284,7 @@ class Day:
         for options, floors in zip(rankings, all_floors, strict=True):
             if not floors:
                 continue
-            if options:
-                self.do("evaluate", {"checkpoint": where, **self.read, **options})
-            suffix = "-unseen-True" if options else ""
-            result = read_json(join(where, f"evaluation-test{suffix}.json"))
+            result = self.do("evaluate", {"checkpoint": where, **self.read, **options})
             verdicts.append(judge_result(result, floors, about.fit["metric"]))
         if verdicts and verdicts[0]["repeats"] < REPEATS:
             verdicts.reverse()

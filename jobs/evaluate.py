@@ -1,11 +1,13 @@
-"""Measure a checkpoint on a split: the full catalogue is ranked for every request.
+"""Measure a checkpoint on a split, ranking the full catalogue for every request.
 
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
-Prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of a model that scores
-candidates; writes them beside the checkpoint and into the MLflow run of the training. With --batch_inference FOLDER it
-writes the top K items of all users to a table instead (of the items in --allowed FILE alone), with --split those of its
-requests, or the scores of all candidates of the split; with --export FILE.pt2 a student as one program.
+It prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of
+a model that scores candidates, and writes them beside the checkpoint and to MLflow, as a child run
+of the training whose params are the options. With --batch_inference FOLDER it writes the top K
+items of all users to a table instead (of the items in --allowed FILE alone), with --split those of
+its requests, or the scores of all candidates of the split; with --export FILE.pt2 a student as one
+program.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ from models.storage.inputs import Inputs
 from models.storage.uri import check_writable
 
 if TYPE_CHECKING:
-    from pipelines.evaluation.ranking import Result
+    from models.storage.checkpoint import Checkpoint
+    from models.storage.tables import Manifest
+    from pipelines.evaluation.record import Result
 
 RECOMMENDS = most_derived(RECOMMEND_OPTIONS)
-"""What the models declare as options of their `recommend`; each is an option of this job."""
+"""Dataclasses of the options of `recommend`; each option is an option of this job."""
 
-OPTIONS = tuple(dict.fromkeys(f.name for kind in RECOMMENDS for f in fields(kind)))
+RECOMMEND_NAMES = tuple(
+    dict.fromkeys(field.name for kind in RECOMMENDS for field in fields(kind))
+)
+"""Names of the options of `recommend`."""
 
 
 @dataclass(kw_only=True)
@@ -88,110 +95,72 @@ class Options:
             )
         if self.batch_inference == "":
             raise ValueError("batch_inference is empty; give a folder for the table")
-        given = [
-            *self.recommending(),
-            *(["batch_inference"] if self.batch_inference else []),
-        ]
-        if self.export and given:
+        others = list(self.recommending())
+        if self.batch_inference:
+            others.append("batch_inference")
+        if self.export and others:
             raise ValueError(
-                f"{given[0]} is given with export, which keeps to the checkpoint's own options and measures nothing; "
+                f"{others[0]} is given with export, which keeps to the checkpoint's own options and measures nothing; "
                 f"leave it out"
             )
 
     def recommending(self) -> dict[str, Any]:
-        """The options of `recommend` that are given."""
-        return {
-            name: value for name in OPTIONS if (value := vars(self)[name]) is not None
-        }
+        """Return the options of `recommend` that are given."""
+        options = {name: vars(self)[name] for name in RECOMMEND_NAMES}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 Config: Any = make_dataclass("Config", [], bases=(Options, *RECOMMENDS), kw_only=True)
 Config.__doc__, Config.__module__ = Options.__doc__, __name__
 
 
-def repeats_of(result: Result) -> int:
-    """The requests for known items of an evaluation without those."""
-    from models.retrieval.metrics import EXAMPLES, FIRST
-
-    return (
-        int(result.examples - result.metrics[FIRST + EXAMPLES])
-        if result.options.get("unseen")
-        else 0
-    )
-
-
-def first_lines(metrics: dict[str, float]) -> list[str]:
-    """What is known of the requests whose target is new to the user, where they are measured apart."""
-    from models.metrics.ranking_metrics import format_metric
-    from models.retrieval.metrics import EXAMPLES, FIRST
-
-    if (count := metrics.get(FIRST + EXAMPLES)) is None:
-        return []
-    found = "".join(
-        f", {name} {format_metric(metrics[FIRST + name])}"
-        for name in ("recall@10", "ndcg@10")
-        if FIRST + name in metrics
-    )
-    return [
-        f"  {FIRST.rstrip('/')}  {count:,.0f} requests of an item that is not in the history{found}"
-    ]
-
-
-def asked(result: Result) -> str:
-    """How many requests were ranked, and whose they are; where a user's candidates are one request, users alone."""
-    from models import registry
-
-    users = pluralize(result.users, "user")
-    by_user = registry.find(result.model).eval_unit == "user"
-    return users if by_user else f"{pluralize(result.examples, 'request')} of {users}"
-
-
 def run(config: Options) -> Result | None:
-    """Evaluates and prints, or writes recommendations or a program."""
+    """Measure a checkpoint, or write its rankings, nearest items or exported program."""
     cli.say_loading("torch", "ray", "mlflow")
     from pipelines import tracking
-    from pipelines.evaluation.ranking import check
+    from pipelines.evaluation.checks import check_evaluation
 
-    require_folders(
-        checkpoint=config.checkpoint,
-        tables=config.tables,
-        sids=config.sids,
-        text=config.text,
-    )
+    folders = {
+        "checkpoint": config.checkpoint,
+        "tables": config.tables,
+        "sids": config.sids,
+        "text": config.text,
+    }
+    require_folders(**folders)
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
         tracking.named_store(config.tracking_uri)
-    name = check(config.checkpoint, inputs, config.recommending())[1].name
+    checked = check_evaluation(config.checkpoint, inputs, config.recommending())
     cli.preflight(
-        checkpoint=config.checkpoint,
-        tables=config.tables,
-        sids=config.sids,
-        text=config.text,
-        batch_inference=config.batch_inference,
-        export=config.export,
+        **folders, batch_inference=config.batch_inference, export=config.export
     )
     if config.nearest:
-        from pipelines.evaluation.nearest import write_nearest
-
-        items = write_nearest(config.checkpoint, inputs, config.nearest, config.k)
-        print(
-            f"The {config.k} nearest items of {pluralize(items, 'item')} are in "
-            f"{config.nearest}: item_id, nearest (best first), score."
-        )
+        write_nearest_items(config, inputs, config.nearest)
     elif config.export:
         write_program(config, inputs, config.export)
     elif config.batch_inference:
-        write_inference(config, inputs, config.batch_inference, name)
+        write_inference(config, inputs, config.batch_inference)
     else:
-        return measure(config, inputs, name)
+        return measure(config, inputs, checked.about)
     return None
 
 
+def write_nearest_items(config: Options, inputs: Inputs, file: str) -> None:
+    """Write the nearest items of each item to a file."""
+    from pipelines.evaluation.nearest import write_nearest
+
+    items = write_nearest(config.checkpoint, inputs, file, config.k)
+    print(
+        f"The {config.k} nearest items of {pluralize(items, 'item')} are in {file}: "
+        f"item_id, nearest (best first), score."
+    )
+
+
 def write_program(config: Options, inputs: Inputs, file: str) -> None:
-    """Exports the model to a file."""
+    """Export a student to a file as a program of torch.export."""
     from pipelines.serving.export import export
 
-    requests = export(
+    num_requests = export(
         config.checkpoint,
         inputs,
         file,
@@ -200,132 +169,196 @@ def write_program(config: Options, inputs: Inputs, file: str) -> None:
         device=config.device,
     )
     print(
-        f"Exported to {file}: (history, history_length, user) -> (items, scores), top {config.k}."
+        f"Exported to {file}: (history, history_length, user) -> (items, scores), top "
+        f"{config.k}."
     )
     print(
-        f"  checked     the same items in the same order as the model for {pluralize(requests, 'request')}"
+        f"  checked     the same items in the same order as the model for "
+        f"{pluralize(num_requests, 'request')}"
     )
     print(
-        "  use it      models.retrieval.search.export.load_exported, or torch.export.load(FILE).module()"
+        "  use it      models.retrieval.search.export.load_exported, or "
+        "torch.export.load(FILE).module()"
     )
 
 
-def write_inference(config: Options, inputs: Inputs, folder: str, name: str) -> None:
-    """Writes the top K of all users, or the scores of all candidates of the split, as a table."""
-    from models import registry
-    from pipelines.evaluation.inference import infer_all
+def write_inference(config: Options, inputs: Inputs, folder: str) -> None:
+    """Write the rankings of users or requests, or the scores of candidates, to a table."""
+    from pipelines.evaluation.checks import Workers
+    from pipelines.evaluation.inference import InferenceOptions, infer_all
 
     check_writable(folder)
-    manifest, already = infer_all(
+    manifest, existed = infer_all(
         config.checkpoint,
         inputs,
         folder,
-        k=config.k,
-        split=config.split,
-        batch_size=config.batch_size,
-        actors=config.shards,
-        device=config.device,
-        options=config.recommending(),
-        allowed=config.allowed,
-        overwrite=config.overwrite,
-        start=cli.start_ray,
-        remote=bool(os.environ.get("RAY_ADDRESS")),
+        InferenceOptions(
+            k=config.k,
+            split=config.split,
+            batch_size=config.batch_size,
+            recommend=config.recommending(),
+            allowed=config.allowed,
+            overwrite=config.overwrite,
+        ),
+        Workers(config.shards, config.device, bool(os.environ.get("RAY_ADDRESS"))),
+        cli.start_ray,
     )
-    what = (
-        "is there already, from the same checkpoint and tables; nothing to do"
-        if already
-        else "written"
-    )
+    done = "written"
+    if existed:
+        done = "is there already, from the same checkpoint and tables; nothing to do"
     if manifest.table == "scores":
-        counted = f"{pluralize(manifest.info['candidates'], 'candidate')} of {pluralize(manifest.rows, 'request')}"
-        print(
-            f"Scores of {manifest.info['model']} on {manifest.info['split']}: {counted} {what}."
-        )
-        names = [column["name"] for column in manifest.schema]
-        scores = [name for name in names if name.startswith("score_")]
-        print(
-            f"  table       {folder}: {', '.join(names)}; candidates best first by {scores[0]}"
-        )
-        return
-    who, of_split = ("request", f" on {config.split}") if config.split else ("user", "")
+        print_scores(manifest, folder, done)
+    else:
+        print_recommendations(config, manifest, folder, done)
+
+
+def print_scores(manifest: Manifest, folder: str, done: str) -> None:
+    """Print what a table of scores holds."""
+    candidates = pluralize(manifest.info["candidates"], "candidate")
+    requests = pluralize(manifest.rows, "request")
+    model, split = manifest.info["model"], manifest.info["split"]
+    print(f"Scores of {model} on {split}: {candidates} of {requests} {done}.")
+    names = [column["name"] for column in manifest.schema]
+    first_score = next(name for name in names if name.startswith("score_"))
     print(
-        f"Recommendations of {manifest.info['model']}{of_split}: "
-        f"top {config.k} of {pluralize(manifest.rows, who)} {what}."
+        f"  table       {folder}: {', '.join(names)}; candidates best first by {first_score}"
     )
-    if short := manifest.info.get(f"{who}s_below_k", 0):
-        beams = "beam" in registry.find(name).recommend_options()
-        why = " or the search within its beams has no more; a wider --beam than the model's searches further"
-        whole = "the allowed set" if config.allowed else "the catalogue"
+
+
+def print_recommendations(
+    config: Options, manifest: Manifest, folder: str, done: str
+) -> None:
+    """Print what a table of recommendations holds, and how many rankings are short."""
+    from models import registry
+
+    model = manifest.info["model"]
+    unit, on_split = "user", ""
+    if config.split:
+        unit, on_split = "request", f" on {config.split}"
+    print(
+        f"Recommendations of {model}{on_split}: top {config.k} of "
+        f"{pluralize(manifest.rows, unit)} {done}."
+    )
+    num_short = manifest.info.get(f"{unit}s_below_k", 0)
+    if num_short:
+        items = "the allowed set" if config.allowed else "the catalogue"
+        why = " has no more"
+        if "beam" in registry.find(model).recommend_options():
+            why = (
+                " or the search within its beams has no more; a wider --beam than the "
+                "model's searches further"
+            )
         print(
-            f"note: {short:,} of them have fewer than {config.k} items, as {whole}{why if beams else ' has no more'}"
+            f"note: {num_short:,} of them have fewer than {config.k} items, as {items}{why}"
         )
     columns = ", ".join(column["name"] for column in manifest.schema)
     print(f"  table       {folder}: {columns}; items best first")
 
 
-def measure(config: Options, inputs: Inputs, name: str) -> Result:
-    """Evaluates on the split, prints what was found, and writes it beside the checkpoint and to MLflow."""
-    from models import registry
-    from models.loaded_model import read_versions
-    from models.metrics.ranking_metrics import describe_chance_level
-    from models.retrieval.metrics import FIRST
-    from models.storage import checkpoint
-    from pipelines.evaluation.ranking import evaluate, record
+def measure(config: Options, inputs: Inputs, about: Checkpoint) -> Result:
+    """Evaluate a checkpoint, print the metrics, and write them to a file and to MLflow."""
+    from pipelines.evaluation.checks import Workers
+    from pipelines.evaluation.ranking import evaluate
+    from pipelines.evaluation.record import record_result
 
-    model_class = registry.find(name)
-    remote = bool(
-        os.environ.get("RAY_ADDRESS")
-    )  # a cluster's GPUs are not where its jobs' drivers run
-    if config.shards > 1 or remote:
+    # a cluster's GPUs are not where its jobs' drivers run
+    is_job = bool(os.environ.get("RAY_ADDRESS"))
+    workers = Workers(config.shards, config.device, is_job)
+    if workers.use_ray:
         cli.start_ray()
     result, about = evaluate(
         config.checkpoint,
         inputs,
         split=config.split or "test",
         batch_size=config.batch_size,
-        shards=config.shards,
-        device=config.device,
         options=config.recommending(),
-        remote=remote,
         user_stride=config.user_stride,
+        workers=workers,
     )
-    print(f"{result.model} on {result.split}: {asked(result)}, seed {result.seed}")
-    if config.user_stride > 1:
-        print(f"note: measured on every {config.user_stride}th user of the split")
-    if checkpoint.is_extended(about, "sequences", read_versions(name, inputs)):
-        print(
-            f"note: {config.tables} extends what was trained on; of items that are new since nothing is learned"
-        )
-    elif result.is_fresh(about):
-        print(
-            f"note: {config.tables} is another log than that of the training; what of it was trained on is not known"
-        )
-    if repeats := repeats_of(result):
-        print(
-            f"note: {pluralize(repeats, 'request')} of {result.examples:,} ask for an item of the history, which "
-            f"--unseen leaves out; {FIRST} has the others"
-        )
-    for line in [
-        *model_class.format_metrics(result.metrics),
-        *first_lines(result.metrics),
-    ]:
+    for line in describe_result(result, about, inputs):
         print(line)
-    if below := describe_chance_level(result.metrics):
-        print(f"warning: no better than without a model ({below})")
-    if model_class.ranks == "catalogue":
-        left_out = f"{pluralize(result.skipped, 'request')} without history left out"
-        print(f"  {result.users_per_s:,.0f} requests/s on {result.device}; {left_out}")
-    # last, as the figures do not need MLflow
-    place = record(result, about, config.tracking_uri)
-    print(f"  written to  {place}")
+    # last, as the metrics do not need MLflow
+    path = record_result(result, about, config.tracking_uri)
+    print(f"  written to  {path}")
     if about.tracking:
         uri = config.tracking_uri or about.tracking["uri"]
+        experiment = about.tracking["experiment"]
+        compare = cli.line("jobs.compare", experiment=experiment, tracking_uri=uri)
         print(f"  MLflow run  {about.tracking['run_id']}")
-        compare = cli.line(
-            "jobs.compare", experiment=about.tracking["experiment"], tracking_uri=uri
-        )
         print(f"  next        {compare}")
     return result
+
+
+def describe_result(result: Result, about: Checkpoint, inputs: Inputs) -> list[str]:
+    """Return the lines that describe the result of an evaluation."""
+    from models import registry
+    from models.metrics.ranking_metrics import describe_chance_level
+
+    model_class = registry.find(result.model)
+    ranked = pluralize(result.users, "user")
+    if model_class.eval_unit != "user":  # else all candidates of a user are one request
+        ranked = f"{pluralize(result.examples, 'request')} of {ranked}"
+    lines = [f"{result.model} on {result.split}: {ranked}, seed {result.seed}"]
+    lines += describe_limits(result, about, inputs)
+    lines += model_class.format_metrics(result.metrics)
+    lines += describe_first(result.metrics)
+    chance_level = describe_chance_level(result.metrics)
+    if chance_level:
+        lines.append(f"warning: no better than without a model ({chance_level})")
+    if model_class.ranks == "catalogue":
+        left_out = f"{pluralize(result.skipped, 'request')} without history left out"
+        speed = f"{result.users_per_s:,.0f} requests/s on {result.device}"
+        lines.append(f"  {speed}; {left_out}")
+    return lines
+
+
+def describe_limits(result: Result, about: Checkpoint, inputs: Inputs) -> list[str]:
+    """Return notes on the users, the log and the items that an evaluation leaves out."""
+    from models.loaded_model import read_versions
+    from models.retrieval.metrics import EXAMPLES, FIRST
+    from models.storage import checkpoint
+
+    notes = []
+    stride = result.options.get("user_stride", 1)
+    if stride > 1:
+        notes.append(f"note: measured on every {stride}th user of the split")
+    if checkpoint.is_extended(about, "sequences", read_versions(about.name, inputs)):
+        notes.append(
+            f"note: {inputs.tables} extends what was trained on; of items that are new "
+            f"since nothing is learned"
+        )
+    elif result.is_fresh(about):
+        notes.append(
+            f"note: {inputs.tables} is another log than that of the training; what of it "
+            f"was trained on is not known"
+        )
+    if result.options.get("unseen"):
+        repeats = int(result.examples - result.metrics[FIRST + EXAMPLES])
+        if repeats:
+            notes.append(
+                f"note: {pluralize(repeats, 'request')} of {result.examples:,} ask for an "
+                f"item of the history, which --unseen leaves out; {FIRST} has the others"
+            )
+    return notes
+
+
+def describe_first(metrics: dict[str, float]) -> list[str]:
+    """Return a line on the requests for an item that is new to the user, if measured."""
+    from models.metrics.ranking_metrics import format_metric
+    from models.retrieval.metrics import EXAMPLES, FIRST
+
+    count = metrics.get(FIRST + EXAMPLES)
+    if count is None:
+        return []
+    values = [
+        f", {name} {format_metric(metrics[FIRST + name])}"
+        for name in ("recall@10", "ndcg@10")
+        if FIRST + name in metrics
+    ]
+    return [
+        f"  {FIRST.rstrip('/')}  {count:,.0f} requests of an item that is not in the "
+        f"history{''.join(values)}"
+    ]
 
 
 if __name__ == "__main__":

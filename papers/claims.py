@@ -33,9 +33,10 @@ from papers.published import (
     pairs,
     param_value,
 )
+from pipelines.comparison.load import load_rows
 from pipelines.comparison.over_users import intervals, same_users
-from pipelines.comparison.plots import controlled, number
-from pipelines.comparison.rows import Row, lower_is_better, ratio, rows_of
+from pipelines.comparison.plots import group_controlled, to_number
+from pipelines.comparison.rows import Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
@@ -269,8 +270,7 @@ def format_interval(claim: Claim, pair: Pair) -> str:
     Return an empty text for runs without per-user metrics.
     """
     split, _, metric = claim.metric.partition("/")
-    options = (pair.left.options, pair.right.options)
-    if split != "test" or (same := same_users(pair.runs, options, metric)) is None:
+    if split != "test" or (same := same_users(pair.runs, metric)) is None:
         return ""
     (found,) = intervals(same.difference[None], same.counts)
     low, high = (
@@ -292,7 +292,7 @@ def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
     )
     key = f"model.{claim.param}"
     groups: dict[tuple[str, str], list[Row]] = {}
-    for group in controlled([row for row in rows if without.matches(row)], key):
+    for group in group_controlled([row for row in rows if without.matches(row)], key):
         place_of = (group[0].experiment, group[0].params.get("table.trie", ""))
         if len(group) > len(groups.get(place_of, [])):
             groups[place_of] = group
@@ -318,7 +318,7 @@ def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
             name,
         )
     line = [
-        (number(param_value(row, str(claim.param))), row.mean(name))
+        (to_number(param_value(row, str(claim.param))), row.mean(name))
         for row in group
         if row.values(name)
     ]
@@ -453,7 +453,7 @@ def run(config: Config) -> None:
     with kept.store(runs) as uri:
         print(
             verdicts_table(
-                verdicts([*rows_of(kept.select_all(uri)), *to_rows(timings)], papers)
+                verdicts([*load_rows(kept.select_all(uri)), *to_rows(timings)], papers)
             ).text()
         )
 

@@ -42,9 +42,9 @@ from models.storage.tables import read_manifest
 from models.training.fit import FitConfig, fit
 from models.training_run import TrainingRun
 from papers.kept import short
-from pipelines.comparison.plots import STYLE, Plot, svg
+from pipelines.comparison.svg import STYLE, Plot, to_svg
 from pipelines.comparison.table import Table
-from pipelines.figures import COLOURS, new_figure, say_axes
+from pipelines.figures import COLOURS, label_axes, new_figure
 
 CONFIGS = Path(__file__).parents[1] / "jobs/configs"
 BEGIN, DAY = 1_750_032_000_000, 86_400_000
@@ -532,8 +532,10 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
         f"{NOTES[log]} Seed {', '.join(map(str, seeds))}; {lines[0]['hardware']}; `{lines[0]['command']}`."
     ]
     tables = [
-        Table(f"{log}: all in all", header, summary, notes, words=1),
-        Table(f"{log}: {metric} by day", ["policy", *map(str, days)], by_day, words=1),
+        Table(f"{log}: all in all", header, summary, notes, num_words=1),
+        Table(
+            f"{log}: {metric} by day", ["policy", *map(str, days)], by_day, num_words=1
+        ),
     ]
     with rc_context(STYLE):
         figure, (axes,) = new_figure(1, width=6)
@@ -552,12 +554,12 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
                 label=policy,
             )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        say_axes(axes, "day", metric, legend=True)
+        label_axes(axes, "day", metric, legend=True)
         plot = Plot(
             f"days-{log}",
             f"{log}: {metric} by day",
             "Higher is better.",
-            svg(figure, f"days-{log}"),
+            to_svg(figure, f"days-{log}"),
         )
     return tables, plot
 

@@ -30,16 +30,17 @@ from jobs import cli
 from models.config import pluralize
 from models.storage.tables import UserError
 from pipelines import tracking
-from pipelines.comparison.over_users import evaluated
+from pipelines.comparison.over_users import download_per_user
 from pipelines.comparison.page import write
 from pipelines.comparison.runs import (
-    PARENT,
     Selection,
     is_sweep,
-    search,
+    search_runs,
     select,
     trainings,
 )
+from pipelines.evaluation.record import group_evaluations
+from pipelines.tracking import PARENT_TAG
 
 RESULTS = Path(__file__).with_name("results")
 """The stored runs."""
@@ -53,7 +54,7 @@ LEFT_OUT = ("system/",)
 PLACE = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
 """An absolute path or a URI within a text."""
 
-KEPT = ("mlflow.parentRunId", tracking.COMMIT_TAG)
+KEPT = (PARENT_TAG, tracking.COMMIT_TAG)
 """MLflow's own tags that are stored; all of ours are."""
 
 GRID = "grid.yaml"
@@ -82,15 +83,17 @@ def run(config: Config) -> None:
     """
     selection = select(config.tracking_uri, [config.experiment], config.sweep)
     chosen = {run.info.run_id for run in [*selection.runs, *selection.teachers]}
-    there = search(selection.client, list(selection.experiments))
+    there = search_runs(selection.client, list(selection.experiments))
     sweeps = {
-        run.data.tags.get(PARENT) for run in there if run.info.run_id in chosen
+        run.data.tags.get(PARENT_TAG) for run in there if run.info.run_id in chosen
     } - {None}
     whole = [
         run
         for run in there
-        if run.info.run_id in chosen | sweeps or run.data.tags.get(PARENT) in sweeps
+        if run.info.run_id in chosen | sweeps or run.data.tags.get(PARENT_TAG) in sweeps
     ]
+    evaluations = group_evaluations(there)
+    whole += [each for run in whole for each in evaluations.get(run.info.run_id, [])]
     lines = [to_line(selection, run) for run in whole]
     lines.sort(key=lambda line: (line["experiment"], line["start_ms"], line["id"]))
     write(
@@ -130,7 +133,7 @@ def to_line(selection: Selection, run: Any) -> Line:
             name: curve(selection.client, run.info.run_id, name)
             for name in sorted(curves)
         },
-        "by_user": evaluated(selection.client, run.info.run_id),
+        "by_user": download_per_user(selection.uri, run.info.run_id),
     }
     if is_sweep(run):
         line["grid"] = grid_text(run)
@@ -227,7 +230,9 @@ def store(lines: Sequence[Line]) -> Iterator[str]:
 def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> None:
     """Log the content of a line to a run; tags with run ids are mapped to the new ids."""
     tags = {
-        name: ids.get(value, value) if name in (PARENT, tracking.BEST_TAG) else value
+        name: ids.get(value, value)
+        if name in (PARENT_TAG, tracking.BEST_TAG)
+        else value
         for name, value in line["tags"].items()
     }
     params = [Param(name, value) for name, value in line["params"].items()]
@@ -259,8 +264,10 @@ def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> 
 def select_all(uri: str) -> Selection:
     """Select all trainings and trials of a store."""
     client = tracking.connect(uri)
-    there = {str(e.experiment_id): e.name for e in client.search_experiments()}
-    return Selection(uri, "all runs", trainings(search(client, list(there))), there)
+    names = {str(e.experiment_id): e.name for e in client.search_experiments()}
+    runs = search_runs(client, list(names))
+    evaluations = group_evaluations(runs)
+    return Selection(uri, "all runs", trainings(runs), names, evaluations=evaluations)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from papers.plots import beams, tokenizers
 from papers.published import Papers, beside_the_papers, load
 from papers.tables import origins_table, paper_tables
 from pipelines import tracking
+from pipelines.comparison.load import compare, load_rows
 from pipelines.comparison.page import write
 from pipelines.comparison.plots import plots
-from pipelines.comparison.rows import compare, rows_of
 from pipelines.comparison.runs import Selection, select
 from pipelines.comparison.table import Table
 from pipelines.comparison.tables import tables
@@ -53,7 +53,7 @@ def run(config: Config) -> None:
             ]
             for sweep in (None, *sweeps):
                 write_comparison(select(uri, [name], sweep), papers, folder)
-        found = verdicts([*rows_of(kept.select_all(uri)), *to_rows(timings)], papers)
+        found = verdicts([*load_rows(kept.select_all(uri)), *to_rows(timings)], papers)
     for name in sorted({line["benchmark"] for line in timings}):
         own = [line for line in timings if line["benchmark"] == name]
         origins = [
@@ -90,8 +90,8 @@ def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None
         origins_table(origins),
     ]
     words = []
-    for plot in plots(comparison, (tokenizers, beams)):
-        write(plot.alone(), str(folder / f"{plot.name}.svg"))
+    for plot in plots(comparison, more=(tokenizers, beams)):
+        write(plot.to_file(), str(folder / f"{plot.name}.svg"))
         words.append(
             f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n"
         )
@@ -103,7 +103,7 @@ def write_days(results: Path, folder: Path) -> None:
     shown, words = [], []
     for of_log, plot in days.pages(results):
         shown += of_log
-        write(plot.alone(), str(folder / f"{plot.name}.svg"))
+        write(plot.to_file(), str(folder / f"{plot.name}.svg"))
         words.append(
             f"### {plot.title}\n\n![{plot.title}]({plot.name}.svg)\n\n{plot.caption}\n"
         )

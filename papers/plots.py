@@ -1,8 +1,8 @@
 """Figures of the papers: tokenizers and beams (Fig. 3a and c of SID-MLP).
 
-    plots(compare(select(uri, ["retrieval/DATASET"])), (tokenizers, beams))
+    plots(compare(select(uri, ["retrieval/DATASET"])), more=(tokenizers, beams))
 
-Each function gives (name, title, caption, figure) tuples, none where no runs have what it shows.
+Each function returns no drawing if no runs have what it shows.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pipelines.comparison.plots import Drawn, legible
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
-from pipelines.figures import COLOURS, new_figure, say_axes
+from pipelines.comparison.svg import Drawing, to_label
+from pipelines.figures import COLOURS, label_axes, new_figure
 
 
-def tokenizers(comparison: Comparison) -> list[Drawn]:
+def tokenizers(comparison: Comparison) -> list[Drawing]:
     """Draw teacher and student side by side per set of semantic IDs, for two or more
     sets.
     """
@@ -75,10 +75,10 @@ def tokenizers(comparison: Comparison) -> list[Drawn]:
     axes.set_ylabel(name)
     axes.legend(loc="lower right")
     caption = "Each student beside its own teacher, by tokenizer; above, what it keeps (SID-MLP, Figure 3a)."
-    return [("tokenizers", "Tokenizers", caption, figure)]
+    return [Drawing("tokenizers", "Tokenizers", caption, figure)]
 
 
-def beams(comparison: Comparison) -> list[Drawn]:
+def beams(comparison: Comparison) -> list[Drawing]:
     """Draw the metric by the beam width, for models evaluated with at least two widths."""
     name = f"test/{comparison.metric}"
     lines: dict[tuple[str, str], dict[int, float]] = {}
@@ -102,10 +102,10 @@ def beams(comparison: Comparison) -> list[Drawn]:
     for place, ((_, label), points) in enumerate(lines.items()):
         counts, values = zip(*sorted(points.items()), strict=True)
         axes.plot(
-            counts, values, marker="o", color=COLOURS[place % 7], label=legible(label)
+            counts, values, marker="o", color=COLOURS[place % 7], label=to_label(label)
         )
-    say_axes(axes, "beams", name, legend=True)
+    label_axes(axes, "beams", name, legend=True)
     caption = (
         "Checkpoints evaluated again with other numbers of beams (SID-MLP, Figure 3c)."
     )
-    return [("beams", "Beams and accuracy", caption, figure)]
+    return [Drawing("beams", "Beams and accuracy", caption, figure)]

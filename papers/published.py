@@ -21,7 +21,7 @@ from typing import Any
 from models.config import check_known, read_yaml
 from models.storage.tables import UserError
 from pipelines.comparison.rows import (
-    OF_TEACHER,
+    TEACHER_PARAMS,
     Comparison,
     Row,
     Run,
@@ -52,7 +52,7 @@ class System:
         the required `beam`.
         """
         if not fits(row.model, self.model) or (
-            row.options and not ("beam" in self.params and row.options[:5] == "beam-")
+            row.options and not ("beam" in self.params and "beam" in row.options.names)
         ):
             return False
         return all(
@@ -277,7 +277,7 @@ def pairs(
             if right.matches(theirs) and comparable(ours, theirs, named, match):
                 key = (
                     id(theirs),
-                    *ours.alike(but=OF_TEACHER if match == "teacher" else ()),
+                    *ours.identity(TEACHER_PARAMS if match == "teacher" else ()),
                 )
                 alike.setdefault(key, ([], theirs))[0].append(ours)
     groups: dict[tuple[str, str], list[Pair]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from papers.noninferiority import MARGIN, non_inferiority
 from pipelines.comparison.rows import Comparison, Row, ratio
 from pipelines.comparison.table import Table
-from pipelines.comparison.tables import entropies, task_of
+from pipelines.comparison.tables import task_entropies, task_name
 
 BASELINE = "interleaved"
 
@@ -46,7 +46,8 @@ def non_inferiority_tables(
             for row in (*rows, *teachers)
             for run in row.runs
             if taught_by and run.weights == taught_by and name in run.metrics
-            if student.options in ("", row.options) and student.asked == row.asked
+            if not student.options or student.options == row.options
+            if student.task == row.task
         }
         values = student.by_seed(name)
         for teacher, value in beside.items() if values else ():
@@ -88,7 +89,7 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
     for row in rows:
         if row.model == BASELINE and row.by_seed("test/eval_loss"):
             baselines.setdefault(row.log, row)
-    every = entropies(rows)
+    every = task_entropies(rows)
     major = [
         name for task in MAJOR if (name := f"test/{task}/normalised_entropy") in every
     ] or every
@@ -109,7 +110,7 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
         "seeds",
         "eval loss",
         "mean NE",
-        *(f"{task_of(name)} NE" for name in major),
+        *(f"{task_name(name)} NE" for name in major),
     ]
     notes = [
         f"change on test relative to {', '.join(row.name for row in baselines.values())} of the same seed; below 0 is "
@@ -159,7 +160,7 @@ def parameter_tables(rows: Sequence[Row]) -> list[Table]:
         return []
     header = ["model", *(name.removeprefix("parameters/") for name in parts)]
     return [
-        Table("Parameters", header, [list(line) for line in sorted(lines)], words=1)
+        Table("Parameters", header, [list(line) for line in sorted(lines)], num_words=1)
     ]
 
 
@@ -173,5 +174,5 @@ def origins_table(origins: Sequence[tuple[str, ...]]) -> Table:
         "Where the runs are from",
         ["run", "hardware", "commit", "command"],
         cells,
-        words=4,
+        num_words=4,
     )

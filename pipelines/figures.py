@@ -1,4 +1,8 @@
-"""Figures of plots, and the colours that all of them have."""
+"""Figures: their colours, axes and layout.
+
+figure, (axes,) = new_figure(1)
+label_axes(axes, "optimizer step", "val/ndcg@10")
+"""
 
 from __future__ import annotations
 
@@ -10,31 +14,56 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
-"""Told apart by people who see colours differently (Tol's bright scheme), on light and on dark ground."""
+"""Tol's bright scheme, safe for colour-blind readers on light and dark ground."""
 
-TICKS = 8
-"""Ticks of a logarithmic axis, at most, unless it spans more decades."""
+NEUTRAL = "#888888"
+"""Colour of lines through several models."""
+
+MARKERS = "os^Dv"
+"""Markers that tell lines of one colour apart."""
+
+MAX_TICKS = 8
+"""Ticks of a logarithmic axis within one decade, at most."""
 
 
-def logarithmic(axes: Axes, x: bool) -> None:
-    """Makes the x axis, or else the y axis, logarithmic, with ticks that are plain numbers: 300, 500, 1,000.
-    Matplotlib's own are mathematical markup, which text in an SVG shows as it is."""
-    if x:
-        axes.set_xscale("log")
-    else:
-        axes.set_yscale("log")
-    axis = axes.xaxis if x else axes.yaxis
-    axis.set_major_locator(FewTicks())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axis.set_minor_formatter(NullFormatter())
+def new_figure(
+    columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `rows` x `columns` axes of a size in inches."""
+    figure = Figure(
+        figsize=(max(columns * width, 6), rows * height), layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def label_axes(axes: Axes, x: str, y: str, legend: bool = False) -> None:
+    """Label both axes, and draw a faint grid and, on request, a legend."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.15)
+    if legend:
+        axes.legend()
+
+
+def make_logarithmic(axes: Axes) -> None:
+    """Make the x axis logarithmic, with plain numbers as ticks: 300, 500, 1,000.
+
+    Matplotlib's own ticks are mathematical markup, which text in an SVG shows as it is.
+    """
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FewTicks())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 class FewTicks(LogLocator):
-    """As many ticks as do not run into each other: of several decades fewer in each, of a part of one evenly spaced."""
+    """Ticks of a logarithmic axis that do not overlap: fewer per decade on long axes."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
+        """Return the positions of the ticks."""
         if vmax < 3 * vmin:
-            return MaxNLocator(TICKS).tick_values(vmin, vmax)
+            return MaxNLocator(MAX_TICKS).tick_values(vmin, vmax)
         for factors in (
             (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
             (1.0, 2.0, 5.0),
@@ -43,26 +72,6 @@ class FewTicks(LogLocator):
         ):
             self.set_params(subs=factors)
             values = super().tick_values(vmin, vmax)
-            if sum(vmin <= value <= vmax for value in values) <= TICKS:
+            if sum(vmin <= value <= vmax for value in values) <= MAX_TICKS:
                 break
         return values
-
-
-def new_figure(
-    columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2
-) -> tuple[Figure, list[Axes]]:
-    """A figure with `rows` x `columns` axes."""
-    figure = Figure(
-        figsize=(max(columns * width, 6), rows * height), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
-def say_axes(axes: Axes, x: str, y: str, legend: bool = False) -> None:
-    """Labels of both axes, a faint grid and, where asked for, a legend."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.15)
-    if legend:
-        axes.legend()

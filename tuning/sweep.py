@@ -48,7 +48,8 @@ from models.storage.tables import UserError, join, open_uri
 from models.storage.uri import absolute, write_file
 from models.training.fit import FitConfig
 from pipelines import cluster, tracking
-from pipelines.evaluation.ranking import check as check_evaluation
+from pipelines.evaluation.checks import check_evaluation
+from pipelines.evaluation.record import load_test_metrics
 from pipelines.ray_inside import has_autoscaler
 from pipelines.training.record import read_record
 from pipelines.training.run import (
@@ -316,7 +317,7 @@ def check(plan: Plan) -> tuple[str, dict[str, dict[str, str]]]:
         options = {
             key: value for key, value in trial.evaluate.items() if key != "batch_size"
         }
-        _, about, *_ = check_evaluation(trial.folders["checkpoint"], own, options)
+        about = check_evaluation(trial.folders["checkpoint"], own, options).about
         known, metric = (
             [*about.metrics, "users_per_s", "peak_memory_mb"],
             plan.grid.metric.removeprefix("test/"),
@@ -590,7 +591,9 @@ def close(plan: Plan, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
     logger, best = tracking.Logger(run), find_best(outcomes)
     counts = Counter(outcome.status for outcome in outcomes)
     if best and best.run_id and best.value is not None:
+        best_run = tracking.RunRef(run.uri, run.experiment, best.run_id)
         logged = tracking.connect(run.uri).get_run(best.run_id).data.metrics
+        logged = {**logged, **load_test_metrics(best_run)}
         names = [name for name in logged if name.startswith(("best/", "test/"))]
         values = {
             f"best/{tracking.shown_name(name).removeprefix('best/')}": logged[name]

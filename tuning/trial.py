@@ -22,7 +22,14 @@ from models.storage.tables import UserError, join
 from models.training.fit import FitConfig, defined
 from models.training.memory import resident_peak_mb
 from pipelines import tracking
-from pipelines.evaluation.ranking import evaluate, record, standard_json
+from pipelines.evaluation.checks import Workers
+from pipelines.evaluation.ranking import evaluate
+from pipelines.evaluation.record import (
+    artifact_name,
+    load_test_metrics,
+    record_result,
+    to_json,
+)
 from pipelines.training.record import is_longer, read_record, write_record
 from pipelines.training.run import conclude, train, wants_gpu
 from pipelines.training.settings import RayOptions
@@ -90,7 +97,7 @@ class Plan:
 def run_trial(config: dict[str, Any], plan: Plan) -> None:
     """What Tune runs. It is told of a UserError, which would come again, and does not try again."""
     trial = plan.trials[config[TRIAL]]
-    tracking.expect(plan.uri)
+    tracking.mark_reachable(plan.uri)
     try:
         if plan.grid.kind == "evaluate":
             measure(trial, plan)
@@ -135,11 +142,10 @@ def fit(trial: Trial, plan: Plan) -> None:
         result, about = evaluate(
             trained.checkpoint,
             inputs,
-            device=plan.device,
             batch_size=FitConfig(**trial.fit).eval_batch_size,
-            remote=plan.ray.num_workers > 1,
+            workers=Workers(device=plan.device, remote=plan.ray.num_workers > 1),
         )
-        record(result, about)
+        record_result(result, about)
 
 
 class ToTune(TuneReportCallback):
@@ -170,7 +176,7 @@ def measure(trial: Trial, plan: Plan) -> None:
         trial.inputs(plan.inputs),
         batch_size=batch_size,
         options=options,
-        device=plan.device,
+        workers=Workers(device=plan.device),
     )
     config = {
         "model": about.model,
@@ -193,19 +199,13 @@ def measure(trial: Trial, plan: Plan) -> None:
         if plan.device == "cuda"
         else resident_peak_mb()
     )
-    values = {f"test/{name}": value for name, value in defined(result.metrics).items()}
-    values |= {
-        "test/users_per_s": result.users_per_s,
-        "test/peak_memory_mb": peak,
-        "test/examples": float(result.examples),
-        "test/users": float(result.users),
-    }
+    values = defined(result.to_metrics()) | {"test/peak_memory_mb": peak}
     logger = tracking.Logger(run)
     logger.update(values, about.step)
     logger.tag(
         **{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)}
     )  # students find their teacher
-    tracking.log_json(run, standard_json(asdict(result)), "evaluation-test.json")
+    tracking.log_text(run, to_json(result), artifact_name("test"))
     logger.end()
     noted = {
         "status": "finished",
@@ -243,10 +243,10 @@ def is_done(trial: Trial, plan: Plan) -> bool:
     if not plan.test:
         return True
     run = tracking.RunRef(**noted["tracking"])
-    measured = tracking.connect(run.uri).get_run(run.run_id).data
-    return "test/examples" in measured.metrics and bool(
-        measured.tags.get(tracking.WEIGHTS_TAG)
-    )
+    if plan.grid.kind == "evaluate":  # the run is its own evaluation
+        measured = tracking.connect(run.uri).get_run(run.run_id).data
+        return bool(measured.tags.get(tracking.WEIGHTS_TAG))
+    return bool(load_test_metrics(run))
 
 
 def quiet(line: str) -> None:

@@ -1,9 +1,12 @@
-"""Two models on the same users: a paired bootstrap over the users of the test split.
+"""Compare two models on the same users: a paired bootstrap over the users of the test split.
 
-`jobs.evaluate` keeps a metric of every user (`models/metrics/per_user_metrics.py`). Of two models the differences user by user are
-averaged over their runs, of any seed, users are drawn with replacement `DRAWS` times, and the middle 95% of the mean
-differences are the interval. A difference whose interval holds 0 is called noise. Between users alone: how much two
-trainings with other seeds differ, the tests over seeds say (`tables.py`).
+    for table in over_users_tables(comparison): print(table.text())
+
+`jobs.evaluate` stores a metric per user. Differences per user are averaged over pairs of
+runs of any seed, users are drawn with replacement `DRAWS` times, and the middle 95% of the
+mean differences are the interval. A difference whose interval holds 0 is called noise. The
+interval covers users; how much trainings with other seeds differ, the tests over seeds show
+(`tables.py`).
 
 Shapes: `U` users, `D` differences.
 """
@@ -19,95 +22,92 @@ from itertools import product
 from typing import Any, Self
 
 import numpy as np
-from mlflow import MlflowClient
 from numpy.typing import NDArray
 
 from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.rows import (
-    OF_TEACHER,
+    TEACHER_PARAMS,
     Comparison,
     Row,
     Run,
-    client_of,
+    connect_once,
     lower_is_better,
     shared_name,
 )
 from pipelines.comparison.table import Table, percent
+from pipelines.evaluation.record import artifact_name
 
 DRAWS = 2000
 """Draws of the bootstrap."""
 
-LEAST = 200
-"""Users below whom an interval stands without a verdict."""
+MIN_USERS = 200
+"""Users below which an interval has no verdict."""
 
-COARSER = {
+PER_USER_METRIC = {
     "mean/normalised_entropy": "eval_loss",
     "mean/rig": "eval_loss",
     "mean/auc": "eval_loss",
 }
-"""Metrics that are no mean over users, and the one that stands in their place."""
+"""Stand-ins for metrics that are no mean over users."""
 
 
 @dataclass
 class Group:
-    """Runs of one setting: those of a row, or students that differ in nothing but which run of one teacher's row has
-    taught them."""
+    """Runs of one setting: a row, or students that differ in their teacher's seed alone."""
 
     row: Row
-    """The first of its rows."""
+    """First row of the group."""
     teacher: Row | None
-    """The row of its teachers, where it is here."""
+    """The row of the teachers, if it is compared too."""
     name: str
-    """What the names of its runs share."""
+    """Common prefix of the runs' names."""
     runs: list[Run]
-    """All of them."""
+    """All runs."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A group beside its teachers, or beside the best of the log."""
+    """A group beside its teachers, or beside the best group of its log."""
 
     name: str
-    """Name of the one."""
+    """Name of the group."""
     other: str
-    """Name of the other."""
+    """Name of the other group."""
     runs: tuple[tuple[Run, Run], ...]
-    """Their runs, pair by pair."""
-    options: tuple[str, str]
-    """Options of the evaluations of both."""
-    unlike: str
+    """Pairs of their runs."""
+    training_difference: str
     """How their trainings differ in steps, batch or seeds."""
 
     @classmethod
-    def of(cls, one: Group, other: Group, runs: Iterable[tuple[Run, Run]]) -> Self:
-        """The groups with these of their runs beside each other."""
-        rows = [replace(group.row, runs=group.runs) for group in (one, other)]
-        options = (one.row.options, other.row.options)
-        return cls(one.name, other.name, tuple(runs), options, rows[0].unlike(rows[1]))
+    def of(cls, group: Group, other: Group, runs: Iterable[tuple[Run, Run]]) -> Self:
+        """Pair two groups by these of their runs."""
+        row, other_row = (replace(side.row, runs=side.runs) for side in (group, other))
+        difference = row.describe_training_difference(other_row)
+        return cls(group.name, other.name, tuple(runs), difference)
 
 
 @dataclass(frozen=True)
 class SameUsers:
-    """Pairs of runs on the users that they share, in the mean over the pairs."""
+    """A metric of two models on the users that they share, averaged over pairs of runs."""
 
     users: str
     """Hash of the users and their counts."""
     difference: NDArray[np.float64]
-    """(U,) of the one less the other."""
+    """(U,) difference to the base."""
     base: NDArray[np.float64]
-    """(U,) of the other."""
+    """(U,) metric of the base."""
     counts: NDArray[np.int64]
-    """(U,) requests of each user."""
+    """(U,) requests per user."""
 
     @property
     def mean(self) -> float:
-        """The other's mean over the requests."""
+        """The base's mean over all requests."""
         return float(self.base @ self.counts / self.counts.sum())
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean difference and the middle 95% of the draws."""
+    """A mean difference and the middle 95% of its draws."""
 
     mean: float
     low: float
@@ -115,176 +115,187 @@ class Interval:
 
     @property
     def is_noise(self) -> bool:
-        """Whether it holds 0."""
+        """Whether the interval holds 0."""
         return self.low <= 0 <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.low:+.4f} to {self.high:+.4f}"
 
 
 def intervals(
     differences: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> list[Interval]:
-    """Of differences (D, U) of means over the `counts` (U,) requests of each user, all with the same draws of users."""
-    users = len(counts)
-    above, below = differences * counts, counts.astype(np.float64)
-    found, generator = (
-        np.empty((DRAWS, len(differences))),
-        np.random.default_rng(0),
-    )  # the same draws for all pairs
+    """Return the bootstrap intervals of mean differences, with the same draws for all.
+
+    Args:
+        differences: (D, U) differences per user.
+        counts: (U,) requests per user, the weights of the mean.
+    """
+    num_users = len(counts)
+    sums, weights = differences * counts, counts.astype(np.float64)
+    generator = np.random.default_rng(0)
+    means = np.empty((DRAWS, len(differences)))
     for draw in range(DRAWS):
-        times = np.bincount(
-            generator.integers(users, size=users), minlength=users
-        ).astype(np.float64)
-        found[draw] = (above @ times) / (below @ times)
-    low, high = np.quantile(found, [0.025, 0.975], axis=0)
-    mean = above.sum(1) / below.sum()
+        drawn = generator.integers(num_users, size=num_users)
+        times = np.bincount(drawn, minlength=num_users).astype(np.float64)
+        means[draw] = (sums @ times) / (weights @ times)
+    low, high = np.quantile(means, [0.025, 0.975], axis=0)
+    mean = sums.sum(1) / weights.sum()
     return [
         Interval(float(m), float(a), float(b))
         for m, a, b in zip(mean, low, high, strict=True)
     ]
 
 
-def groups_of(comparison: Comparison) -> list[Group]:
-    """The rows with a value on test, best first."""
-    every = [*comparison.rows, *comparison.teachers]
+def group_rows(comparison: Comparison) -> list[Group]:
+    """Return the groups of rows with a value on test, best first."""
     groups: dict[tuple[Any, ...], Group] = {}
     for row in comparison.rows:
         if math.isnan(row.mean(f"test/{comparison.metric}")):
             continue
-        taught_by = row.runs[0].teacher
-        homes = [
-            other
-            for other in every
-            for run in other.runs
-            if taught_by and run.weights == taught_by
-        ]
-        teacher = next((home for home in homes if home.options == row.options), None)
-        teacher = teacher or next((home for home in homes if not home.options), None)
-        key = (id(teacher), *row.alike(but=OF_TEACHER if teacher else ()))
+        teacher = find_teacher(comparison, row)
+        key = (id(teacher), *row.identity(TEACHER_PARAMS if teacher else ()))
         group = groups.setdefault(key, Group(row, teacher, row.name, []))
-        group.name = shared_name(group.name, row.name) if group.runs else row.name
+        if group.runs:
+            group.name = shared_name(group.name, row.name)
         group.runs += row.runs
     return list(groups.values())
 
 
-def pairs(comparison: Comparison) -> list[Pair]:
-    """Students beside their teachers, run by run, then all beside the best of their log, each run beside each."""
-    groups, found = groups_of(comparison), []
+def find_teacher(comparison: Comparison, student: Row) -> Row | None:
+    """Return the row of a student's teacher, preferably evaluated as the student was."""
+    weights = student.runs[0].teacher
+    if not weights:
+        return None
+    teachers = [
+        row
+        for row in (*comparison.rows, *comparison.teachers)
+        if any(run.weights == weights for run in row.runs)
+    ]
+    alike = [row for row in teachers if row.options == student.options]
+    plain = [row for row in teachers if not row.options]
+    return next(iter([*alike, *plain]), None)
+
+
+def pair_groups(comparison: Comparison) -> list[Pair]:
+    """Pair students with their teachers, then all groups with the best of their log."""
+    groups = group_rows(comparison)
+    pairs = []
+    for group in groups:
+        if teacher := group.teacher:
+            taught = [
+                (run, teacher_run)
+                for run in group.runs
+                for teacher_run in teacher.runs
+                if run.teacher == teacher_run.weights
+            ]
+            other = Group(teacher, None, teacher.name, teacher.runs)
+            pairs.append(Pair.of(group, other, taught))
     best: dict[tuple[str, ...], Group] = {}
     for group in groups:
-        if home := group.teacher:
-            taught = [
-                (run, its)
-                for run in group.runs
-                for its in home.runs
-                if run.teacher == its.weights
-            ]
-            found.append(
-                Pair.of(group, Group(home, None, home.name, home.runs), taught)
-            )
-    for group in groups:
-        if (
-            first := best.setdefault(group.row.log, group)
-        ) is not group and group.teacher is not first.row:
-            ours, theirs = (
-                {run.seed or run.id: run for run in each.runs}.values()
-                for each in (group, first)
-            )
-            found.append(Pair.of(group, first, product(ours, theirs)))
-    return found
-
-
-def same_users(
-    runs: Sequence[tuple[Run, Run]], options: tuple[str, str], metric: str
-) -> SameUsers | None:
-    """The pairs whose evaluations on test have kept the metric of the same users; None where none has."""
-    users, both = "", []
-    counts = np.zeros(0, np.int64)
-    for one, other in runs:
-        mine, its = (
-            of_run(one, options[0]).get(metric),
-            of_run(other, options[1]).get(metric),
+        first = best.setdefault(group.row.log, group)
+        if first is group or group.teacher is first.row:
+            continue
+        newest, newest_of_best = (
+            {run.seed or run.id: run for run in side.runs}.values()
+            for side in (group, first)
         )
-        if mine and its and mine["users"] == its["users"]:
+        pairs.append(Pair.of(group, first, product(newest, newest_of_best)))
+    return pairs
+
+
+def same_users(runs: Sequence[tuple[Run, Run]], metric: str) -> SameUsers | None:
+    """Average a metric per user over the pairs of runs that were measured on the same users.
+
+    Returns:
+        The averages, or None if no pair has the metric of the same users.
+    """
+    users = ""
+    counts = np.zeros(0, np.int64)
+    values, bases = [], []
+    for run, other in runs:
+        mine = load_per_user(run).get(metric)
+        theirs = load_per_user(other).get(metric)
+        if mine and theirs and mine["users"] == theirs["users"]:
             users = mine["users"]
             value, counts = decode_values(mine)
-            both.append((value, decode_values(its)[0]))
-    if not both or not len(counts):  # no user has a request that the metric counts
+            values.append(value)
+            bases.append(decode_values(theirs)[0])
+    if not values or not len(counts):  # no user has a request that the metric counts
         return None
-    value, base = np.mean(both, 0)
-    return SameUsers(users, value - base, base, counts)
+    base = np.mean(bases, 0)
+    return SameUsers(users, np.mean(values, 0) - base, base, counts)
 
 
 def over_users_tables(comparison: Comparison) -> list[Table]:
-    """The pairs with their intervals; none where no two evaluations have kept their users."""
-    metric = COARSER.get(comparison.metric, comparison.metric)
-    groups: dict[str, list[tuple[Pair, SameUsers]]] = {}
-    for pair in pairs(comparison):
-        if (same := same_users(pair.runs, pair.options, metric)) is not None:
-            groups.setdefault(same.users, []).append((pair, same))
+    """Return the table of paired differences, or nothing without metrics per user."""
+    metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
+    by_users: dict[str, list[tuple[Pair, SameUsers]]] = {}
+    for pair in pair_groups(comparison):
+        same = same_users(pair.runs, metric)
+        if same is not None:
+            by_users.setdefault(same.users, []).append((pair, same))
     cells = []
-    for group in groups.values():
-        counts = group[0][1].counts
-        found = intervals(np.stack([same.difference for _, same in group]), counts)
-        for (pair, same), interval in zip(group, found, strict=True):
-            cells.append(line(pair, interval, same.mean, len(counts), metric))
+    for pairs in by_users.values():
+        counts = pairs[0][1].counts
+        found = intervals(np.stack([same.difference for _, same in pairs]), counts)
+        for (pair, same), interval in zip(pairs, found, strict=True):
+            cells.append(to_cells(pair, interval, same.mean, len(counts), metric))
     if not cells:
         return []
-    header = [
-        "model",
-        "against",
-        "pairs of runs",
-        "users",
-        f"test/{metric}",
-        "95% interval",
-        "relative",
-        "verdict",
-    ]
-    header.append("trained unlike")
-    notes = [
-        f"Differences user by user, averaged over the pairs of runs; the interval is of a bootstrap over users "
-        f"({DRAWS:,} draws). It says nothing of other seeds. Below {LEAST} users it stands without a verdict."
-    ]
-    return [Table("On the same users", header, cells, notes)]
+    header = ["model", "against", "pairs of runs", "users", f"test/{metric}"]
+    header += ["95% interval", "relative", "verdict", "training differs"]
+    note = (
+        f"Differences per user, averaged over the pairs of runs; the interval is of a "
+        f"bootstrap over users ({DRAWS:,} draws) and does not cover other seeds. Below "
+        f"{MIN_USERS} users there is no verdict."
+    )
+    return [Table("On the same users", header, cells, [note])]
 
 
-def line(
+def to_cells(
     pair: Pair, interval: Interval, base: float, users: int, metric: str
 ) -> list[str]:
-    """The cells of a pair."""
-    better = (interval.mean > 0) != lower_is_better(metric)
-    verdict = "noise" if interval.is_noise else "better" if better else "worse"
-    verdict = verdict if users >= LEAST else "-"
-    bounds = f"{interval.low:+.4f} to {interval.high:+.4f}"
-    relative = percent(interval.mean / base if base else math.nan)
+    """Return the cells of a pair."""
     return [
         pair.name,
         pair.other,
         str(len(pair.runs)),
         f"{users:,}",
         f"{interval.mean:+.4f}",
-        bounds,
-        relative,
-        verdict,
-        pair.unlike,
+        str(interval),
+        percent(interval.mean / base if base else math.nan),
+        judge_difference(interval, users, metric),
+        pair.training_difference,
     ]
 
 
-def of_run(run: Run, options: str) -> dict[str, Any]:
-    """What the run's evaluation on test with these options has kept, by metric; nothing where it has kept none."""
-    name = f"evaluation-test{f'-{options}' if options else ''}.json"
-    return kept(run.uri, run.id).get(name, {}) if run.uri else {}
+def judge_difference(interval: Interval, users: int, metric: str) -> str:
+    """Return `better`, `worse` or `noise`, or `-` for too few users."""
+    if users < MIN_USERS:
+        return "-"
+    if interval.is_noise:
+        return "noise"
+    is_better = (interval.mean > 0) != lower_is_better(metric)
+    return "better" if is_better else "worse"
+
+
+def load_per_user(run: Run) -> dict[str, Any]:
+    """Return the metrics per user of a run's evaluation on test, empty without any."""
+    if not run.uri:
+        return {}
+    return download_per_user(run.uri, run.evaluation_id).get(artifact_name("test"), {})
 
 
 @lru_cache
-def kept(uri: str, run_id: str) -> dict[str, dict[str, Any]]:
-    return evaluated(client_of(uri), run_id)
-
-
-def evaluated(client: MlflowClient, run_id: str) -> dict[str, dict[str, Any]]:
-    """By file, what the evaluations of a run have kept of every user."""
-    found = {}
+def download_per_user(uri: str, run_id: str) -> dict[str, dict[str, Any]]:
+    """Return the metrics per user of an MLflow run by the name of their artifact."""
+    client = connect_once(uri)
+    per_user = {}
     for artifact in client.list_artifacts(run_id):
         if artifact.path.startswith("evaluation-") and artifact.path.endswith(".json"):
             with open(client.download_artifacts(run_id, artifact.path)) as file:
-                if values := json.load(file).get("by_user"):
-                    found[artifact.path] = values
-    return found
+                metrics = json.load(file).get("by_user")
+            if metrics:
+                per_user[artifact.path] = metrics
+    return per_user

@@ -1,228 +1,262 @@
-"""The plots of a comparison, each only where its runs exist, as SVG that stands in a page of either colour scheme.
+"""The plots of a comparison, each only where its runs exist.
 
     for plot in plots(compare(select(uri, ["retrieval/DATASET"]))): plot.svg
 
-Drawn are the validation of all models beside each other, what each setting of a sweep does, learning curves, and
-accuracy against throughput. The colours of text and
-ground are stand-ins, which the SVG names `currentColor` and `var(--page)`: the page decides.
+They are the validation of all models beside each other, the effect of each setting of a
+sweep, learning curves, and accuracy against throughput. A model has one colour in all plots
+of a page.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipelines.comparison.rows import Comparison, Row, lower_is_better
-from pipelines.figures import COLOURS, logarithmic, new_figure, say_axes
+from pipelines.comparison.svg import (
+    Drawing,
+    Plot,
+    add_hover,
+    plot_style,
+    render,
+    to_label,
+)
+from pipelines.figures import (
+    COLOURS,
+    MARKERS,
+    NEUTRAL,
+    label_axes,
+    make_logarithmic,
+    new_figure,
+)
 
-INK, PAGE = "#010203", "#040506"
-"""Stand-ins for the page's colours of text and ground."""
+MAX_PANELS, MAX_ROWS = 4, 7
+"""Models, and rows of a model, with learning curves; the best ones."""
 
-STYLE: Any = {
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": INK,
-    "legend.labelcolor": INK,
-    "legend.framealpha": 0.0,
-    "hatch.color": INK,
-    "figure.facecolor": PAGE,
-    "axes.facecolor": PAGE,
-    "savefig.transparent": True,
-    "svg.fonttype": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.labelsize": 9,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
-    "text.parse_math": False,
-}
+MAX_POINTS = 300
+"""Points of a curve; neighbours are averaged."""
 
-PANELS, LINES = 4, 7
-"""Models and rows of a model whose curves are drawn, at most; the best."""
+MAX_HOVER_POINTS = 25
+"""Points of a learning curve that have a marker, and show their values on hover."""
 
-POINTS = 300
-"""Points of a curve, at most; more are averaged, neighbours together."""
+MIN_VALUES = 3
+"""Values of a setting that make a plot where no sweep varied it."""
 
-LEAST = 3
-"""Values that a setting needs to be drawn where no sweep varied it."""
+LINE_STYLES = ("-", "--", ":", "-.")
+"""Styles that tell lines of one colour apart."""
 
-MARKS = "os^Dv"
-"""Of the first rows, as many as there are colours, of the next ones and so on."""
+Points = list[tuple[float, float]]
+"""Steps and values of a curve."""
 
-Drawn = tuple[str, str, str, Figure]
-"""Name, title, caption and figure of a plot."""
+Colours = Mapping[str, str]
+"""Colours by model."""
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A plot with its words."""
-
-    name: str
-    """Short name, which is also its anchor in the page."""
-    title: str
-    """Heading."""
-    caption: str
-    """What is seen."""
-    svg: str
-    """The drawing."""
-
-    def alone(self) -> str:
-        """The drawing as a file of its own, dark on white."""
-        head, _, rest = (
-            self.svg.replace("currentColor", "#1c1e21")
-            .replace("var(--page)", "#ffffff")
-            .partition(" ")
-        )
-        return f'{head} xmlns="http://www.w3.org/2000/svg" {rest}'
+def choose_colours(comparisons: Iterable[Comparison]) -> dict[str, str]:
+    """Return a colour for each model of a page; beyond seven models, colours repeat."""
+    models = dict.fromkeys(
+        row.model
+        for comparison in comparisons
+        for row in (*comparison.rows, *comparison.teachers)
+    )
+    return {
+        model: COLOURS[number % len(COLOURS)] for number, model in enumerate(models)
+    }
 
 
 def plots(
-    comparison: Comparison, more: Iterable[Callable[[Comparison], list[Drawn]]] = ()
+    comparison: Comparison,
+    colours: Colours | None = None,
+    more: Iterable[Callable[[Comparison], list[Drawing]]] = (),
 ) -> list[Plot]:
-    """All plots that the rows have something to show in, and those of `more` functions."""
+    """Render all plots that the rows have something to show in.
+
+    Args:
+        comparison: the rows.
+        colours: colours of the page (`choose_colours`), by default of this comparison.
+        more: functions that draw further plots.
+    """
+    colours = colours or choose_colours([comparison])
     prefix = re.sub(r"\W+", "-", comparison.selection.title)
-    with rc_context(STYLE):
-        drawn = [
-            each
-            for make in (validation, settings, curves, pareto, *more)
-            for each in make(comparison)
+    with plot_style():
+        drawings = [
+            *draw_validation(comparison, colours),
+            *draw_settings(comparison, colours),
+            *draw_curves(comparison, colours),
+            *draw_pareto(comparison, colours),
         ]
-        return [
-            Plot(f"{prefix}-{name}", title, caption, svg(figure, f"{prefix}-{name}"))
-            for name, title, caption, figure in drawn
-        ]
+        for draw in more:
+            drawings += draw(comparison)
+        return [render(drawing, f"{prefix}-") for drawing in drawings]
 
 
-def svg(figure: Figure, name: str) -> str:
-    """The figure as an `<svg>` element whose ids begin with `name`, so that several stand in one page."""
-    buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": name}):
-        figure.savefig(
-            buffer,
-            format="svg",
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
-    text = buffer.getvalue()
-    text = re.sub(
-        r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL
-    )
-    text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = text.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace(
-        "xlink:href", "href"
-    )
-    text = text.replace(' xmlns="http://www.w3.org/2000/svg"', "")
-    return text.replace(INK, "currentColor").replace(PAGE, "var(--page)")
+class MarkerCycle:
+    """Markers and line styles that tell lines of one colour apart."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def next(self, colour: str) -> tuple[str, str]:
+        """Return marker and line style of the next line of a colour."""
+        number = self.counts[colour]
+        self.counts[colour] += 1
+        marker = MARKERS[number % len(MARKERS)]
+        return marker, LINE_STYLES[number % len(LINE_STYLES)]
 
 
-def legible(label: str) -> str:
-    """A label as a legend shows it, which leaves out those that begin with `_`."""
-    return f" {label}" if label.startswith("_") else label
+def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
+    """Draw the metric on validation over steps, of the best row of each model.
 
-
-def validation(comparison: Comparison) -> list[Drawn]:
-    """The metric on validation over steps, of the best row of each model; none with fewer than two models."""
-    key = f"val/{comparison.metric}"
-    sign = 1 if lower_is_better(comparison.metric) else -1
+    A model that was measured once is a dashed line. Nothing is drawn for a single model.
+    """
+    metric = f"val/{comparison.metric}"
     best: dict[str, Row] = {}
-    for row in sorted(
-        (row for row in comparison.rows if row.values(key)),
-        key=lambda row: sign * row.mean(key),
-    ):
+    for row in sort_by_validation(comparison, comparison.rows):
         if not row.options:
             best.setdefault(row.model, row)
     if len(best) < 2:
         return []
     figure, (axes,) = new_figure(1, width=9, height=max(4, 1 + 0.2 * len(best)))
-    for place, row in enumerate(best.values()):
-        mark, colour = (
-            MARKS[place // len(COLOURS) % len(MARKS)],
-            COLOURS[place % len(COLOURS)],
-        )
+    hover: dict[str, list[str]] = {}
+    markers = MarkerCycle()
+    for model, row in best.items():
+        marker, _ = markers.next(colours[model])
         for number, run in enumerate(row.runs):
-            points = thinned(comparison.history(run, key))
-            label = None if number else legible(f"{row.name} {row.mean(key):.4f}")
-            if len(points) > 1:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    color=colour,
-                    marker=mark,
-                    ms=3,
-                    lw=1.2,
-                    label=label,
-                )
-            else:
-                axes.axhline(row.mean(key), color=colour, ls="--", lw=1.2, label=label)
+            points = average_neighbours(comparison.history(run, metric), MAX_POINTS)
+            label = to_label(f"{row.name} {row.mean(metric):.4f}")
+            style: dict[str, Any] = {
+                "color": colours[model],
+                "label": None if number else label,
+                "lw": 1.2,
+            }
+            if len(points) < 2:
+                axes.axhline(row.mean(metric), ls="--", **style)
+                continue
+            steps, values = zip(*points, strict=True)
+            (line,) = axes.plot(steps, values, marker=marker, ms=3, **style)
+            add_hover(hover, line, [describe_point(run.name, *p) for p in points])
     if any(line.get_linestyle() == "-" for line in axes.lines):
-        logarithmic(axes, x=True)
-    say_axes(axes, "optimizer step", key)
+        make_logarithmic(axes)
+    label_axes(axes, "optimizer step", metric)
     figure.legend(loc="outside right upper")
     caption = (
-        f"{key} of the best row of each model, best first, a line per run; in the legend that of the best epoch. "
-        f"Dashed: measured once."
+        f"{metric} of the best row of each model, best first, a line per run; in the "
+        f"legend the value at the best epoch. Dashed: measured once."
     )
-    return [("validation", "Validation of all models", caption, figure)]
+    return [Drawing("validation", "Validation of all models", caption, figure, hover)]
 
 
-def curves(comparison: Comparison) -> list[Drawn]:
-    """Training loss, and the metric on validation, over steps: a panel per model, a colour per row, a line per run."""
-    models: dict[str, list[Row]] = {}
+def sort_by_validation(comparison: Comparison, rows: Iterable[Row]) -> list[Row]:
+    """Return the rows with the metric on validation, best first."""
+    metric = f"val/{comparison.metric}"
+    measured = [row for row in rows if row.values(metric)]
+    return sorted(measured, key=lambda row: comparison.sign * row.mean(metric))
+
+
+def describe_point(name: str, step: float, value: float) -> str:
+    """Return the text of a point of a curve."""
+    return f"{name}, step {step:,.0f}: {value:.4g}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of one run over steps."""
+
+    row: Row
+    """The row of the run."""
+    points: Points
+    """Points in order of the steps."""
+
+
+def draw_curves(comparison: Comparison, colours: Colours) -> list[Drawing]:
+    """Draw training loss and the metric on validation over steps, a panel per model."""
+    by_model: dict[str, list[Row]] = {}
     for row in comparison.rows:
         if not row.options:
-            models.setdefault(row.model, []).append(row)
-    drawn: list[tuple[str, str, list[tuple[Row, list[tuple[float, float]]]]]] = []
-    for model, rows in list(models.items())[:PANELS]:
-        for key in ("train/loss", f"val/{comparison.metric}"):
-            lines: list[tuple[Row, list[tuple[float, float]]]] = [
-                (row, comparison.history(run, key))
-                for row in rows[:LINES]
-                for run in row.runs
-                if key in run.metrics
-            ]
-            lines = [(row, points) for row, points in lines if len(points) > 1]
-            if lines:
-                drawn.append((model, key, lines))
-    if not drawn:
+            by_model.setdefault(row.model, []).append(row)
+    panels: list[tuple[str, str, list[Curve]]] = []
+    for model, rows in by_model.items():
+        if len({drawn for drawn, _, _ in panels}) == MAX_PANELS:
+            break
+        for metric in ("train/loss", f"val/{comparison.metric}"):
+            curves = load_curves(comparison, rows[:MAX_ROWS], metric)
+            if curves:
+                panels.append((model, metric, curves))
+    if not panels:
         return []
-    columns = min(len(drawn), 2)
-    figure, panels = new_figure(columns, math.ceil(len(drawn) / columns))
-    for axes, (model, key, lines) in zip(panels, drawn, strict=False):
-        colours: dict[str, str] = {}
-        for row, points in lines:
-            label = (
-                None if row.name in colours else legible(row.name)
-            )  # one entry of the legend for all seeds
-            colour = colours.setdefault(row.name, COLOURS[len(colours) % len(COLOURS)])
-            steps, values = zip(*thinned(points), strict=True)
-            axes.plot(steps, values, color=colour, lw=1.2, alpha=0.85, label=label)
+    columns = min(len(panels), 2)
+    figure, all_axes = new_figure(columns, math.ceil(len(panels) / columns))
+    hover: dict[str, list[str]] = {}
+    for axes, (model, metric, curves) in zip(all_axes, panels, strict=False):
+        draw_panel(axes, colours[model], curves, hover)
         axes.set_title(model)
-        say_axes(axes, "optimizer step", key, legend=True)
-    for axes in panels[len(drawn) :]:
+        label_axes(axes, "optimizer step", metric, legend=True)
+    for axes in all_axes[len(panels) :]:
         axes.remove()
     caption = (
-        "Training loss as logged, and validation, by optimizer step; one line per run, a colour per row of the table. "
-        "Losses of different models are different sums, so each model has its own panel."
+        "Training loss as logged, and validation, by optimizer step; one line per run, a "
+        "line style per row of the table. Losses of different models are different sums, "
+        "so each model has its own panel."
     )
-    return [("curves", "Learning curves", caption, figure)]
+    return [Drawing("curves", "Learning curves", caption, figure, hover)]
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `POINTS` points, each the mean of its neighbours."""
-    size = math.ceil(len(points) / POINTS)
+def load_curves(
+    comparison: Comparison, rows: Sequence[Row], metric: str
+) -> list[Curve]:
+    """Return the curves of all runs of the rows that logged the metric at two steps."""
+    curves = [
+        Curve(row, comparison.history(run, metric))
+        for row in rows
+        for run in row.runs
+        if metric in run.metrics
+    ]
+    return [curve for curve in curves if len(curve.points) > 1]
+
+
+def draw_panel(
+    axes: Axes, colour: str, curves: Sequence[Curve], hover: dict[str, list[str]]
+) -> None:
+    """Draw the curves of one model, its rows told apart by style and opacity."""
+    names = list(dict.fromkeys(curve.row.name for curve in curves))
+    labelled = set()
+    for curve in curves:
+        name = curve.row.name
+        number = names.index(name)
+        label = None if name in labelled else to_label(name)
+        labelled.add(name)
+        opacity = 1 - 0.6 * number / max(len(names), 2)
+        points = average_neighbours(curve.points, MAX_POINTS)
+        steps, values = zip(*points, strict=True)
+        style = LINE_STYLES[number % len(LINE_STYLES)]
+        stride = math.ceil(len(points) / MAX_HOVER_POINTS)
+        (line,) = axes.plot(
+            steps,
+            values,
+            style,
+            color=colour,
+            lw=1.2,
+            alpha=opacity,
+            label=label,
+            marker=".",
+            markevery=stride,
+        )
+        texts = [describe_point(name, *point) for point in points[::stride]]
+        add_hover(hover, line, texts)
+
+
+def average_neighbours(points: Points, count: int) -> Points:
+    """Return at most `count` points, each the mean of neighbouring points."""
+    size = max(1, math.ceil(len(points) / count))
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [
         (sum(p[0] for p in g) / len(g), sum(p[1] for p in g) / len(g)) for g in groups
@@ -231,32 +265,34 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class Point:
-    """A row that has both figures."""
+    """Speed and accuracy of a row."""
 
-    label: str
-    """Name of the row."""
+    row: Row
+    """The row."""
     speed: float
-    """Users per second on test."""
+    """Requests per second on test."""
     accuracy: float
     """The metric on test, mean over seeds."""
 
 
-def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
-    """The rows that were evaluated on test, all on the same log and with or without the items that users know."""
-    asked = min((row.asked for row in rows), default=None)
+def to_points(rows: Sequence[Row], metric: str) -> list[Point]:
+    """Return the rows with speed and accuracy on test, all of one log and ranking."""
+    task = min((row.task for row in rows), default=None)
     return [
-        Point(row.name, row.mean("test/users_per_s"), row.mean(f"test/{metric}"))
+        Point(row, row.mean("test/users_per_s"), row.mean(f"test/{metric}"))
         for row in rows
-        if row.asked == asked
+        if row.task == task
         and row.values("test/users_per_s")
         and row.values(f"test/{metric}")
     ]
 
 
 def frontier(points: Sequence[Point], lower: bool = False) -> list[Point]:
-    """Those that no other beats: none is both as fast and as accurate, and better in one. Slowest first.
+    """Return the Pareto-optimal points, slowest first.
 
-    With `lower` a smaller figure is the more accurate one.
+    Args:
+        points: the points.
+        lower: whether a smaller metric is better.
     """
     sign = -1 if lower else 1
     best: list[Point] = []
@@ -266,205 +302,213 @@ def frontier(points: Sequence[Point], lower: bool = False) -> list[Point]:
     return best[::-1]
 
 
-def pareto(comparison: Comparison) -> list[Drawn]:
-    """Accuracy against requests per second; none with fewer than two rows that were evaluated on test."""
-    points, metric = points_of(comparison.rows, comparison.metric), comparison.metric
+def draw_pareto(comparison: Comparison, colours: Colours) -> list[Drawing]:
+    """Draw accuracy against requests per second, if two rows were evaluated on test."""
+    metric = comparison.metric
+    points = to_points(comparison.rows, metric)
     if len(points) < 2:
         return []
     figure, (axes,) = new_figure(1, width=9, height=max(5, 1 + 0.2 * len(points)))
-    line = frontier(points, lower_is_better(metric))
-    axes.plot(
-        [p.speed for p in line],
-        [p.accuracy for p in line],
-        color="#999999",
-        zorder=1,
-        linestyle="--",
-        drawstyle="steps-pre",
-    )
-    for place, point in enumerate(points):
-        mark, colour = (
-            MARKS[place // len(COLOURS) % len(MARKS)],
-            COLOURS[place % len(COLOURS)],
-        )
-        axes.scatter(
-            point.speed,
-            point.accuracy,
+    best = frontier(points, lower_is_better(metric))
+    speeds, accuracies = [p.speed for p in best], [p.accuracy for p in best]
+    axes.plot(speeds, accuracies, "--", color="#999999", drawstyle="steps-pre")
+    hover: dict[str, list[str]] = {}
+    markers = MarkerCycle()
+    for point in points:
+        colour = colours[point.row.model]
+        marker, _ = markers.next(colour)
+        (line,) = axes.plot(
+            [point.speed],
+            [point.accuracy],
+            marker,
             color=colour,
-            marker=mark,
-            zorder=2,
-            label=legible(point.label),
+            label=to_label(point.row.name),
         )
-    logarithmic(axes, x=True)
+        values = f"{metric} {point.accuracy:.4f}, {point.speed:,.0f} requests/s"
+        add_hover(hover, line, [f"{point.row.name}: {values}"])
+    make_logarithmic(axes)
     axes.margins(x=0.12, y=0.12)
     if all(point.accuracy >= 0 for point in points):
         axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
-    say_axes(axes, "requests per second on test (log scale)", f"test {metric}")
+    label_axes(axes, "requests per second on test (log scale)", f"test {metric}")
     figure.legend(loc="outside right upper")
     caption = (
-        "Each row evaluated on test; dashed: no other is both faster and better. Speeds compare only where they were "
-        "measured on the same machine, with the same batch."
+        "Each row evaluated on test; dashed: no other is both faster and better. Speeds "
+        "compare only where they were measured on the same machine, with the same batch."
     )
-    return [("pareto", f"{metric} against throughput", caption, figure)]
+    return [Drawing("pareto", f"{metric} against throughput", caption, figure, hover)]
 
 
-def number(text: str | None) -> float | None:
-    """The number that a param is, or None."""
+def to_number(text: str | None) -> float | None:
+    """Return the number that a param is, or None."""
+    if text in (None, "", "True", "False"):
+        return None
     try:
-        return float(text) if text not in (None, "", "True", "False") else None
+        return float(text)
     except ValueError:
         return None
 
 
-def order(value: str) -> tuple[bool, float, str]:
-    """Numbers by size, then words."""
-    return number(value) is None, number(value) or 0.0, value
+def sort_key(value: str) -> tuple[bool, float, str]:
+    """Return a key that sorts numbers by size, before words."""
+    number = to_number(value)
+    return number is None, number or 0.0, value
 
 
-def setting(row: Row, key: str) -> str:
-    """The row's value of a swept key."""
-    return row.model if key == "model.name" else Path(row.params.get(key, "none")).name
+def read_setting(row: Row, key: str) -> str:
+    """Return the row's value of a param, and of a path its last part."""
+    if key == "model.name":
+        return row.model
+    return Path(row.params.get(key, "none")).name
 
 
-def controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:
-    """Groups of rows that differ in the param `key` alone, in order of its value."""
-    groups: dict[tuple, list[Row]] = {}
+def group_controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:
+    """Return groups of rows that differ in one param alone, sorted by its value."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if not row.options and key in row.params:
-            others = tuple(
-                sorted(
-                    (name, value) for name, value in row.params.items() if name != key
-                )
-            )
-            groups.setdefault((row.experiment, row.model, *others), []).append(row)
+            others = [item for item in row.params.items() if item[0] != key]
+            group_key = (row.experiment, row.model, *sorted(others))
+            groups.setdefault(group_key, []).append(row)
     return [
-        sorted(group, key=lambda row: order(row.params[key]))
+        sorted(group, key=lambda row: sort_key(row.params[key]))
         for group in groups.values()
     ]
 
 
-def settings(comparison: Comparison) -> list[Drawn]:
-    """What each axis of a sweep does, seeds together; of other runs every number of the model in which rows differ
-    while all else is equal."""
+def draw_settings(comparison: Comparison, colours: Colours) -> list[Drawing]:
+    """Draw the effect of each axis of a sweep, seeds together.
+
+    Without a sweep every number of the models' configs that has three values, all else
+    equal, is such an axis.
+    """
     sweep = comparison.selection.sweep
-    varied = (
-        json.loads(sweep.data.tags.get("sweep.axes", "[]")) if sweep is not None else []
-    )
-    swept = [key for key in varied if key != "fit.seed"]
-    own = [row for row in comparison.rows if not row.options]
-    keys = swept or sorted(
-        key
-        for key in {
-            key for row in own for key in row.settings if key.startswith("model.")
-        }
-        if all(number(row.params[key]) is not None for row in own if key in row.params)
-    )
-    drawn: list[Drawn] = []
-    for key in keys:
+    axes = json.loads(sweep.data.tags.get("sweep.axes", "[]")) if sweep else []
+    swept = [key for key in axes if key != "fit.seed"]
+    rows = [row for row in comparison.rows if not row.options]
+    drawings = []
+    for key in swept or numeric_settings(rows):
         groups = [
             group
-            for group in controlled(own, key)
-            if len(group) >= (2 if swept else LEAST)
+            for group in group_controlled(rows, key)
+            if len(group) >= (2 if swept else MIN_VALUES)
         ]
-        how = "all else equal"
+        chosen = "all else equal"
         if swept and not groups:
-            groups, how = (
-                [best_of_each(own, key, comparison)],
-                "the best trial on validation for each value",
-            )
-        groups = sorted(
-            (group for group in groups if len(group) > 1), key=len, reverse=True
-        )[: len(COLOURS)]
+            groups = [best_by_setting(comparison, rows, key)]
+            chosen = "the best trial on validation for each value"
+        groups = [group for group in groups if len(group) > 1]
+        groups = sorted(groups, key=len, reverse=True)[: len(COLOURS)]
         if groups:
-            caption = f"{key}: {how}; bars are the deviation over seeds."
-            figure = setting_plot(comparison.metric, key, groups)
-            drawn.append((key.replace(".", "-"), f"What {key} does", caption, figure))
-    return drawn
+            hover: dict[str, list[str]] = {}
+            figure = draw_setting(comparison.metric, key, groups, colours, hover)
+            caption = f"{key}: {chosen}; bars are the deviation over seeds."
+            name, title = key.replace(".", "-"), f"What {key} does"
+            drawings.append(Drawing(name, title, caption, figure, hover))
+    return drawings
 
 
-def best_of_each(rows: Sequence[Row], key: str, comparison: Comparison) -> list[Row]:
-    """For each value of the setting the row that is best on validation."""
-    name, sign = (
-        f"val/{comparison.metric}",
-        1 if lower_is_better(comparison.metric) else -1,
-    )
-    found: dict[str, Row] = {}
-    for row in sorted(
-        (r for r in rows if r.values(name)), key=lambda r: sign * r.mean(name)
-    ):
-        found.setdefault(setting(row, key), row)
-    return sorted(found.values(), key=lambda row: order(setting(row, key)))
-
-
-def setting_plot(metric: str, key: str, groups: Sequence[Sequence[Row]]) -> Figure:
-    """The panels of one setting: the metric, or the entropies of its tasks; users per second; peak memory."""
-    rows = [row for group in groups for row in group]
-    measured = {
-        name
-        for row in rows
-        for name in row.measured()
-        if sum(bool(row.values(name)) for row in rows) > 1
-    }
-    entropy = metric.endswith(("normalised_entropy", "/rig"))
-    entropies = sorted(
-        name for name in measured if entropy and name.endswith("/normalised_entropy")
-    )
-    shown = [name for name in entropies if name.startswith("test/")] or entropies
-    main = [
-        name
-        for name in shown or (f"val/{metric}", f"test/{metric}")
-        if name in measured
-    ][: len(COLOURS)]
-    shown_in: list[list[str]] = [main] if main else []
-    shown_in += [
-        [name]
-        for name in ("test/users_per_s", "test/peak_memory_mb")
-        if name in measured - {*main}
-    ]
-    figure, panels = new_figure(len(shown_in))
-    values = sorted({setting(row, key) for row in rows}, key=order)
-    joined = "-" if all(number(value) is not None for value in values) else "none"
-    for panel, names in zip(panels, shown_in, strict=True):
-        for line, (name, group) in enumerate(
-            (name, group) for name in names for group in groups
-        ):
-            there = [row for row in group if row.values(name)]
-            spread = [
-                0.0 if math.isnan(row.deviation(name)) else row.deviation(name)
-                for row in there
-            ]
-            panel.errorbar(
-                [values.index(setting(row, key)) for row in there],
-                [row.mean(name) for row in there],
-                spread,
-                marker="o",
-                capsize=2,
-                color=COLOURS[line % len(COLOURS)],
-                linestyle=joined,
-                label=name
-                if len(groups) == 1
-                else f"{name}: {told_apart(group[0], groups, key)}",
-            )
-        panel.set_xticks(range(len(values)), [value or "none" for value in values])
-        say_axes(
-            panel,
-            key,
-            names[0] if len(names) == 1 else "NE" if shown else metric,
-            legend=True,
+def numeric_settings(rows: Sequence[Row]) -> list[str]:
+    """Return the numbers of the models' configs in which rows differ."""
+    keys = {key for row in rows for key in row.settings if key.startswith("model.")}
+    return sorted(
+        key
+        for key in keys
+        if all(
+            to_number(row.params[key]) is not None for row in rows if key in row.params
         )
+    )
+
+
+def best_by_setting(comparison: Comparison, rows: Iterable[Row], key: str) -> list[Row]:
+    """Return the row that is best on validation for each value of a setting."""
+    best: dict[str, Row] = {}
+    for row in sort_by_validation(comparison, rows):
+        best.setdefault(read_setting(row, key), row)
+    return sorted(best.values(), key=lambda row: sort_key(read_setting(row, key)))
+
+
+def draw_setting(
+    metric: str,
+    key: str,
+    groups: Sequence[Sequence[Row]],
+    colours: Colours,
+    hover: dict[str, list[str]],
+) -> Figure:
+    """Draw the panels of one setting: the metric, requests per second, peak memory.
+
+    The metric is the normalised entropy of each task where the comparison is by entropy.
+    """
+    rows = [row for group in groups for row in group]
+    panels = choose_panels(metric, rows)
+    figure, all_axes = new_figure(max(len(panels), 1))
+    values = sorted({read_setting(row, key) for row in rows}, key=sort_key)
+    is_numeric = all(to_number(value) is not None for value in values)
+    for axes, names in zip(all_axes, panels, strict=False):
+        markers = MarkerCycle()
+        for name in names:
+            for group in groups:
+                models = {row.model for row in group}
+                colour = colours[group[0].model] if len(models) == 1 else NEUTRAL
+                marker, line_style = markers.next(colour)
+                measured = [row for row in group if row.values(name)]
+                label = name
+                if len(groups) > 1:
+                    label = f"{name}: {describe_group(group[0], groups, key)}"
+                container = axes.errorbar(
+                    [values.index(read_setting(row, key)) for row in measured],
+                    [row.mean(name) for row in measured],
+                    [zero_if_nan(row.deviation(name)) for row in measured],
+                    marker=marker,
+                    capsize=2,
+                    color=colour,
+                    linestyle=line_style if is_numeric else "none",
+                    label=label,
+                )
+                texts = [f"{row.name}: {name} {row.mean(name):.4g}" for row in measured]
+                add_hover(hover, container[0], texts)
+        axes.set_xticks(range(len(values)), [value or "none" for value in values])
+        y = names[0] if len(names) == 1 else metric
+        if names[0].endswith("/normalised_entropy") and len(names) > 1:
+            y = "normalised entropy"
+        label_axes(axes, key, y, legend=True)
     return figure
 
 
-def told_apart(row: Row, groups: Sequence[Sequence[Row]], key: str) -> str:
-    """The row's model, with the settings but `key` by which its group differs from others of the model."""
-    kin = [group[0] for group in groups if group[0].model == row.model]
-    apart = [
+def choose_panels(metric: str, rows: Sequence[Row]) -> list[list[str]]:
+    """Return the metrics of each panel of a setting, of those that two rows have."""
+    measured = {
+        name
+        for name in {name for row in rows for name in row.measured()}
+        if sum(bool(row.values(name)) for row in rows) > 1
+    }
+    names = [f"val/{metric}", f"test/{metric}"]
+    if metric.endswith(("normalised_entropy", "/rig")):
+        entropies = sorted(n for n in measured if n.endswith("/normalised_entropy"))
+        on_test = [name for name in entropies if name.startswith("test/")]
+        names = on_test or entropies or names
+    main = [name for name in names if name in measured][: len(COLOURS)]
+    panels = [main] if main else []
+    for name in ("test/users_per_s", "test/peak_memory_mb"):
+        if name in measured and name not in main:
+            panels.append([name])
+    return panels
+
+
+def zero_if_nan(value: float) -> float:
+    """Return the value, or 0 for NaN."""
+    return 0.0 if math.isnan(value) else value
+
+
+def describe_group(row: Row, groups: Sequence[Sequence[Row]], key: str) -> str:
+    """Return a row's model, with the settings in which its group differs from others."""
+    others = [group[0] for group in groups if group[0].model == row.model]
+    names = [
         name
         for name in row.params
-        if name != key and len({other.params.get(name) for other in kin}) > 1
+        if name != key and len({other.params.get(name) for other in others}) > 1
     ]
-    return " ".join(
-        [
-            row.model,
-            *(f"{name.split('.', 1)[-1]} {setting(row, name)[:14]}" for name in apart),
-        ]
-    )
+    words = [
+        f"{name.split('.', 1)[-1]} {read_setting(row, name)[:14]}" for name in names
+    ]
+    return " ".join([row.model, *words])

@@ -1,4 +1,7 @@
-"""A table to be printed: columns aligned for the terminal, or whole as Markdown or HTML."""
+"""A table of a comparison as text for the terminal, as Markdown, and as HTML.
+
+print(Table("retrieval/x", ["model", "test/ndcg@10"], [["sasrec", "0.0662"]]).text())
+"""
 
 from __future__ import annotations
 
@@ -7,82 +10,87 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 
+NBSP = "\u00a0"
+"""A space at which no line is broken."""
+
 
 def percent(change: float | None) -> str:
-    """A relative change; nothing where there is none, - where it is not a number."""
+    """Format a relative change; None is empty, and NaN is `-`."""
     if change is None:
         return ""
-    return (
-        "-"
-        if math.isnan(change)
-        else f"{change:+.1%}"
-        if abs(change) >= 0.01
-        else f"{change:+.2%}"
-    )
+    if math.isnan(change):
+        return "-"
+    return f"{change:+.1%}" if abs(change) >= 0.01 else f"{change:+.2%}"
 
 
 @dataclass
 class Table:
-    """Cells with their header, and notes below."""
+    """Cells with a title, a header and notes."""
 
     title: str
-    """Line above the table."""
+    """Heading."""
     header: list[str]
     """Names of the columns."""
     cells: list[list[str]]
-    """One list per row."""
+    """Rows of cells."""
     notes: list[str] = field(default_factory=list)
-    """Lines under the table."""
-    words: int = 2
-    """Columns that are words, aligned left; the rest are numbers."""
+    """Lines below the table."""
+    num_words: int = 2
+    """Number of leading columns that hold words, aligned left; the others hold numbers."""
 
     def text(self) -> str:
-        """For the terminal: columns aligned."""
-        widths = [
-            max(len(line[i]) for line in [self.header, *self.cells])
-            for i in range(len(self.header))
-        ]
+        """Render the table for the terminal, with aligned columns."""
+        rows = [self.header, *self.cells]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        header, *body = (self._align(row, widths) for row in rows)
+        return "\n".join([self.title, header, rule, *body, *self.notes])
 
-        def line(cells: Iterable[str]) -> str:
-            aligned = [
-                c.ljust(w) if i < self.words else c.rjust(w)
-                for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-            ]
-            return "  ".join(aligned).rstrip()
-
-        rule = "-" * len(line(self.header).ljust(sum(widths) + 2 * (len(widths) - 1)))
-        return "\n".join(
-            [self.title, line(self.header), rule, *map(line, self.cells), *self.notes]
-        )
+    def _align(self, row: list[str], widths: list[int]) -> str:
+        """Return a row as a line of padded cells."""
+        words = zip(row[: self.num_words], widths, strict=False)
+        numbers = zip(row[self.num_words :], widths[self.num_words :], strict=True)
+        padded = [cell.ljust(width) for cell, width in words]
+        padded += [cell.rjust(width) for cell, width in numbers]
+        return "  ".join(padded).rstrip()
 
     def markdown(self) -> str:
-        """As a Markdown table with the notes below."""
-        align = ["---"] * self.words + ["---:"] * (len(self.header) - self.words)
-        lines = [
-            self.header,
-            align,
-            *([cell.replace("|", "\\|") for cell in row] for row in self.cells),
-        ]
-        body = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        """Render the table as Markdown, with the notes below."""
+        num_numbers = len(self.header) - self.num_words
+        rows = [self.header, ["---"] * self.num_words + ["---:"] * num_numbers]
+        rows += [[cell.replace("|", "\\|") for cell in row] for row in self.cells]
+        body = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         notes = "".join(f"\n{note}\n" for note in self.notes)
         return f"### {self.title}\n\n{body}\n{notes}"
 
     def html(self) -> str:
-        """As an HTML section with its heading."""
-
-        def line(cells: Iterable[str], tag: str) -> str:
-            kinds = [""] * self.words + [" class=number"] * (
-                len(self.header) - self.words
-            )
-            return "<tr>" + "".join(
-                f"<{tag}{k}>{escape(c)}" for c, k in zip(cells, kinds, strict=True)
-            )
-
-        body = "\n".join(line(cells, "td") for cells in self.cells)
-        notes = "".join(f"<li>{escape(note)}" for note in self.notes)
+        """Render the table as an HTML section with a heading."""
+        header = self._html_row(map(break_header, self.header), "th")
+        body = "\n".join(
+            self._html_row(map(break_cell, row), "td") for row in self.cells
+        )
+        items = "".join(f"<li>{escape(note)}" for note in self.notes)
+        notes = f"<ul class=notes>{items}</ul>" if self.notes else ""
         return (
             f"<section><h2>{escape(self.title)}</h2>\n<div class=wide><table>\n"
-            f"<thead>{line(self.header, 'th')}</thead>\n<tbody>\n{body}\n</tbody></table></div>\n"
-            + (f"<ul class=notes>{notes}</ul>" if notes else "")
-            + "</section>"
+            f"<thead>{header}</thead>\n<tbody>\n{body}\n</tbody></table></div>\n"
+            f"{notes}</section>"
         )
+
+    def _html_row(self, cells: Iterable[str], tag: str) -> str:
+        """Return cells, given as HTML, as a row."""
+        row = "<tr>"
+        for column, cell in enumerate(cells):
+            kind = "" if column < self.num_words else " class=number"
+            row += f"<{tag}{kind}>{cell}"
+        return row
+
+
+def break_header(name: str) -> str:
+    """Return the name of a column as HTML whose lines may break after slashes."""
+    return escape(name).replace("/", "/<wbr>")
+
+
+def break_cell(cell: str) -> str:
+    """Return a cell as HTML whose lines break before a deviation, not within it."""
+    return escape(cell).replace(" ± ", f" ±{NBSP}")

@@ -1,6 +1,6 @@
-"""The items that may be recommended, as a file of their ids names them.
+"""Read the items that may be recommended from a file of their ids.
 
-allowed, sha256 = read_allowed("in_stock.txt", "runs/shop/tables")
+mask, sha256 = read_allowed("in_stock.txt", "runs/shop/tables")
 """
 
 from __future__ import annotations
@@ -19,39 +19,50 @@ from models.storage.tables import UserError, join, open_uri, read_table
 from models.storage.uri import storage_errors
 
 COLUMN = "item_id"
+"""Column of the ids in a CSV or Parquet file."""
 
 
 def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
-    """(N,) bool, by item_index, of the items in a file, and the hash of its bytes. It is Parquet or CSV with a column
-    `item_id`, or text with one id per line. UserError for ids that the tables do not have, and for none."""
+    """Read a file of item ids: Parquet or CSV with a column `item_id`, or an id per line.
+
+    Args:
+        uri: the file.
+        tables: the folder that jobs.prepare made.
+
+    Returns:
+        (N,) bool, whether an item is in the file, and the SHA-256 of the file.
+
+    Raises:
+        UserError: if the file has no id, or ids of items that the tables do not have.
+    """
     filesystem, path = open_uri(uri)
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         content = stream.read()
-    ids = parse_item_ids(
-        uri, _parquet(content, uri) if content[:4] == b"PAR1" else _text(content, uri)
-    )
+    read = read_parquet_ids if content[:4] == b"PAR1" else read_text_ids
+    ids = parse_item_ids(uri, read(content, uri))
     if not ids:
         raise UserError(
-            f"{uri} has no item id, so nothing could be recommended; give the ids of the allowed items"
+            f"{uri} has no item id, so nothing could be recommended; give the ids of the "
+            f"allowed items"
         )
     items = read_table(join(tables, "items"), "items", [COLUMN])[COLUMN].to_pylist()
-    index = {item: place for place, item in enumerate(items)}
-    if unknown := [item for item in dict.fromkeys(ids) if item not in index]:
+    item_index = {item: index for index, item in enumerate(items)}
+    unknown = [item for item in dict.fromkeys(ids) if item not in item_index]
+    if unknown:
         raise UserError(
-            f"{uri} has {len(unknown):,} ids that are not among the {len(items):,} items of {tables}, the first is "
-            f"{unknown[0]!r}; leave them out"
+            f"{uri} has {len(unknown):,} ids that are not among the {len(items):,} items "
+            f"of {tables}, the first is {unknown[0]!r}; leave them out"
         )
-    places = torch.tensor([index[item] for item in ids])
-    return torch.zeros(len(items), dtype=torch.bool).index_fill(
-        0, places, True
-    ), hashlib.sha256(content).hexdigest()
+    mask = torch.zeros(len(items), dtype=torch.bool)
+    mask[[item_index[item] for item in ids]] = True
+    return mask, hashlib.sha256(content).hexdigest()
 
 
-def _parquet(content: bytes, uri: str) -> list[object]:
+def read_parquet_ids(content: bytes, uri: str) -> list[object]:
+    """Return the ids of a Parquet file."""
     try:
-        return (
-            pq.ParquetFile(pa.BufferReader(content)).read([COLUMN])[COLUMN].to_pylist()
-        )
+        file = pq.ParquetFile(pa.BufferReader(content))
+        return file.read([COLUMN])[COLUMN].to_pylist()
     except (pa.ArrowException, KeyError) as error:
         first = str(error).splitlines()[0]
         raise UserError(
@@ -59,24 +70,24 @@ def _parquet(content: bytes, uri: str) -> list[object]:
         ) from error
 
 
-def _text(content: bytes, uri: str) -> list[str]:
+def read_text_ids(content: bytes, uri: str) -> list[str]:
+    """Return the ids of a CSV file with a header, or of a text with one id per line."""
     try:
-        rows = [
-            row
-            for row in csv.reader(io.StringIO(content.decode("utf-8-sig")))
-            if any(map(str.strip, row))
-        ]
+        lines = csv.reader(io.StringIO(content.decode("utf-8-sig")))
+        rows = [row for row in lines if any(map(str.strip, row))]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"{uri} is not UTF-8 text ({error}); give one item id per line"
         ) from error
-    if rows and COLUMN in (header := [name.strip() for name in rows[0]]):
+    column, width = 0, 1
+    header = [name.strip() for name in rows[0]] if rows else []
+    if COLUMN in header:
         rows = rows[1:]
-        place, width = header.index(COLUMN), len(header)
-    else:
-        place, width = 0, 1
-    if odd := next((row for row in rows if len(row) != width), None):
-        raise UserError(
-            f"{uri} has the row {','.join(odd)!r}; give one item id per line, or a CSV with {COLUMN}"
-        )
-    return [row[place] for row in rows]
+        column, width = header.index(COLUMN), len(header)
+    for row in rows:
+        if len(row) != width:
+            raise UserError(
+                f"{uri} has the row {','.join(row)!r}; give one item id per line, or a CSV "
+                f"with {COLUMN}"
+            )
+    return [row[column] for row in rows]

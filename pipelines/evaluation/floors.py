@@ -1,9 +1,9 @@
-"""Models without training, computed from tables and measured on a split at once.
+"""Compute the models without training from tables, and measure them on a split.
 
     for floor in measure_floors("sasrec", Inputs(tables), "test"): print(floor.name)
 
-They are the bar of `jobs.daily`. Nothing is written; `jobs.train` trains each of them as a
-run of its own.
+`jobs.daily` compares its models with them. Nothing is written; `jobs.train` trains each of
+them as a run of its own.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import torch
 
 from models import registry
 from models.evaluation import measure_examples
-from models.metrics.per_user_metrics import (
-    PER_USER_PREFIX,
-    PerUserValues,
-    sampling_stride,
-)
+from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.recommend import history_to_give
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
+from pipelines.evaluation.record import pop_per_user
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
 """Rows per batch of counting, by the unit of a model's training rows."""
@@ -39,7 +36,7 @@ class Floor:
     metrics: dict[str, float]
     """Metrics of the split."""
     by_user: dict[str, dict[str, str]]
-    """Metrics user by user, as an evaluation of a checkpoint has them."""
+    """Metrics per user, as in the result of an evaluation."""
 
 
 def measure_floors(
@@ -54,25 +51,25 @@ def measure_floors(
         rankings: options of `recommend`, such as `{"unseen": True}`.
 
     Returns:
-        For each of the rankings all floors; nothing for a family that has none.
+        The floors of each ranking, none for a family without floors.
     """
     floors: list[list[Floor]] = [[] for _ in rankings]
     for name in registry.find_floors(registry.find(model).family):
         batch_size = BATCH_SIZES[registry.find(name).example_unit]
-        setup = TrainingRun.build(
+        floor = TrainingRun.build(
             {"name": name}, FitConfig(batch_size=batch_size), inputs
         )
-        setup.fit_counts()
-        for options, of_ranking in zip(rankings, floors, strict=True):
-            of_ranking.append(measure_floor(setup, name, inputs, split, options))
+        floor.fit_counts()
+        for options, measured in zip(rankings, floors, strict=True):
+            measured.append(measure_floor(floor, name, inputs, split, options))
     return floors
 
 
 def measure_floor(
-    setup: Any, name: str, inputs: Inputs, split: str, options: dict[str, Any]
+    floor: TrainingRun, name: str, inputs: Inputs, split: str, options: dict[str, Any]
 ) -> Floor:
     """Measure one computed model on a split."""
-    model = setup.model
+    model = floor.model
     examples = model.dataset_class.load(
         inputs.sequences,
         split,
@@ -88,11 +85,5 @@ def measure_floor(
         device=torch.device("cpu"),
         options={**options, "by_user": stride},
     ).sums
-    by_user: dict[str, PerUserValues] = {
-        key: sums.pop(key) for key in list(sums) if key.startswith(PER_USER_PREFIX)
-    }
-    packed = {
-        key.removeprefix(PER_USER_PREFIX): user.to_text()
-        for key, user in by_user.items()
-    }
-    return Floor(name, setup.means(sums), packed)
+    by_user = pop_per_user(sums)
+    return Floor(name, floor.means(sums), by_user)

@@ -1,18 +1,22 @@
-"""Batch inference: what a model ranks for many users, as a table.
+"""Rank for many users and write the rankings as a table.
 
-A model that ranks a catalogue writes `recommendations`: the top K items after all that each user did, or, for a split,
-after the history of each of its requests, with the request's time and target. A model that ranks candidates writes
-`scores`: the scores and labels of every candidate of a split's requests. So all figures of an evaluation can be
-computed again from the table of its split.
+    manifest, existed = infer_all(checkpoint, inputs, "recommendations", InferenceOptions(k=20))
 
-A unit of work is a run of the users of one file of `sequences`. Units are ranked one after the other in this process,
-or by Ray Data actors that each hold the model; beside that, the catalogue and the user ids of one file are held.
+A model that ranks a catalogue writes `recommendations`: the top K items after all behaviours
+of each user, or, for a split, after the history of each request, with its time and target. A
+model that ranks candidates writes `scores`: scores and labels of all candidates of a split's
+requests. All metrics of an evaluation can be computed again from the table of its split.
+
+A unit of work is a range of users of one file of `sequences`. Units are processed one after
+the other in this process, or by Ray Data actors that each hold the model. An actor also holds
+the catalogue and the user ids of one file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -52,36 +56,41 @@ from models.storage.uri import absolute
 from models.training.fit import to_device
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
-from pipelines.evaluation.ranking import check, device_of, takes_gpu
+from pipelines.evaluation.checks import (
+    CheckedEvaluation,
+    Workers,
+    check_evaluation,
+    resolve_device,
+)
 from pipelines.ray_inside import silence_cpp_log
 
+USERS_PER_PART = 50_000
+"""Users per file of the table, at most."""
 
-def listed(value: pa.DataType) -> pa.DataType:
-    """A list of these values."""
-    return pa.list_(pa.field("item", value))
+
+def list_of(item_type: pa.DataType) -> pa.DataType:
+    """Return the type of lists of values."""
+    return pa.list_(pa.field("item", item_type))
 
 
 RECOMMENDATIONS = pa.schema(
     [
         pa.field("user_id", pa.string(), nullable=False),
-        pa.field(
-            "item_id", listed(pa.string()), nullable=False
-        ),  # best first, at most K
-        pa.field(
-            "score", listed(pa.float32()), nullable=False
-        ),  # the model's own scale
+        # best first, at most K
+        pa.field("item_id", list_of(pa.string()), nullable=False),
+        # on the model's own scale
+        pa.field("score", list_of(pa.float32()), nullable=False),
     ]
 )
-
 
 RANKED_REQUESTS = pa.schema(
     [
         RECOMMENDATIONS.field("user_id"),
-        # place of the request among the `requests` of the user's row in `sequences`
+        # index of the request among the `requests` of the user's row in `sequences`
         pa.field("request", pa.int32(), nullable=False),
         pa.field("timestamp_ms", pa.int64()),
         pa.field("target", pa.string(), nullable=False),
-        # whether the user did something with the target before: metrics under first/ are of the other requests
+        # whether the target is in the history; metrics under first/ leave it out
         pa.field("target_is_known", pa.bool_(), nullable=False),
         RECOMMENDATIONS.field("item_id"),
         RECOMMENDATIONS.field("score"),
@@ -89,110 +98,144 @@ RANKED_REQUESTS = pa.schema(
 )
 
 
-def scores_schema(labels: Sequence[str], queries: bool) -> pa.Schema:
-    """scores: one row per request, that is per search, or per user and time of a feed, in the order of the sequences.
-    `queries`: whether requests have one."""
-    return pa.schema(
-        [
-            pa.field("user_id", pa.string(), nullable=False),
-            pa.field("timestamp_ms", pa.int64(), nullable=False),  # of the request
-            *(
-                [pa.field("query", pa.string())] if queries else []
-            ),  # null where it had none
-            pa.field(
-                "item_id", listed(pa.string()), nullable=False
-            ),  # candidates, best first by the first label
-            *(
-                pa.field(f"score_{name}", listed(pa.float32()), nullable=False)
-                for name in labels
-            ),  # chances, 0 to 1
-            *(
-                pa.field(f"label_{name}", listed(pa.bool_()), nullable=False)
-                for name in labels
-            ),
-        ]
-    )
+def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
+    """Return the schema of `scores`: one row per request, in the order of the sequences.
+
+    A request is a search, or the impressions of a user at one time of a feed.
+
+    Args:
+        labels: names of the labels.
+        has_queries: whether requests have a query.
+    """
+    fields = [
+        pa.field("user_id", pa.string(), nullable=False),
+        pa.field("timestamp_ms", pa.int64(), nullable=False),
+    ]
+    if has_queries:
+        fields.append(pa.field("query", pa.string()))
+    # candidates, best first by the first label
+    fields.append(pa.field("item_id", list_of(pa.string()), nullable=False))
+    for name in labels:  # probabilities
+        fields.append(pa.field(f"score_{name}", list_of(pa.float32()), nullable=False))
+    for name in labels:
+        fields.append(pa.field(f"label_{name}", list_of(pa.bool_()), nullable=False))
+    return pa.schema(fields)
 
 
-USERS_PER_PART = 50_000
-"""Users per file of the table at most."""
+@dataclass(frozen=True)
+class InferenceOptions:
+    """What a batch inference ranks."""
+
+    k: int = 20
+    """Items per ranking, of a model that ranks a catalogue."""
+    split: str | None = None
+    """Rank for the requests of this split; None: after all behaviours of each user, or
+    `test` for a model that ranks candidates."""
+    batch_size: int = 256
+    """Requests per batch."""
+    recommend: dict[str, Any] = field(default_factory=dict)
+    """Options of `recommend`."""
+    allowed: str | None = None
+    """File of the only items to rank."""
+    overwrite: bool = False
+    """Whether to replace another table in the folder."""
+    users_per_part: int = USERS_PER_PART
+    """Users per file of the table, at most."""
 
 
-class Kernel:
-    """Holds the model and one file of users, ranks for some of these and writes a part; an actor of Ray Data too."""
+@dataclass(frozen=True)
+class InferenceTask:
+    """What every worker of a batch inference is told."""
+
+    uri: str
+    """Folder of the checkpoint."""
+    inputs: Inputs
+    """The tables."""
+    output: str
+    """Folder of the table."""
+    schema: pa.Schema
+    """Schema of the table."""
+    k: int
+    """Items per ranking."""
+    split: str
+    """Requests to rank for; `next`: after all behaviours of each user."""
+    batch_size: int
+    """Requests per batch."""
+    recommend: dict[str, Any]
+    """Options of `recommend`, with the mask of the allowed items."""
+    workers: Workers
+    """Processes and devices."""
+
+
+class Inference:
+    """A worker of a batch inference: it holds the model, ranks for users and writes parts.
+
+    Ray Data makes actors of it.
+    """
 
     table: ClassVar[str]
-    """Kind of the table that it writes."""
+    """Kind of the table."""
+    count_name: ClassVar[str]
+    """Name of the count that parts add up to, in the manifest."""
     examples: RequestDataset
     """The requests to rank for."""
 
-    def __init__(
-        self,
-        uri: str,
-        inputs: Inputs,
-        output: str,
-        schema: pa.Schema,
-        ask: dict[str, Any],
-        batch_size: int,
-        options: dict[str, Any],
-        device: str,
-        threads: int,
-    ) -> None:
-        """`ask` has what is asked for: `k` items, or the requests of a `split`; `threads` 0 leaves them."""
-        if threads:
-            torch.set_num_threads(threads)
-        self.device, self.output, self.schema, self.ask = (
-            device_of(device),
-            output,
-            schema,
-            ask,
-        )
-        self.batch_size, self.options, self.inputs = batch_size, options, inputs
-        self.loaded = LoadedModel.load(uri, inputs, self.device)
+    def __init__(self, task: InferenceTask) -> None:
+        if task.workers.num_threads:
+            torch.set_num_threads(task.workers.num_threads)
+        self.task = task
+        self.device = resolve_device(task.workers.device)
+        self.loaded = LoadedModel.load(task.uri, task.inputs, self.device)
         self.model = self.loaded.model
-        if "allowed" in options:
-            self.options = {
-                **options,
-                "allowed": self.model.encode_allowed(
-                    options["allowed"].to(self.device)
-                ),
-            }
-        self.items = read_table(join(inputs.tables, "items"), "items", ["item_id"])[
-            "item_id"
-        ].combine_chunks()
+        self.recommend = dict(task.recommend)
+        if "allowed" in self.recommend:
+            mask = self.recommend["allowed"].to(self.device)
+            self.recommend["allowed"] = self.model.encode_allowed(mask)
+        items = read_table(join(task.inputs.tables, "items"), "items", ["item_id"])
+        self.items = items["item_id"].combine_chunks()
         self.examples = self.load_examples()
         self.user_rows = self.examples.user_rows(self.examples.rows())
-        self.file = -1  # the one whose user ids are held
+        self.file = -1
 
     def __call__(self, block: dict[str, NDArray]) -> dict[str, NDArray]:
-        units = zip(
-            *(block[name].tolist() for name in ("file", "first", "last")), strict=True
-        )
-        made = [self.part(*unit) for unit in units]
-        parts = np.array([json.dumps(vars(part)) for part, _ in made], dtype=object)
-        return {**block, "part": parts, "count": np.array([count for _, count in made])}
+        """Write the parts of units of work, as a step of Ray Data."""
+        columns = (block[name].tolist() for name in ("file", "first", "last"))
+        written = [self.write_unit(*unit) for unit in zip(*columns, strict=True)]
+        parts = np.array([json.dumps(vars(part)) for part, _ in written], dtype=object)
+        counts = np.array([count for _, count in written])
+        return {**block, "part": parts, "count": counts}
 
-    def part(self, file: int, first: int, last: int) -> tuple[Part, int]:
-        """Ranks for users `first` to `last` - 1 of a file, in batches of like length, and writes them in its order; and
-        what `ranked` counts."""
+    def write_unit(self, file: int, first: int, last: int) -> tuple[Part, int]:
+        """Rank for users `first` to `last` - 1 of a file of `sequences`, and write a part.
+
+        Returns:
+            The part, and the unit's summand of `count_name`.
+        """
         if file != self.file:
-            self.hold(file)
-        place = self.user_rows - self.first_user
-        rows = self.examples.rows()[(first <= place) & (place < last)]
-        found = []
-        ordered = self.examples.sort_for_evaluation(rows)
-        for chosen in self.examples.cut_batches(ordered, self.batch_size):
-            batch = to_device(self.examples.collate(chosen), self.device)
-            with torch.no_grad():
-                found.append([value.cpu().numpy() for value in self.rank(batch)])
-        if not found:  # none of them has a request
-            return write_part(self.output, self.schema.empty_table()), 0
-        columns, count = self.columns(*map(np.concatenate, zip(*found, strict=True)))
-        return write_part(self.output, pa.table(columns, schema=self.schema)), count
+            self.load_users(file)
+        index = self.user_rows - self.first_user
+        rows = self.examples.rows()[(first <= index) & (index < last)]
+        ranked = self.rank_rows(rows)
+        if not ranked:
+            return write_part(self.task.output, self.task.schema.empty_table()), 0
+        arrays = [np.concatenate(batches) for batches in zip(*ranked, strict=True)]
+        columns, count = self.to_columns(*arrays)
+        table = pa.table(columns, schema=self.task.schema)
+        return write_part(self.task.output, table), count
 
-    def hold(self, file: int) -> None:
-        """Read the user ids of a file of `sequences` in place of the file before."""
-        sequences = self.inputs.sequences
+    def rank_rows(self, rows: NDArray[np.int64]) -> list[list[NDArray]]:
+        """Rank for examples in batches of similar lengths; return the arrays of each batch."""
+        ranked = []
+        ordered = self.examples.sort_for_evaluation(rows)
+        for batch_rows in self.examples.cut_batches(ordered, self.task.batch_size):
+            batch = to_device(self.examples.collate(batch_rows), self.device)
+            with torch.no_grad():
+                ranked.append([value.cpu().numpy() for value in self.rank(batch)])
+        return ranked
+
+    def load_users(self, file: int) -> None:
+        """Load the user ids of a file of `sequences`."""
+        sequences = self.task.inputs.sequences
         manifest = read_manifest(sequences, "sequences")
         uri, sha256 = part_uris(sequences, manifest)[file], manifest.files[file].sha256
         self.users = read_parquet(uri, ["user_id"], sha256)["user_id"].combine_chunks()
@@ -201,126 +244,122 @@ class Kernel:
 
     def load_examples(self) -> RequestDataset:
         """Load the requests to rank for."""
-        raise NotImplementedError
+        return self.loaded.load_examples(self.task.inputs, self.task.split)
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        """What is found for a batch, its users' rows in the table first."""
+        """Rank for a batch; the first tensor has the users' rows of `sequences`."""
         raise NotImplementedError
 
-    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
-        """The table's columns of what was found for all batches, and a count that is summed over parts."""
+    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
+        """Return the columns of the table, and the summand of `count_name`."""
         raise NotImplementedError
 
 
-class Recommender(Kernel):
-    """Rank the catalogue after all that each user did; count the users who get fewer than K items."""
+class UserInference(Inference):
+    """Rank the catalogue after all behaviours of each user."""
 
     table = "recommendations"
+    count_name = "users_below_k"
 
     def load_examples(self) -> RequestDataset:
-        """Load the requests of the split, by default those after all behaviours, with as much history as is read."""
-        longest = history_to_give(self.model.config.max_history, self.options)
-        split = self.ask.get("split", "next")
-        return self.loaded.load_examples(self.inputs, split, max_history=longest)
+        """Load the requests, with as much history as the options need."""
+        longest = history_to_give(self.model.config.max_history, self.recommend)
+        return self.loaded.load_examples(
+            self.task.inputs, self.task.split, max_history=longest
+        )
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        items, scores = self.model.recommend(batch, self.ask["k"], **self.options)
+        items, scores = self.model.recommend(batch, self.task.k, **self.recommend)
         return batch["user_row"], items, scores.float()
 
-    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
+    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
         order = np.argsort(user, kind="stable")
         user_ids = pc.take(self.users, pa.array(user[order] - self.first_user))
-        item, score = (values[order] for values in found)
-        rankings, short = self.rankings(item, score)
-        return [user_ids, *rankings], short
+        items, scores = (values[order] for values in ranked)
+        rankings, num_short = self.to_rankings(items, scores)
+        return [user_ids, *rankings], num_short
 
-    def rankings(self, item: NDArray, score: NDArray) -> tuple[list[pa.Array], int]:
-        """Return the columns `item_id` and `score` of rankings (B, K), and how many have fewer than K items."""
-        real = item >= 0  # where fewer than K items could be ranked, the tail is empty
-        offsets = pa.array(np.concatenate([[0], np.cumsum(real.sum(1))]), pa.int32())
-        names = pc.take(self.items, pa.array(item[real]))
-        columns = [
-            pa.ListArray.from_arrays(offsets, names),
-            pa.ListArray.from_arrays(offsets, pa.array(score[real], pa.float32())),
-        ]
-        return columns, int((real.sum(1) < self.ask["k"]).sum())
+    def to_rankings(
+        self, items: NDArray, scores: NDArray
+    ) -> tuple[list[pa.Array], int]:
+        """Return the columns `item_id` and `score`, and the number of short rankings.
+
+        Args:
+            items: (B, K) items, negative after the end of a short ranking.
+            scores: (B, K) scores.
+        """
+        is_real = items >= 0
+        lengths = is_real.sum(1)
+        offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
+        names = pc.take(self.items, pa.array(items[is_real]))
+        values = pa.array(scores[is_real], pa.float32())
+        columns = [pa.ListArray.from_arrays(offsets, each) for each in (names, values)]
+        return columns, int((lengths < self.task.k).sum())
 
 
-class RequestRecommender(Recommender):
-    """Rank the catalogue after the history of each request of a split, as an evaluation does."""
+class RequestInference(UserInference):
+    """Rank the catalogue after the history of each request of a split."""
 
+    count_name = "requests_below_k"
     examples: RetrievalDataset
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        of_request = (batch[name] for name in ("request", "target", "repeats"))
         user, items, scores = super().rank(batch)
-        return user, *of_request, items, scores
+        return user, batch["request"], batch["target"], batch["repeats"], items, scores
 
-    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
-        order = np.argsort(found[0], kind="stable")  # by user, then by place
+    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
+        order = np.argsort(ranked[0], kind="stable")  # by user, then by request
         user = user[order]
-        number, target, repeats, item, score = (values[order] for values in found)
-        place = request_place(number)
-        request = self.examples.request_offsets[user] + place
-        rankings, short = self.rankings(item, score)
-        of_request = [
+        number, target, repeats, items, scores = (values[order] for values in ranked)
+        index = request_place(number)
+        request = self.examples.request_offsets[user] + index
+        rankings, num_short = self.to_rankings(items, scores)
+        columns = [
             pc.take(self.users, pa.array(user - self.first_user)),
-            pa.array(place, pa.int32()),
+            pa.array(index, pa.int32()),
             pa.array(self.examples.columns["request_time"][request]),
             pc.take(self.items, pa.array(target)),
             pa.array(repeats.astype(bool)),
         ]
-        return [*of_request, *rankings], short
+        return [*columns, *rankings], num_short
 
 
-class Scorer(Kernel):
-    """The chances of every label for all candidates of a split's requests; counts the candidates."""
+class CandidateInference(Inference):
+    """Score all candidates of a split's requests."""
 
     table = "scores"
+    count_name = "candidates"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        if "query" in self.schema.names:
-            self.queries = read_queries(self.inputs.tables)
-
-    def load_examples(self) -> RequestDataset:
-        return self.loaded.load_examples(self.inputs, self.ask["split"])
+    def __init__(self, task: InferenceTask) -> None:
+        super().__init__(task)
+        self.has_queries = "query" in task.schema.names
+        if self.has_queries:
+            self.queries = read_queries(task.inputs.tables)
 
     def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        asked = self.examples.candidate_keys(batch)
-        chances = torch.sigmoid(check_finite(self.model.score(batch).float()))
-        labels = asked["labels"][:, : chances.shape[1]]  # some models learn the first
+        keys = self.examples.candidate_keys(batch)
+        scores = torch.sigmoid(check_finite(self.model.score(batch).float()))
+        labels = keys["labels"][:, : scores.shape[1]]  # some models learn the first
         names = ("user_row", "request", "time", "query", "item")
-        return *(asked[name] for name in names), labels, chances
+        return *(keys[name] for name in names), labels, scores
 
-    def columns(self, user: NDArray, *found: NDArray) -> tuple[list[pa.Array], int]:
-        order = np.lexsort((-found[-1][:, 0], found[0], user))
-        user, (request, time, query, item, labels, chances) = (
-            user[order],
-            (values[order] for values in found),
-        )
-        first = np.flatnonzero(
-            np.append(True, (user[1:] != user[:-1]) | (request[1:] != request[:-1]))
-        )
+    def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
+        by_first_label = -ranked[-1][:, 0]
+        order = np.lexsort((by_first_label, ranked[0], user))
+        user = user[order]
+        request, time, query, item, labels, scores = (each[order] for each in ranked)
+        is_first = np.append(True, (np.diff(user) != 0) | (np.diff(request) != 0))
+        first = np.flatnonzero(is_first)
         offsets = pa.array(np.append(first, len(user)), pa.int32())
-        columns = [
-            pc.take(self.users, pa.array(user[first] - self.first_user)),
-            pa.array(time[first]),
-        ]
-        if "query" in self.schema.names:
-            columns.append(
-                pc.take(self.queries, pa.array(query[first], mask=query[first] < 0))
-            )
-        columns.append(
-            pa.ListArray.from_arrays(offsets, pc.take(self.items, pa.array(item)))
-        )
-        columns += [
-            pa.ListArray.from_arrays(offsets, pa.array(of, pa.float32()))
-            for of in chances.T
-        ]
-        columns += [
-            pa.ListArray.from_arrays(offsets, pa.array(of > 0)) for of in labels.T
-        ]
+        user_index = pa.array(user[first] - self.first_user)
+        columns = [pc.take(self.users, user_index), pa.array(time[first])]
+        if self.has_queries:
+            query_index = pa.array(query[first], mask=query[first] < 0)
+            columns.append(pc.take(self.queries, query_index))
+        lists = [pc.take(self.items, pa.array(item))]
+        lists += [pa.array(values, pa.float32()) for values in scores.T]
+        lists += [pa.array(values > 0) for values in labels.T]
+        columns += [pa.ListArray.from_arrays(offsets, values) for values in lists]
         return columns, len(user)
 
 
@@ -336,114 +375,165 @@ def infer_all(
     uri: str,
     inputs: Inputs,
     output: str,
-    *,
-    k: int = 20,
-    split: str | None = None,
-    batch_size: int = 256,
-    actors: int = 1,
-    device: str = "auto",
-    options: dict[str, Any] | None = None,
-    allowed: str | None = None,
-    overwrite: bool = False,
-    users_per_part: int = USERS_PER_PART,
-    start: Callable[[], None] = lambda: None,
-    remote: bool = False,
+    options: InferenceOptions | None = None,
+    workers: Workers | None = None,
+    start_ray: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, bool]:
-    """Writes to `output` the table `recommendations` of the top `k` of all users, or of the requests of a `split`; of a
-    model that ranks candidates `scores` of a `split`, by default of test; (its manifest, whether it was there already).
-    It works in this process, or with `remote` or
-    more than one of the `actors` by Ray Data; `start` starts Ray where that has something to do. `allowed` is a file of
-    the only items that are ranked."""
+    """Write the rankings of a checkpoint for many users to a table.
+
+    Args:
+        uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
+        inputs: the tables.
+        output: folder of the table.
+        options: what is ranked.
+        workers: processes and devices, by default this process.
+        start_ray: called before Ray is needed.
+
+    Returns:
+        The manifest of the table, and whether the table existed already.
+
+    Raises:
+        UserError: if the model ranks nothing, does not fit the tables or the options, or
+            another table is in the folder.
+    """
     output = absolute(output)
-    uri, about, chosen, given = check(uri, inputs, options or {})
-    model_class = registry.find(about.name)
-    if reason := model_class.reason_not_served():
-        raise UserError(
-            f"the model '{about.name}' is not served: {reason}; give --checkpoint of another model"
-        )
+    options, workers = options or InferenceOptions(), workers or Workers()
+    checked = check_evaluation(uri, inputs, options.recommend)
+    kind = choose_kind(checked, options)
+    about, recommend = checked.about, dict(checked.options)
     sequences = read_manifest(inputs.sequences, "sequences")
-    kernel: type[Kernel]
-    ask: dict[str, Any]
-    if model_class.ranks == "candidates":
-        kernel, ask = Scorer, {"split": split or "test"}
-    elif split:
-        kernel, ask = RequestRecommender, {"k": k, "split": split}
-        schema, counts = RANKED_REQUESTS, "requests_below_k"
+    if kind is CandidateInference:
+        asked: dict[str, Any] = {"split": options.split or "test"}
     else:
-        kernel, ask = Recommender, {"k": k}
-        schema, counts = RECOMMENDATIONS, "users_below_k"
-    if kernel is Scorer:
-        labels = model_class.describe_requests(sequences.info)["labels"]
-        schema, counts = (
-            scores_schema(labels, "queries" in model_class.catalogue_tables["tables"]),
-            "candidates",
-        )
-    config = {**ask, "users_per_part": users_per_part, "model": about.model, **chosen}
-    read = {
-        **{name: given[name] for name, value in about.hashes.items() if value},
-        "checkpoint": checkpoint.weights_hash(uri),
+        asked = {"k": options.k}
+        if options.split:
+            asked["split"] = options.split
+    config = {
+        **asked,
+        "users_per_part": options.users_per_part,
+        "model": about.model,
+        **recommend,
     }
-    if allowed:
-        if kernel is Scorer:
-            raise UserError(
-                f"--allowed is {allowed}, but the model '{about.name}' scores what is given; leave it out"
-            )
-        chosen["allowed"], read["allowed"] = read_allowed(allowed, inputs.tables)
-    if check_place(output, kernel.table) and not overwrite:
-        if up_to_date(output, fingerprint(config, read)):
-            return read_manifest(output, kernel.table), True
-        raise UserError(
-            f"{output} holds other {kernel.table}; choose another folder or replace it with --overwrite"
+    hashes = {
+        **{name: checked.hashes[name] for name, value in about.hashes.items() if value},
+        "checkpoint": checkpoint.weights_hash(checked.uri),
+    }
+    if options.allowed:
+        recommend["allowed"], hashes["allowed"] = read_allowed(
+            options.allowed, inputs.tables
         )
-    units = [
-        {"file": number, "first": first, "last": min(first + users_per_part, file.rows)}
-        for number, file in enumerate(sequences.files)
-        for first in range(0, file.rows, users_per_part)
-    ]
-    remote = remote or actors > 1
-    if remote:
-        start()
-    threads = 1 if remote else 0  # an actor has one CPU
-    arguments = (uri, inputs, output, schema, ask, batch_size, chosen, device, threads)
+    if check_place(output, kind.table) and not options.overwrite:
+        if up_to_date(output, fingerprint(config, hashes)):
+            return read_manifest(output, kind.table), True
+        raise UserError(
+            f"{output} holds other {kind.table}; choose another folder or replace it with "
+            f"--overwrite"
+        )
+    task = InferenceTask(
+        checked.uri,
+        inputs,
+        output,
+        choose_schema(kind, about.name, sequences),
+        options.k,
+        asked.get("split", "next"),
+        options.batch_size,
+        recommend,
+        workers,
+    )
+    if workers.use_ray:
+        start_ray()
     with writing(output):
-        if remote:
-            made = by_ray(kernel, arguments, units, actors, device)
-        else:
-            here = kernel(*arguments)
-            made = [here.part(**unit) for unit in units]
-        info = {"users": sequences.rows, **ask, counts: sum(count for _, count in made)}
-        info |= {"model": about.name, "checkpoint": uri}
-        parts = [part for part, _ in made]
+        written = write_units(kind, task, cut_units(sequences, options.users_per_part))
+        info = {
+            "users": sequences.rows,
+            **asked,
+            kind.count_name: sum(count for _, count in written),
+            "model": about.name,
+            "checkpoint": checked.uri,
+        }
+        parts = [part for part, _ in written]
         manifest = commit(
-            output, kernel.table, schema, parts, config=config, inputs=read, info=info
+            output,
+            kind.table,
+            task.schema,
+            parts,
+            config=config,
+            inputs=hashes,
+            info=info,
         )
     return manifest, False
 
 
-def by_ray(
-    kernel: type[Kernel],
-    arguments: tuple[Any, ...],
-    units: list[dict[str, int]],
-    actors: int,
-    device: str,
+def choose_kind(
+    checked: CheckedEvaluation, options: InferenceOptions
+) -> type[Inference]:
+    """Return the class that ranks what the options ask for.
+
+    Raises:
+        UserError: if the model ranks nothing, or refuses the options.
+    """
+    name = checked.about.name
+    model_class = registry.find(name)
+    reason = model_class.reason_not_served()
+    if reason:
+        raise UserError(
+            f"the model '{name}' is not served: {reason}; give --checkpoint of another model"
+        )
+    if model_class.ranks == "catalogue":
+        return RequestInference if options.split else UserInference
+    if options.allowed:
+        raise UserError(
+            f"--allowed is {options.allowed}, but the model '{name}' scores what is given; "
+            f"leave it out"
+        )
+    return CandidateInference
+
+
+def choose_schema(kind: type[Inference], name: str, sequences: Manifest) -> pa.Schema:
+    """Return the schema of the table that a kind of inference writes for a model."""
+    if kind is UserInference:
+        return RECOMMENDATIONS
+    if kind is RequestInference:
+        return RANKED_REQUESTS
+    model_class = registry.find(name)
+    labels = model_class.describe_requests(sequences.info)["labels"]
+    return scores_schema(labels, "queries" in model_class.catalogue_tables["tables"])
+
+
+def cut_units(sequences: Manifest, users_per_part: int) -> list[dict[str, int]]:
+    """Return units of work: ranges of at most `users_per_part` users of one file."""
+    return [
+        {"file": number, "first": first, "last": min(first + users_per_part, file.rows)}
+        for number, file in enumerate(sequences.files)
+        for first in range(0, file.rows, users_per_part)
+    ]
+
+
+def write_units(
+    kind: type[Inference], task: InferenceTask, units: list[dict[str, int]]
 ) -> list[tuple[Part, int]]:
-    """The part and the count of each unit, made by actors of Ray Data."""
-    gpu = takes_gpu(device, actors)
+    """Return part and count of each unit, written by this process or by Ray Data actors."""
+    if not task.workers.use_ray:
+        worker = kind(task)
+        return [worker.write_unit(**unit) for unit in units]
+    num_actors = task.workers.shards
+    needs_gpu = task.workers.needs_gpu(num_actors)
     quiet_ray_data()
+    pool = ray.data.ActorPoolStrategy(
+        min_size=1, max_size=num_actors, initial_size=num_actors
+    )
     with silence_cpp_log():
-        made = (
+        written = (
             ray.data.from_items(units, override_num_blocks=len(units))
             .map_batches(
-                kernel,
-                fn_constructor_args=arguments,
+                kind,
+                fn_constructor_args=(task,),
                 batch_size=1,
-                compute=ray.data.ActorPoolStrategy(
-                    min_size=1, max_size=actors, initial_size=actors
-                ),
+                compute=pool,
                 num_cpus=1,
-                num_gpus=1 if gpu else 0,
+                num_gpus=1 if needs_gpu else 0,
             )
             .take_all()
         )
-    made = sorted(made, key=itemgetter("file", "first"))
-    return [(Part(**json.loads(row["part"])), int(row["count"])) for row in made]
+    written = sorted(written, key=itemgetter("file", "first"))
+    return [(Part(**json.loads(row["part"])), int(row["count"])) for row in written]

@@ -1,8 +1,8 @@
-"""A trained student as one `.pt2` program, checked against the model that it was made from.
+"""Export a trained student as one `.pt2` program, checked against its model.
 
     python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS --export student.pt2 --k 10
 
-What the program takes and gives is in `models/retrieval/search/export.py`.
+`models/retrieval/search/export.py` describes the inputs and outputs of the program.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from models.retrieval.search.export import export_student, load_exported
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import to_device
-from pipelines.evaluation.ranking import device_of
+from pipelines.evaluation.checks import resolve_device
 from pipelines.training.record import find_checkpoint
 
 ROUNDING = 1e-5
-"""Difference, relative and absolute, that float32 scores have by the order of their sums."""
+"""Tolerance, relative and absolute, for float32 scores whose sums have another order."""
 
 
 def export(
@@ -37,33 +37,42 @@ def export(
     batch_size: int = 256,
     device: str = "auto",
 ) -> int:
-    """Writes the program of the checkpoint at `uri` to the file `path`; returns the requests that it was checked on.
+    """Write a checkpoint as a program, checked on requests of all history lengths.
 
-    They are spread over the lengths of all histories and ranked as one batch, and the longest once more
-    alone. Raises UserError for a checkpoint that is no student and a path that cannot be written, and
-    RuntimeError where program and model disagree on anybody's top k (`differs`); then there is no file.
+    The requests are ranked as one batch, and the one with the longest history once more
+    alone. No file is written if program and model disagree on a top k.
+
+    Args:
+        uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
+        inputs: the tables.
+        path: the file.
+        k: items per ranking.
+        batch_size: requests to check.
+        device: `cpu`, `cuda` or `auto`.
+
+    Returns:
+        The number of requests that were checked.
+
+    Raises:
+        UserError: if the checkpoint is no student, or the file cannot be written.
+        RuntimeError: if program and model disagree.
     """
-    loaded = LoadedModel.load(find_checkpoint(uri), inputs, device_of(device))
+    loaded = LoadedModel.load(find_checkpoint(uri), inputs, resolve_device(device))
     model, examples = loaded.model, loaded.load_examples(inputs, "next")
     count = min(batch_size, len(examples))
-    rows = np.argsort(examples.lengths, kind="stable")[
-        np.linspace(0, len(examples) - 1, count).astype(np.int64)
-    ]
+    spread = np.linspace(0, len(examples) - 1, count).astype(np.int64)
+    rows = np.argsort(examples.lengths, kind="stable")[spread]
     target = Path(path).expanduser().absolute()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-            made = Path(folder, target.name)
-            export_student(model, made, k)
-            program = load_exported(made)
-            for part in (rows, rows[-1:]):
-                check(
-                    program,
-                    model,
-                    to_device(examples.collate(part), model.tokens.items.device),
-                    k,
-                )
-            made.replace(target)  # what is there has passed
+            file = Path(folder, target.name)
+            export_student(model, file, k)
+            program = load_exported(file)
+            for checked_rows in (rows, rows[-1:]):
+                batch = examples.collate(checked_rows)
+                check(program, model, to_device(batch, model.tokens.items.device), k)
+            file.replace(target)  # only a program that passed the checks
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror}); choose another file"
@@ -77,28 +86,44 @@ def check(
     batch: dict[str, Tensor],
     k: int,
 ) -> None:
-    """Raises RuntimeError where program and model rank otherwise for any user of the batch."""
+    """Check that program and model rank alike for a batch.
+
+    Raises:
+        RuntimeError: if they do not.
+    """
     with torch.no_grad():
         expected = model.recommend(batch, k)
-        found = program(batch["history"], batch["history_length"], batch["user"])
-    if wrong := int(differs(*found, *expected).sum()):
+        exported = program(batch["history"], batch["history_length"], batch["user"])
+    num_different = int(differs(*exported, *expected).sum())
+    if num_different:
         raise RuntimeError(
-            f"the exported program ranks otherwise than the model for {wrong} of {len(expected[0])} requests"
+            f"the exported program ranks otherwise than the model for {num_different} of "
+            f"{len(expected[0])} requests"
         )
 
 
 def differs(
     items: Tensor, scores: Tensor, model_items: Tensor, model_scores: Tensor
 ) -> Tensor:
-    """(B,) bool: whose ranking (B, K) differs from the model's by more than rounding.
+    """Return which rankings differ from the model's by more than rounding.
 
-    Scores by rank must be close, and items the same but at ranks whose score a neighbour has too, up to
-    rounding: there, and at the last rank for the one left out, rounding decides who comes first.
+    Scores must be close rank by rank. Items must be equal, except at ranks whose score is
+    close to a neighbour's, and at the last rank, whose neighbour is left out: there rounding
+    decides the order.
+
+    Args:
+        items: (B, K) items of the program.
+        scores: (B, K) scores of the program.
+        model_items: (B, K) items of the model.
+        model_scores: (B, K) scores of the model.
+
+    Returns:
+        (B,) bool.
     """
-    far = ~torch.isclose(scores, model_scores, rtol=ROUNDING, atol=ROUNDING)
-    same = torch.isclose(
+    is_close = torch.isclose(scores, model_scores, rtol=ROUNDING, atol=ROUNDING)
+    ties_next = torch.isclose(
         model_scores[:, 1:], model_scores[:, :-1], rtol=ROUNDING, atol=ROUNDING
     )
-    edge = same.new_ones((len(same), 1))
-    tied = torch.cat([same, edge], 1) | torch.cat([~edge, same], 1)
-    return (far | ((items != model_items) & ~tied)).any(1)
+    last = ties_next.new_ones((len(ties_next), 1))
+    is_tied = torch.cat([ties_next, last], 1) | torch.cat([~last, ties_next], 1)
+    return (~is_close | ((items != model_items) & ~is_tied)).any(1)

@@ -1,6 +1,9 @@
-"""Logs a trained model to MLflow with a signature, loadable anywhere with `mlflow.pyfunc.load_model`, no pickle.
+"""Log a trained model to MLflow with a signature, loadable with `mlflow.pyfunc.load_model`.
 
-Retrieval models rank the catalogue after a history, the others the candidates of a request.
+    model_uri = log_model(run, "runs/sasrec/best", Inputs(tables))
+
+The logged model holds the code of `models/`, the checkpoint and the tables that it needs, and
+no pickle.
 """
 
 from __future__ import annotations
@@ -44,10 +47,9 @@ from models.storage.tables import (
 from pipelines.tracking import RunRef, connect
 
 STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
-TYPES: dict[str, Any] = {
-    "ids": Array(
-        ANY
-    ),  # strings, or integers for the strings of their digits (models/item_ids.py)
+COLUMN_TYPES: dict[str, Any] = {
+    # strings, or integers for the strings of their digits (models/item_ids.py)
+    "ids": Array(ANY),
     "string": DataType.string,
     "strings": STRINGS,
     "long": DataType.long,
@@ -59,7 +61,7 @@ TYPES: dict[str, Any] = {
     "own_numbers": Map(NUMBERS),
     "own_categories": Map(STRINGS),
 }
-"""Of columns of requests and answers."""
+"""MLflow's types of the columns of requests and answers."""
 
 CATALOGUE_OPTIONS = [
     ParamSpec("k", DataType.long, 10),
@@ -81,107 +83,109 @@ REQUIREMENTS = [
     "safetensors",
     "transformers",
 ]
+"""Packages that every served model needs."""
 
 
-def schema(columns: Columns, needed: Columns) -> Schema:
-    """Of columns of requests or answers."""
-
-    def type_of(kind: Any) -> Any:
-        if isinstance(kind, str):
-            return TYPES[kind]
-        return Array(
-            Object(
-                [
-                    Property(key, TYPES[of], required=key == "item_id")
-                    for key, of in kind.items()
-                ]
-            )
-        )
-
+def make_schema(columns: Columns, required: Columns) -> Schema:
+    """Return MLflow's schema of the columns of requests or answers."""
     return Schema(
         [
-            ColSpec(type_of(kind), name, required=name in needed)
+            ColSpec(column_type(kind), name, required=name in required)
             for name, kind in columns.items()
         ]
     )
 
 
-def signature(model_class: type[Model], takes: Columns) -> ModelSignature:
-    """Return the columns that a served model takes and gives; `takes` may be left out."""
-    needs, gives = model_class.requests_class.needs, model_class.requests_class.gives
-    options = (
-        CATALOGUE_OPTIONS if model_class.ranks == "catalogue" else CANDIDATE_OPTIONS
-    )
-    params = ParamSchema(options)
+def column_type(kind: Any) -> Any:
+    """Return MLflow's type of a column; a mapping is a list of objects with these fields."""
+    if isinstance(kind, str):
+        return COLUMN_TYPES[kind]
+    properties = [
+        Property(key, COLUMN_TYPES[field_kind], required=key == "item_id")
+        for key, field_kind in kind.items()
+    ]
+    return Array(Object(properties))
+
+
+def make_signature(model_class: type[Model], optional: Columns) -> ModelSignature:
+    """Return the signature of a served model.
+
+    Args:
+        model_class: class of the model.
+        optional: columns that a request may have.
+    """
+    requests = model_class.requests_class
+    required, answer = requests.needs, requests.gives
+    options = CANDIDATE_OPTIONS
+    if model_class.ranks == "catalogue":
+        options = CATALOGUE_OPTIONS
     return ModelSignature(
-        schema({**needs, **takes}, needs), schema(gives, gives), params
+        make_schema({**required, **optional}, required),
+        make_schema(answer, answer),
+        ParamSchema(options),
     )
-
-
-def write_encoder(inputs: Inputs, folder: Path) -> None:
-    """The encoder of the texts, so that a served model encodes what training has not seen; a warning where there is
-    none."""
-    from pipelines.data.sids.texts import save_encoder  # it imports Ray, so only now
-
-    try:
-        save_encoder(inputs.tables, str(inputs.text), folder / "encoder")
-    except UserError as error:
-        warnings.warn(
-            f"the model comes without its text encoder, so what training has not seen has no text: {error}",
-            stacklevel=2,
-        )
 
 
 def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
-    """Logs the checkpoint at `uri` with the tables that it needs to the run; the model's MLflow URI."""
-    trained = checkpoint.read(uri)
-    model_class = registry.find(trained.name)
-    requests, info = (
-        model_class.requests_class,
-        read_manifest(inputs.sequences, "sequences").info,
-    )
+    """Log a checkpoint to a run, with the tables that its model needs.
+
+    Args:
+        run: the run of the training.
+        uri: folder of the checkpoint.
+        inputs: the tables.
+
+    Returns:
+        The model's URI in MLflow.
+    """
+    model_class = registry.find(checkpoint.read(uri).name)
+    requests = model_class.requests_class
+    info = read_manifest(inputs.sequences, "sequences").info
     client = connect(run.uri)
-    found = client.get_run(run.run_id)
+    training = client.get_run(run.run_id)
     with tempfile.TemporaryDirectory() as folder:
-        bundle, place = Path(folder) / "data", Path(folder) / "model"
+        bundle, target = Path(folder) / "data", Path(folder) / "model"
         write_bundle(bundle, uri, inputs)
-        # Step by step: `mlflow.pyfunc.log_model` would read the history of every metric, each by a request.
-        made = client.create_logged_model(
-            found.info.experiment_id, "model", run.run_id, params=found.data.params
-        )
-        about = MlflowModel(
-            made.artifact_location,
+        # `mlflow.pyfunc.log_model` would read the history of every metric, one by one
+        logged = client.create_logged_model(
+            training.info.experiment_id,
+            "model",
             run.run_id,
-            model_uuid=made.model_id,
-            model_id=made.model_id,
+            params=training.data.params,
         )
-        with at(run.uri), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # asks for an input example, which it would run
+        model = MlflowModel(
+            logged.artifact_location,
+            run.run_id,
+            model_uuid=logged.model_id,
+            model_id=logged.model_id,
+        )
+        requirements = [*REQUIREMENTS, *model_class.requirements]
+        if inputs.text:
+            requirements.append("scikit-learn")
+        with use_store(run.uri), warnings.catch_warnings():
+            # MLflow asks for an input example, which it would run
+            warnings.simplefilter("ignore")
             mlflow.pyfunc.save_model(
-                place,
-                mlflow_model=about,
+                target,
+                mlflow_model=model,
                 python_model=str(Path(__file__).with_name("served_model.py")),
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
-                signature=signature(model_class, requests.columns(info, inputs)),
+                signature=make_signature(model_class, requests.columns(info, inputs)),
                 metadata=model_class.describe_requests(info),
                 model_config=dict(requests.settings),
-                pip_requirements=[
-                    *REQUIREMENTS,
-                    *["scikit-learn"] * bool(inputs.text),
-                    *model_class.requirements,
-                ],
+                pip_requirements=requirements,
             )
-        client.log_outputs(run.run_id, [LoggedModelOutput(made.model_id, 0)])
-        client.log_model_artifacts(made.model_id, str(place))
-        client.finalize_logged_model(made.model_id, "READY")
-    return str(made.model_uri)
+        client.log_outputs(run.run_id, [LoggedModelOutput(logged.model_id, 0)])
+        client.log_model_artifacts(logged.model_id, str(target))
+        client.finalize_logged_model(logged.model_id, "READY")
+    return str(logged.model_uri)
 
 
 def write_code(folder: Path) -> Path:
-    """`models/` as one archive, which a served model imports from: a server takes seconds for each file."""
+    """Write `models/` as one archive that a served model imports from.
+
+    A server takes seconds for each single file.
+    """
     package = Path(models.__path__[0])
     with zipfile.ZipFile(folder / "models.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(package.rglob("*.*")):
@@ -191,41 +195,67 @@ def write_code(folder: Path) -> Path:
 
 
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
-    """The checkpoint at `uri` and what the served model reads beside it, in a new folder."""
+    """Write the data of a served model to a new folder: checkpoint, tables and text encoder.
+
+    Args:
+        bundle: the folder.
+        uri: folder of the checkpoint.
+        inputs: the tables.
+    """
     name = checkpoint.read(uri).name
     inputs = select_inputs(name, inputs)
     tables = registry.find(name).catalogue_tables
+    (bundle / "checkpoint").mkdir(parents=True)
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
-            (bundle / "checkpoint").mkdir(parents=True, exist_ok=True)
             shutil.copyfile(local / file, bundle / "checkpoint" / file)
-    fetch(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
+    copy_table(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
     for option, folder in inputs.given().items():
         for table in (*tables[option], "tokens"):
             if table != "sequences" and has_manifest(join(folder, table)):
-                fetch(join(folder, table), bundle / option / table)
+                copy_table(join(folder, table), bundle / option / table)
     if inputs.text:
         write_encoder(inputs, bundle)
 
 
-def fetch(uri: str, target: Path, manifest_only: bool = False) -> None:
-    """Copies a table to a local folder."""
-    filesystem, path = open_uri(uri)
+def copy_table(uri: str, target: Path, manifest_only: bool = False) -> None:
+    """Copy a table, or its manifest alone, to a new local folder."""
+    filesystem, source = open_uri(uri)
     target.mkdir(parents=True)
-    local = fs.LocalFileSystem()
-    source, place = (
-        (f"{path}/{MANIFEST}", str(target / MANIFEST))
-        if manifest_only
-        else (path, str(target))
-    )
+    destination = str(target)
+    if manifest_only:
+        source, destination = f"{source}/{MANIFEST}", str(target / MANIFEST)
     fs.copy_files(
-        source, place, source_filesystem=filesystem, destination_filesystem=local
+        source,
+        destination,
+        source_filesystem=filesystem,
+        destination_filesystem=fs.LocalFileSystem(),
     )
+
+
+def write_encoder(inputs: Inputs, bundle: Path) -> None:
+    """Write the text encoder, so that a served model encodes texts that are new to it.
+
+    A log without its encoder is a warning.
+    """
+    from pipelines.data.sids.texts import save_encoder  # it imports Ray, so only now
+
+    try:
+        save_encoder(inputs.tables, str(inputs.text), bundle / "encoder")
+    except UserError as error:
+        warnings.warn(
+            f"the model comes without its text encoder, so what training has not seen has "
+            f"no text: {error}",
+            stacklevel=2,
+        )
 
 
 @contextmanager
-def at(uri: str) -> Iterator[None]:
-    """MLflow's global functions at this store, and as before afterwards; what sets it sets the environment too."""
+def use_store(uri: str) -> Iterator[None]:
+    """Point MLflow's global functions to a store during the block.
+
+    MLflow sets MLFLOW_TRACKING_URI with it, which is restored afterwards.
+    """
     before = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)
     try:

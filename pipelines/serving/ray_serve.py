@@ -1,17 +1,21 @@
-"""A registered version as a Ray Serve application, asked and answering as `mlflow models serve` does.
+"""Serve a registered version as a Ray Serve application, with the interface of `mlflow models serve`.
 
     serve run pipelines.serving.ray_serve:build model=models:/searches/1 num_replicas=2
 
-`build` is the `import_path` in a config file too, with `Options` as its `args` (`deploy/serve.yaml`). Each replica
-loads the version, from MLFLOW_TRACKING_URI and with SERVING_MODEL_CONFIG as `build` finds them, onto its GPU where it
-has one. POST /invocations takes JSON: `dataframe_records`, `dataframe_split`, `inputs` or `instances`, and `params`. A
-request that the model refuses is answered with 400 and one line, a fault of the server with 500; its log has more.
+`build` is the `import_path` in a config file too, with `Options` as its `args`
+(`deploy/serve.yaml`). Each replica loads the version, from MLFLOW_TRACKING_URI and with
+SERVING_MODEL_CONFIG as `build` finds them, onto its GPU if it has one. POST /invocations takes
+JSON: `dataframe_records`, `dataframe_split`, `inputs` or `instances`, and `params`. A request
+that the model refuses is answered with 400 and one line, a fault of the server with 500; its log
+has more. Requests that wait together and have the same columns and params are one call of the
+model.
 
-Requests that wait together and have the same columns and params are one call of the model.
+If `model` is an alias, or models:/NAME/latest, a replica asks the registry which version that
+is, loads a new version beside its own, and then answers by the new one. GET /ping names the
+version that answers, and the result of the last change.
+"""
 
-Where `model` is an alias, or models:/NAME/latest, a replica asks the registry which version that is, loads another one
-beside its own, and then answers by it. GET /ping says which version answers, and what was last said of another one.
-"""  # Serve and FastAPI read the annotations below, so they are no strings: no `from __future__ import annotations`
+# Serve and FastAPI read the annotations below, so there is no `from __future__ import annotations`
 
 import asyncio
 import json
@@ -45,59 +49,67 @@ from ray import serve
 
 
 class Options(BaseModel, extra="forbid"):
-    """What an application is built by."""
+    """Options of an application."""
 
     model: str
-    """A registered version: models:/NAME/VERSION, or to be followed models:/NAME@ALIAS or models:/NAME/latest."""
+    """A registered version, models:/NAME/VERSION, or one to follow: models:/NAME@ALIAS or
+    models:/NAME/latest."""
     follow_s: float = Field(default=60, gt=0)
-    """Seconds until the registry is asked again which version that is."""
+    """Seconds between questions to the registry which version that is."""
     num_replicas: int | Literal["auto"] = 1
-    """Processes with the model; `auto` lets Serve add and end them (from 1 to 100)."""
+    """Processes with the model; `auto` lets Serve scale them (from 1 to 100)."""
     num_cpus: float = 1
-    """CPUs of a replica: as many threads does PyTorch use."""
+    """CPUs of a replica, and threads of PyTorch."""
     num_gpus: float = 0
-    """GPUs of a replica, or a share of one."""
+    """GPUs of a replica, or a fraction of one."""
     max_batch_size: int = Field(default=16, ge=1)
-    """Requests that are ranked together at most."""
+    """Requests that are ranked together, at most."""
     batch_wait_timeout_s: float = Field(default=0.002, ge=0)
-    """How long a request waits for others."""
+    """Seconds that a request waits for others."""
 
 
 @dataclass
-class Asked:
-    """A request."""
+class ParsedRequest:
+    """A parsed request."""
 
     data: Any
-    """Its rows: a frame, or what else the model takes."""
+    """Rows: a frame, or another input that the model takes."""
     params: dict[str, Any]
+    """Options of the call."""
 
-    def kind(self) -> Hashable:
-        """Equal for requests that one call of the model can answer."""
+    def batch_key(self) -> Hashable:
+        """Return a key that is equal for requests that one call of the model can answer."""
         columns = tuple(self.data) if isinstance(self.data, pd.DataFrame) else id(self)
         return columns, json.dumps(self.params, sort_keys=True)
 
 
-def as_json(found: Any) -> str:
-    """The body of an answer."""
+def to_json(predictions: Any) -> str:
+    """Return the body of an answer."""
     body = StringIO()
-    predictions_to_json(found, body)
+    predictions_to_json(predictions, body)
     return body.getvalue()
 
 
 def version_of(model: str) -> str:
-    """The version that an alias is of now."""
-    return "models:/" + "/".join(
-        map(str, get_model_name_and_version(mlflow.MlflowClient(), model))
-    )
+    """Return the version that an alias points to now."""
+    name, version = get_model_name_and_version(mlflow.MlflowClient(), model)
+    return f"models:/{name}/{version}"
 
 
-def code_of(folder: str) -> dict[str, int]:
-    """Checksums of the code that a version runs, by file."""
-    with ZipFile(Path(folder, "code", "models.zip")) as archive:
-        found = {file.filename: file.CRC for file in archive.infolist()}
-    return found | {
+def code_checksums(folder: str) -> dict[str, int]:
+    """Return the checksums of the code of a version, by file."""
+    checksums = {
         file.name: crc32(file.read_bytes()) for file in Path(folder).glob("*.py")
     }
+    with ZipFile(Path(folder, "code", "models.zip")) as archive:
+        for file in archive.infolist():
+            checksums[file.filename] = file.CRC
+    return checksums
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's message as one line."""
+    return " ".join(str(error).split())
 
 
 app = FastAPI()
@@ -115,150 +127,155 @@ class Replica:
         mlflow.set_tracking_uri(tracking_uri)
         if ray.get_runtime_context().get_accelerator_ids()["GPU"]:
             settings = {"device": "cuda", **settings}
-        self.settings, self.version = settings, version_of(options.model)
+        self.settings = settings
+        self.version = self.last_seen = version_of(options.model)
         folder = mlflow.artifacts.download_artifacts(self.version)
         self.model = mlflow.pyfunc.load_model(folder, model_config=settings)
-        self.seen, self.code, self.note = (
-            self.version,
-            code_of(folder),
-            f"{self.version} answers",
-        )
-        from models.storage.tables import (
-            UserError,
-        )  # of the version's own code, which is loaded now
+        self.code = code_checksums(folder)
+        self.note = f"{self.version} answers"
+        # from the version's own code, which is loaded now
+        from models.storage.tables import UserError
 
         self.refusals = (UserError, MlflowException)
         if not hasattr(self.model.unwrap_python_model(), "check_body"):
             raise UserError(
                 f"{self.version} was registered before requests were checked; register its run again"
             )
-        self.ask.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
-        self.ask.set_batch_wait_timeout_s(options.batch_wait_timeout_s)  # type: ignore[attr-defined]
+        self.answer_batched.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
+        self.answer_batched.set_batch_wait_timeout_s(options.batch_wait_timeout_s)  # type: ignore[attr-defined]
         Thread(target=self.follow, args=[options], daemon=True).start()
 
     def follow(self, options: Options) -> None:
-        """Changes to the version that `options.model` is, whenever that is another one."""
+        """Change to the version that `options.model` points to, whenever it changes."""
         while True:
             time.sleep(options.follow_s)
             try:
-                if (version := version_of(options.model)) != self.seen:
+                version = version_of(options.model)
+                if version != self.last_seen:
                     self.note = self.change_to(version)
                     log.info(self.note)
             except Exception as error:  # the registry is asked again
-                log.warning(f"{self.version} stays: {' '.join(str(error).split())}")
+                log.warning(f"{self.version} stays: {first_line(error)}")
 
     def change_to(self, version: str) -> str:
-        """Loads a version while the one before answers, and then answers by it; what there is to say."""
+        """Load a version while the current one answers, then answer by the new one.
+
+        Returns:
+            The result, as one line.
+        """
         with TemporaryDirectory() as folder:
             path = mlflow.artifacts.download_artifacts(version, dst_path=folder)
-            self.seen = version  # what fails from here on fails always
-            if code_of(path) != self.code:
-                return f"{self.version} stays: {version} has other code; start the application anew"
+            self.last_seen = version  # what fails from here on fails always
+            if code_checksums(path) != self.code:
+                return (
+                    f"{self.version} stays: {version} has other code; start the application "
+                    f"anew"
+                )
             try:
                 model = mlflow.pyfunc.load_model(path, model_config=self.settings)
             except Exception as error:
-                return f"{self.version} stays: {version} cannot be loaded: {' '.join(str(error).split())}"
+                return f"{self.version} stays: {version} cannot be loaded: {first_line(error)}"
         self.model, self.version = model, version
         return f"{version} answers"
 
     @app.get("/ping")
     @app.get("/health")
     async def ping(self) -> dict[str, str]:
-        """Answers where the model is loaded."""
+        """Return the version that answers, and the result of the last change."""
         return {"version": self.version, "note": self.note}
 
     @app.post("/invocations")
     async def invocations(self, request: Request) -> Response:
-        """`predictions` of the rows that are sent."""
+        """Return the predictions for the rows of a request."""
         try:
-            answer = await self.ask(self.read(await request.body()))
+            parsed = self.parse(await request.body())
+            answer = await self.answer_batched(parsed)
             if isinstance(answer, Exception):
                 raise answer
             return Response(answer, media_type="application/json")
         except self.refusals as error:
-            told = (
-                error
-                if isinstance(error, MlflowException)
-                else MlflowException(str(error), BAD_REQUEST)
-            )
-            told.message = " ".join(told.message.split())
+            if not isinstance(error, MlflowException):
+                error = MlflowException(str(error), BAD_REQUEST)
+            error.message = " ".join(error.message.split())
             return Response(
-                told.serialize_as_json(),
-                told.get_http_status_code(),
+                error.serialize_as_json(),
+                error.get_http_status_code(),
                 media_type="application/json",
             )
 
-    def read(self, body: bytes) -> Asked:
-        """What a client asks; MlflowException for what is no request."""
+    def parse(self, body: bytes) -> ParsedRequest:
+        """Parse the body of a request.
+
+        Raises:
+            MlflowException: if it is no request.
+        """
         try:
-            sent = json.loads(body)
+            content = json.loads(body)
         except (ValueError, RecursionError) as error:  # also of what is no UTF-8
             raise MlflowException(
                 f"the request is no JSON ({error})", BAD_REQUEST
             ) from error
-        if not isinstance(sent, dict):
+        if not isinstance(content, dict):
             raise MlflowException(
                 "the request is no JSON object with rows, such as dataframe_records",
                 BAD_REQUEST,
             )
-        self.model.unwrap_python_model().check_body(sent, self.model)
-        params = {} if sent.get("params") is None else sent["params"]
-        sent.pop("params", None)
-        return Asked(
-            infer_and_parse_data(sent, self.model.metadata.get_input_schema()), params
-        )
+        self.model.unwrap_python_model().check_body(content, self.model)
+        params = content.pop("params", None)
+        schema = self.model.metadata.get_input_schema()
+        data = infer_and_parse_data(content, schema)
+        return ParsedRequest(data, {} if params is None else params)
 
     @serve.batch
-    async def ask(self, requests: list[Asked]) -> list[str | Exception]:
-        """The answer to each request, or why there is none; others are read meanwhile."""
+    async def answer_batched(
+        self, requests: list[ParsedRequest]
+    ) -> list[str | Exception]:
+        """Answer requests that wait together, while others are parsed.
+
+        Returns:
+            The body of each answer, or the error of the request.
+        """
         return await asyncio.to_thread(self.answer, requests)
 
-    def answer(self, requests: list[Asked]) -> list[str | Exception]:
-        """Asks the model once for all requests that are alike."""
-        alike: dict[Hashable, list[int]] = defaultdict(list)
-        for place, request in enumerate(requests):
-            alike[request.kind()].append(place)
+    def answer(self, requests: list[ParsedRequest]) -> list[str | Exception]:
+        """Call the model once for all requests with one batch key."""
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            groups[request.batch_key()].append(index)
         answers: dict[int, str | Exception] = {}
-        for places in alike.values():
-            answers |= zip(
-                places,
-                self.answer_alike([requests[place] for place in places]),
-                strict=True,
-            )
-        return [answers[place] for place in range(len(requests))]
+        for indices in groups.values():
+            group = [requests[index] for index in indices]
+            answers |= zip(indices, self.answer_group(group), strict=True)
+        return [answers[index] for index in range(len(requests))]
 
-    def answer_alike(self, requests: list[Asked]) -> list[str | Exception]:
-        """Asks the model once; where it refuses, for each request alone, so that none fails by its neighbours."""
+    def answer_group(self, requests: list[ParsedRequest]) -> list[str | Exception]:
+        """Call the model once; if it fails, call it for each request alone.
+
+        So no request fails by its neighbours.
+        """
         rows = [request.data for request in requests]
+        params = requests[0].params
         try:
             if len(rows) == 1:
-                return [as_json(self.model.predict(rows[0], params=requests[0].params))]
-            found = self.model.predict(
-                pd.concat(rows, ignore_index=True), params=requests[0].params
-            )
+                return [to_json(self.model.predict(rows[0], params=params))]
+            all_rows = pd.concat(rows, ignore_index=True)
+            predictions = self.model.predict(all_rows, params=params)
         except Exception as error:
             if len(rows) == 1:
                 return [error]
-            return [
-                answer
-                for request in requests
-                for answer in self.answer_alike([request])
-            ]
-        return [
-            as_json(found[begin:end])
-            for begin, end in pairwise(accumulate(map(len, rows), initial=0))
-        ]
+            return [self.answer_group([request])[0] for request in requests]
+        ends = accumulate(map(len, rows), initial=0)
+        return [to_json(predictions[begin:end]) for begin, end in pairwise(ends)]
 
 
 def build(options: Options) -> serve.Application:
-    """The application."""
-    return Replica.options(  # type: ignore[attr-defined]  # the decorator makes a deployment of the class
+    """Build the application."""
+    settings = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
+    # the decorator makes a deployment of the class
+    deployment = Replica.options(  # type: ignore[attr-defined]
         num_replicas=options.num_replicas,
-        max_ongoing_requests=2
-        * options.max_batch_size,  # a batch is collected while another one is ranked
+        # a batch is collected while another one is ranked
+        max_ongoing_requests=2 * options.max_batch_size,
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
-    ).bind(
-        options,
-        mlflow.get_tracking_uri(),
-        json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}"),
     )
+    return deployment.bind(options, mlflow.get_tracking_uri(), settings)

@@ -1,12 +1,11 @@
-"""The MLflow model registry: the best checkpoint of a run as a version of a named model, with what it stands on.
+"""Register the best checkpoint of a run as a version of a model in MLflow's model registry.
 
     version = register(RunRef(uri, experiment, run_id), "industrial")
-    mlflow.pyfunc.load_model("models:/industrial/1").predict(pandas.DataFrame({"history": [["item-1", "item-7"]]}))
+    model = mlflow.pyfunc.load_model("models:/industrial/1")
+    model.predict(pandas.DataFrame({"history": [["item-1", "item-7"]]}))
 
-Retrieval models rank their catalogue, models of search and of actions the candidates of a request
-(`served_model.py`).
-
-A version carries the hashes of its weights, tables, semantic IDs and trie as tags; loading checks them again.
+A version has the hashes of its weights, tables, semantic IDs and trie as tags; loading it
+checks them again. `served_model.py` says what the models take and answer.
 """
 
 from __future__ import annotations
@@ -25,72 +24,90 @@ from pipelines import tracking
 from pipelines.serving import package
 
 RUN_TAG = "trieline.run"
-"""Tag of a version with the name of the run that it is from."""
+"""Tag of a version with the name of its run."""
 
 
 def register(
     run: tracking.RunRef, name: str, metric: str | None = None
 ) -> ModelVersion:
-    """A new version of the model `name` from the run's best checkpoint, or the version that this already is.
+    """Register the best checkpoint of a run, or return its version if it has one.
 
-    The checkpoint is logged to the run first, where that is not done. `metric` (`val/...`) stands in the version's
-    description. UserError for a run that has no checkpoint yet, whose checkpoint was replaced by that of a later run,
-    or whose model ranks nothing.
+    The model is logged to the run first if needed.
+
+    Args:
+        run: the run of a training.
+        name: name of the registered model.
+        metric: metric on validation (`val/...`) for the version's description.
+
+    Raises:
+        UserError: if the run has no checkpoint, its checkpoint was replaced by a later run,
+            or its model is not served.
     """
     client = tracking.connect(run.uri)
-    found = client.get_run(run.run_id)
-    params, tags = found.data.params, found.data.tags
-    model_class = (
-        registry.find(params.get("model.name", "")) if "model.name" in params else None
-    )
-    if model_class is None or "checkpoint" not in tags:
-        raise UserError(
-            f"the run '{found.info.run_name}' at {run.uri} has no checkpoint to register; name a finished one"
-        )
-    if reason := model_class.reason_not_served():
-        raise UserError(
-            f"the model '{params['model.name']}' is not served: {reason}; register another"
-        )
-    if (
-        owner := checkpoint.read(tags["checkpoint"]).tracking.get("run_id")
-    ) != run.run_id:
-        raise UserError(
-            f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, not of '{found.info.run_name}' "
-            f"({run.run_id}), which was overwritten; register that one, or mlflow runs delete --run-id {run.run_id}"
-        )
+    training = client.get_run(run.run_id)
+    params, tags = training.data.params, training.data.tags
+    check_servable(training, run)
     weights = checkpoint.weights_hash(tags["checkpoint"])
-    with package.at(run.uri):
-        for version in versions(client, name):
-            if (
-                version.run_id == run.run_id
-                and version.tags.get(tracking.WEIGHTS_TAG) == weights
-            ):
+    with package.use_store(run.uri):
+        for version in find_versions(client, name):
+            is_same = version.tags.get(tracking.WEIGHTS_TAG) == weights
+            if version.run_id == run.run_id and is_same:
                 return version
     model = tags.get("model")
     if not model:
         inputs = Inputs(params["tables"], params.get("sids"), params.get("text"))
         model = package.log_model(run, tags["checkpoint"], inputs)
         client.set_tag(run.run_id, "model", model)
-    kept = {key: value for key, value in tags.items() if key.startswith("table.")}
-    kept |= {
+    run_name = str(training.info.run_name)
+    version_tags = {
+        **{key: value for key, value in tags.items() if key.startswith("table.")},
         tracking.WEIGHTS_TAG: weights,
-        RUN_TAG: str(found.info.run_name),
+        RUN_TAG: run_name,
         "model": params["model.name"],
     }
-    with package.at(run.uri):
-        version = mlflow.register_model(model, name, tags=kept)
-        value = found.data.metrics.get(
-            tracking.metric_name(f"best/{(metric or '').removeprefix('val/')}")
-        )
+    with package.use_store(run.uri):
+        version = mlflow.register_model(model, name, tags=version_tags)
+        best = f"best/{(metric or '').removeprefix('val/')}"
+        value = training.data.metrics.get(tracking.metric_name(best))
         if value is not None:
-            client.update_model_version(
-                name, version.version, f"{found.info.run_name}: {metric} {value:.4f}"
-            )
+            description = f"{run_name}: {metric} {value:.4f}"
+            client.update_model_version(name, version.version, description)
     return version
 
 
-def versions(client: Any, name: str) -> list[ModelVersion]:
-    """All versions of a registered model; none of one that is not there."""
+def check_servable(training: Any, run: tracking.RunRef) -> None:
+    """Check that a run has a checkpoint of its own whose model is served.
+
+    Raises:
+        UserError: if not.
+    """
+    params, tags = training.data.params, training.data.tags
+    name = training.info.run_name
+    if "model.name" not in params or "checkpoint" not in tags:
+        raise UserError(
+            f"the run '{name}' at {run.uri} has no checkpoint to register; name a finished "
+            f"one"
+        )
+    reason = registry.find(params["model.name"]).reason_not_served()
+    if reason:
+        raise UserError(
+            f"the model '{params['model.name']}' is not served: {reason}; register another"
+        )
+    owner = checkpoint.read(tags["checkpoint"]).tracking.get("run_id")
+    if owner != run.run_id:
+        raise UserError(
+            f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, not of "
+            f"'{name}' ({run.run_id}), which was overwritten; register that one, or mlflow "
+            f"runs delete --run-id {run.run_id}"
+        )
+
+
+def find_versions(client: Any, name: str) -> list[ModelVersion]:
+    """Return all versions of a registered model, or an empty list if it does not exist.
+
+    Raises:
+        UserError: if MLflow does not take the name.
+    """
     try:
         return list(client.search_model_versions(f"name = '{name}'"))
     except MlflowException as error:

@@ -196,7 +196,7 @@ def run_training(
                 )
                 start()
             if reached:
-                with tracking.said(uri, say):
+                with tracking.warn_if_slow(uri, say):
                     reached.result()
         use_gpu = wants_gpu(ray_options) and model_class.trains_by_gradient
         if not here:
@@ -226,7 +226,7 @@ def run_training(
             labels |= (
                 {tracking.SIMULATED_TAG: "true"} if is_simulated(inputs.tables) else {}
             )
-            with tracking.said(uri, say):
+            with tracking.warn_if_slow(uri, say):
                 run = tracking.open_run(
                     uri,
                     experiment,

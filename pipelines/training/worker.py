@@ -266,13 +266,13 @@ def perform(task: Task, place: WorkerContext) -> None:
         log = None
         if place.rank == 0 and task.tracking:
             run = tracking.RunRef(**task.tracking)
-            tracking.expect(run.uri)
+            tracking.mark_reachable(run.uri)
             gpu = (
                 torch.cuda.get_device_name(place.device)
                 if place.device.type == "cuda"
                 else ""
             )
-            with tracking.said(run.uri, place.say):
+            with tracking.warn_if_slow(run.uri, place.say):
                 log = tracking.Logger(
                     run,
                     tracking.read_curves(join(task.folder, about.folder))

@@ -152,7 +152,9 @@ def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(
 def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(
     server: Server, tmp_path: Path
 ) -> None:
-    tracking.expect(server.address)  # as a trial does, whose sweep has reached it
+    tracking.mark_reachable(
+        server.address
+    )  # as a trial does, whose sweep has reached it
     server.stop()
     with ThreadPoolExecutor(1) as thread:
         opening = thread.submit(

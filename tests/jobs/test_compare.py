@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from comparison_rows import row
 
 from jobs.compare import Config, run
 from models.storage.locks import hold_lock
 from models.storage.tables import UserError
 from pipelines import tracking
+from pipelines.comparison.load import compare
 from pipelines.comparison.plots import Point, frontier
-from pipelines.comparison.rows import compare, shared_name
+from pipelines.comparison.rows import shared_name
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import Table
 from pipelines.comparison.tables import tables
@@ -80,10 +82,10 @@ def test_runs_with_other_settings_stay_apart(
 def test_the_frontier_is_what_no_other_beats_in_both() -> None:
     rng = np.random.default_rng(0)
     points = [
-        Point(str(i), float(s), float(a))
+        Point(row(str(i)), float(s), float(a))
         for i, (s, a) in enumerate(rng.integers(1, 9, (40, 2)))
     ]
-    points += [Point("twin", 9.0, 9.0), Point("other twin", 9.0, 9.0)]
+    points += [Point(row("twin"), 9.0, 9.0), Point(row("other twin"), 9.0, 9.0)]
     unbeaten = {
         (p.speed, p.accuracy)
         for p in points
@@ -144,8 +146,8 @@ def test_models_that_rank_candidates_are_sorted_by_gauc(
             {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0}, 5
         )
         logger.end()
-    (table,) = tables(compare(select(uri, ["search/x"])))
-    assert [row[1:5] for row in table.cells] == [
+    table = tables(compare(select(uri, ["search/x"])))[0]
+    assert [cells[1:5] for cells in table.cells] == [
         ["qgs", "1", "0.6600", "0.2400"],
         ["base", "1", "0.6100", "0.2900"],
     ]

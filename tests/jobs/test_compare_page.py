@@ -15,9 +15,9 @@ from jobs.cli import parse
 from jobs.compare import Config, run
 from models.storage.tables import UserError
 from pipelines import tracking
-from pipelines.comparison.over_users import groups_of
-from pipelines.comparison.plots import plots, validation
-from pipelines.comparison.rows import compare
+from pipelines.comparison.load import compare
+from pipelines.comparison.over_users import group_rows
+from pipelines.comparison.plots import choose_colours, draw_validation, plots
 from pipelines.comparison.runs import select
 
 BROWSER = (
@@ -186,7 +186,7 @@ def test_a_sweep_over_seeds_stands_beside_its_teacher(
     ]
     swept = compare(select(uri, sweep="seeds"))
     assert {row.name for row in swept.rows} == {"sid_mlp*"}
-    assert [group.teacher.name for group in groups_of(swept) if group.teacher] == [
+    assert [group.teacher.name for group in group_rows(swept) if group.teacher] == [
         "tiger"
     ] * 2
 
@@ -230,10 +230,10 @@ def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
     floor.end()
     comparison = compare(select(uri, ["retrieval/x"]))
     assert plots(comparison)[0].title == "Validation of all models"
-    ((_, _, _, figure),) = validation(comparison)
+    (drawing,) = draw_validation(comparison, choose_colours([comparison]))
     drawn = {
         str(line.get_label()): list(line.get_ydata())
-        for line in figure.axes[0].get_lines()
+        for line in drawing.figure.axes[0].get_lines()
     }
     assert drawn == {
         "tiger-0.07 0.0700": pytest.approx([0.07 * step / 3 for step in (1, 2, 3)]),

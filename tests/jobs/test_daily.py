@@ -22,7 +22,7 @@ from models.storage.tables import read_manifest
 from pipelines import tracking
 from pipelines.comparison.floors import BELOW
 from pipelines.data.suggestion.suggest import suggest
-from pipelines.serving.registered_model import versions
+from pipelines.serving.registered_model import find_versions
 
 pytestmark = pytest.mark.long
 
@@ -159,7 +159,7 @@ def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) ->
     uri = f"sqlite:///{tmp_path}/killed/out/runs/mlflow.db"
     client = tracking.connect(uri)
     assert sorted(
-        int(version.version) for version in versions(client, "simulated")
+        int(version.version) for version in find_versions(client, "simulated")
     ) == [*range(1, DAYS)]
     run = client.get_run(
         checkpoint.read(str(folder / "out/runs" / days[-1]["name"] / "best")).tracking[
@@ -284,7 +284,7 @@ def test_a_model_below_the_best_without_training_is_not_registered(
     assert day["accepted"]
     assert [verdict["verdict"] for verdict in day["floors"]] == [BELOW, BELOW]
     client = tracking.connect(f"sqlite:///{tmp_path}/out/runs/mlflow.db")
-    assert not versions(client, "simulated")
+    assert not find_versions(client, "simulated")
 
 
 def test_a_metric_of_either_sign_falls_by_a_share() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.evaluate import Config, first_lines, run
+from jobs.evaluate import Config, describe_first, run
 from models.metrics.ranking_metrics import format_metric
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -19,6 +19,7 @@ from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking
+from pipelines.evaluation.record import load_test_metrics
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search
 from tests.training_tables import write, write_tables
@@ -134,7 +135,7 @@ def test_an_evaluation_writes_null_and_mlflow_gets_no_point(
     assert written["first/recall@1"] is None
     assert written["first/examples"] == 0
     assert written["ndcg@10"] >= 0
-    logged = tracking.connect(uri).get_run(opened.run_id).data.metrics
+    logged = load_test_metrics(opened)
     assert "test/ndcg_at_10" in logged
     assert not [name for name in logged if name.startswith("test/first/ndcg")]
     printed = capsys.readouterr().out
@@ -144,7 +145,7 @@ def test_an_evaluation_writes_null_and_mlflow_gets_no_point(
 
 def test_a_value_that_is_not_defined_is_a_dash() -> None:
     assert [format_metric(x) for x in (None, math.nan, 0.0)] == ["-", "-", "0.0000"]
-    lines = first_lines({"first/examples": 0.0, "first/ndcg@10": math.nan})
+    lines = describe_first({"first/examples": 0.0, "first/ndcg@10": math.nan})
     assert lines == [
         "  first  0 requests of an item that is not in the history, ndcg@10 -"
     ]

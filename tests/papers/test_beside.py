@@ -11,7 +11,7 @@ from papers.claims import FAILS, HOLDS, OPEN, Claim, decide
 from papers.plots import beams
 from papers.published import Papers, Published, System, compare_with, load
 from papers.tables import non_inferiority_tables, parameter_tables, relative_tables
-from pipelines.comparison.rows import Row, Run
+from pipelines.comparison.rows import EvaluationOptions, Row, Run
 from pipelines.comparison.tables import paired_tables, task_tables
 
 PRINTED = Published(
@@ -189,8 +189,8 @@ def test_checkpoints_of_one_model_have_lines_of_their_own() -> None:
         for name, value in (("one", 0.03), ("two", 0.05))
         for beam in (10, 50)
     ]
-    ((_, _, _, figure),) = beams(compared(rows))
-    (drawn,) = figure.axes
+    (drawing,) = beams(compared(rows))
+    (drawn,) = drawing.figure.axes
     lines = {line.get_label(): line.get_ydata() for line in drawn.get_lines()}
     assert lines == {
         "tiger one": pytest.approx([0.031, 0.035]),
@@ -201,28 +201,28 @@ def test_checkpoints_of_one_model_have_lines_of_their_own() -> None:
 def test_what_is_asked_without_known_items_stands_apart() -> None:
     """Students so asked are beside a teacher asked the same."""
 
-    def made(name: str, value: float, options: str) -> Row:
+    def made(name: str, value: float, **options: str) -> Row:
         told = {"weights": "t"} if name == "tiger" else {"teacher": "t"}
         return row(
             name,
             {NDCG: value, "test/users_per_s": 10.0},
             seeds="1",
-            options=options,
+            options=EvaluationOptions.of(options),
             **told,
         )
 
     rows = [
-        made("sid_mlp", 0.05, "unseen-True"),
-        made("tiger", 0.04, "unseen-True"),
-        made("sid_mlp", 0.03, ""),
-        made("tiger", 0.02, ""),
-        made("tiger", 0.021, "beam-100"),
+        made("sid_mlp", 0.05, unseen="True"),
+        made("tiger", 0.04, unseen="True"),
+        made("sid_mlp", 0.03),
+        made("tiger", 0.02),
+        made("tiger", 0.021, beam="100"),
     ]
     (students,) = non_inferiority_tables(rows, "ndcg@10")
     assert [tuple(line[:2]) for line in students.cells] == [
-        ("sid_mlp-1 [unseen-True]", "tiger-1 [unseen-True]"),
+        ("sid_mlp-1 [unseen]", "tiger-1 [unseen]"),
         ("sid_mlp-1", "tiger-1"),
-        ("sid_mlp-1", "tiger-1 [beam-100]"),
+        ("sid_mlp-1", "tiger-1 [beam 100]"),
     ]
 
 
@@ -291,7 +291,11 @@ def test_changes_are_relative_to_the_baseline_of_the_same_seed() -> None:
 
 
 def evaluated(
-    name: str, weights: str = "", teacher: str = "", options: str = "", **figures: float
+    name: str,
+    weights: str = "",
+    teacher: str = "",
+    options: EvaluationOptions | None = None,
+    **figures: float,
 ) -> Row:
     """A model evaluated on test, by its seeds."""
     row_ = row(name, options=options)
@@ -316,7 +320,12 @@ def test_students_are_beside_each_evaluation_of_their_own_teacher() -> None:
     gone = evaluated("gdn", "", "other", _7=0.02)  # whose teacher is not here
     asked = [
         tiger,
-        evaluated("tiger", "abc", options="constrained", _42=0.0323),
+        evaluated(
+            "tiger",
+            "abc",
+            options=EvaluationOptions.of({"constrained": "False"}),
+            _42=0.0323,
+        ),
         students,
         gone,
     ]
@@ -333,7 +342,7 @@ def test_students_are_beside_each_evaluation_of_their_own_teacher() -> None:
         ],
         [
             "sid_mlp-4*",
-            "tiger-42 [constrained]",
+            "tiger-42 [constrained False]",
             "3",
             "0.0332 ± 0.0001",
             "0.0323",

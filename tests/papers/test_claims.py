@@ -33,7 +33,7 @@ from papers.claims import (
 from papers.kept import select_all
 from papers.published import USERS, Papers, beside_the_papers, fits, load
 from pipelines import tracking
-from pipelines.comparison.rows import compare, rows_of
+from pipelines.comparison.load import compare, load_rows
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import percent
 from pipelines.comparison.tables import paired_test
@@ -118,9 +118,8 @@ class Store:
             kept = PerUserValues.from_batch(
                 torch.arange(len(users)), torch.tensor(users)
             )
-            tracking.log_json(
-                opened, {"by_user": {"ndcg@10": kept.to_text()}}, "evaluation-test.json"
-            )
+            content = {"by_user": {"ndcg@10": kept.to_text()}}
+            tracking.log_json(opened, content, "evaluation-test.json")
         if end:
             logger.end()
 
@@ -133,7 +132,9 @@ class Store:
         client.set_tag(found.info.run_id, tracking.SIMULATED_TAG, "true")
 
     def decided(self, papers: Papers) -> dict[str, Verdict]:
-        return {v.claim.id: v for v in verdicts(rows_of(select_all(self.uri)), papers)}
+        return {
+            v.claim.id: v for v in verdicts(load_rows(select_all(self.uri)), papers)
+        }
 
 
 @pytest.fixture

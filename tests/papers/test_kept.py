@@ -11,7 +11,7 @@ import pytest
 from models.storage.tables import UserError
 from papers import kept, pages
 from pipelines import tracking
-from pipelines.comparison.rows import compare
+from pipelines.comparison.load import compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables
 

@@ -7,14 +7,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comparison_rows import NDCG, compared, row
+from comparison_rows import NDCG, compared, evaluate_run, row
 
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
 from models.retrieval.tiger import Tiger, TigerConfig
 from pipelines import tracking
-from pipelines.comparison.plots import pareto, plots, points_of, settings
-from pipelines.comparison.rows import Row, evaluations, lower_is_better, rows_of
+from pipelines.comparison.load import load_rows
+from pipelines.comparison.plots import (
+    choose_colours,
+    draw_pareto,
+    draw_settings,
+    plots,
+    to_points,
+)
+from pipelines.comparison.rows import (
+    ALL_ITEMS,
+    KNOWN_LEFT_OUT,
+    EvaluationOptions,
+    Row,
+    lower_is_better,
+)
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import paired_tables, runs_table
 
@@ -53,7 +66,7 @@ def test_a_run_from_before_an_option_stands_with_those_at_its_default(
         logger = tracking.Logger(ref)
         logger.log({"test/ndcg@10": 0.1}, 1)
         logger.end()
-    rows = rows_of(select(uri, ["retrieval/x"]))
+    rows = load_rows(select(uri, ["retrieval/x"]))
     assert sorted(sorted(run.seed for run in row.runs) for row in rows) == [
         ["42", "43"],
         ["44"],
@@ -76,11 +89,12 @@ def test_rows_say_in_what_their_trainings_differ() -> None:
         made("tiger", "64", "12", 1000, 3000),
         made("sasrec", "64", "12", 500, 500),
     )
-    assert tiger.unlike(sasrec) == "steps 2,000 / 500"
+    assert tiger.describe_training_difference(sasrec) == "steps 2,000 / 500"
     assert (
-        tiger.unlike(made("sasrec", "16", "2", 2000)) == "batch 64 / 16; seeds 1, 2 / 2"
+        tiger.describe_training_difference(made("sasrec", "16", "2", 2000))
+        == "batch 64 / 16; seeds 1, 2 / 2"
     )
-    assert tiger.unlike(made("popularity", "256", "0", 1)) == ""
+    assert tiger.describe_training_difference(made("popularity", "256", "0", 1)) == ""
     (paired,) = paired_tables(compared([tiger, sasrec]))
     assert [line[-1] for line in paired.cells] == ["steps 500 / 2,000"]
 
@@ -117,8 +131,9 @@ def test_points_below_zero_are_seen() -> None:
             row(f"m{i}", {f"test/{metric}": v, "test/users_per_s": 10.0**i})
             for i, v in enumerate(values)
         ]
-        ((_, _, _, figure),) = pareto(compared(rows, metric))
-        return figure.axes[0].get_ylim()[0]
+        comparison = compared(rows, metric)
+        (drawing,) = draw_pareto(comparison, choose_colours([comparison]))
+        return drawing.figure.axes[0].get_ylim()[0]
 
     assert bottom("mean/rig", -0.3, -0.1) < -0.3
     assert bottom("ndcg@10", 0.001, 0.1) == 0
@@ -138,20 +153,24 @@ def test_a_plot_says_how_its_trials_were_chosen() -> None:
         )
         for alpha, m in (("0", "0"), ("1", "0"), ("0", "1"), ("1", "1"))
     ]
-    whole = settings(compared(trials, sweep=SWEPT))
-    assert [caption.split(";")[0] for _, _, caption, _ in whole] == [
+    comparison = compared(trials, sweep=SWEPT)
+    whole = draw_settings(comparison, choose_colours([comparison]))
+    assert [drawing.caption.split(";")[0] for drawing in whole] == [
         "model.alpha: all else equal",
         "model.m: all else equal",
     ]
-    labels = [text.get_text() for text in whole[0][3].axes[0].get_legend().get_texts()]
+    legend = whole[0].figure.axes[0].get_legend()
+    labels = [text.get_text() for text in legend.get_texts()]
     assert {f"{NDCG}: sid_mlp m 0", f"{NDCG}: sid_mlp m 1"} <= set(labels)
     apart = [
         trials[0],
         trials[3],
     ]  # drawn at random: no two differ in one setting alone
     assert all(
-        "the best trial on validation" in caption
-        for _, _, caption, _ in settings(compared(apart, sweep=SWEPT))
+        "the best trial on validation" in drawing.caption
+        for drawing in draw_settings(
+            compared(apart, sweep=SWEPT), choose_colours([comparison])
+        )
     )
 
 
@@ -174,54 +193,68 @@ def test_names_are_shown_as_they_are() -> None:
 def test_what_is_asked_without_known_items_stands_apart() -> None:
     """In no plot of the others, and never the best of those."""
 
-    def made(name: str, value: float, options: str) -> Row:
+    def made(name: str, value: float, fresh: str = "", **options: str) -> Row:
         told = {"weights": "t"} if name == "tiger" else {"teacher": "t"}
         return row(
             name,
             {NDCG: value, "test/users_per_s": 10.0},
             seeds="1",
-            options=options,
+            options=EvaluationOptions.of(options, fresh),
             **told,
         )
 
     rows = [
-        made("sid_mlp", 0.05, "unseen-True"),
-        made("tiger", 0.04, "unseen-True"),
-        made("sid_mlp", 0.03, ""),
-        made("tiger", 0.02, ""),
-        made("tiger", 0.021, "beam-100"),
+        made("sid_mlp", 0.05, unseen="True"),
+        made("tiger", 0.04, unseen="True"),
+        made("sid_mlp", 0.03),
+        made("tiger", 0.02),
+        made("tiger", 0.021, beam="100"),
     ]
-    assert [point.label for point in points_of(rows, "ndcg@10")] == [
+    assert [point.row.name for point in to_points(rows, "ndcg@10")] == [
         "sid_mlp-1",
         "tiger-1",
-        "tiger-1 [beam-100]",
+        "tiger-1 [beam 100]",
     ]
-    assert [point.label for point in points_of(rows[:2], "ndcg@10")] == [
+    assert [point.row.name for point in to_points(rows[:2], "ndcg@10")] == [
         each.name for each in rows[:2]
     ]
-    beams, both = "beam-20-unseen-True", "unseen-True-fresh-ca83aebe"
-    assert [made("tiger", 0.0, options).asked for options in ("", beams, both)] == [
-        ("", ""),
-        ("", "unseen"),
-        ("ca83aebe", "unseen"),
-    ]
+    assert made("tiger", 0.0, beam="20").task == ("", ALL_ITEMS)
+    assert made("tiger", 0.0, beam="20", unseen="True").task == ("", KNOWN_LEFT_OUT)
+    fresh = made("tiger", 0.0, "ca83aebe", unseen="True")
+    assert fresh.task == ("ca83aebe", KNOWN_LEFT_OUT)
 
 
-def test_a_label_with_at_in_its_name_keeps_its_columns() -> None:
-    logged = {
-        tracking.metric_name(name): value
-        for name, value in {
-            "test/looked_at_it/normalised_entropy": 0.9,
-            "best/looked_at_it/gauc": 0.6,
-            "test-beam-5/ndcg@10": 0.1,
-        }.items()
-    }
-    found = evaluations(logged)
-    assert found[""] == {
-        "test/looked_at_it/normalised_entropy": 0.9,
-        "val/looked_at_it/gauc": 0.6,
-    }
-    assert found["beam-5"] == {"test/ndcg@10": 0.1}
+def test_a_training_has_a_row_for_each_way_of_evaluating_it(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri = new_store(tmp_path)
+    training = tracking.open_run(
+        uri,
+        "retrieval/x",
+        "tiger",
+        str(tmp_path),
+        config={"model": {"name": "tiger", "beam": 50}},
+        hashes={"sequences": "s"},
+    )
+    logger = tracking.Logger(training)
+    logger.log({"val/ndcg@10": 0.1, "best/looked_at_it/gauc": 0.6}, 1)
+    logger.end()
+    own, other, repeated = {"beam": 50}, {"beam": 5, "unseen": True}, {"batch_size": 3}
+
+    evaluate_run(training, {"looked_at_it/gauc": 0.8}, weights="before")
+    evaluate_run(training, {"ndcg@10": 0.3, "looked_at_it/gauc": 0.9}, options=own)
+    evaluate_run(training, {"ndcg@10": 0.4}, options=other)
+    evaluate_run(training, {"ndcg@10": 0.5}, options=repeated)
+    evaluate_run(training, {"ndcg@10": 0.6}, hashes={"sequences": "ca83aebe11"})
+
+    rows = {row.name: row for row in load_rows(select(uri, ["retrieval/x"]))}
+    plain = rows.pop("tiger").runs[0].metrics
+    assert plain["test/ndcg@10"] == 0.5  # the newest evaluation
+    assert plain["test/looked_at_it/gauc"] == 0.9  # of the weights evaluated last
+    assert plain["val/looked_at_it/gauc"] == 0.6
+    values = {name: row.values("test/ndcg@10") for name, row in rows.items()}
+    assert values == {"tiger [beam 5, unseen]": [0.4], "tiger [log ca83aebe]": [0.6]}
+    assert not any(row.values("val/ndcg@10") for row in rows.values())
 
 
 def test_a_row_says_where_its_training_was_cut_short() -> None:

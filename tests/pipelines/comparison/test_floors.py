@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from comparison_rows import evaluate_run, to_result
 
 from models import registry
 from models.metrics.per_user_metrics import PerUserValues
@@ -17,15 +18,16 @@ from pipelines.comparison.floors import (
     CLEARS,
     NOT_TOLD,
     best_trained_floor,
+    compare_per_user,
     describe_verdict,
     explain_ranking,
     floor_tables,
-    interval_of,
     judge,
     judge_result,
 )
+from pipelines.comparison.load import compare
 from pipelines.comparison.over_users import Interval
-from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run, compare
+from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run
 from pipelines.comparison.runs import select
 from pipelines.evaluation.floors import Floor
 
@@ -35,7 +37,7 @@ USERS = 600
 def to_row(repeats: int) -> Row:
     """Return a row of 1,000 test requests of which `repeats` repeat an item."""
     metrics = {"test/examples": 1000.0, "test/first/examples": 1000.0 - repeats}
-    return Row("sasrec", "", [Run("id", "a", "1", True, "", "", metrics)])
+    return Row("sasrec", runs=[Run("id", "a", "1", True, "", "", metrics)])
 
 
 def test_repeats_decide_which_ranking_comes_first() -> None:
@@ -60,39 +62,37 @@ def pack(values: list[float], first_user: int = 0) -> dict[str, str]:
 
 
 def test_metrics_of_other_users_do_not_compare() -> None:
-    same = interval_of(pack([1.0] * 300), pack([0.5] * 300))
+    same = compare_per_user(pack([1.0] * 300), pack([0.5] * 300))
     assert same is not None
     assert same[0].mean == pytest.approx(0.5)
     assert same[1] == 300
-    assert interval_of(pack([1.0] * 300), pack([0.5] * 300, first_user=1)) is None
+    assert compare_per_user(pack([1.0] * 300), pack([0.5] * 300, first_user=1)) is None
 
 
 def log_run(
     uri: str,
     folder: Path,
     name: str,
-    values: dict[str, list[float]],
+    evaluations: list[tuple[dict[str, bool], list[float]]],
     hashes: dict[str, str],
     validated: float = 0.1,
 ) -> tracking.RunRef:
-    """Log a run with evaluations, by their options, as training and evaluation do."""
+    """Log a training with evaluations, each with its options and values per user."""
     config = {"model": {"name": name}, "fit": {"seed": 1, "metric": "ndcg@10"}}
     ref = tracking.open_run(
         uri, "retrieval/x", name, str(folder), config=config, hashes=hashes
     )
     logger = tracking.Logger(ref)
     logger.log({"val/ndcg@10": validated, "best/ndcg@10": validated}, 1)
-    for options, of_users in values.items():
-        prefix = f"test{options}"
-        metrics = {
-            f"{prefix}/ndcg@10": float(np.mean(of_users)),
-            f"{prefix}/examples": float(USERS),
-            f"{prefix}/first/examples": USERS * 0.7,
-        }
-        logger.log(metrics, 1)
-        content = {"by_user": {"ndcg@10": pack(of_users)}}
-        tracking.log_json(ref, content, f"evaluation-{prefix}.json")
     logger.end()
+    for options, values in evaluations:
+        metrics = {
+            "ndcg@10": float(np.mean(values)),
+            "examples": float(USERS),
+            "first/examples": USERS * 0.7,
+        }
+        by_user = {"ndcg@10": pack(values)}
+        evaluate_run(ref, metrics, by_user=by_user, options=options, hashes=hashes)
     return ref
 
 
@@ -107,23 +107,17 @@ def test_each_ranking_has_its_own_best_floor(
         ("ease", low, middle),
         ("sasrec", middle, high),
     ):
-        values = {"": plain, "-unseen-True": unseen}
-        log_run(uri, tmp_path, name, values, hashes)
+        evaluations = [({}, plain), ({"unseen": True}, unseen)]
+        log_run(uri, tmp_path, name, evaluations, hashes)
 
     comparison = compare(select(uri, ["retrieval/x"]))
     (table,) = floor_tables(comparison)
 
-    assert [line[:4] + line[-1:] for line in table.cells] == [
-        ["sasrec", "sasrec", ALL_ITEMS, "own_items", BELOW],
-        [
-            "sasrec",
-            "sasrec [unseen-True]",
-            KNOWN_LEFT_OUT,
-            "ease",
-            CLEARS,
-        ],
+    assert [line[:3] + line[-1:] for line in table.cells] == [
+        ["sasrec", ALL_ITEMS, "own_items", BELOW],
+        ["sasrec [unseen]", KNOWN_LEFT_OUT, "ease", CLEARS],
     ]
-    assert float(table.cells[0][6]) == pytest.approx(-0.15, abs=0.001)
+    assert float(table.cells[0][5]) == pytest.approx(-0.15, abs=0.001)
     assert "30.0% of the test requests" in table.notes[0]
     assert [row.ranking for row in comparison.rows[:3]] == [ALL_ITEMS] * 3
 
@@ -133,11 +127,11 @@ def test_a_training_finds_the_floors_of_its_own_tables(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri, here, other = new_store(tmp_path), {"sequences": "a"}, {"sequences": "b"}
-    run = log_run(uri, tmp_path, "sasrec", {}, here, 0.9)
+    run = log_run(uri, tmp_path, "sasrec", [], here, 0.9)
     assert best_trained_floor(run, "ndcg@10") is None
-    log_run(uri, tmp_path, "popularity", {}, here, 0.1)
-    log_run(uri, tmp_path, "ease", {}, here, 0.2)
-    log_run(uri, tmp_path, "own_items", {}, other, 0.3)
+    log_run(uri, tmp_path, "popularity", [], here, 0.1)
+    log_run(uri, tmp_path, "ease", [], here, 0.2)
+    log_run(uri, tmp_path, "own_items", [], other, 0.3)
     assert best_trained_floor(run, "ndcg@10") == ("ease", 0.2)
 
 
@@ -148,12 +142,7 @@ def test_a_search_model_is_judged_by_click_rates_and_not_by_the_log_s_order() ->
     base = PerUserValues.from_batch(
         torch.arange(USERS), torch.linspace(0.5, 0.7, USERS), 1
     ).to_text()
-    result = {
-        "metrics": {"gauc": 0.8},
-        "by_user": {"gauc": by_user},
-        "options": {},
-        "examples": USERS,
-    }
+    result = to_result({"gauc": 0.8}, {"gauc": by_user}, examples=USERS)
     assert registry.find_floors("search") == ["pair_ctr", "item_ctr"]
     assert registry.find_floors("actions") == ["base_rate", "item_rate"]
 

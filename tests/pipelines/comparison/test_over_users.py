@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from comparison_rows import evaluate_run
 
 from models.metrics.per_user_metrics import PerUserValues
 from pipelines import tracking
+from pipelines.comparison.load import compare
 from pipelines.comparison.over_users import (
     Interval,
     Pair,
     intervals,
-    line,
     over_users_tables,
+    to_cells,
 )
-from pipelines.comparison.rows import compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables
 
@@ -58,33 +59,42 @@ def log(
     }
     config["model"] = {key: value for key, value in config["model"].items() if value}
     ref = tracking.open_run(
-        uri, "retrieval/x", f"{name}-{seed}", str(folder), config=config, hashes={}
+        uri,
+        "retrieval/x",
+        f"{name}-{seed}",
+        str(folder),
+        config=config,
+        hashes={"sequences": "s"},
     )
     logger = tracking.Logger(ref)
     logger.log(
         {
-            "test/ndcg@10": float(np.mean(values)),
             "best/ndcg@10": 0.1,
             "train/steps": 6000 / size,
         },
         1,
     )
-    logger.tag(**{tracking.WEIGHTS_TAG: f"w-{name}-{seed}"})
-    kept = PerUserValues.from_batch(
+    logger.end()
+    weights = f"w-{name}-{seed}"
+    measured = PerUserValues.from_batch(
         torch.arange(users, users + len(values)), torch.tensor(values)
     )
-    tracking.log_json(
-        ref, {"by_user": {"ndcg@10": kept.to_text()}}, "evaluation-test.json"
+    evaluate_run(
+        ref,
+        {"ndcg@10": float(np.mean(values))},
+        weights=weights,
+        by_user={"ndcg@10": measured.to_text()},
+        hashes={"sequences": "s"},
     )
     if fresh:
-        logger.log({f"test-fresh-{fresh}/ndcg@10": 0.99}, 1)
         other = PerUserValues.from_batch(torch.arange(7), torch.full((7,), 0.99))
-        tracking.log_json(
+        evaluate_run(
             ref,
-            {"by_user": {"ndcg@10": other.to_text()}},
-            f"evaluation-test-fresh-{fresh}.json",
+            {"ndcg@10": 0.99},
+            weights=weights,
+            by_user={"ndcg@10": other.to_text()},
+            hashes={"sequences": fresh},
         )
-    logger.end()
 
 
 @pytest.mark.long
@@ -136,14 +146,14 @@ def test_rows_stand_beside_their_teacher_and_the_best_on_the_same_users(
 
 
 def test_fewer_than_200_users_have_an_interval_and_no_verdict() -> None:
-    pair, found = Pair("a", "b", (), ("", ""), ""), Interval(0.1, 0.05, 0.15)
-    assert line(pair, found, 0.5, 199, "ndcg@10")[4:8] == [
+    pair, found = Pair("a", "b", (), ""), Interval(0.1, 0.05, 0.15)
+    assert to_cells(pair, found, 0.5, 199, "ndcg@10")[4:8] == [
         "+0.1000",
         "+0.0500 to +0.1500",
         "+20.0%",
         "-",
     ]
-    assert line(pair, found, 0.5, 200, "ndcg@10")[7] == "better"
+    assert to_cells(pair, found, 0.5, 200, "ndcg@10")[7] == "better"
 
 
 @pytest.mark.long
@@ -165,12 +175,10 @@ def test_an_evaluation_on_a_fresh_log_stands_apart(
     assert [row.name for row in comparison.rows] == [
         "sasrec-1",
         "tiger-1",
-        "sasrec-1 [fresh-ca83aebe]",
+        "sasrec-1 [log ca83aebe]",
     ]
     (table,) = over_users_tables(comparison)
     assert [line[:2] for line in table.cells] == [["tiger-1", "sasrec-1"]]
     notes = tables(comparison)[0].notes
-    assert any(
-        note.startswith("[fresh-...]: evaluated on another log") for note in notes
-    )
+    assert any(note.startswith("[log ...]: evaluated on another log") for note in notes)
     assert not any("these options" in note for note in notes)

@@ -23,7 +23,7 @@ from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from papers.tables import paper_tables
 from pipelines import tracking
-from pipelines.comparison.rows import compare
+from pipelines.comparison.load import compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables as tables_of
 from pipelines.serving.export import differs

@@ -21,7 +21,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
-from pipelines.evaluation.inference import infer_all
+from pipelines.evaluation.checks import Workers
+from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
@@ -125,7 +126,9 @@ def test_feeds(tmp_path: Path) -> None:
         Inputs(tables),
         str(tmp_path / "out"),
     )
-    manifest, _ = infer_all(place, inputs, out, batch_size=7, users_per_part=20)
+    manifest, _ = infer_all(
+        place, inputs, out, InferenceOptions(batch_size=7, users_per_part=20)
+    )
     found = rows(out, "scores")
     items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
     events = {
@@ -230,7 +233,7 @@ def test_recommendations(tmp_path: Path) -> None:
         {},
     )
     out = str(tmp_path / "out")
-    infer_all(place, Inputs(before), out, k=10)
+    infer_all(place, Inputs(before), out, InferenceOptions(k=10))
     found = rows(out, "recommendations")
     items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
     targets = [items[row["item_index"][-1]] for row in sequences.to_pylist()]
@@ -321,7 +324,10 @@ def test_ray_makes_the_same_table(name: str, ray_local: None, tmp_path: Path) ->
     given, found = (str(tmp_path / name), Inputs(tables, text=text)), []
     for actors in (1, 2):
         infer_all(
-            *given, str(tmp_path / f"out{actors}"), actors=actors, users_per_part=15
+            *given,
+            str(tmp_path / f"out{actors}"),
+            InferenceOptions(users_per_part=15),
+            Workers(actors),
         )
         found.append(rows(str(tmp_path / f"out{actors}"), "scores"))
     for mine, theirs in zip(*found, strict=True):

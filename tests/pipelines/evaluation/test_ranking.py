@@ -25,11 +25,13 @@ from models.storage.tables import UserError, read_manifest, read_table, writing
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking
-from pipelines.comparison.rows import compare, rows_of
+from pipelines.comparison.load import compare, load_rows
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables as tables_of
-from pipelines.evaluation.inference import infer_all
-from pipelines.evaluation.ranking import evaluate, record, trained
+from pipelines.evaluation.checks import Workers
+from pipelines.evaluation.inference import InferenceOptions, infer_all
+from pipelines.evaluation.ranking import count_trained_items, evaluate
+from pipelines.evaluation.record import load_test_metrics, record_result
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {
@@ -120,7 +122,7 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
         request["candidates"][0] for request in requests if request["split"] == "train"
     )
     loaded = LoadedModel.load(world.place(name), world.inputs)
-    parts = [trained(loaded, world.inputs, rank, 3) for rank in range(3)]
+    parts = [count_trained_items(loaded, world.inputs, rank, 3) for rank in range(3)]
     assert sum(parts).tolist() == [counts[item] for item in range(24)]
     assert result.metrics["coverage@10"] == len(set(top)) / 24
     assert result.metrics["new_items@10"] == sum(
@@ -148,13 +150,16 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
 def test_shards_add_up_to_the_whole(world: World, ray_local: None) -> None:
     whole, _ = evaluate(world.place("sasrec-1"), Inputs(world.tables), split="val")
     shards, _ = evaluate(
-        world.place("sasrec-1"), Inputs(world.tables), split="val", shards=2
+        world.place("sasrec-1"), Inputs(world.tables), split="val", workers=Workers(2)
     )
     assert shards.examples == whole.examples
     assert shards.metrics == pytest.approx(whole.metrics)
     assert shards.device == "2 x cpu, 1 threads"
     elsewhere, _ = evaluate(
-        world.place("sasrec-1"), Inputs(world.tables), split="val", remote=True
+        world.place("sasrec-1"),
+        Inputs(world.tables),
+        split="val",
+        workers=Workers(remote=True),
     )
     assert elsewhere.metrics == pytest.approx(whole.metrics)
 
@@ -169,16 +174,14 @@ def test_gpus_that_the_cluster_has_not_are_refused(
             world.place("sasrec-1"),
             Inputs(world.tables),
             split="val",
-            shards=2,
-            device="cuda",
+            workers=Workers(2, "cuda"),
         )
     with pytest.raises(UserError, match=r"2 workers need 2 GPUs, .* lower --shards"):
         infer_all(
             world.place("sasrec-1"),
             Inputs(world.tables),
             str(world.folder / "none"),
-            actors=2,
-            device="cuda",
+            workers=Workers(2, "cuda"),
         )
 
 
@@ -195,8 +198,7 @@ def test_results_reach_the_training_run_and_the_comparison(
         )
     assert "sasrec on test: 60 requests of 60 users, seed 1" in capsys.readouterr().out
     about = checkpoint.read(world.place("sasrec-1"))
-    client = tracking.connect(world.uri)
-    metrics = client.get_run(about.tracking["run_id"]).data.metrics
+    metrics = load_test_metrics(tracking.RunRef(**about.tracking))
     written = json.loads(
         Path(world.place("sasrec-1"), "evaluation-test.json").read_text()
     )
@@ -204,7 +206,7 @@ def test_results_reach_the_training_run_and_the_comparison(
     assert metrics["test/examples"] == written["examples"] == 60
     assert metrics["test/users_per_s"] > 0
 
-    table, same_users = tables_of(compare(select(world.uri, ["retrieval/small"])))
+    table, same_users, *_ = tables_of(compare(select(world.uri, ["retrieval/small"])))
     assert [line[2:4] for line in same_users.cells] == [
         ["2", "60"]
     ]  # of TIGER and both of SASRec
@@ -213,12 +215,11 @@ def test_results_reach_the_training_run_and_the_comparison(
     }
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"
-    values = [
-        client.get_run(
-            checkpoint.read(world.place(name)).tracking["run_id"]
-        ).data.metrics["test/ndcg_at_10"]
+    trainings = [
+        tracking.RunRef(**checkpoint.read(world.place(name)).tracking)
         for name in ("sasrec-1", "sasrec-2")
     ]
+    values = [load_test_metrics(training)["test/ndcg_at_10"] for training in trainings]
     mean = sum(values) / 2
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values))
     assert rows["sasrec-*"]["test/ndcg@10"] == f"{mean:.4f} ± {deviation:.4f}"
@@ -255,13 +256,11 @@ def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
     result, about = evaluate(
         world.place("tiger"), world.inputs, options={"beam": 6, "decoder": None}
     )
-    place = record(result, about)
+    place = record_result(result, about)
     assert place.endswith("evaluation-test-beam-6.json")
-    metrics = tracking.connect(world.uri).get_run(about.tracking["run_id"]).data.metrics
-    assert "test-beam-6/ndcg_at_10" in metrics
-    rows = {row.name: row for row in rows_of(select(world.uri, ["retrieval/small"]))}
-    assert rows["tiger [beam-6]"].values("test/ndcg@10") == [result.metrics["ndcg@10"]]
-    assert rows["tiger [beam-6]"].values("test/ndcg@10") != rows["tiger"].values(
+    rows = {row.name: row for row in load_rows(select(world.uri, ["retrieval/small"]))}
+    assert rows["tiger [beam 6]"].values("test/ndcg@10") == [result.metrics["ndcg@10"]]
+    assert rows["tiger [beam 6]"].values("test/ndcg@10") != rows["tiger"].values(
         "test/ndcg@10"
     )
 
@@ -269,7 +268,7 @@ def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
 def test_what_is_not_defined_is_null(world: World) -> None:
     result, about = evaluate(world.place("tiger"), world.inputs, options={"beam": 7})
     result.metrics["gauc"] = math.nan
-    written = Path(record(result, replace(about, tracking=None))).read_text()
+    written = Path(record_result(result, replace(about, tracking=None))).read_text()
     content = json.loads(
         written, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")
     )
@@ -308,7 +307,9 @@ def test_all_users_to_a_table(
     output = str(tmp_path / "out")
     arguments = (world.place("tiger"), world.inputs, output)
     manifest, already = infer_all(
-        *arguments, k=5, batch_size=7, actors=2, users_per_part=25
+        *arguments,
+        InferenceOptions(k=5, batch_size=7, users_per_part=25),
+        Workers(2),
     )
     assert "core_worker" not in capfd.readouterr().err
     assert not already
@@ -328,20 +329,22 @@ def test_all_users_to_a_table(
         )
         assert table["item_id"][user] == [names[item] for item in items[0].tolist()]
         assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
-    many, _ = infer_all(*arguments[:2], str(tmp_path / "many"), k=1000)
+    many, _ = infer_all(
+        *arguments[:2], str(tmp_path / "many"), InferenceOptions(k=1000)
+    )
     found = read_table(str(tmp_path / "many"), "recommendations").to_pydict()["item_id"]
     assert many.info["users_below_k"] == sum(len(items) < 1000 for items in found) == 60
-    assert infer_all(*arguments, k=5, actors=1, users_per_part=25) == (
+    assert infer_all(*arguments, InferenceOptions(k=5, users_per_part=25)) == (
         read_manifest(output),
         True,
     )
     with pytest.raises(UserError, match=r"holds other recommendations; .*--overwrite"):
-        infer_all(*arguments, k=4, users_per_part=25)
+        infer_all(*arguments, InferenceOptions(k=4, users_per_part=25))
     with (
         writing(output),
         pytest.raises(UserError, match="is being written by another process"),
     ):
-        infer_all(*arguments, k=4, users_per_part=25, overwrite=True)
+        infer_all(*arguments, InferenceOptions(k=4, users_per_part=25, overwrite=True))
 
 
 def test_allowed_items_alone_to_a_table(
@@ -418,7 +421,11 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
         in capsys.readouterr().out
     )
     options = {"unseen": True}
-    infer_all(*arguments, str(tmp_path / "out"), k=24, options=options)
+    infer_all(
+        *arguments,
+        str(tmp_path / "out"),
+        InferenceOptions(k=24, recommend=options),
+    )
     found = read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"]
     names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
     after = RetrievalDataset.load(f"{world.tables}/sequences", "next", max_history=1000)

@@ -142,7 +142,7 @@ def test_models_learn_from_them_and_serve_by_name(
     )
     tracking.Logger(run).tag(checkpoint=str(tmp_path / "mvp"))
     register(run, "mvp")
-    with package.at(uri):
+    with package.use_store(uri):
         served = mlflow.pyfunc.load_model("models:/mvp/1")
     examples = ActionsDataset.load(join(tables, "sequences"), "test", max_history=16)
     batch = examples.collate(np.array([0]))

@@ -53,7 +53,7 @@ def served(folder: Path, tables: str, text: str) -> tuple[TrainingRun, Any]:
     tracking.Logger(run).tag(checkpoint=str(folder / "qgs"))
     register(run, "qgs")
     setup.model.eval()
-    with package.at(uri):
+    with package.use_store(uri):
         return setup, mlflow.pyfunc.load_model("models:/qgs/1")
 
 
@@ -213,7 +213,7 @@ def test_counts_as_of_a_request_give_the_scores_of_its_row(
         del row["features"]
 
         make(tmp_path, raw, settings={"counts_as_of": str(moment)})
-        with package.at(uri):
+        with package.use_store(uri):
             model = mlflow.pyfunc.load_model(
                 "models:/qgs/1", model_config={"counts": join(tables, "counts")}
             )

@@ -91,7 +91,7 @@ def made(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     serve.start(http_options={"port": port})
-    with package.at(uri):
+    with package.use_store(uri):
         for options in (
             Options(model="models:/qgs/1", num_replicas=2, num_cpus=0.1),
             Options(
@@ -208,7 +208,7 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
     tables, text = str(folder / "search/tables"), str(folder / "search/text")
     row = max(rows, key=lambda row: len(row["history"]))
     uri = f"sqlite:///{folder}/mlflow.db"
-    with package.at(uri):
+    with package.use_store(uri):
         client = mlflow.MlflowClient()
         client.set_registered_model_alias("qgs", "running", "1")
         options = Options(model="models:/qgs@running", num_cpus=0.1, follow_s=0.1)

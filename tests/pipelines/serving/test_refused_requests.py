@@ -150,7 +150,7 @@ def served(
     register(train_nothing(folder, "tiger", None, seed=1, ndcg=0.5), "tiger")
     trained(folder, "qgs", *write_search(folder / "search"))
     trained(folder, "attn_mvp", write_actions(folder / "feed"), None)
-    with package.at(uri):
+    with package.use_store(uri):
         names = ("tiger", "qgs", "attn_mvp")
         return {name: mlflow.pyfunc.load_model(f"models:/{name}/1") for name in names}
 

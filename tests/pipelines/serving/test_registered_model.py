@@ -169,7 +169,7 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
         ["1"], "attributes.run_name = 'tiger-1'"
     )
     register(tracking.RunRef(uri, "retrieval/small", found.info.run_id), "counted")
-    with package.at(uri):
+    with package.use_store(uri):
         model = mlflow.pyfunc.load_model("models:/counted/1")
     assert model.metadata.signature.outputs.input_names() == [
         "item_id",
@@ -226,7 +226,7 @@ def test_a_call_keeps_to_allowed_items_and_leaves_out_known_ones(folder: Path) -
         ["1"], "attributes.run_name = 'tiger-1'"
     )
     register(tracking.RunRef(uri, "retrieval/small", found.info.run_id), "allowed")
-    with package.at(uri):
+    with package.use_store(uri):
         model = mlflow.pyfunc.load_model("models:/allowed/1")
     histories = [[f"item-{i:03d}" for i in row] for row in ([3], [1, 2, 3] * 9, [5])]
     frame = pd.DataFrame({"history": histories})

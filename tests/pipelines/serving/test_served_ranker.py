@@ -186,7 +186,7 @@ def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
             {**odd, "candidates": ["who", *rows[0]["candidates"]], "features": None}
         )
         rows.append({**odd, "candidates": [], "features": []})
-        with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+        with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
             model = mlflow.pyfunc.load_model(f"models:/{name}/1")
         about, catalogue = model.metadata.metadata, setups[name].catalogue
         with warnings.catch_warnings(record=True) as said:
@@ -222,7 +222,7 @@ def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     trained(tmp_path, "qgs", tables, text)
-    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+    with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
         model = mlflow.pyfunc.load_model("models:/qgs/1").unwrap_python_model()
     row = {
         "candidates": ["item_id-003"],
@@ -321,7 +321,7 @@ FEED = {
 def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> None:
     tables = write_actions(tmp_path, viewers=True)
     trained(tmp_path, "attn_mvp", tables, None)
-    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+    with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
         model = mlflow.pyfunc.load_model("models:/attn_mvp/1")
     others = {
         "candidates": ["item-005", "item-006"],
@@ -414,7 +414,7 @@ def test_what_does_not_fit_a_model_of_actions_is_said(
 def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     trained(tmp_path, "hstu", tables, text)
-    with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+    with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
         model = mlflow.pyfunc.load_model("models:/hstu/1").unwrap_python_model()
     row = {
         "candidates": ["item_id-003"],
@@ -493,7 +493,7 @@ def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(
         "lac": {"id_dropout": 0.5},
     }.items():
         setup = trained(tmp_path, name, tables, text, **options)
-        with package.at(f"sqlite:///{tmp_path}/mlflow.db"):
+        with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
             model = mlflow.pyfunc.load_model(f"models:/{name}/1")
         asked, chances = feeds(setup, tables)
         ranked = model.predict(pd.DataFrame(asked), params={"label": "contribution"})

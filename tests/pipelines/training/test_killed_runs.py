@@ -23,7 +23,7 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
 from pipelines import tracking
-from pipelines.comparison.rows import rows_of
+from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
@@ -174,7 +174,9 @@ def test_a_finished_run_goes_on_for_more_epochs(
     assert (found.info.status, found.data.tags["fit.max_epochs"]) == ("FINISHED", "4")
     assert found.data.tags["model"]
     assert (
-        rows_of(select(longer.run.uri, ["retrieval/small"]))[0].params["fit.max_epochs"]
+        load_rows(select(longer.run.uri, ["retrieval/small"]))[0].params[
+            "fit.max_epochs"
+        ]
         == "4"
     )
     last = checkpoint.last(f"{storage}/one")

@@ -29,7 +29,7 @@ from models.storage.tables import UserError
 from models.training.fit import FitConfig, StepEvent, fit
 from models.training_run import TrainingRun
 from pipelines import tracking
-from pipelines.comparison.rows import rows_of
+from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
 from pipelines.training.run import Trained, shown, train
@@ -349,7 +349,7 @@ def test_an_overwritten_run_counts_no_more(world: World) -> None:
     first, second = world.again(**counted), world.again(**counted, overwrite=True)
     runs = [
         run.id
-        for row in rows_of(select(second.run.uri, [second.run.experiment]))
+        for row in load_rows(select(second.run.uri, [second.run.experiment]))
         for run in row.runs
     ]
     assert second.run.run_id in runs
@@ -400,13 +400,13 @@ def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
 SOME_GPUS = """
 import ray
 from models.storage.tables import UserError
-from pipelines.evaluation.ranking import takes_gpu
+from pipelines.evaluation.checks import Workers
 from pipelines.training.settings import RayOptions
 from pipelines.training.run import check_cluster, wants_gpu
 
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
-print(wants_gpu(RayOptions()), wants_gpu(RayOptions(use_gpu=False)), takes_gpu("auto", 2), takes_gpu("cpu", 4))
-for ask in (lambda: check_cluster(RayOptions(), 4, wants_gpu(RayOptions())), lambda: takes_gpu("auto", 4)):
+print(wants_gpu(RayOptions()), wants_gpu(RayOptions(use_gpu=False)), Workers().needs_gpu(2), Workers(device="cpu").needs_gpu(4))
+for ask in (lambda: check_cluster(RayOptions(), 4, wants_gpu(RayOptions())), lambda: Workers().needs_gpu(4)):
     try:
         print(ask())
     except UserError as error:
