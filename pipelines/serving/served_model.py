@@ -1,15 +1,15 @@
-"""A trained model as MLflow loads it: requests in, ranked items out.
+"""Answer requests with a trained model, as MLflow loads it.
 
     model = mlflow.pyfunc.load_model("models:/industrial/1")
     model.predict(pandas.DataFrame([{"history": ["B01", "B02"]}]), params={"k": 10})
 
-Logged as a "model from code": MLflow runs this file, beside `models/` and the data of `package.py`, without pickle. It
-needs PyTorch and MLflow alone. Retrieval models rank their catalogue after a history, the others the candidates of a
-request; `models/<family>/requests.py` has the columns of a request. `model_config={"device": "cuda"}` puts the model on
-a GPU.
+It is logged as a "model from code": MLflow runs this file, beside `models/` and the data of
+`package.py`, without pickle. It needs PyTorch and MLflow alone. Retrieval models rank their
+catalogue after a history, the others the candidates of a request; `models/<family>/requests.py`
+has the columns of a request. `model_config={"device": "cuda"}` puts the model on a GPU.
 
-A key that the signature does not have is refused: MLflow would drop it, with a warning in its log, and a misspelt
-`allowed` would then let all items through (`refuse_unknown_keys`).
+A key that the signature does not have is refused: MLflow would drop it, with a warning in its log,
+and a misspelt `allowed` would then let all items through (`refuse_unknown_keys`).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from models.storage.tables import UserError
 from models.training.fit import to_device
 
 MAX_CACHED_SETS = 64
-"""Sets of allowed items whose masks are cached; the least recently used are dropped."""
+"""Sets of allowed items whose masks are cached; least recently used sets are dropped."""
 
 MAX_K = 10_000
-"""Items of an answer at most: a longer ranking takes the memory of all other requests."""
+"""Items of an answer, at most: a longer ranking takes the memory of other requests."""
 
 MAX_SCORED_REQUESTS = 256
-"""Requests whose candidates are scored as one batch, at most."""
+"""Requests whose candidates are scored in one batch, at most."""
 
 ROW_KEYS = ("dataframe_records", "dataframe_split", "inputs", "instances")
 """Keys of a request's body under which MLflow takes rows."""
@@ -69,36 +69,36 @@ Ranking = tuple[list[str], list[float]]
 
 
 class RefusedRequest(MlflowException, UserError):
-    """A request that the model refuses: HTTP 400 and one line, which MLflow's server leaves as it is."""
+    """A request that the model refuses: HTTP 400 with one line, also from MLflow's server."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, BAD_REQUEST)
 
     @property
     def message(self) -> str:
+        """The reason, which MLflow's server cannot prefix with all rows."""
         return self._reason
 
     @message.setter
-    def message(
-        self, text: str
-    ) -> None:  # MLflow's server would put all rows before it
+    def message(self, text: str) -> None:
         self._reason: str = getattr(self, "_reason", " ".join(text.split()))
 
 
 class ServedModel(PythonModel):
-    """Ranks items for each row of a frame."""
+    """A model that ranks items for each row of a frame."""
 
     refuses_unknown_keys = True
-    """Tells `refuse_unknown_keys` that a loaded model is one of ours."""
+    """Marks models of this project for `refuse_unknown_keys`."""
 
     def load_context(self, context: Any) -> None:
+        """Load the model from its bundle, with the settings of MLflow and of the server."""
         folder = context.artifacts["data"]
         about = checkpoint.read(f"{folder}/checkpoint")
         model_class = registry.find(about.name)
         known = model_class.requests_class.settings
-        # MLflow drops other keys of a model_config; that of a server is read again here
-        of_server = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
-        refuse_unknown("SERVING_MODEL_CONFIG", of_server, known, {})
+        # MLflow drops unknown keys of a server's config, so they are checked here
+        server_config = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
+        refuse_unknown("SERVING_MODEL_CONFIG", server_config, known, {})
         settings = {**known, **(context.model_config or {})}
         scales = about.learned.get("scales")
         catalogue = model_class.load_catalogue(
@@ -118,13 +118,17 @@ class ServedModel(PythonModel):
         model_input: pd.DataFrame,
         params: dict[str, Any] | None = None,
     ) -> pd.DataFrame:
-        """Return the answer to each row, as the ranker's `answer` says."""
+        """Return the answer of the ranker to each row."""
         rows = [Row(row) for row in model_input.to_dict("records")]
         return self.ranker.answer(rows, **(params or {}))
 
     @staticmethod
     def check_body(body: Mapping[str, Any], model: PyFuncModel) -> None:
-        """Raise UserError for a key that the body of an HTTP request cannot have, and for none or two sets of rows."""
+        """Check the keys of the body of an HTTP request.
+
+        Raises:
+            UserError: if a key is unknown, or the body does not have one set of rows.
+        """
         columns, params = signature_names(model)
         refuse_unknown(
             "the request",
@@ -135,17 +139,18 @@ class ServedModel(PythonModel):
         given = [key for key in ROW_KEYS if key in body]
         if len(given) != 1:
             raise UserError(
-                f"the request has {' and '.join(given) or 'no rows'}; give one of {', '.join(ROW_KEYS)}"
+                f"the request has {' and '.join(given) or 'no rows'}; give one of "
+                f"{', '.join(ROW_KEYS)}"
             )
 
 
 class CatalogueRanker:
-    """Ranks the catalogue after the history of each request."""
+    """A model that ranks the catalogue after the history of each request."""
 
     def __init__(self, model: Any, requests: Any, device: torch.device) -> None:
         self.model, self.requests, self.device = model, requests, device
         self.warned = False
-        # by a hash of the ids: the `allowed` of `recommend`, and the number of items
+        # by hash of the ids: the encoded set, and its number of items
         self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, int]] = LRUCache(
             MAX_CACHED_SETS
         )
@@ -158,74 +163,88 @@ class CatalogueRanker:
         unseen: bool = False,
         allowed: list[str] = EVERY,
     ) -> pd.DataFrame:
-        """Return `item_id` and `score`, best first, `unknown_items` and `note` of each row.
+        """Return the columns `item_id` and `score`, best first, `unknown_items` and `note`.
 
-        `unknown_items` counts the entries of a history that the catalogue does not have; they are skipped. A history
-        without another entry gets an empty ranking, of which the model warns once. `note` says why there are fewer than
-        `k` items.
+        `unknown_items` counts the entries of a history that the catalogue does not have,
+        which are skipped. A history without other entries gets an empty ranking. `note` says
+        why there are fewer than `k` items.
 
         Args:
+            rows: The requests.
             k: Items to rank.
             unseen: Leave out the items of the history.
             allowed: Ids of the only items to rank; ["*"] for all.
+
+        Raises:
+            UserError: For an impossible `k`, and for a request that cannot be read.
         """
         if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
             raise UserError(
                 f"k is {k}; give the number of items to recommend, from 1 to {MAX_K:,}"
             )
-        edges, most = self.allowed(allowed)
+        encoded, num_allowed = self.encode_allowed(allowed)
         requests = [self.requests.read(row) for row in rows]
-        answers: list[dict[str, Any]] = [
-            {"item_id": [], "score": [], "unknown_items": request.unknown}
-            for request in requests
-        ]
-        known = [place for place, request in enumerate(requests) if request.items]
-        if known:
-            batch = self.requests.batch([requests[place] for place in known])
-            ranked, scores = self.model.recommend(
-                to_device(batch, self.device),
-                min(int(k), len(self.requests.items)),
-                unseen=unseen,
-                allowed=edges,
-            )
-            for place, items, values in zip(known, ranked, scores, strict=True):
-                real = items >= 0
-                names = [self.requests.items[item] for item in items[real].tolist()]
-                answers[place] |= {"item_id": names, "score": values[real].tolist()}
-        for answer, request in zip(answers, requests, strict=True):
-            answer["note"] = self.note(len(answer["item_id"]), k, request, most, unseen)
+        rankings = self.rank(requests, k, unseen, encoded)
+        answers = []
+        for request, (items, scores) in zip(requests, rankings, strict=True):
+            note = ""
+            if len(items) < k:
+                why = self.explain_short(request, k, num_allowed, unseen)
+                note = f"{len(items):,} of {k:,} items: {why}"
+            answers.append((items, scores, request.unknown, note))
         self.warn_of_unknown(requests)
         return pd.DataFrame(
             answers, columns=["item_id", "score", "unknown_items", "note"]
         )
 
-    def note(self, count: int, k: int, request: Any, most: int, unseen: bool) -> str:
-        """Return why there are `count` items where `k` were asked for; nothing where there are as many."""
-        if count >= k:
-            return ""
+    def rank(
+        self, requests: list[Any], k: int, unseen: bool, allowed: torch.Tensor | None
+    ) -> list[Ranking]:
+        """Rank for each request; a history without known items gets an empty ranking."""
+        rankings: list[Ranking] = [([], []) for _ in requests]
+        known = [index for index, request in enumerate(requests) if request.items]
+        if not known:
+            return rankings
+        batch = self.requests.batch([requests[index] for index in known])
+        ranked, scores = self.model.recommend(
+            to_device(batch, self.device),
+            min(int(k), len(self.requests.items)),
+            unseen=unseen,
+            allowed=allowed,
+        )
+        for index, items, values in zip(known, ranked, scores, strict=True):
+            is_real = items >= 0
+            names = [self.requests.items[item] for item in items[is_real].tolist()]
+            rankings[index] = names, values[is_real].tolist()
+        return rankings
+
+    def explain_short(
+        self, request: Any, k: int, num_allowed: int, unseen: bool
+    ) -> str:
+        """Return why a ranking has fewer than `k` items."""
         if not request.items:
-            why = "no item of the history is in the catalogue"
-        elif most < len(self.requests.items):
-            why = f"allowed has {pluralize(most, 'item')} of the catalogue"
-        elif most < k:
-            why = f"the catalogue has {pluralize(most, 'item')}"
+            return "no item of the history is in the catalogue"
+        if num_allowed < len(self.requests.items):
+            why = f"allowed has {pluralize(num_allowed, 'item')} of the catalogue"
+        elif num_allowed < k:
+            why = f"the catalogue has {pluralize(num_allowed, 'item')}"
         else:
             why = "the search found no more"
-        left_out = ", and the items of the history are left out"
-        return f"{count:,} of {k:,} items: {why}{left_out if unseen and request.items else ''}"
+        return f"{why}, and the items of the history are left out" if unseen else why
 
     def warn_of_unknown(self, requests: list[Any]) -> None:
         """Warn once that a history of unknown items alone gets an empty ranking."""
-        empty = any(request.unknown and not request.items for request in requests)
-        if empty and not self.warned:
+        is_empty = any(request.unknown and not request.items for request in requests)
+        if is_empty and not self.warned:
             self.warned = True
             warnings.warn(
-                "a history has no item of the catalogue, so its ranking is empty; unknown_items counts them by row",
+                "a history has no item of the catalogue, so its ranking is empty; "
+                "unknown_items counts them by row",
                 stacklevel=2,
             )
 
-    def allowed(self, ids: list[str]) -> tuple[torch.Tensor | None, int]:
-        """Return the `allowed` of `recommend` for a set of item ids, cached, and how many items it has."""
+    def encode_allowed(self, ids: list[str]) -> tuple[torch.Tensor | None, int]:
+        """Return the encoded set of item ids, cached, and its number of items."""
         if ids == EVERY:
             return None, len(self.requests.items)
         key = hashlib.sha256(json.dumps([*map(str, ids)]).encode()).digest()
@@ -240,16 +259,17 @@ class CatalogueRanker:
 
 
 class CandidateRanker:
-    """Ranks the candidates of each request."""
+    """A model that ranks the candidates of each request."""
 
     def __init__(self, model: Any, requests: Any, device: torch.device) -> None:
         self.model, self.requests, self.device = model, requests, device
         self.lock = Lock()  # the model holds the texts of one batch at a time
 
     def answer(self, rows: list[Row], label: str = "") -> pd.DataFrame:
-        """Return `item_id` and `score`, best first: the chance of `label`, of the model's first one by default.
+        """Return the columns `item_id` and `score`, best first.
 
-        Candidates that the model does not know are last, in the order given, with the score NaN.
+        The score is the probability of `label`, by default of the model's first label.
+        Candidates that the model does not know are last, in the order given, with NaN.
         """
         labels = list(self.model.labels)
         if label and label not in labels:
@@ -270,24 +290,32 @@ class CandidateRanker:
     def rank(self, requests: list[Any], label: int) -> list[Ranking]:
         """Return the candidates of each request with their scores, best first."""
         batch = to_device(self.requests.batch(requests), self.device)
-        chances = torch.zeros(0)
+        probabilities = torch.zeros(0)
         if any(request.known for request in requests):
             logits = self.model.score(batch)[:, label].float()
-            chances = torch.sigmoid(check_finite(logits)).cpu()
+            probabilities = torch.sigmoid(check_finite(logits)).cpu()
         ends = accumulate((len(request.known) for request in requests), initial=0)
         return [
-            in_order(request.candidates, request.known, chances[first:end])
+            sort_candidates(request.candidates, request.known, probabilities[first:end])
             for request, (first, end) in zip(requests, pairwise(ends), strict=True)
         ]
 
 
-def in_order(candidates: list[str], known: list[int], chances: torch.Tensor) -> Ranking:
-    """Return the `known` candidates by their chances, then the others without a score."""
-    order = chances.argsort(descending=True, stable=True).tolist()
-    ranked = [candidates[known[place]] for place in order]
+def sort_candidates(
+    candidates: list[str], known: list[int], probabilities: torch.Tensor
+) -> Ranking:
+    """Sort the known candidates by probability, and append the others without a score.
+
+    Args:
+        candidates: ids of all candidates of a request.
+        known: indices of the candidates that were scored.
+        probabilities: (K,) scores of the known candidates.
+    """
+    order = probabilities.argsort(descending=True, stable=True).tolist()
+    ranked = [candidates[known[index]] for index in order]
     scored = set(known)
-    others = [item for place, item in enumerate(candidates) if place not in scored]
-    scores = chances[order].tolist()
+    others = [item for index, item in enumerate(candidates) if index not in scored]
+    scores = probabilities[order].tolist()
     return ranked + others, scores + [math.nan] * len(others)
 
 
@@ -297,7 +325,17 @@ def refuse_unknown(
     known: Collection[str],
     elsewhere: Mapping[str, str],
 ) -> None:
-    """Raise UserError for a name that is not `known`; `elsewhere` has the names of other parts of a request."""
+    """Refuse names that are not known.
+
+    Args:
+        where: what has the names, for the message.
+        names: the names.
+        known: the known names.
+        elsewhere: names that belong to another part of a request, which is named.
+
+    Raises:
+        UserError: for the first unknown name.
+    """
     for name in names:
         if name in known:
             continue
@@ -317,7 +355,11 @@ def signature_names(model: PyFuncModel) -> tuple[list[str], list[str]]:
 
 
 def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
-    """Return the params with item ids as texts. UserError for a column or a param that the signature does not have."""
+    """Check the columns and params of a request; return the params with item ids as texts.
+
+    Raises:
+        UserError: for a column or a param that the signature does not have.
+    """
     columns, known = signature_names(model)
     refuse_unknown(
         "a record", column_names(data), columns, dict.fromkeys(known, "params")
