@@ -110,20 +110,20 @@ def test_students_find_their_teacher_in_the_comparison(
     tags = tracking.connect(uri).get_run(run_id).data.tags
     assert tags[tracking.WEIGHTS_TAG] == weights_hash(str(world[0] / "tiger"))
     comparison = compare(select(uri, ["retrieval/small"]))
-    runs, same_users = tables_of(comparison)
+    runs, same_users, *_ = tables_of(comparison)
     students = paper_tables(comparison)[0]
     assert {row[1] for row in runs.cells} == {
         "tiger",
-        "tiger [constrained-False]",
+        "tiger [constrained False]",
         "student-*",
-        "student-1 [path-plain]",
-        "student-2 [scores-codebook]",
+        "student-1 [path plain]",
+        "student-2 [scores codebook]",
     }
     assert ["student-*", "tiger", "2", "60"] in [line[:4] for line in same_users.cells]
     mean = (ones["ndcg@10"] + two["ndcg@10"]) / 2
     for teacher, metrics in (
         ("tiger", constrained),
-        ("tiger [constrained-False]", free),
+        ("tiger [constrained False]", free),
     ):
         row = next(row for row in students.cells if row[:2] == ["student-*", teacher])
         assert row[2] == "2"
