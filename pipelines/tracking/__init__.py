@@ -9,6 +9,13 @@ training is killed: a key that is written down before a run is opened finds the 
 that were cut short, and a logger first reads what the run has.
 """
 
+import os
+
+# before the first import of mlflow
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# jobs say where their runs are
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+
 from pipelines.tracking.curves import (
     CURVES,
     Curves,

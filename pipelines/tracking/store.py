@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-# jobs say where their runs are
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.utils.credentials import get_default_host_creds

@@ -20,6 +20,7 @@ from models.storage.tables import UserError
 from models.storage.uri import write_file
 from pipelines import tracking
 from pipelines.tracking import metric_name, resolve_uri, shown_name
+from pipelines.tracking.runs import artifacts_in
 from pipelines.training.run import figures
 
 ROOT = Path(__file__).parents[3]
@@ -227,7 +228,7 @@ def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str) -> None:
 def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(
     tmp_path: Path, uri: str
 ) -> None:
-    assert tracking.artifacts_in("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
+    assert artifacts_in("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
     run = tracking.open_run(
         uri, "x", "a", f"file://{tmp_path}/runs", config={"fit": {"lr": 1}}, hashes={}
     )
