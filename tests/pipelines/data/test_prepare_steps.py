@@ -185,7 +185,7 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
     )
     stats = read_manifest(str(out / "events")).timings["ray_data"]
     assert (
-        "HashShuffleReduce(keys=('__partition',), partitions=2)->MapBatches(Write)"
+        "HashShuffleReduce(keys=('__partition',), partitions=3)->MapBatches(PartitionWriter)"
         in stats
     )
     before = hashes(out)
