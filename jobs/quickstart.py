@@ -115,7 +115,7 @@ FLOWS = {
             Trained("own_items", ("own_items",)),
             Trained("item_knn", ("item_knn",)),
             Trained("ease", ("ease",)),
-            Trained("sasrec", ("sasrec",), epochs=60),
+            Trained("sasrec", ("sasrec",), ONE, epochs=60),
             Trained("tiger", ("tiger_small",), ONE, epochs=35),
             Trained("sid_mlp", ("sid_mlp_small",), ONE, teacher="tiger"),
         ),
