@@ -31,14 +31,13 @@ class LinearHSTULayer(nn.Module):
         self.decay = Decay(width)
 
     def projections(self, h: Tensor) -> tuple[Tensor, ...]:
-        """Q, K, V, U (Eq. 6), each of the shape of `h`."""
+        """Return Q, K, V, U of Eq. 6, each of the shape of `h`."""
         projected = self.project(self.norm(h))
-        return functional.silu(projected, inplace=not torch.is_grad_enabled()).chunk(
-            4, -1
-        )
+        in_place = not torch.is_grad_enabled()
+        return functional.silu(projected, inplace=in_place).chunk(4, -1)
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, T, D) from (B, T, D): all positions at once."""
+        """Return (B, T, D) states of all positions of `h` (B, T, D)."""
         q, k, v, u = self.projections(h)
         c = key_value_recurrence(k, v, self.decay())  # (B, T, D): Eq. 7 and 8
         return h + functional.dropout(q * c * u, self.dropout, self.training)
@@ -54,7 +53,7 @@ class LinearHSTUEncoder(nn.Module):
         )
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
-        """(B, T, D) states; padding is on the right, where no real position sees it. Times are not read."""
+        """Return (B, T, D) states. Padding is on the right, where no real position reads it; `times` are ignored."""
         for layer in self.layers:
             h = layer(h)
         return h
@@ -73,13 +72,14 @@ class HSTUEncoder(nn.Module):
         )
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
+        """Return (B, T, D) states of `h` (B, T, D) at `times` (B, T)."""
         for layer in self.layers:
             h = layer(h, times=times)
         return h
 
 
 class CausalBert(nn.Module):
-    """BERT with a causal mask, over embeddings instead of words, as user tower of HLLM."""
+    """BERT with a causal mask over embeddings: the user tower of HLLM."""
 
     def __init__(
         self,
@@ -110,47 +110,54 @@ class CausalBert(nn.Module):
         self.bert.embeddings.word_embeddings = None  # type: ignore[assignment]  # its input are embeddings
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
+        """Return (B, T, D) states of `h` (B, T, D); `times` are ignored."""
         return self.bert(inputs_embeds=h, use_cache=False).last_hidden_state
 
 
 def pretrained_sizes(path: str) -> dict[str, Any]:
-    """`width`, `num_layers`, `num_heads`, `ffn` of the pretrained BERT at `path`."""
-    return sizes_of(load_pretrained(path).config)
+    """Return the sizes of the pretrained BERT at `path`, as options of QGS."""
+    return bert_sizes(load_pretrained(path).config)
 
 
-def sizes_of(config: Any) -> dict[str, Any]:
-    names = {"width": "hidden_size", "num_layers": "num_hidden_layers"}
-    names |= {"num_heads": "num_attention_heads", "ffn": "intermediate_size"}
-    return {ours: getattr(config, theirs) for ours, theirs in names.items()}
+def bert_sizes(config: Any) -> dict[str, Any]:
+    """Return the sizes of a BERT config, as options of QGS."""
+    return {
+        "width": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "ffn": config.intermediate_size,
+    }
 
 
 def load_pretrained(path: str) -> BertModel:
-    """The pretrained BERT at `path`, a folder, a name of the model hub or `minilm`; UserError where there is none."""
-    found = load_encoder(path)
-    if found.config.model_type != "bert":
+    """Load the pretrained BERT at `path`: a folder, a name of the model hub, or `minilm`.
+
+    Raises:
+        UserError: If there is none, or it is no BERT.
+    """
+    encoder = load_encoder(path)
+    if encoder.config.model_type != "bert":
         raise UserError(
-            f"the encoder {path} is a {found.config.model_type}, no BERT; give one that is"
+            f"the encoder {path} is a {encoder.config.model_type}, no BERT; give one that is"
         )
-    return found  # type: ignore[no-any-return]
+    return encoder  # type: ignore[no-any-return]
 
 
 def copy_pretrained(encoder: CausalBert, path: str) -> None:
-    """Fills the encoder with the layers and the first positions of the pretrained BERT at `path`."""
-    source = load_pretrained(path)
-    mine, theirs = encoder.bert, source
-    if sizes_of(mine.config) != sizes_of(theirs.config):
-        raise UserError(
-            f"the BERT at {path} has {sizes_of(theirs.config)}, the model {sizes_of(mine.config)}"
-        )
+    """Copy the layers and the first positions of the pretrained BERT at `path` into the encoder."""
+    mine, theirs = encoder.bert, load_pretrained(path)
+    own_sizes, sizes = bert_sizes(mine.config), bert_sizes(theirs.config)
+    if own_sizes != sizes:
+        raise UserError(f"the BERT at {path} has {sizes}, the model {own_sizes}")
     mine.encoder.load_state_dict(theirs.encoder.state_dict())
     length = mine.config.max_position_embeddings
-    known = theirs.embeddings.position_embeddings.weight
-    if length > len(known):
+    positions = theirs.embeddings.position_embeddings.weight
+    if length > len(positions):
         raise UserError(
-            f"max_history {length} exceeds the {len(known)} positions of {path}; lower max_history"
+            f"max_history {length} exceeds the {len(positions)} positions of {path}; lower max_history"
         )
     with torch.no_grad():
-        mine.embeddings.position_embeddings.weight.copy_(known[:length])
+        mine.embeddings.position_embeddings.weight.copy_(positions[:length])
         mine.embeddings.token_type_embeddings.weight.copy_(
             theirs.embeddings.token_type_embeddings.weight
         )

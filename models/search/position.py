@@ -1,7 +1,7 @@
-"""Where a result was shown: it explains clicks of the log, and is not known yet when results are ranked.
+"""The position at which a result was shown: it explains clicks, but is unknown at ranking time.
 
-In training it may be read (`dropout`) or learned apart, as a term that is added to the logits (`bias`). What is ranked
-never has it, unless it is asked for to see what it would have added.
+Training may read it (`dropout`), or learn it as a term that is added to the logits (`bias`).
+Ranking never reads it, unless asked to for metrics with the position.
 
 Shapes: `N` candidates, `R` requests, `F` columns of features, `U` unknown ones among them, `K` labels.
 """
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 Mode = Literal["hidden", "dropout", "bias"]
-WIDTH = 16
-"""Inner width of the bias."""
+BIAS_WIDTH = 16
+"""Inner width of the bias network."""
 
 
 class Position(nn.Module):
-    """What a ranker reads of features that are unknown when it ranks."""
+    """Hides features that are unknown at ranking time, or learns a bias from them."""
 
     known: Tensor
-    """(F,) bool: what is known of a result before it is shown."""
+    """(F,) bool: features that are known before a result is shown."""
     unknown: Tensor
-    """(U,) the places of what is not."""
+    """(U,) indices of the other features."""
 
     def __init__(
         self,
@@ -46,27 +46,33 @@ class Position(nn.Module):
         self.bias = None
         if mode == "bias" and count:
             self.bias = nn.Sequential(
-                nn.Linear(count, WIDTH), nn.ReLU(), nn.Linear(WIDTH, labels)
+                nn.Linear(count, BIAS_WIDTH), nn.ReLU(), nn.Linear(BIAS_WIDTH, labels)
             )
 
     def hide(
         self, features: Tensor, request: Tensor, requests: int, shown: bool
     ) -> Tensor:
-        """(N, F): scaled features, those that are unknown at their mean, 0. `request` (N,) is that of each candidate,
-        of so many `requests`.
+        """Return (N, F) scaled features with the unknown ones at their mean, 0.
 
-        With `shown` the mode `dropout` leaves them; in training then of a share `dropout_p` of requests alone not.
+        With `shown` the mode `dropout` keeps them. In training they are hidden for a
+        fraction `dropout_p` of requests.
+
+        Args:
+            features: (N, F) scaled features.
+            request: (N,) request of each candidate.
+            requests: Number of requests R.
+            shown: Whether to read the positions at which results were shown.
         """
         if not shown or self.mode != "dropout":
             return features * self.known
         if not self.training:
             return features
-        left = torch.rand(requests, device=features.device) >= self.dropout_p
-        return torch.where(self.known | left[request][:, None], features, 0)
+        is_kept = torch.rand(requests, device=features.device) >= self.dropout_p  # (R,)
+        return torch.where(self.known | is_kept[request][:, None], features, 0)
 
     def term(self, features: Tensor, shown: bool) -> Tensor | float:
-        """(N, K) that is added to the logits where results were `shown`: 0 at the mean place."""
+        """Return (N, K) to add to the logits if positions were `shown`; 0 at the mean position."""
         if self.bias is None or not shown:
             return 0.0
-        place = features[:, self.unknown]
-        return self.bias(place) - self.bias(torch.zeros_like(place[:1]))
+        position = features[:, self.unknown]  # (N, U)
+        return self.bias(position) - self.bias(torch.zeros_like(position[:1]))

@@ -33,9 +33,9 @@ from models.search.encoders import (
     copy_pretrained,
     pretrained_sizes,
 )
-from models.search.objective import info_nce
 from models.search.ranker import Batch, Ranker, RankerConfig
 from models.storage.tables import UserError
+from models.training.distributed import global_mean
 
 
 @dataclass
@@ -318,6 +318,58 @@ def make_encoder(config: QGSConfig) -> nn.Module:
         config.max_history,
         config.dropout,
     )
+
+
+def masked_logits(
+    z: Tensor, v: Tensor, items: Tensor, valid: Tensor, temperature: float
+) -> Tensor:
+    """Return (T, B, B) float32 s_t^(b, c) of Eq. 4, -inf where c is no negative for b.
+
+    A negative that is padding, or is the same item as the positive, is masked; the
+    positive, on the diagonal, is not.
+
+    Args:
+        z: (B, T, D) predictions.
+        v: (B, T, D) targets.
+        items: (B, T) `item_index` of the targets.
+        valid: (B, T) whether there is a target.
+        temperature: Divisor of the cosines.
+    """
+    z = functional.normalize(z.float(), dim=-1).transpose(0, 1)  # (T, B, D)
+    v = functional.normalize(v.float(), dim=-1).transpose(0, 1)
+    with torch.autocast(z.device.type, enabled=False):  # bfloat16 is too coarse
+        logits = z @ v.transpose(1, 2) / temperature
+    items, valid = items.T, valid.T  # (T, B)
+    same_item = items[:, :, None] == items[:, None]
+    is_positive = torch.eye(z.shape[1], dtype=torch.bool, device=z.device)
+    is_masked = (same_item | ~valid[:, None]) & ~is_positive
+    return logits.masked_fill(is_masked, -torch.inf)
+
+
+def info_nce(
+    z: Tensor,
+    v: Tensor,
+    items: Tensor,
+    valid: Tensor,
+    temperature: float = 0.1,
+    negatives: str = "position",
+) -> Tensor:
+    """Return the mean over valid positions of the cross-entropy of the positive (Eq. 5).
+
+    The loss is 0 if no position is valid. Shapes are those of `masked_logits`.
+    `negatives` are other users' targets at the same `position`, as in the paper, or at
+    all positions of the `batch`, which takes memory for the square of their number.
+    """
+    if negatives == "batch":  # (M, 1, D): M users of one position
+        z, v, items = z[valid][:, None], v[valid][:, None], items[valid][:, None]
+        valid = torch.ones_like(items, dtype=torch.bool)
+    count = valid.sum()
+    if not z.numel():
+        return global_mean((z + v).sum(), 0)  # 0, and part of the graph
+    logits = masked_logits(z, v, items, valid, temperature)
+    loss = torch.logsumexp(logits, -1) - logits.diagonal(dim1=1, dim2=2)  # (T, B)
+    total = torch.where(valid.T, loss, 0).sum()
+    return global_mean(total / count.clamp(min=1), count)
 
 
 class HSTU(QGS):

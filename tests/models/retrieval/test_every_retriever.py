@@ -561,7 +561,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "lc_rec_nezha",
         TIGER_NAMED,
-        r"the teacher is a Tiger, .* give an LC-Rec as model.teacher",
+        r"the teacher is a 'tiger', .* give an LC-Rec as model.teacher",
     ),
     (
         "lc_rec_sid_mlp",

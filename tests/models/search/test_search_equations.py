@@ -16,7 +16,7 @@ from models.search.encoders import (
     copy_pretrained,
     pretrained_sizes,
 )
-from models.search.objective import info_nce, masked_logits
+from models.search.qgs import info_nce, masked_logits
 from models.search.ranker import HFGAttention
 from models.storage.tables import UserError
 from models.text import text_encoder
