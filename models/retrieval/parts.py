@@ -1,8 +1,8 @@
-"""The parts that a retriever of semantic IDs is made of, and what passes between them.
+"""Interfaces of the parts of a generative retriever: tokens, backbone, decoder, scorer.
 
-    history = backbone.encode(batch)                    what was read of the user
-    logits = decoder.teacher_forced(history, codes)     training: all codes of the target at once
-    scorer = decoder.scorer(history)                    search: code by code, for beams
+    history = backbone.encode(batch)                 # states of the user's history
+    logits = decoder.teacher_forced(history, codes)  # training: all codes at once
+    scorer = decoder.scorer(history)                 # search: code by code, for beams
     items, scores = beam_search(scorer, trie, k, beam)
 
 Shapes: `B` requests, `S` positions of the longest history, `D` width, `L` levels (codes of an item), `W` beams,
@@ -24,20 +24,22 @@ from models.storage.tables import UserError
 
 
 def real_positions(lengths: Tensor, longest: int) -> Tensor:
-    """(B, longest): True at the first `lengths` (B,) positions of each row, False at the padding after them."""
+    """Return (B, longest): True at the first `lengths` (B,) positions of each row, False at padding."""
     return torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | None:
-    """(B, 1, 1, longest), to be added to the scores of attention: 0 at the first `lengths` (B,) positions and -inf
-    after them; None, on a CPU, where nothing is padded."""
+    """Return (B, 1, 1, longest) to add to attention scores: 0 at the first `lengths` (B,) positions, then -inf.
+
+    Returns None on a CPU if nothing is padded.
+    """
     outside = ~real_positions(lengths, longest)
     if (
         outside.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not bool(outside.any())
     ):
-        return None  # a GPU would have to wait for the answer
+        return None  # a GPU would have to synchronize
     mask = torch.zeros(outside.shape, dtype=dtype, device=outside.device).masked_fill(
         outside, -torch.inf
     )
@@ -50,19 +52,19 @@ Memory = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class History:
-    """What a backbone gives: states of the history's positions."""
+    """States of a history's positions, the output of a backbone."""
 
     states: Tensor
-    """(B, S, D); those of padding are finite and mean nothing."""
+    """(B, S, D); states of padding are finite and meaningless."""
     lengths: Tensor
-    """(B,) positions that are no padding, the first ones of each row."""
+    """(B,) real positions, the first ones of each row."""
     query: Tensor | None = None
-    """(B, D) the state that readouts ask with, where it comes from another layer; None: the mean of the states."""
+    """(B, D) query of readouts; None for the mean of the states."""
     memory: Memory | None = None
-    """What a causal language model keeps of the prompt, from which its decoder goes on; None of other backbones."""
+    """Keys and values of the prompt of a causal language model; None for other backbones."""
 
     def rows(self, begin: int, end: int) -> History:
-        """Those of the requests from `begin` to before `end`."""
+        """Return the histories of the requests from `begin` to before `end`."""
         query = None if self.query is None else self.query[begin:end]
         memory = (
             None
@@ -78,8 +80,11 @@ class History:
 
 
 class SidTokens(nn.Module):
-    """Semantic IDs as tokens of one vocabulary: 0 is padding and start, then the codes level after level, then users,
-    then the end. Code c of level l is the token `first[l] + c`."""
+    """Semantic IDs as tokens of one vocabulary.
+
+    Token 0 is padding and start; then come the codes level after level, the users, and the
+    end. Code c of level l is the token `first[l] + c`.
+    """
 
     items: Tensor
     """(N, L) tokens of each item."""
@@ -106,11 +111,11 @@ class SidTokens(nn.Module):
         return len(self.sizes)
 
     def lengths(self, batch: dict[str, Tensor]) -> Tensor:
-        """(B,) tokens of each history."""
+        """Return the number of tokens (B,) of each history."""
         return 2 + self.levels * batch["history_length"]
 
     def history(self, batch: dict[str, Tensor]) -> Tensor:
-        """(B, S) `[user, L codes per item, end]` of each request, 0 after it; S = 2 + L * T for histories (B, T)."""
+        """Return (B, S) `[user, L codes per item, end]` of each request, padded with 0; S = 2 + L * T for T items."""
         history = batch["history"]
         codes = torch.where(
             (history == PAD).unsqueeze(-1), 0, self.items[history.clamp(min=0)]
@@ -127,70 +132,73 @@ class SidTokens(nn.Module):
         return tokens.scatter(1, self.lengths(batch).unsqueeze(1) - 1, self.end)
 
     def codes(self, items: Tensor) -> Tensor:
-        """(B, L) codes of `items` (B,)."""
+        """Return the codes (B, L) of `items` (B,)."""
         return self.items[items] - self.offset
 
-    def started(self, codes: Tensor) -> Tensor:
-        """(B, L) what decoders are given to predict `codes` (B, L): the start token, then all codes but the last."""
+    def shift_right(self, codes: Tensor) -> Tensor:
+        """Return the inputs (B, L) that predict `codes` (B, L): the start token, then all codes but the last."""
         return functional.pad((codes + self.offset)[:, :-1], (1, 0))
 
 
 class Backbone(nn.Module):
-    """Reads histories. A subclass has `tokens`, `embedding` and `encode`."""
+    """An encoder of histories. A subclass has `tokens`, `embedding` and `encode`."""
 
     tokens: SidTokens
     """The vocabulary."""
     embedding: nn.Embedding
-    """(V, D) of the tokens; D is the width of the states too."""
+    """(V, D) token embeddings; D is also the width of the states."""
     max_history: int
     """Latest items read."""
     gives_query = False
     """Whether its histories have a query state."""
 
     def encode(self, batch: dict[str, Tensor]) -> History:
-        """States of the requests' histories, with gradients and dropout where the module trains."""
+        """Return the states of the requests' histories, with dropout in training mode."""
         raise NotImplementedError
 
     def infer(self, batch: dict[str, Tensor]) -> History:
-        """As `encode`, for search: up to rounding the same states, in the fastest way there is."""
+        """Return the states of `encode`, up to rounding, in the fastest way for search."""
         return self.encode(batch)
 
     def packed(self) -> Any:
-        """The encoder for histories that stand end to end (`models/cpu/t5_packed.py`); None where there is none."""
+        """Return an encoder for histories without padding (`models/cpu/t5_packed.py`), or None."""
         return None
 
 
 class Scorer(Protocol):
-    """Next-code log-probabilities of a batch of users; it holds what it needs to know about them and their beams."""
+    """Next-code log-probabilities of the beams of a batch of users; it keeps the beams' states."""
 
     def start(self) -> Tensor:
-        """(B, C_0): log-probabilities of the first code."""
+        """Return (B, C_0) log-probabilities of the first code."""
         ...
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """(B, W, C_l): of the next code of each beam, which extends beam `parents` (B, W) of the last
-        step by the code `tokens` (B, W)."""
+        """Return (B, W, C_l) log-probabilities of the next code of each beam.
+
+        Each beam extends the beam `parents` (B, W) of the last step by the code `tokens`
+        (B, W).
+        """
         ...
 
 
 class Decoder(nn.Module):
-    """Scores codes given a history and the codes before. A subclass has `hidden`, `logits` and `scorer`."""
+    """A model of the next code, given a history and the codes before. A subclass has `hidden`, `logits` and `scorer`."""
 
     tokens: SidTokens
     """The vocabulary."""
     first_level = 0
-    """Levels before this one are another decoder's."""
+    """First level that it decodes; another decoder has the levels before."""
     hidden_width: int
-    """N of `hidden`."""
+    """Width N of `hidden`."""
     beam_bytes = 0
-    """Bytes that a beam carries in search, where they are so many that a batch is searched in pieces."""
+    """Bytes of a beam's state in search, if large enough that batches are searched in pieces."""
 
     def span(self, level: int) -> tuple[int, int]:
-        """(first token, number of tokens O_l) that logits of the level are of: its codebook."""
+        """Return (first token, number of tokens O_l) of the level's logits: its codebook."""
         return self.tokens.first[level], self.tokens.sizes[level]
 
     def targets(self, codes: Tensor) -> list[Tensor]:
-        """(B,) of each level from `first_level` on: where in the level's logits those of `codes` (B, L) are."""
+        """Return the index (B,) of `codes` (B, L) in the logits of each level from `first_level` on."""
         levels = range(self.first_level, self.tokens.levels)
         return [
             codes[:, level] + (self.tokens.first[level] - self.span(level)[0])
@@ -198,17 +206,17 @@ class Decoder(nn.Module):
         ]
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """(B, L - first_level, N): what the logits of each code of `codes` (B, L) are made of, given those before."""
+        """Return (B, L - first_level, N) hidden states of `codes` (B, L), each given the codes before it."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        """(B, O_l) of each level from `first_level` on."""
+        """Return the logits (B, O_l) of each level from `first_level` on."""
         raise NotImplementedError
 
     def teacher_forced(self, history: History, codes: Tensor) -> Sequence[Tensor]:
-        """(B, O_l) of each level from `first_level` on: logits of `codes` (B, L), each given those before it."""
+        """Return the logits (B, O_l) of each level from `first_level` on, each given the `codes` (B, L) before it."""
         return self.logits(self.hidden(history, codes))
 
     def scorer(self, history: History) -> Scorer:
-        """For search, without gradients."""
+        """Return a scorer for search, without gradients."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A retriever of semantic IDs put together: a backbone, a decoder, and beam search in the catalogue's trie.
+"""Generative retrieval: a backbone, a decoder of semantic IDs, and beam search in the catalogue's trie.
 
 Shapes: `B` requests, `L` levels (codes of an item).
 """
@@ -21,13 +21,15 @@ from models.retrieval.search.beam import beam_search, unconstrained_beam_search
 from models.retrieval.search.trie import Trie
 from models.training.distributed import global_mean
 
-CARRIED = 1 << 30
-"""Bytes that the beams of all requests carry at once, at most. Moving them on takes about twice as much beside."""
+MAX_BEAM_BYTES = 1 << 30
+"""Bytes of the states of all beams of a search at most. Gathering them takes about twice as much on top."""
 
 
 class Retriever(RetrievalModel):
-    """A module with these parts, trained on the target's codes; any of them can be a student's teacher. A subclass that
-    learns or searches in another way has its own `forward` or `recommend`."""
+    """A backbone and a decoder, trained on the target's codes; it can be a student's teacher.
+
+    A subclass that learns or searches in another way overrides `forward` or `recommend`.
+    """
 
     example_unit = "request"
     extra_inputs: ClassVar[Mapping[str, bool]] = {"sids": True}
@@ -44,11 +46,11 @@ class Retriever(RetrievalModel):
         self.backbone, self.decoder = backbone, decoder
 
     def encode(self, batch: dict[str, Tensor]) -> History:
-        """What the backbone reads of the requests' histories."""
+        """Return the backbone's states of the requests' histories."""
         return self.backbone.encode(batch)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Mean cross-entropy over the L codes of each target, each given those before it (unit `request`)."""
+        """Return the mean cross-entropy over the L codes of each target, each given the codes before it."""
         codes = self.tokens.codes(batch["target"])
         return self.loss(
             self.decoder.teacher_forced(self.encode(batch), codes),
@@ -79,11 +81,11 @@ class Retriever(RetrievalModel):
         beam: int | None = None,
         constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): items by falling log-probability of their codes.
+        """Return (items, scores), each (B, k), by falling log-probability of the items' codes.
 
-        Options left out are the config's. Every item can come up: those that the user knows are left out with `unseen`
-        alone, as in the papers that this is compared with. Where fewer than k items are found the tail is item -1 with
-        score -inf.
+        Options left out are the config's. Known items are ranked too, as in the papers,
+        unless `unseen` leaves them out. If fewer than k items are found, the tail is item
+        -1 with score -inf.
         """
         return self.find(
             self.backbone.infer(batch),
@@ -102,12 +104,25 @@ class Retriever(RetrievalModel):
         children: bool = False,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k): the search of `beam_search` within the trie or, with `constrained` False,
-        looking at it only in the end; None is what the config has. Requests whose beams carry more than `CARRIED` bytes
-        together are searched one piece after the other."""
+        """Return (items, scores), each (B, k), found by beam search.
+
+        Requests whose beams have more than `MAX_BEAM_BYTES` bytes of state are searched
+        one piece after the other.
+
+        Args:
+            history: States of B requests.
+            k: Number of items.
+            beam: Number of beams; None for the config's.
+            constrained: Whether beams stay within the trie; otherwise tuples of no item
+                are dropped in the end. None for the config's.
+            children: Whether scores are normalised over the valid children of a prefix.
+            allowed: Edges (E,) of the trie that lead to allowed items.
+        """
         beam = self.config.beam if beam is None else beam
         constrained = self.config.constrained if constrained is None else constrained
-        at_once = max(1, CARRIED // max(1, max(1, beam) * self.decoder.beam_bytes))
+        at_once = max(
+            1, MAX_BEAM_BYTES // max(1, max(1, beam) * self.decoder.beam_bytes)
+        )
         if at_once < len(history.lengths):
             pieces = [
                 history.rows(i, i + at_once)

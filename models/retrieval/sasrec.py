@@ -65,7 +65,7 @@ class Block(nn.Module):
             nn.Linear(config.feedforward_dim, config.dim),
         )
 
-    def forward(self, x: Tensor, share: float) -> Tensor:
+    def forward(self, x: Tensor, dropout_p: float) -> Tensor:
         q, k, v = (
             self.qkv(self.attention_norm(x))
             .unflatten(-1, (3, self.heads, -1))
@@ -73,10 +73,14 @@ class Block(nn.Module):
         )
         # (B, H, T, D / H): padding is on the right, so a causal mask alone keeps it out of real positions
         mixed = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=share
+            q, k, v, is_causal=True, dropout_p=dropout_p
         )
-        x = x + functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), share)
-        return x + functional.dropout(self.feedforward(self.feedforward_norm(x)), share)
+        x = x + functional.dropout(
+            self.out(mixed.transpose(1, 2).flatten(2)), dropout_p
+        )
+        return x + functional.dropout(
+            self.feedforward(self.feedforward_norm(x)), dropout_p
+        )
 
 
 class SASRec(RetrievalModel):
@@ -98,20 +102,17 @@ class SASRec(RetrievalModel):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def states(self, history: Tensor, share: float = 0.0) -> Tensor:
-        """(B, T, D): one state per behaviour of `history` (B, T), from it and earlier ones only.
-
-        `share` is the dropout.
-        """
+    def states(self, history: Tensor, dropout_p: float = 0.0) -> Tensor:
+        """Return (B, T, D): the state after each behaviour of `history` (B, T), with dropout `dropout_p`."""
         length = history.shape[1]
         x = self.item(history.clamp(min=0)) + self.position.weight[:length]
-        x = functional.dropout(x, share)
+        x = functional.dropout(x, dropout_p)
         for block in self.blocks:
-            x = block(x, share)
+            x = block(x, dropout_p)
         return self.norm(x)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Mean cross-entropy over the M targets of a batch of unit `user`."""
+        """Return the mean cross-entropy over the M targets of a batch of unit `user`."""
         states = self.states(
             batch["history"], self.config.dropout if self.training else 0.0
         )
@@ -130,10 +131,10 @@ class SASRec(RetrievalModel):
 
     @recommender
     def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k), from a batch of unit `request`.
+        """Return (items, scores), each (B, k), of a batch of unit `request`.
 
-        Every item of the catalogue is ranked; items that the user knows are left out with `unseen` alone, as in
-        the papers that this is compared with. Where k exceeds the catalogue the tail is -1 and -inf.
+        Known items are ranked too, as in the papers, unless `unseen` leaves them out. If k
+        exceeds the catalogue, the tail is item -1 with score -inf.
         """
         rows = torch.arange(len(batch["history"]), device=batch["history"].device)
         length = batch["history_length"]

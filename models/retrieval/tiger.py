@@ -75,7 +75,7 @@ class TigerConfig:
         check_choices(self)
 
     def sizes(self, vocabulary: int) -> T5Sizes:
-        """Of T5, for a vocabulary of so many tokens."""
+        """Return the sizes of T5 for a vocabulary of so many tokens."""
         return T5Sizes(
             vocabulary,
             self.d_model,
@@ -89,7 +89,7 @@ class TigerConfig:
 
 
 class Tiger(Retriever):
-    """T5's encoder as backbone, its decoder as decoder, over one embedding."""
+    """T5's encoder as backbone and T5's decoder, with one token embedding."""
 
     name = "tiger"
     config_class = TigerConfig
@@ -109,7 +109,7 @@ class Tiger(Retriever):
         self.label_smoothing = config.label_smoothing
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As `Retriever.forward`; with `end_token` over L + 1 positions."""
+        """Return the loss of `Retriever.forward`; with `end_token` over L + 1 positions."""
         if not self.config.end_token:
             return super().forward(batch)
         codes = self.tokens.codes(batch["target"])
@@ -133,7 +133,7 @@ class Tiger(Retriever):
         decoder: DecodeBy | None = None,
         constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Retriever.recommend`; `decoder` is that of the config where left out."""
+        """Rank as `Retriever.recommend`; `decoder` None is the config's."""
         decoder = decoder or self.config.decoder
         if decoder == "shared_kv":
             return self.find(
@@ -156,12 +156,12 @@ class Tiger(Retriever):
         )
 
     def by_transformers(self) -> Any:
-        """The library's model over these weights."""
+        """Return the T5 of `transformers` with these weights."""
         return derived(
             self, "transformers", lambda: as_transformers(self.backbone, self.decoder)
         )
 
     def with_mask(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, S) the tokens of the histories, and 1 where they are no padding."""
+        """Return the tokens (B, S) of the histories, and a mask (B, S) with 1 at real tokens."""
         tokens, lengths = self.backbone.inputs(batch)
         return tokens, real_positions(lengths, tokens.shape[1]).long()

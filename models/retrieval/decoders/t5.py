@@ -89,7 +89,7 @@ class T5Decoder(Decoder):
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """Return (B, L, D) states, of all codes at once."""
-        return self.states(history, self.tokens.started(codes))
+        return self.states(history, self.tokens.shift_right(codes))
 
     def states(self, history: History, given: Tensor) -> Tensor:
         """Return (B, T, D) states after the tokens `given` (B, T)."""

@@ -1,8 +1,9 @@
-"""Students: a decoder that learns from a frozen teacher what to say after the states of a frozen backbone.
+"""Students: a decoder on the frozen backbone of a teacher, trained on the teacher's logits.
 
-A student names its teacher's checkpoint, any backbone with a decoder, and keeps its backbone. Its own decoder is
-trained on the teacher's logits and the target (equation 3 of SID-MLP), with the teacher in the loop or its outputs in
-tables (`teacher_cache.py`). Recommending needs no teacher.
+A student names the checkpoint of its teacher, any backbone with a decoder, and keeps the
+backbone. Its own decoder is trained on the teacher's logits and the target (equation 3 of
+SID-MLP). The teacher runs in every step, or its outputs are cached in tables
+(`teacher_cache.py`). Recommending needs no teacher.
 
 Shapes: `B` requests, `L` levels (codes of an item), `O_l` codes or tokens that the decoder predicts at level l.
 """
@@ -40,8 +41,8 @@ class StudentConfig(TeacherConfig):
     beam: int = 50
     """Beams when recommending (Sec. 4.1 of SID-MLP)."""
     scores: Scores = "children"
-    """What a digit's log-probabilities are normalised over when recommending: the valid children of the prefix
-    (the public code, and so the paper's figures; the first digit always over its codebook) or the codebook."""
+    """Codes over which a digit's log-probabilities are normalised when recommending: the valid `children` of the prefix,
+    as in the public code and so the paper's figures (the first digit always over its codebook), or the `codebook`."""
     alpha: float = 0.7
     """Weight of the teacher against the target (Eq. 3); 0 is training from scratch (Table 8; Table 5, w/o KL)."""
     tau: float = 1.0
@@ -63,24 +64,30 @@ class StudentConfig(TeacherConfig):
 def distillation_loss(
     student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float
 ) -> Tensor:
-    """Equation 3 of SID-MLP for one digit, the mean over the batch.
+    """Return equation 3 of SID-MLP for one digit, the mean over the batch.
 
-    alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau)) + (1 - alpha) CE(student, target), for
-    logits (B, C) and target (B,); `teacher` may be None where alpha is 0.
+        alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau))
+            + (1 - alpha) CE(student, target)
+
+    Args:
+        student: (B, C) logits.
+        teacher: (B, C) logits, or None if alpha is 0.
+        target: (B,) codes.
+        alpha: Weight of the teacher.
+        tau: Temperature.
     """
     student = student.float()
     loss = (1 - alpha) * functional.cross_entropy(student, target)
     if teacher is None:
         return loss
-    soft = (teacher.float() / tau).log_softmax(-1)
-    divergence = functional.kl_div(
-        (student / tau).log_softmax(-1), soft, reduction="batchmean", log_target=True
-    )
+    log_p = (teacher.float() / tau).log_softmax(-1)
+    log_q = (student / tau).log_softmax(-1)
+    divergence = functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     return loss + alpha * tau**2 * divergence
 
 
-class TakesOver(Decoder):
-    """`own` from level m on, `teacher` before (Table 1, Appendix E.1 of SID-MLP)."""
+class ReusesDecoder(Decoder):
+    """The teacher's decoder up to level m, then the student's (Table 1, Appendix E.1 of SID-MLP)."""
 
     def __init__(self, teacher: Decoder, own: Decoder, m: int) -> None:
         super().__init__()
@@ -105,13 +112,13 @@ class TakesOver(Decoder):
         ]
 
     def scorer(self, history: History) -> Scorer:
-        return BothScorers(
+        return TwoScorers(
             self.teacher.scorer(history), self.own.scorer(history), self.first_level
         )
 
 
-class BothScorers:
-    """Both follow the beams from the start; the teacher's log-probabilities keep its normalisation."""
+class TwoScorers:
+    """A `Scorer` with the teacher's log-probabilities before level m and the student's from there on."""
 
     def __init__(self, teacher: Scorer, own: Scorer, m: int) -> None:
         self.teacher, self.own, self.m, self.level = teacher, own, m, 0
@@ -127,8 +134,11 @@ class BothScorers:
 
 
 class Student(TaughtModel, Retriever):
-    """A decoder on the teacher's backbone, which stays frozen. The teacher's decoder is kept only while training,
-    outside of the weights (`set_teacher`), or where m asks for it."""
+    """A decoder on the teacher's backbone, which stays frozen.
+
+    The teacher's decoder is kept outside of the weights, for training only, unless its
+    first `m` digits are reused.
+    """
 
     config: StudentConfig
     options_class: ClassVar[type | None] = StudentOptions
@@ -142,18 +152,15 @@ class Student(TaughtModel, Retriever):
                 f"m {config.m} leaves no digit of {levels} to the student; give a smaller m"
             )
         if config.m:
-            decoder = TakesOver(
+            decoder = ReusesDecoder(
                 teacher.decoder.requires_grad_(False), decoder, config.m
             )
         super().__init__(
             config, catalogue, teacher.backbone.requires_grad_(False).eval(), decoder
         )
-        self._teacher: tuple[
-            Retriever, ...
-        ] = ()  # no submodule: it is no part of the student's weights
-        self._teacher_outputs: dict[
-            str, States
-        ] = {}  # tables of `teacher_cache`, while training
+        self._teacher: tuple[Retriever, ...] = ()  # no submodule: not saved with it
+        # tables of `teacher_cache`, while training
+        self._teacher_outputs: dict[str, States] = {}
         self.keep_parts(teacher)
 
     @staticmethod
@@ -167,27 +174,30 @@ class Student(TaughtModel, Retriever):
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         self.backbone.eval()
-        if isinstance(self.decoder, TakesOver):
+        if isinstance(self.decoder, ReusesDecoder):
             self.decoder.teacher.eval()
         return self
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Takes the weights of the backbone (and of the decoder where m asks for it) from `teacher`, and keeps it,
-        outside of the weights, for its logits."""
+        """Copy the teacher's backbone, and with `m` its decoder, and keep the teacher for its logits."""
         self.take_backbone(teacher)
-        if isinstance(self.decoder, TakesOver):
+        if isinstance(self.decoder, ReusesDecoder):
             self.decoder.teacher.load_state_dict(teacher.decoder.state_dict())
         self._teacher = (
             teacher.requires_grad_(False).eval().to(self.tokens.items.device),
         )
 
     def take_backbone(self, teacher: Retriever) -> None:
-        """Takes the weights of the teacher's backbone."""
+        """Copy the weights of the teacher's backbone."""
         self.backbone.load_state_dict(teacher.backbone.state_dict())
 
     @property
     def teacher(self) -> Retriever:
-        """The teacher that training learns from. Raises UserError where there is none."""
+        """The teacher that the student learns from.
+
+        Raises:
+            UserError: If the student was loaded without one.
+        """
         if not self._teacher:
             raise UserError(
                 "the student has no teacher to learn from; train it by jobs.train with model.teacher set"
@@ -195,15 +205,18 @@ class Student(TaughtModel, Retriever):
         return self._teacher[0]
 
     def encode(self, batch: dict[str, Tensor]) -> History:
-        """What the frozen backbone reads, from the table of `teacher_cache` where it is there."""
+        """Return the states of the frozen backbone, from `teacher_cache` if it has them."""
         if found := self.teacher_outputs("encoder", batch):
             return found
         with torch.no_grad():
             return self.backbone.encode(batch)
 
     def teacher_outputs(self, name: str, batch: dict[str, Tensor]) -> History | None:
-        """What the table `name` of `teacher_cache` has of the batch's requests; None where it does not have them all,
-        as in all but training and its validation."""
+        """Return the cached outputs of the batch's requests, or None if some are not cached.
+
+        `name` is that of a table of `teacher_cache`. Only requests of training and its
+        validation are cached.
+        """
         found = (
             self._teacher_outputs[name].padded(batch)
             if name in self._teacher_outputs
@@ -213,29 +226,30 @@ class Student(TaughtModel, Retriever):
             return found
         query = found.states[
             :, 0, : self.backbone.embedding.embedding_dim
-        ]  # as `_encoded` has put it there
-        return History(found.states[:, 1:, : self.kept_width], found.lengths - 1, query)
+        ]  # where `_encode_to_cache` puts it
+        return History(
+            found.states[:, 1:, : self.input_width], found.lengths - 1, query
+        )
 
     @property
-    def kept_width(self) -> int:
-        """Numbers of `kept` by position."""
+    def input_width(self) -> int:
+        """Width of `decoder_input`."""
         return self.backbone.embedding.embedding_dim
 
-    def kept(self, history: History) -> Tensor:
-        """(B, S, `kept_width`): what the decoder reads of the history, and so what `teacher_cache` keeps."""
+    def decoder_input(self, history: History) -> Tensor:
+        """Return (B, S, `input_width`) states that the decoder reads and `teacher_cache` stores."""
         return history.states
 
     def set_teacher_outputs(self, tables: dict[str, States]) -> None:
-        """Takes the tables that `teacher_queries` asked for."""
         self._teacher_outputs = tables
 
     def teacher_history(self, batch: dict[str, Tensor], history: History) -> History:
-        """What the teacher's backbone reads; `history` is what the student's did, here the same."""
+        """Return the states of the teacher's backbone; here the student's own `history`."""
         return history
 
     @torch.no_grad()
     def teacher_hidden(self, batch: dict[str, Tensor], history: History) -> Tensor:
-        """(B, L, N): what the teacher's logits of the target's codes are made of."""
+        """Return (B, L, N) hidden states that the teacher's logits of the target are computed from."""
         codes = self.tokens.codes(batch["target"])
         return self.teacher.decoder.hidden(self.teacher_history(batch, history), codes)
 
@@ -243,8 +257,11 @@ class Student(TaughtModel, Retriever):
     def teacher_logits(
         self, batch: dict[str, Tensor], history: History
     ) -> list[Tensor]:
-        """(B, O_l) of each of the student's digits: the teacher's logits given the target's codes before, cut to what
-        the student predicts."""
+        """Return the teacher's logits (B, O_l) of each of the student's digits.
+
+        They are given the target's codes before the digit, and restricted to the tokens
+        that the student predicts.
+        """
         found = self.teacher_outputs("decoder", batch)
         teacher = self.teacher.decoder
         logits = teacher.logits(
@@ -257,15 +274,15 @@ class Student(TaughtModel, Retriever):
         return cut
 
     def teacher_queries(self) -> list[Query]:
-        """What `teacher_cache` can keep: states of a backbone that is not trained, and the teacher's outputs."""
+        """Return queries for the backbone's states and the teacher's hidden states."""
         model = {"teacher_model": self.config.teacher_model}
-        width = {"width": max(self.kept_width, self.backbone.embedding.embedding_dim)}
+        width = {"width": max(self.input_width, self.backbone.embedding.embedding_dim)}
         found = [
             Query(
                 "encoder",
                 self.config.teacher_hash,
                 model | width,
-                self._encoded,
+                self._encode_to_cache,
                 ("train", "val"),
             )
         ]
@@ -276,34 +293,34 @@ class Student(TaughtModel, Retriever):
                     "decoder",
                     self.config.teacher_hash,
                     model | width,
-                    self._decoded,
+                    self._decode_to_cache,
                     ("train",),
                 )
             )
         return found
 
-    def _encoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _encode_to_cache(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         history = self.encode(batch)
         if history.query is None:
-            return self.kept(history), history.lengths
+            return self.decoder_input(history), history.lengths
         first, rest = (
             history.query.unsqueeze(1),
-            self.kept(history),
-        )  # the query goes before, as another position
+            self.decoder_input(history),
+        )  # the query is the first position
         width = max(first.shape[2], rest.shape[2])
         padded = [
             functional.pad(part, (0, width - part.shape[2])) for part in (first, rest)
         ]
         return torch.cat(padded, 1), history.lengths + 1
 
-    def _decoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _decode_to_cache(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         hidden = self.teacher.decoder.hidden(
             self.teacher.encode(batch), self.tokens.codes(batch["target"])
         )
         return hidden, torch.full_like(batch["target"], hidden.shape[1])
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Equation 3 summed over the student's digits, each given the target's before it (unit `request`)."""
+        """Return the sum of equation 3 over the student's digits, each given the target's codes before it."""
         config, codes = self.config, self.tokens.codes(batch["target"])
         history = self.encode(batch)
         logits, targets = (
@@ -313,9 +330,9 @@ class Student(TaughtModel, Retriever):
         taught: Sequence[Tensor | None] = [None] * len(targets)
         if config.alpha > 0:
             taught = self.teacher_logits(batch, history)
-        triples = zip(logits, taught, targets, strict=True)
         losses = [
-            distillation_loss(*triple, config.alpha, config.tau) for triple in triples
+            distillation_loss(student, teacher, target, config.alpha, config.tau)
+            for student, teacher, target in zip(logits, taught, targets, strict=True)
         ]
         return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}
 
@@ -328,10 +345,11 @@ class Student(TaughtModel, Retriever):
         scores: Scores | None = None,
         constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k), by falling score; the search is the teacher's (see `beam_search`).
+        """Return (items, scores), each (B, k), best first, by the teacher's search (`beam_search`).
 
-        Options left out are the config's. Without the trie (`constrained` False) there are no valid children
-        and scores are the codebooks'. Where fewer than k items are found the tail is item -1 with score -inf.
+        Options left out are the config's. Without the trie (`constrained` False) there are
+        no valid children, and scores are those of codebooks. If fewer than k items are
+        found, the tail is item -1 with score -inf.
         """
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
         return self.search(history, k, beam, scores, constrained, batch.get("allowed"))
@@ -345,7 +363,7 @@ class Student(TaughtModel, Retriever):
         constrained: bool | None,
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """As `recommend`, by the decoder's scorer."""
+        """Search with the decoder's scorer; arguments are those of `recommend`."""
         return self.find(
             history,
             k,
@@ -356,5 +374,5 @@ class Student(TaughtModel, Retriever):
         )
 
     def among_children(self, scores: Scores | None) -> bool:
-        """Whether log-probabilities are normalised over the valid children of a prefix; None is the config's."""
+        """Return whether scores are normalised over the valid children of a prefix; None is the config's."""
         return (scores or self.config.scores) == "children"

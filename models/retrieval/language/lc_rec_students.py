@@ -29,7 +29,7 @@ from models.cpu.derived import derived
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
-from models.retrieval.distillation.student import Student, StudentConfig, TakesOver
+from models.retrieval.distillation.student import ReusesDecoder, Student, StudentConfig
 from models.retrieval.distillation.teacher import build_teacher
 from models.retrieval.language.lc_rec import LcRec, lc_rec_of
 from models.retrieval.parts import History
@@ -196,14 +196,18 @@ class LcRecSidMlp(Student):
     @property
     def readouts(self) -> EarlyReadouts:
         """Readouts of the student's own decoder."""
-        own = self.decoder.own if isinstance(self.decoder, TakesOver) else self.decoder
+        own = (
+            self.decoder.own
+            if isinstance(self.decoder, ReusesDecoder)
+            else self.decoder
+        )
         return cast(EarlyReadouts, own.readout)
 
     @property
-    def kept_width(self) -> int:
+    def input_width(self) -> int:
         return 2 * self.readouts.width
 
-    def kept(self, history: History) -> Tensor:
+    def decoder_input(self, history: History) -> Tensor:
         """Keys and values of the layer that is read."""
         return self.readouts.read(history)
 

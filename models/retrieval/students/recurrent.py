@@ -224,7 +224,7 @@ class RecurrentDecoder(Decoder):
         return self.norm(x), block_states
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        prefix = self.embed(self.tokens.started(codes)[:, 1:])  # (B, L - 1, D)
+        prefix = self.embed(self.tokens.shift_right(codes)[:, 1:])  # (B, L - 1, D)
         outputs, _ = self.read(history, prefix)
         return outputs[:, self.first_level :]
 

@@ -3,7 +3,7 @@
     python -m jobs.train --config jobs/configs/sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
         --name sid_mlp --model.teacher runs/tiger
 
-The decoder is in `decoders/sid_mlp.py`, what it learns in `student.py`; here is how it searches.
+The decoder is in `decoders/sid_mlp.py`, the loss in `distillation/student.py`, the search here.
 
 Shapes: `B` requests.
 """
@@ -23,7 +23,7 @@ from models.retrieval.retriever import Retriever
 
 
 class SidMlp(Student):
-    """The student with a fast path for the paper's main model."""
+    """The student, with a fast search for the paper's main model."""
 
     name = "sid_mlp"
     config_class: ClassVar[type] = SidMlpConfig
@@ -36,7 +36,7 @@ class SidMlp(Student):
         return SidMlpDecoder(config, teacher.backbone)
 
     def fast_supported(self) -> bool:
-        """Whether the fast path covers this variant: the paper's main model."""
+        """Return whether the fast search covers this variant: the paper's main model."""
         config = self.config
         return (
             config.m == 0
@@ -55,7 +55,7 @@ class SidMlp(Student):
         constrained: bool | None = None,
         path: Path | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Student.recommend`; `path` is that of the config where left out."""
+        """Rank as `Student.recommend`; `path` None is the config's."""
         if (
             (path or self.config.path) == "plain"
             or constrained is False

@@ -43,7 +43,7 @@ from models.training.distributed import global_mean
 
 @dataclass
 class SidMlpPpEncoderConfig(EncoderSizes, TeacherConfig):
-    """Stage 1 of SID-MLP++: representation matching."""
+    """Options of stage 1 of SID-MLP++: representation matching."""
 
 
 class SidMlpPpEncoder(TaughtModel):
@@ -71,7 +71,7 @@ class SidMlpPpEncoder(TaughtModel):
         self._states: States | None = None  # table of `teacher_cache`, while training
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Takes the embeddings from `teacher`, and keeps it, outside of the weights, for its states.
+        """Copy the teacher's embeddings, and keep it, outside of the weights, for its states.
 
         The last norm starts at the teacher's scale: AdamW's steps of 0.001 would take a thousand to come from 1
         to the 0.2 of a trained TIGER, more than a small log has.
@@ -86,14 +86,14 @@ class SidMlpPpEncoder(TaughtModel):
 
     @property
     def teacher(self) -> Retriever:
-        """What the states are compared with; of a loaded checkpoint found again at its path, which has to be there."""
+        """The teacher whose states are matched; after loading a checkpoint it is read from its path again."""
         if not self._teacher:
             teacher = load_teacher(self.config, self._catalogue)
             self._teacher = (teacher.to(self.backbone.tokens.items.device),)
         return self._teacher[0]
 
     def teacher_queries(self) -> list[Query]:
-        """What `teacher_cache` can keep: the teacher's states."""
+        """Return a query for the teacher's states."""
         config = {
             "width": self.backbone.embedding.embedding_dim,
             "teacher_model": self.config.teacher_model,
@@ -113,11 +113,10 @@ class SidMlpPpEncoder(TaughtModel):
         return history.states, history.lengths
 
     def set_teacher_outputs(self, tables: dict[str, States]) -> None:
-        """Takes the table that the query asked for."""
         self._states = tables["encoder"]
 
-    def matched(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(error (B, S, D), the teacher's states (B, S, D), real (B, S, 1)); error and states are 0 at padding."""
+    def match_states(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return errors (B, S, D), the teacher's states (B, S, D), both 0 at padding, and real positions (B, S, 1)."""
         history = self.backbone.encode(batch)
         outputs = self._states.padded(batch) if self._states else None
         with torch.no_grad():
@@ -128,8 +127,8 @@ class SidMlpPpEncoder(TaughtModel):
         return states.float() - target, target, real
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Mean squared error over the real tokens' states (Sec. 3.5, stage 1)."""
-        error, _, real = self.matched(batch)
+        """Return the mean squared error over the real tokens' states (Sec. 3.5, stage 1)."""
+        error, _, real = self.match_states(batch)
         tokens = real.sum()
         return {
             "loss": global_mean(
@@ -142,7 +141,7 @@ class SidMlpPpEncoder(TaughtModel):
         self, batch: dict[str, Tensor], by_user: int = 0
     ) -> dict[str, Tensor]:
         """Return float64 sums over the batch; nothing user by user."""
-        error, target, real = (x.double() for x in self.matched(batch))
+        error, target, real = (x.double() for x in self.match_states(batch))
         return {
             "examples": target.new_full((), len(target)),
             "tokens": real.sum(),
@@ -171,7 +170,7 @@ class SidMlpPpEncoder(TaughtModel):
 
 @dataclass
 class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
-    """Stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
+    """Options of stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
 
     encoder: str = field(default="", metadata={"names": "checkpoint"})
     """Checkpoint of stage 1 or folder of its finished run, which decides the encoder's sizes; for training only."""
@@ -194,7 +193,7 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
 
 
 class SidMlpPp(SidMlp):
-    """Stage 2, and what recommends: as `SidMlp`, with the student's encoder in place of the teacher's."""
+    """Stage 2, which recommends: `SidMlp` with the student's encoder in place of the teacher's."""
 
     name = "sid_mlp_pp"
     config_class = SidMlpPpConfig
@@ -233,22 +232,22 @@ class SidMlpPp(SidMlp):
         return self
 
     def take_backbone(self, teacher: Retriever) -> None:
-        """Takes the teacher's embeddings; the encoder is the student's own."""
+        """Copy the teacher's embeddings; the encoder is the student's own."""
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
 
     def encode(self, batch: dict[str, Tensor]) -> History:
-        """What the student's own encoder reads."""
+        """Return the states of the student's own encoder."""
         if found := self.teacher_outputs("encoder", batch):
             return found
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.end_to_end):
             return self.backbone.encode(batch)
 
     def teacher_history(self, batch: dict[str, Tensor], history: History) -> History:
-        """From the teacher's own encoder, not the student's."""
+        """Return the states of the teacher's own encoder."""
         return self.teacher.encode(batch)
 
     def teacher_queries(self) -> list[Query]:
-        """As in `SidMlp`, but that the encoder is the student's, and not to be kept where it is trained."""
+        """Return the queries of `SidMlp`, with the student's encoder unless it is trained."""
         encoder, *rest = super().teacher_queries()
         if self.config.end_to_end:
             return rest

@@ -19,7 +19,7 @@ from models import registry
 from models.build import build_model, load_model
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.distillation.student import TakesOver
+from models.retrieval.distillation.student import ReusesDecoder
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
 from models.storage import checkpoint
@@ -139,7 +139,7 @@ def model_of(case: str) -> Any:
 def digits(decoder: Any, history: History, codes: Tensor) -> list[Tensor]:
     """(B, C_l) of each level that the decoder has: log-probabilities of its codebook, each given the codes before; of
     TIGER's decoder over its whole vocabulary."""
-    if isinstance(decoder, TakesOver):
+    if isinstance(decoder, ReusesDecoder):
         before = digits(decoder.teacher, history, codes)[: decoder.first_level]
         return (
             before

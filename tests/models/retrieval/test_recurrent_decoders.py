@@ -63,7 +63,7 @@ def test_states_by_steps_are_those_of_the_whole_row(name: str, chunk: int) -> No
     """To 1e-10, in float64: the history once, then the prefix by steps, against all of it in chunks."""
     decoder, history, codes = exact(name, chunk=chunk)
     with torch.no_grad():
-        prefix = decoder.embed(decoder.tokens.started(codes)[:, 1:])
+        prefix = decoder.embed(decoder.tokens.shift_right(codes)[:, 1:])
         expected, after = decoder.read(history, prefix)
         x, states = decoder.read(history, prefix[:, :0])
         torch.testing.assert_close(x[:, 0], expected[:, 0], rtol=0, atol=1e-10)
@@ -181,7 +181,7 @@ def test_requests_whose_states_are_many_are_searched_in_pieces(
         return found
 
     monkeypatch.setattr(RecurrentScorer, "step", watched)
-    monkeypatch.setattr(retriever, "CARRIED", 3 * 4 * model.decoder.beam_bytes)
+    monkeypatch.setattr(retriever, "MAX_BEAM_BYTES", 3 * 4 * model.decoder.beam_bytes)
     items, scores = model.recommend(batch, 5, beam=4)
     assert items.tolist() == whole[0].tolist()
     torch.testing.assert_close(scores, whole[1])
