@@ -1,14 +1,15 @@
-"""LC-Rec (Zheng et al., 2024): a causal language model that reads a history of semantic IDs and writes the next one.
+"""LC-Rec (Zheng et al., 2024): a causal language model that reads semantic IDs and writes the next one.
 
     python -m jobs.train --config jobs/configs/lc_rec.yaml --tables TABLES --sids SIDS --storage runs --name lc_rec \\
         --model.lm meta-llama/Llama-2-7b-hf
 
-`lm` is any causal language model of `transformers`, trained whole or by LoRA; without one a small LLaMA is trained from
-random weights. Codes are new tokens. Prompts are instructions (`prompts.py`), the loss is that of the response alone,
-over words and codes together. Where the log has titles of items, those tasks of the paper that need them are trained
-beside: of each batch a share, on items drawn from the whole catalogue.
+`lm` is any causal language model of `transformers`, trained in full or by LoRA. Without one, a
+small LLaMA is trained from random weights. Codes are new tokens. Prompts are instructions
+(`prompts.py`); the loss is that of the response, over words and codes together. If the log
+has titles of items, the tasks of the paper that need titles are trained too: in each batch a
+share of rows, on items drawn from the whole catalogue.
 
-Every semantic ID has as many codes, so none is ended by a token.
+All semantic IDs have the same number of codes, so no token ends them.
 
 Shapes: `B` requests, `L` levels (codes of an item), `D` width, `V` words of the language model, `R` rows of a task, `M`
 tokens of the longest title, `n` tokens of the longest response.
@@ -33,9 +34,9 @@ from models.retrieval.language.prompts import (
     Pretrained,
     Tokenizer,
     Words,
-    encoded_titles,
-    prompt,
-    titles_of,
+    encode_prompt,
+    encode_titles,
+    read_titles,
 )
 from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.retriever import Retriever
@@ -46,39 +47,39 @@ from models.training.distributed import global_mean
 
 @dataclass
 class LcRecConfig:
-    """LC-Rec; the sizes are those of a small LLaMA from random weights, which the paper has not."""
+    """Options of LC-Rec; the sizes are those of a small LLaMA from random weights, which the paper does not have."""
 
     lm: str = field(default="", metadata={"names": "encoder"})
     """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7 billion parameters in the paper,
     LLaMA-2 in SID-MLP's Appendix D.1); read when a training begins. Empty: one of the sizes below, from random
     weights."""
     width: int = 256
-    """Width of the states, where `lm` is empty."""
+    """Width of the states, if `lm` is empty."""
     num_layers: int = 8
-    """Blocks, where `lm` is empty."""
+    """Blocks, if `lm` is empty."""
     num_heads: int = 4
-    """Attention heads, where `lm` is empty."""
+    """Attention heads, if `lm` is empty."""
     ffn_width: int = 704
-    """Inner width of the feed-forward layers, where `lm` is empty; LLaMA has 8/3 of the width."""
+    """Inner width of the feed-forward layers, if `lm` is empty; LLaMA has 8/3 of the width."""
     dropout: float = 0.0
-    """Dropout of attention, where `lm` is empty (LLaMA has none)."""
+    """Dropout of attention, if `lm` is empty (LLaMA has none)."""
     max_words: int = 8000
-    """Most words of titles in the vocabulary, where `lm` is empty; others are one unknown word."""
+    """Words of titles in the vocabulary at most, if `lm` is empty; other words are unknown."""
     lora_rank: int = 0
-    """Rank of LoRA on all linear layers of the language model; 0 trains all of it, as the paper does."""
+    """Rank of LoRA on all linear layers of the language model; 0 trains the model in full, as the paper does."""
     lora_alpha: float = 32.0
     """LoRA's products are scaled by this over the rank."""
     lora_dropout: float = 0.05
     """Dropout before LoRA's products."""
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    """What is trained: `next` (history -> codes), `next_title` (history -> title), `title_to_item`, `item_to_title`;
-    all but the first need titles and are left out where the log has none (Sec. 3.3 of LC-Rec)."""
+    """Training tasks: `next` (history -> codes), `next_title` (history -> title), `title_to_item`, `item_to_title`. All
+    but the first need titles, and are left out if the log has none (Sec. 3.3 of LC-Rec)."""
     title: str = "title"
-    """Text of the items that is their title, as the source file calls it."""
+    """Text column of the items that holds their title, as named in the source file."""
     title_tokens: int = 32
-    """Tokens of a title that are read or written at most."""
+    """Tokens of a title at most."""
     task_share: float = 0.25
-    """Rows of each task beside `next` in a batch, as a share of its requests; the paper mixes whole data sets."""
+    """Rows of each task other than `next`, as a share of the batch's requests; the paper mixes whole data sets."""
     max_history: int = 20
     """Latest items read (public settings of LC-Rec)."""
     beam: int = 20
@@ -86,9 +87,9 @@ class LcRecConfig:
     constrained: bool = True
     """Whether decoding keeps to the trie; without it, tuples of no item are dropped in the end."""
     lm_model: dict[str, Any] = field(default_factory=dict)
-    """The language model's own config, filled in before training."""
+    """Config of the language model, filled in before training."""
     prompt: dict[str, list[int]] = field(default_factory=dict)
-    """Tokens of the words of the prompt that recommending reads, filled in before training."""
+    """Tokens of the prompt of `next`, filled in before training."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -120,19 +121,17 @@ class LcRecConfig:
             )
 
 
-def tokenizer_of(
+def choose_tokenizer(
     config: LcRecConfig, titles: list[str] | None, rows: int = 0
 ) -> Tokenizer:
-    """The words of the language model, whose embedding has so many `rows` where it is a pretrained one."""
-    return (
-        Pretrained(config.lm, rows)
-        if config.lm
-        else Words(titles or [], config.max_words)
-    )
+    """Return the tokenizer; `rows` is the number of rows of a pretrained model's embedding."""
+    if config.lm:
+        return Pretrained(config.lm, rows)
+    return Words(titles or [], config.max_words)
 
 
 class LcRec(Retriever):
-    """The language model as backbone, and its way from a prompt to codes as decoder."""
+    """A language model as backbone, and its output layer over codes as decoder."""
 
     name = "lc_rec"
     config_class = LcRecConfig
@@ -151,9 +150,7 @@ class LcRec(Retriever):
             if config.tasks == ["next"]
             else max(tokens.levels, config.title_tokens + words)
         )
-        longest = (
-            items + words + response
-        )  # a title's prompt may be of more words than the codes'
+        longest = items + words + response
         lm = language_model.build_model(config.lm_model, longest)
         tied = language_model.has_tied_embeddings(lm)
         if config.lora_rank:
@@ -162,21 +159,19 @@ class LcRec(Retriever):
             )
         backbone = LmBackbone(tokens, lm, config.prompt, config.max_history)
         super().__init__(config, catalogue, backbone, LmDecoder(backbone, tied))
-        self._texts: tuple[
-            Texts, ...
-        ] = ()  # no submodule: it is no part of the weights
+        self._texts: Texts | None = None  # not saved with the weights
 
     @classmethod
     def resolve_config(cls, config: LcRecConfig, catalogue: Catalogue) -> LcRecConfig:
-        """Return the config with the language model's own, the prompt's tokens, and the tasks that the log has texts for."""
+        """Return the config with the language model's config, the prompt's tokens, and the tasks that the log has titles for."""
         if config.lm_model:
             return config
-        titles = titles_of(catalogue, config.title)
-        tokenizer = tokenizer_of(config, titles)
+        titles = read_titles(catalogue, config.title)
+        tokenizer = choose_tokenizer(config, titles)
         if config.lm:
-            made = language_model.pretrained_config(config.lm)
+            lm_model = language_model.pretrained_config(config.lm)
         else:
-            made = language_model.llama_config(
+            lm_model = language_model.llama_config(
                 tokenizer.size,
                 config.width,
                 config.num_layers,
@@ -186,7 +181,10 @@ class LcRec(Retriever):
             )
         tasks = config.tasks if titles is not None else ["next"]
         return replace(
-            config, lm_model=made, prompt=prompt(tokenizer, "next"), tasks=tasks
+            config,
+            lm_model=lm_model,
+            prompt=encode_prompt(tokenizer, "next"),
+            tasks=tasks,
         )
 
     def prepare_training(
@@ -196,21 +194,21 @@ class LcRec(Retriever):
         config = self.config
         if config.lm:
             language_model.load_pretrained(self.backbone.lm, config.lm)
-            start_codes(self)
+            init_codes(self)
         tasks = [task for task in config.tasks if task != "next"]
         if not tasks:
             return [
                 f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"
             ]
-        titles = titles_of(catalogue, config.title)
+        titles = read_titles(catalogue, config.title)
         if titles is None:
             raise UserError(
                 f"the items have no text '{config.title}', which the tasks {', '.join(tasks)} are of; set model.title to "
                 f"one of the source file, or model.tasks to [next]"
             )
-        tokenizer = tokenizer_of(config, titles, self.backbone.vocabulary)
-        tokens, lengths = encoded_titles(tokenizer, titles, config.title_tokens)
-        words = {task: prompt(tokenizer, task) for task in tasks}
+        tokenizer = choose_tokenizer(config, titles, self.backbone.vocabulary)
+        tokens, lengths = encode_titles(tokenizer, titles, config.title_tokens)
+        words = {task: encode_prompt(tokenizer, task) for task in tasks}
         around = {
             task: (
                 torch.tensor(words[task]["before"]),
@@ -227,73 +225,63 @@ class LcRec(Retriever):
         return language_model.find_blocks(self)
 
     def set_texts(self, texts: Texts) -> None:
-        """Takes the titles that the tasks beside `next` are of."""
+        """Set the titles that the tasks other than `next` read and write."""
         device = self.tokens.items.device
-        self._texts = (
-            replace(
-                texts, titles=texts.titles.to(device), lengths=texts.lengths.to(device)
-            ),
+        self._texts = replace(
+            texts, titles=texts.titles.to(device), lengths=texts.lengths.to(device)
         )
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cross-entropy of the responses' tokens, the mean over rows of each row's mean (unit `request`); and that of
-        each task, where there are several."""
+        """Return the cross-entropy of the responses' tokens, the mean over rows of each row's mean.
+
+        With several tasks, the loss of each task is returned too.
+        """
         count = len(batch["target"])
-        found = {
-            "next": self.response_loss(
-                self.backbone.prompts(batch), self.backbone.response(batch["target"])
-            )
-        }
-        weights = {"next": count}
-        for task in self.config.tasks if self._texts else []:
-            if task != "next":
-                weights[task] = max(1, round(self.config.task_share * count))
-                found[task] = self.response_loss(
-                    *self._texts[0].example(self.backbone, task, batch, weights[task])
+        prompts = self.backbone.prompts(batch)
+        response = self.backbone.response(batch["target"])
+        losses = {"next": self.response_loss(prompts, response)}
+        rows = {"next": count}
+        for task in self.config.tasks:
+            if self._texts is not None and task != "next":
+                rows[task] = max(1, round(self.config.task_share * count))
+                prompts, response = self._texts.example(
+                    self.backbone, task, batch, rows[task]
                 )
-        loss = torch.stack([weights[task] * found[task] for task in found]).sum() / sum(
-            weights.values()
-        )
-        loss = global_mean(loss, count)
-        return {
-            "loss": loss,
-            **(
-                {f"{task}_loss": found[task].detach() for task in found}
-                if len(found) > 1
-                else {}
-            ),
-        }
+                losses[task] = self.response_loss(prompts, response)
+        total = torch.stack([rows[task] * losses[task] for task in losses]).sum()
+        result = {"loss": global_mean(total / sum(rows.values()), count)}
+        if len(losses) > 1:
+            result |= {f"{task}_loss": losses[task].detach() for task in losses}
+        return result
 
     def response_loss(self, prompts: list[Segment], response: Segment) -> Tensor:
-        """Mean over rows of the mean cross-entropy of the tokens of `response` (R, n), whose real ones come first,
-        after those of `prompts`."""
+        """Return the mean over rows of the mean cross-entropy of a response's tokens.
+
+        Args:
+            prompts: Segments before the response.
+            response: (R, n) tokens, and which of them are real; real tokens come first.
+        """
         target, mask = response
         tokens, lengths = joined([*prompts, response])
         states = self.backbone.run(self.backbone.embed(tokens))[0]
-        first = (
-            lengths - mask.sum(1) - 1
-        )  # the state that gives the first token of the response
-        at = first.unsqueeze(1) + torch.arange(target.shape[1], device=target.device)
-        given = states.take_along_dim(
-            at.clamp(max=tokens.shape[1] - 1).unsqueeze(-1), 1
-        )  # (R, n, D)
+        first = lengths - mask.sum(1) - 1  # state before the response's first token
+        offset = torch.arange(target.shape[1], device=target.device)
+        position = (first.unsqueeze(1) + offset).clamp(max=tokens.shape[1] - 1)
+        states = states.take_along_dim(position.unsqueeze(-1), 1)  # (R, n, D)
         lm: Any = self.backbone.lm
-        of_words = lm.get_output_embeddings()(given)  # (R, n, V)
-        logits = torch.cat(
-            [of_words, functional.linear(given, self.decoder.rows())], -1
-        ).float()
+        word_logits = lm.get_output_embeddings()(states)  # (R, n, V)
+        code_logits = functional.linear(states, self.decoder.rows())
+        logits = torch.cat([word_logits, code_logits], -1).float()
         is_code = target >= self.backbone.vocabulary
-        row = torch.where(
-            is_code, target - self.tokens.first[0], target
-        )  # codes stand behind the words
+        index = torch.where(is_code, target - self.tokens.first[0], target)
         losses = functional.cross_entropy(
-            logits.flatten(0, 1), row.flatten(), reduction="none"
+            logits.flatten(0, 1), index.flatten(), reduction="none"
         ).view_as(target)
         return ((losses * mask).sum(1) / mask.sum(1)).mean()
 
 
-def lc_rec_of(teacher: Retriever) -> LcRec:
-    """The teacher. UserError for another model than LC-Rec."""
+def require_lc_rec(teacher: Retriever) -> LcRec:
+    """Return the teacher, or raise a UserError if it is no LC-Rec."""
     if not isinstance(teacher, LcRec):
         raise UserError(
             f"the teacher is a '{teacher.name}', and this model is made of the parts of a language model; give "
@@ -304,25 +292,25 @@ def lc_rec_of(teacher: Retriever) -> LcRec:
 
 @dataclass(frozen=True)
 class Texts:
-    """Titles, and the words around them in each task."""
+    """Titles of all items, and the prompt around them in each task."""
 
     titles: Tensor
-    """(N, M) tokens, 0 behind each."""
+    """(N, M) tokens, padded with 0."""
     lengths: Tensor
-    """(N,) tokens of each."""
+    """(N,) number of tokens of each title."""
     prompts: dict[str, tuple[Tensor, Tensor]]
-    """Tokens before and after what a task gives."""
+    """Tokens before and after the input of a task."""
     end: int
-    """What a title ends with."""
+    """Token that ends a title."""
 
     def title(self, items: Tensor) -> Segment:
-        """The titles of `items` (R,)."""
+        """Return the titles of `items` (R,)."""
         return self.titles[items], real_positions(
             self.lengths[items], self.titles.shape[1]
         )
 
-    def written(self, items: Tensor) -> Segment:
-        """The titles of `items` (R,) as responses, which end."""
+    def response(self, items: Tensor) -> Segment:
+        """Return the titles of `items` (R,) as responses, with the end token."""
         tokens, mask = self.title(items)
         tokens, lengths = joined(
             [
@@ -335,8 +323,10 @@ class Texts:
     def example(
         self, backbone: LmBackbone, task: str, batch: dict[str, Tensor], rows: int
     ) -> tuple[list[Segment], Segment]:
-        """Prompts and responses of `rows` examples of the task: the batch's first requests, or items drawn from the
-        whole catalogue."""
+        """Return prompts and responses of `rows` examples of a task.
+
+        They are the batch's first requests, or items drawn from the whole catalogue.
+        """
         device = batch["target"].device
         before, after = (words.to(device) for words in self.prompts[task])
         if task == "next_title":
@@ -356,12 +346,12 @@ class Texts:
         ]
         return prompts, backbone.response(
             items
-        ) if task == "title_to_item" else self.written(items)
+        ) if task == "title_to_item" else self.response(items)
 
 
 @torch.no_grad()
-def start_codes(module: LcRec) -> None:
-    """Starts the codes' tokens as `transformers` does new ones of a pretrained model: around the mean of the words."""
+def init_codes(module: LcRec) -> None:
+    """Initialise the codes' tokens around the mean of the words, as `transformers` does for new tokens."""
     lm: Any = module.backbone.lm
     pairs = [(module.backbone.embedding.weight, lm.get_input_embeddings().weight)]
     if module.decoder.output is not None:

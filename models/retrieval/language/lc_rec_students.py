@@ -1,17 +1,20 @@
-"""Students of LC-Rec, as SID-MLP's paper ports them: SID-MLP (Appendix D.1) and NEZHA (Appendix D.4).
+"""Students of LC-Rec as SID-MLP's paper ports them: SID-MLP (Appendix D.1) and NEZHA (Appendix D.4).
 
     python -m jobs.train --config jobs/configs/lc_rec_sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
         --name lc_rec_sid_mlp --model.teacher runs/lc_rec
 
-SID-MLP: the language model reads, a readout and an MLP per digit decode. Keys and values that the readout reads are
-those of the history's tokens in an early layer of the frozen language model, as its cache has them (keys with their
-positions in them), without the prompt's words; the query is the last state of the prompt. One to three readouts stand
-on each other, the later ones asking with what the one before gave. States of 4096 numbers are projected to 768; so are
-the teacher's embeddings of the codes, of which the appendix says nothing. Heads, search and loss are SID-MLP's.
+SID-MLP: the language model reads the history; a readout and an MLP per digit decode. The
+readout's keys and values are those of the history's tokens in an early layer of the frozen
+language model, as in its cache (keys after positional encoding), without the prompt's words.
+The query is the last state of the prompt. One to three readouts are stacked, each with the
+output of the one before as query. States of 4096 numbers are projected to 768; so are the
+teacher's embeddings of the codes, which the appendix leaves open. Heads, search and loss are
+SID-MLP's.
 
-NEZHA: a placeholder per digit, which is a learned embedding, follows the whole prompt, its response header included.
-One pass gives the root, the state of the last token of the prompt, and a state per digit; head, losses and search are
-those of `nezha.py`. The language model is trained as LC-Rec was, whole or by LoRA, together with the head.
+NEZHA: a placeholder per digit, which is a learned embedding, follows the whole prompt,
+including its response header. One pass computes the root, the state of the last token of the
+prompt, and a state per digit; head, losses and search are those of `nezha.py`. The language
+model is trained like LC-Rec, in full or by LoRA, together with the head.
 
 Shapes: `B` requests, `S` tokens of the longest prompt, `P` positions of the longest history, `D` width of the language
 model, `E` width of its keys of all heads, `N` width here, `H` heads, `K` width of a head, `V` tokens, `L` levels.
@@ -31,7 +34,7 @@ from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import ReusesDecoder, Student, StudentConfig
 from models.retrieval.distillation.teacher import build_teacher
-from models.retrieval.language.lc_rec import LcRec, lc_rec_of
+from models.retrieval.language.lc_rec import LcRec, require_lc_rec
 from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.retrieval.students.joint import Joint
@@ -42,7 +45,7 @@ from models.text import language_model
 
 @dataclass
 class LcRecSidMlpConfig(StudentConfig):
-    """SID-MLP on LC-Rec."""
+    """Options of SID-MLP on LC-Rec."""
 
     default_teacher: ClassVar[str] = "lc_rec"
     beam: int = 20
@@ -50,9 +53,9 @@ class LcRecSidMlpConfig(StudentConfig):
     layer: int = 0
     """Layer whose keys and values are read, the first is 1; 0: a quarter of them (Appendix D.1: the 8th of 32)."""
     width: int = 768
-    """What queries, keys and values are projected to (d_h of Appendix D.1)."""
+    """Width that queries, keys and values are projected to (d_h of Appendix D.1)."""
     readout_layers: int = 1
-    """Readouts on each other (swept over 1, 2, 3 in Appendix D.1)."""
+    """Stacked readouts (swept over 1, 2, 3 in Appendix D.1)."""
     attention_heads: int = 12
     """Heads of a readout; none are published, 64 numbers each are LC-Rec's own."""
     ffn_width: int = 1024
@@ -69,10 +72,10 @@ class LcRecSidMlpConfig(StudentConfig):
                 f"readout_layers {self.readout_layers} must be at least 1 and layer {self.layer} at least 0; give such "
                 f"numbers"
             )
-        self.of_heads()
+        self.to_sid_mlp()
 
-    def of_heads(self) -> SidMlpConfig:
-        """SID-MLP's options that hold here too."""
+    def to_sid_mlp(self) -> SidMlpConfig:
+        """Return the options of SID-MLP's heads."""
         return SidMlpConfig(
             attention_heads=self.attention_heads,
             attention_width=self.width,
@@ -87,7 +90,7 @@ class EarlyReadout(nn.Module):
     """One readout: x = LN(q + MHA(q, keys, values)); LN(x + FFN(x))."""
 
     def __init__(self, given: int, config: LcRecSidMlpConfig) -> None:
-        """`given` is E."""
+        """Build the readout of keys and values of width `given` (E)."""
         super().__init__()
         width, self.heads = config.width, config.attention_heads
         self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
@@ -103,22 +106,21 @@ class EarlyReadout(nn.Module):
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
-        """(B, N) of `query` (B, N), `keys` and `values` (B, P, E), and `mask` (B, 1, 1, P) to be added to scores."""
+        """Return (B, N) of `query` (B, N), `keys` and `values` (B, P, E); `mask` (B, 1, 1, P) is added to scores."""
         q = self.q(query).unflatten(-1, (self.heads, 1, -1))  # (B, H, 1, K)
         k, v = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x in (self.k(keys), self.v(values))
         )
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
-        weights = scores.softmax(-1).masked_fill(
-            mask < 0, 0.0
-        )  # of an empty history none, however long others are
+        # all weights of an empty history are 0, however long others are
+        weights = scores.softmax(-1).masked_fill(mask < 0, 0.0)
         x = self.norm1(query + self.o((weights @ v).flatten(1)))
         return self.norm2(x + self.ffn(x))
 
 
 class EarlyReadouts(nn.Module):
-    """Equation 1 as Appendix D.1 changes it."""
+    """Equation 1, as changed by Appendix D.1."""
 
     def __init__(self, backbone: LmBackbone, config: LcRecSidMlpConfig) -> None:
         super().__init__()
@@ -135,15 +137,15 @@ class EarlyReadouts(nn.Module):
         )
 
     def read(self, history: History) -> Tensor:
-        """(B, S, 2 E): keys and values of the layer."""
+        """Return the keys and values (B, S, 2 E) of the layer."""
         if history.memory is None:
-            return history.states  # a table of `teacher_cache` has nothing else
+            return history.states  # as `teacher_cache` stores them
         return torch.cat(
             [x.transpose(1, 2).flatten(2) for x in history.memory[self.layer]], -1
         )
 
     def forward(self, history: History) -> Tensor:
-        """z (B, N)."""
+        """Return z (B, N)."""
         place, real = self._backbone[0].of_history(history)
         keys, values = self.read(history)[:, place].split(self.width, -1)
         mask = torch.zeros(real.shape, dtype=keys.dtype, device=keys.device)
@@ -155,11 +157,11 @@ class EarlyReadouts(nn.Module):
 
 
 class LcRecSidMlpDecoder(SidMlpDecoder):
-    """SID-MLP's heads over the readouts."""
+    """SID-MLP's heads on the readouts of a language model."""
 
     def __init__(self, config: LcRecSidMlpConfig, backbone: LmBackbone) -> None:
         self._make = (config, backbone)
-        super().__init__(config.of_heads(), backbone, config.width)
+        super().__init__(config.to_sid_mlp(), backbone, config.width)
         self.project = nn.Linear(
             backbone.embedding.embedding_dim, config.width, bias=False
         )
@@ -169,7 +171,7 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
         return EarlyReadouts(backbone, config)
 
     def embedding(self) -> Tensor:
-        """(V, N): of each token, the teacher's projected."""
+        """Return (V, N): the teacher's embedding of each token, projected."""
         if torch.is_grad_enabled():
             return self.project(super().embedding())
         return derived(
@@ -181,7 +183,7 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
 
 
 class LcRecSidMlp(Student):
-    """A student of LC-Rec."""
+    """SID-MLP with LC-Rec as teacher."""
 
     name = "lc_rec_sid_mlp"
     config_class = LcRecSidMlpConfig
@@ -191,7 +193,7 @@ class LcRecSidMlp(Student):
     def build_decoder(
         config: LcRecSidMlpConfig, teacher: Retriever
     ) -> LcRecSidMlpDecoder:
-        return LcRecSidMlpDecoder(config, lc_rec_of(teacher).backbone)
+        return LcRecSidMlpDecoder(config, require_lc_rec(teacher).backbone)
 
     @property
     def readouts(self) -> EarlyReadouts:
@@ -208,13 +210,13 @@ class LcRecSidMlp(Student):
         return 2 * self.readouts.width
 
     def decoder_input(self, history: History) -> Tensor:
-        """Keys and values of the layer that is read."""
+        """Return keys and values of the layer that the readout reads."""
         return self.readouts.read(history)
 
 
 @dataclass
 class LcRecNezhaConfig(NezhaConfig):
-    """NEZHA on LC-Rec; sizes are the teacher's."""
+    """Options of NEZHA on LC-Rec; sizes are the teacher's."""
 
     default_teacher: ClassVar[str] = "lc_rec"
     beam: int = 20
@@ -222,12 +224,12 @@ class LcRecNezhaConfig(NezhaConfig):
 
 
 class NezhaLmBackbone(LmBackbone):
-    """Gives the root and the placeholders' states: a history of 1 + L positions."""
+    """A language model that returns the root and the placeholders' states: 1 + L positions."""
 
     gives_query = False
 
     def __init__(self, teacher: LcRec) -> None:
-        """`teacher` gives its language model away."""
+        """Take over the language model of the teacher."""
         own = teacher.backbone
         super().__init__(own.tokens, own.lm, teacher.config.prompt, own.max_history)
         self.extra = nn.Embedding(self.tokens.levels, self.embedding.embedding_dim)
@@ -237,7 +239,7 @@ class NezhaLmBackbone(LmBackbone):
         return torch.cat([self.embedding.weight, self.extra.weight])
 
     def prompts(self, batch: dict[str, Tensor]) -> list[Segment]:
-        """With the placeholders behind them."""
+        """Return the prompt of each request, followed by the placeholders."""
         first = self.vocabulary + self.tokens.vocabulary
         placeholders = first + torch.arange(
             self.tokens.levels, device=self.before.device
@@ -245,7 +247,7 @@ class NezhaLmBackbone(LmBackbone):
         return [*super().prompts(batch), self.constant(placeholders, batch["history"])]
 
     def encode(self, batch: dict[str, Tensor]) -> History:
-        """States (B, 1 + L, D)."""
+        """Return states (B, 1 + L, D)."""
         tokens, lengths = self.inputs(batch)
         return last_positions(
             History(self.run(self.embed(tokens))[0], lengths), 1 + self.tokens.levels
@@ -253,7 +255,7 @@ class NezhaLmBackbone(LmBackbone):
 
 
 class LcRecNezha(Joint):
-    """The language model with its placeholders, and NEZHA's head."""
+    """A language model with placeholders, and NEZHA's head."""
 
     name = "lc_rec_nezha"
     config_class = LcRecNezhaConfig
@@ -262,12 +264,10 @@ class LcRecNezha(Joint):
     backbone: NezhaLmBackbone
 
     def __init__(self, config: LcRecNezhaConfig, catalogue: Catalogue) -> None:
-        backbone = NezhaLmBackbone(lc_rec_of(build_teacher(config, catalogue)))
+        backbone = NezhaLmBackbone(require_lc_rec(build_teacher(config, catalogue)))
         lm = cast(Any, backbone.lm)
         if not language_model.has_tied_embeddings(lm):
-            lm.get_output_embeddings().requires_grad_(
-                False
-            )  # that of words, which nothing asks for
+            lm.get_output_embeddings().requires_grad_(False)  # words are not predicted
         super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
 
     def lr_multipliers(self) -> dict[str, float]:
@@ -277,7 +277,7 @@ class LcRecNezha(Joint):
         return language_model.find_blocks(self)
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Takes the teacher's language model and its codes' embeddings."""
-        own = lc_rec_of(teacher).backbone
+        """Copy the teacher's language model and its codes' embeddings."""
+        own = require_lc_rec(teacher).backbone
         self.backbone.lm.load_state_dict(own.lm.state_dict())
         self.backbone.embedding.load_state_dict(own.embedding.state_dict())

@@ -23,8 +23,8 @@ from models.retrieval.language.prompts import (
     INSTRUCTIONS,
     TASKS,
     Words,
-    prompt,
-    titles_of,
+    encode_prompt,
+    read_titles,
 )
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -78,7 +78,7 @@ def of_kind(kind: str) -> LcRec:
         return make()
     words = Words([], 0)
     assert words.size <= 40
-    return make(lm_model=OTHERS[kind], prompt=prompt(words, "next"))
+    return make(lm_model=OTHERS[kind], prompt=encode_prompt(words, "next"))
 
 
 KINDS = ["llama", *OTHERS]
@@ -291,7 +291,7 @@ def test_the_tasks_are_instructions_and_what_answers_them(
         Inputs(*titled),
     )
     model: Any = setup.model
-    titles = titles_of(setup.catalogue, "title")
+    titles = read_titles(setup.catalogue, "title")
     assert titles is not None
     assert (titles[0], titles[5]) == ("", "Rubber hose, long green")
     words = Words(titles, 8000)
@@ -308,7 +308,7 @@ def test_the_tasks_are_instructions_and_what_answers_them(
         drawn[task] = torch.randint(0, 24, (4,))
     for task, items in drawn.items():
         torch.manual_seed(3)
-        prompts, (response, there) = model._texts[0].example(
+        prompts, (response, there) = model._texts.example(
             model.backbone, task, batch, 4
         )
         for row, item in enumerate(items.tolist()):
@@ -467,7 +467,7 @@ def save_pretrained(folder: Path) -> Any:
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(**lm_model: Any) -> None:
         LcRec(
-            LcRecConfig(lm_model=lm_model, prompt=prompt(Words([], 0), "next")),
+            LcRecConfig(lm_model=lm_model, prompt=encode_prompt(Words([], 0), "next")),
             catalogue(),
         )
 
