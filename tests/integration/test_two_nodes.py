@@ -28,9 +28,18 @@ from tests import faults
 pytestmark = pytest.mark.long
 
 HOLD_CPUS = """
-import time, ray
+import sys, ray
+
+@ray.remote(num_cpus=2)
+class Holder:
+    def has_started(self):
+        return True
+
 ray.init()
-ray.get([ray.remote(num_cpus=2)(lambda: time.sleep(10000)).remote() for _ in range(2)])
+holders = [Holder.remote() for _ in range(2)]
+ray.get([holder.has_started.remote() for holder in holders])
+print("started", flush=True)
+sys.stdin.read()
 """
 
 
@@ -150,10 +159,17 @@ def test_tables_replaced_while_a_training_waits_for_nodes_are_refused(
     tables, _ = write_tables(world.folder / "small")
     other, _ = write_tables(tmp_path / "other", parts=3)
     world.mend()
-    command = [sys.executable, "-c", HOLD_CPUS]
-    holder = subprocess.Popen(command, env=world.environment, start_new_session=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_CPUS],
+        env=world.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
-        time.sleep(10)
+        assert holder.stdout is not None
+        while holder.stdout.readline() != "started\n":
+            assert holder.poll() is None
         training = world.start(train_line(tables, f"{s3}/runs", "replaced"))
         printed = []
         for text in training.stdout or []:
