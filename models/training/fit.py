@@ -35,7 +35,11 @@ from models.training import fsdp
 from models.training.cuda_graphs import Graphs, compiled
 from models.training.distributed import IDLE, ROWS, of_workers
 from models.training.fit_config import FitConfig
-from models.training.optimizers import make_optimizer, set_rate, state_of
+from models.training.optimizers import (
+    make_optimizer,
+    optimizer_state,
+    set_learning_rate,
+)
 
 Batch = dict[str, Tensor]
 FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
@@ -475,7 +479,7 @@ def make_step(
             with autocast(config.precision, device), of_workers(world, idle):
                 found = module(batch)
             found["loss"].backward()
-            norm = fsdp.whole(
+            norm = fsdp.gather(
                 nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
             )
             optimizer.step()
@@ -533,12 +537,12 @@ def fit(
     )
 
     def snapshot() -> State:
-        state = {"optimizer": state_of(optimizer), "cursor": vars(cursor).copy()}
+        state = {"optimizer": optimizer_state(optimizer), "cursor": vars(cursor).copy()}
         if sharded:
-            state["optimizer"]["state"] = fsdp.share(
+            state["optimizer"]["state"] = fsdp.take_share(
                 state["optimizer"]["state"], rank, world
             )
-            state["weights"] = fsdp.weights(model, keep=rank == 0)
+            state["weights"] = fsdp.gather_state_dict(model, keep=rank == 0)
         return state
 
     def fewest(epoch: int) -> int:
@@ -560,7 +564,7 @@ def fit(
         """Validate, note the result in the cursor and return the fields of an event; None where a rank stopped the
         validation. A run never stops early at its `last` validation."""
         began = time.perf_counter()
-        with fsdp.gathered(model):
+        with fsdp.gather_weights(model):
             found = validation(model, validate, means, config, device, world)
         if found is None:
             return None
@@ -620,7 +624,7 @@ def fit(
             batch, idle = meter.take(batches)
             torch.manual_seed(step_seed(config.seed, rank, cursor.step))
             lr = learning_rate(config, cursor.step, total_steps)
-            set_rate(optimizer, factors, lr)
+            set_learning_rate(optimizer, factors, lr)
             found, norm = (
                 graphs(batch) if graphs else step_on(to_device(batch, device), idle)
             )

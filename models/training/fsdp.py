@@ -1,12 +1,13 @@
-"""Training a model in shards (FSDP2): weights, gradients and the optimizer's state are cut over the workers.
+"""Sharded training (FSDP2): weights, gradients and optimizer state are sharded over the workers.
 
-Each block of a language model is gathered when it is computed and let go after it, so that a worker holds its share of
-the training's 16 bytes per parameter and one block. A model is built whole before it is cut, and is whole again while
-it validates, as workers decode different numbers of batches: 4 bytes per parameter on each device.
+Each block of a language model is gathered for its computation and freed after it, so a
+worker holds its shard of the training's 16 bytes per parameter, and one block. A model is
+built in full before it is sharded, and gathered for validation, as workers decode different
+numbers of batches: 4 bytes per parameter on each device.
 
-Checkpoints hold whole weights, which rank 0 writes, and whole states of the optimizer, of which each worker writes its
-share of the parameters; so a run goes on with another number of workers, sharded or not. PyTorch's part of this takes a
-second to import, so only what uses it does.
+Checkpoints hold full weights, which rank 0 writes, and full optimizer states, of which each
+worker writes a share of the parameters. So a run continues with another number of workers,
+sharded or not. PyTorch's FSDP takes a second to import, so functions import it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 def shard(
     model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, world: int
 ) -> None:
-    """Cuts the blocks, each by itself, and what else the model has over `world` workers; all have the same weights."""
+    """Shard each block, and the rest of the model, over `world` workers with equal weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -33,8 +34,8 @@ def shard(
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """The model with whole weights, for what is no training step; as it is where it is not sharded."""
+def gather_weights(model: nn.Module) -> Iterator[None]:
+    """Gather the full weights of a sharded model within the context, for validation."""
     from torch.distributed.fsdp import FSDPModule
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -49,52 +50,58 @@ def gathered(model: nn.Module) -> Iterator[None]:
             unit.reshard()
 
 
-def whole(value: Any) -> Any:
-    """Sharded tensors in a state as whole ones, which workers gather together; all else as it is."""
+def gather(value: Any) -> Any:
+    """Return a state with sharded tensors gathered on the CPU; a collective call."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
         return value.full_tensor().cpu()
     if isinstance(value, dict):
-        return {key: whole(part) for key, part in value.items()}
-    return [whole(part) for part in value] if isinstance(value, list) else value
+        return {key: gather(part) for key, part in value.items()}
+    return [gather(part) for part in value] if isinstance(value, list) else value
 
 
-def share(state: dict[int, Any], rank: int, world: int) -> dict[int, Any]:
-    """Of the optimizer's state of each parameter, whole, that of every `world`-th one, which this rank writes; workers
-    gather together."""
-    parts = ((number, whole(values)) for number, values in sorted(state.items()))
-    return {
-        number: values
-        for place, (number, values) in enumerate(parts)
-        if place % world == rank
-    }
+def take_share(state: dict[int, Any], rank: int, world: int) -> dict[int, Any]:
+    """Return the gathered optimizer state of every `world`-th parameter, for this rank to write.
+
+    A collective call.
+    """
+    share = {}
+    for i, (parameter, values) in enumerate(sorted(state.items())):
+        full = gather(values)
+        if i % world == rank:
+            share[parameter] = full
+    return share
 
 
-def weights(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """Whole weights by name on the CPU, which workers gather together and those with `keep` get; of tied ones the first
-    name alone, as `safetensors` keeps them."""
+def gather_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """Return the full weights on the CPU if `keep`, otherwise nothing; a collective call.
+
+    Of tied weights only the first name is returned, as `safetensors` saves them.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    again = {name for tied in names.values() for name in sorted(tied)[1:]}
-    found = (
-        (name, whole(value))
-        for name, value in model.state_dict().items()
-        if name not in again
-    )
-    return {name: value.cpu().contiguous() for name, value in found if keep}
+    repeated = {name for tied in names.values() for name in sorted(tied)[1:]}
+    weights = {}
+    for name, value in model.state_dict().items():
+        if name in repeated:
+            continue
+        full = gather(value)
+        if keep:
+            weights[name] = full.cpu().contiguous()
+    return weights
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a whole state; of sharded parameters each worker keeps its part."""
+    """Load a full optimizer state; of sharded parameters each worker loads its shard."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     parameters = [
         parameter for group in optimizer.param_groups for parameter in group["params"]
     ]
 
-    def part(number: int, name: str, value: Any) -> Any:
+    def shard_value(number: int, name: str, value: Any) -> Any:
         parameter = parameters[number]
         if (
             name == "step"
@@ -106,8 +113,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
             value.to(parameter.device), parameter.device_mesh, parameter.placements
         )
 
-    kept = {
-        n: {k: part(int(n), k, v) for k, v in values.items()}
+    sharded = {
+        n: {k: shard_value(int(n), k, v) for k, v in values.items()}
         for n, values in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": kept})
+    optimizer.load_state_dict({**state, "state": sharded})

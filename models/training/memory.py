@@ -1,4 +1,4 @@
-"""The memory of this process."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 
 def resident_peak_mb() -> float:
-    """The most memory that this process has held so far."""
+    """Return the peak resident memory of this process in MB."""
     status = Path("/proc/self/status")
-    if status.exists():  # on Linux a process inherits what getrusage says from the one that started it; not this
-        line = next(
-            line for line in status.read_text().splitlines() if line.startswith("VmHWM")
-        )
-        return int(line.split()[1]) / 2**10  # kB
+    if status.exists():  # Linux: getrusage includes the parent process's peak
+        lines = status.read_text().splitlines()
+        (peak_kb,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+        return int(peak_kb) / 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

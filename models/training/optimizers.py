@@ -1,4 +1,4 @@
-"""Optimizers, and which parameters have a learning rate of their own."""
+"""Optimizers, their parameter groups and learning rates."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ def make_optimizer(
     weight_decay: float,
     lr_multipliers: Mapping[str, float],
 ) -> tuple[torch.optim.Optimizer, list[float]]:
-    """The optimizer of the trained parameters, and of each of its groups the factor on the learning rate."""
-    groups = grouped(model, lr_multipliers)
-    given: list[dict[str, Any]] = [
-        {"params": parameters}
-        if decays
-        else {"params": parameters, "weight_decay": 0.0}
-        for (_, decays), parameters in groups.items()
-    ]
-    on_gpu = given[0]["params"][0].device.type == "cuda"
+    """Build the optimizer of the trained parameters.
+
+    Returns:
+        The optimizer; the factor on the learning rate of each of its parameter groups.
+    """
+    groups = group_parameters(model, lr_multipliers)
+    options: list[dict[str, Any]] = []
+    for (_, decays), parameters in groups.items():
+        decay = {} if decays else {"weight_decay": 0.0}
+        options.append({"params": parameters, **decay})
+    on_gpu = options[0]["params"][0].device.type == "cuda"
     optimizer: torch.optim.Optimizer
     if name == "adagrad":
         kind = CapturableAdagrad if on_gpu else torch.optim.Adagrad
-        optimizer = kind(given, lr=lr, weight_decay=weight_decay)
+        optimizer = kind(options, lr=lr, weight_decay=weight_decay)
     else:
         optimizer = torch.optim.AdamW(
-            given, lr=lr, weight_decay=weight_decay, fused=True, capturable=on_gpu
+            options, lr=lr, weight_decay=weight_decay, fused=True, capturable=on_gpu
         )
     return optimizer, [factor for factor, _ in groups]
 
 
 class CapturableAdagrad(torch.optim.Adagrad):
-    """PyTorch's Adagrad by operations on all parameters at once, which a CUDA graph can repeat with another rate."""
+    """PyTorch's Adagrad with foreach operations, which a CUDA graph can replay with another learning rate."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -59,24 +61,27 @@ class CapturableAdagrad(torch.optim.Adagrad):
             torch._foreach_sub_(parameters, updates)
 
 
-def set_rate(
+def set_learning_rate(
     optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: float
 ) -> None:
-    """Sets the learning rate `lr`, times its factor in each group; on a GPU in a tensor that a CUDA graph reads."""
+    """Set the learning rate of each group to `lr` times its factor.
+
+    On a GPU it is a tensor, so that a CUDA graph reads the current value.
+    """
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         device = group["params"][0].device
-        if "capturable" in group:  # a loaded state has that of another machine
+        if "capturable" in group:  # it may be loaded from another machine
             group["capturable"] = device.type == "cuda"
         if device.type != "cuda":
             group["lr"] = lr * factor
         elif isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr * factor)
-        else:  # new, or loaded
+        else:  # a new or a loaded optimizer
             group["lr"] = torch.tensor(lr * factor, device=device)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint keeps: the state, with learning rates as numbers."""
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state for a checkpoint, with learning rates as numbers."""
     state = optimizer.state_dict()
     state["param_groups"] = [
         {**group, "lr": float(group["lr"])} for group in state["param_groups"]
@@ -85,42 +90,46 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 @runtime_checkable
-class Spares(Protocol):
-    """A module that spares some of its parameters weight decay."""
+class NoWeightDecay(Protocol):
+    """A module with parameters without weight decay."""
 
     def no_decay_parameters(self) -> list[nn.Parameter]:
-        """Those parameters."""
+        """Return the parameters without weight decay."""
 
 
-def grouped(
-    model: nn.Module, declared: Mapping[str, float]
+def group_parameters(
+    model: nn.Module, lr_multipliers: Mapping[str, float]
 ) -> dict[tuple[float, bool], list[nn.Parameter]]:
-    """The trained parameters by their factor on the learning rate, and whether their weights decay.
+    """Group the trained parameters by their factor on the learning rate and by weight decay.
 
-    `declared` has a factor by the beginning of parameters' names, of which the first that fits counts; all others have
-    1. Weights decay but for those that a module of the model gives as `no_decay_parameters()`, as its published code spares them.
-    UserError for a beginning that no trained parameter has.
+    Parameters that a module returns as `no_decay_parameters` have no weight decay.
+
+    Args:
+        model: The model.
+        lr_multipliers: Factors by the beginning of parameters' names; the first that
+            matches counts, and other parameters have 1.
+
+    Raises:
+        UserError: If no trained parameter's name has one of the beginnings.
     """
-    spared = {
+    no_decay = {
         id(p)
         for module in model.modules()
-        if isinstance(module, Spares)
+        if isinstance(module, NoWeightDecay)
         for p in module.no_decay_parameters()
     }
-    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     used = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            prefix = next(
-                (prefix for prefix in declared if name.startswith(prefix)), None
-            )
+            matching = [prefix for prefix in lr_multipliers if name.startswith(prefix)]
+            prefix = matching[0] if matching else None
             used.add(prefix)
-            factor = 1.0 if prefix is None else float(declared[prefix])
-            found.setdefault((factor, id(parameter) not in spared), []).append(
-                parameter
-            )
-    for prefix in declared.keys() - used:
+            factor = 1.0 if prefix is None else float(lr_multipliers[prefix])
+            key = (factor, id(parameter) not in no_decay)
+            groups.setdefault(key, []).append(parameter)
+    for prefix in lr_multipliers.keys() - used:
         raise UserError(
             f"lr_multipliers has '{prefix}', but no trained parameter's name begins so; leave it out"
         )
-    return found
+    return groups

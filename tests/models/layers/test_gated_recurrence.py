@@ -11,7 +11,7 @@ from torch import Tensor
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import RecurrentMixer, gated_recurrence, gated_step
 from models.layers.mamba2 import Mamba2
-from models.training.optimizers import grouped, make_optimizer
+from models.training.optimizers import group_parameters, make_optimizer
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 
@@ -146,7 +146,7 @@ def test_weights_decay_but_for_those_of_time_and_of_the_skip() -> None:
         (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2),
     ):
         names = {id(p): name for name, p in mixer.named_parameters()}
-        groups = grouped(mixer, {})
+        groups = group_parameters(mixer, {})
         found = [names[id(p)] for p in groups[1.0, False]]
         assert set(found) <= {"log_rate", "step_bias", "skip"}
         assert len(found) == spared

@@ -15,7 +15,7 @@ from models.retrieval.students.earn import EarnBackbone
 from models.retrieval.students.joint import Joint
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
-from models.training.optimizers import grouped
+from models.training.optimizers import group_parameters
 
 NEZHA = {"name": "nezha"}
 
@@ -197,7 +197,7 @@ def test_each_part_has_its_learning_rate() -> None:
         {**NEZHA, "rates": {"head": 1, "embedding": 100, "transition": 10}}
     )
     names = {id(p): name for name, p in model.named_parameters()}
-    found = grouped(model, model.lr_multipliers())
+    found = group_parameters(model, model.lr_multipliers())
     groups = {factor: {names[id(p)] for p in own} for (factor, _), own in found.items()}
     assert set(groups) == {1.0, 10.0, 100.0}
     assert groups[100.0] == {"backbone.embedding.weight", "backbone.extra.weight"}
@@ -209,7 +209,7 @@ def test_each_part_has_its_learning_rate() -> None:
         "backbone.encoder.final_layer_norm.weight",
     } <= groups[1.0]
     assert sum(map(len, groups.values())) == len(names)
-    assert list(grouped(untaught(NEZHA), {})) == [(1.0, True)]
+    assert list(group_parameters(untaught(NEZHA), {})) == [(1.0, True)]
 
 
 def test_a_factor_on_all_parts_is_another_base_rate() -> None:
@@ -237,4 +237,4 @@ def test_a_factor_of_no_trained_part_is_refused() -> None:
         UserError,
         match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name begins",
     ):
-        grouped(model, model.lr_multipliers())
+        group_parameters(model, model.lr_multipliers())
