@@ -51,6 +51,6 @@ def test_a_benchmark_is_a_table_for_each_size() -> None:
         "4.00",
         "2.00",
     ]
-    assert second.messages == [
+    assert second.notes == [
         "medians of 5 interleaved runs. random weights and histories, 9.0 items in the mean."
     ]
