@@ -97,7 +97,9 @@ def test_a_tree_in_one_pass_is_every_prefix_by_itself(
                     log_probs[at, place], expected, rtol=1e-4, atol=1e-5
                 )
     later = T5Target(decoder, history)(rows, tree, 2)
-    monkeypatch.setattr("models.retrieval.decoders.t5.MAX_TREE_SCORES", 1)  # user by user
+    monkeypatch.setattr(
+        "models.retrieval.decoders.t5.MAX_TREE_SCORES", 1
+    )  # user by user
     for one, whole in zip(
         T5Target(decoder, history)(rows, tree, 2), later, strict=True
     ):
