@@ -1,1 +1,1 @@
-"""Paired timings: they import everything, and nothing but the command that runs them imports them."""
+"""Paired timings. They import all packages, and only their command imports them."""

@@ -1,13 +1,13 @@
 """Paired timings, one JSON line per variant and size.
 
-    python -m benchmarks decode [--histories TABLES]      users per second by model, path and size
-    python -m benchmarks search_encoder                   encoders of search models, by mode and length
-    python -m benchmarks actions                          models of actions, by mode and length
-    python -m benchmarks sequences                        events per second of the sequence step, beside polars
-    python -m benchmarks floors                           fitting item_knn and ease, by items
-    python -m benchmarks.gpu                              steps and searches as CUDA graphs, and without (options there)
+    python -m benchmarks decode [--histories TABLES]  # models of semantic IDs
+    python -m benchmarks search_encoder               # encoders of search models
+    python -m benchmarks actions                      # models of actions
+    python -m benchmarks sequences                    # the sequence step and polars
+    python -m benchmarks floors                       # fitting item_knn and ease
+    python -m benchmarks.gpu                          # CUDA graphs, with own options
 
---json FILE also writes the lines to a file. Those of models need PyTorch alone.
+--json FILE also writes the lines to a file. Timings of models need PyTorch alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "sequences": ("runs", "sizes", "store_mb"),
     "floors": ("sizes",),
 }
-"""By benchmark, which is a module, the options that its function of the same name takes."""
+"""Options of each benchmark. A benchmark is a function in the module of its name."""
 
 
 def main() -> None:
@@ -56,19 +56,19 @@ def main() -> None:
     parser.add_argument(
         "--store_mb", type=int, help="sequences: MiB of Ray's object store"
     )
-    given = {
+    options = {
         name: value
         for name, value in vars(parser.parse_args()).items()
         if value is not None
     }
-    name, file = given.pop("name"), given.pop("json", None)
-    if others := given.keys() - OPTIONS[name]:
+    name, file = options.pop("name"), options.pop("json", None)
+    if others := options.keys() - OPTIONS[name]:
         parser.error(
             f"{name} takes no --{min(others)}; it takes {', '.join(OPTIONS[name])}"
         )
     try:
         write_rows(
-            getattr(importlib.import_module(f"benchmarks.{name}"), name)(**given),
+            getattr(importlib.import_module(f"benchmarks.{name}"), name)(**options),
             file,
             describe_origin(),
         )

@@ -2,12 +2,13 @@
 
     python -m benchmarks actions
 
-`train` is one step of the training loop on full sequences of `length` events: forward, backward, clipped AdamW.
-GenRank's are cut in the middle, as it learns from candidates only. `forward` scores `candidates` events after a
-context of `length`. Every row has the arithmetic of all attention of one forward pass, counted where it happens:
-`attention_flops`, two operations per product, of the positions that are read alone.
+`train` is one training step on full sequences of `length` events: forward, backward,
+clipped AdamW. GenRank's sequences are split in the middle, as it learns from candidates
+only. `forward` scores `candidates` events after a context of `length`. Every row has
+`attention_flops`, the arithmetic of all attention in a forward pass: two operations per
+product, counted for the attended positions only.
 
-Items, weights and what the users do are random: none of it changes the time.
+Items, weights and actions are random, which does not change the time.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """The models of actions, and AttnMVP without late fusion."""
 
 ITEMS, TASKS, ACTIONS, FEATURES = 10_000, 12, 12, 24
-"""Of the random_catalogue; twelve tasks as in Sec. 3 of AttnMVP."""
+"""Sizes of the catalogue; twelve tasks as in Sec. 3 of AttnMVP."""
 
 
 class AttentionCount(TorchFunctionMode):
-    """Counts the operations of scores and of weighted values in every attention that runs inside it."""
+    """Count the operations for scores and weighted values of all attention inside."""
 
     operations = 0
 
@@ -65,11 +66,10 @@ class AttentionCount(TorchFunctionMode):
             q, k = args[:2]
             rows, heads, queries, width = q.shape
             if function is prefix_product:
-                bound, group, own = (*args[3:], None)[:3]
-                mine = queries * (
-                    (group + 1) / 2 if group else own is not None
-                )  # a group reads itself causally
-                pairs = int(bound.sum() + rows * mine)
+                bound, group, self_kv = (*args[3:], None)[:3]
+                # a group attends to itself causally
+                per_query = (group + 1) / 2 if group else float(self_kv is not None)
+                pairs = int(bound.sum() + rows * queries * per_query)
             elif function is causal_product:
                 pairs = rows * queries * (queries + 1) // 2
             elif (mask := kwargs.get("attn_mask")) is not None:
@@ -81,7 +81,7 @@ class AttentionCount(TorchFunctionMode):
 
 
 def random_catalogue() -> ActionsCatalogue:
-    """Return a random_catalogue of random items with two categories."""
+    """Return a catalogue of random items with two categories."""
     names = {"actions": ACTIONS, "labels": TASKS, "features": FEATURES}
     return ActionsCatalogue(
         num_items=ITEMS,
@@ -100,15 +100,15 @@ def random_catalogue() -> ActionsCatalogue:
 def random_batch(rows: int, context: int, candidates: int) -> Batch:
     """Return sequences without padding; all candidates come after the context."""
     length = context + candidates
-    whole: dict[str, Tensor] = {
+    events: dict[str, Tensor] = {
         "item": torch.randint(ITEMS, (rows, length)),
         "time": torch.arange(length).clamp(max=context).repeat(rows, 1),
         "label": torch.randint(2, (rows, length, TASKS)).float(),
         "feature": torch.randn(rows, length, FEATURES),
         "valid": torch.ones(rows, length, dtype=torch.bool),
     }
-    batch = {name: value[:, :context] for name, value in whole.items()}
-    batch |= {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
+    batch = {name: value[:, :context] for name, value in events.items()}
+    batch |= {f"candidate_{name}": value[:, context:] for name, value in events.items()}
     return batch | {
         "action": torch.randint(2, (rows, context, ACTIONS)).float(),
         "learn": batch["valid"],
@@ -128,7 +128,7 @@ def build_model(variant: str, params: Row) -> FusionModel:
 
 
 def make(variant: str, params: Row) -> Call:
-    """Return a call that trains one step, or scores once, for `batch` users."""
+    """Build a call of one training step or one scoring of `batch` users."""
     torch.set_num_threads(params["threads"])
     torch.manual_seed(params["seed"])
     model = build_model(variant, params).to(device())
@@ -160,7 +160,7 @@ def make(variant: str, params: Row) -> Call:
 
 
 def count_attention(call: Call) -> int:
-    """Return the operations of all attention in one forward pass."""
+    """Count the operations of all attention in one forward pass."""
     with AttentionCount() as count:
         call(0)
     return count.operations
@@ -179,7 +179,7 @@ def actions(
     lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
-    """Yield the users per second of every variant, by mode and length.
+    """Yield the users per second of all variants by mode and length.
 
     A batch has `events` / length users.
     """

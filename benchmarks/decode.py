@@ -1,20 +1,23 @@
-"""Users per second, latency and peak memory of every way to decode semantic IDs here, on one catalogue.
+"""Paired timings of all ways to decode semantic IDs, on one catalogue.
 
     python -m benchmarks decode
 
-Variants, slowest first: TIGER by `transformers` generate without and with its cache; TIGER verifying AtSpeed's drafts,
-of which random weights accept hardly any, their slowest case; TIGER by our decoder; Mamba2; Gated DeltaNet; one decoder
-layer; EARN; NEZHA within the trie and with the published hash set after the search; SID-MLP and SID-MLP++ with every
-history padded to the maximum, as published; and both by the fast path; `allowed` are TIGER and SID-MLP among half of
-the items. TRIELINE_KERNELS chooses the kernels of all. LC-Rec, NEZHA and SID-MLP on it have a small language model of
-their own, so they compare with each other.
+Variants, slowest first: TIGER by `transformers` generate without and with its cache;
+TIGER verifying AtSpeed's drafts (random weights accept hardly any, the slowest case);
+TIGER by this project's decoder; Mamba2; Gated DeltaNet; one decoder layer; EARN; NEZHA
+within the trie, and with the published hash set after the search; SID-MLP and SID-MLP++
+with histories padded to the maximum, as published; and both by the fast path. `allowed`
+are TIGER and SID-MLP among half of the items. TRIELINE_KERNELS chooses the kernels of
+all variants. LC-Rec, and NEZHA and SID-MLP on it, have a small language model and
+compare with each other.
 
-Weights are random, as what most searches do depends on the shape of the catalogue and not on what was learned; or
-`checkpoints` gives trained models, which are timed on the histories and codes of their own tables, with the variants
-that are of these models. All variants of a size are timed in turn in one run; batches hold users of like history
-length, as in evaluation, and those of the runs are spread evenly over the lengths, so the median run is that of the
-median user. The encoder of each variant is timed alone in the same run (`encode_s`); `decode_s` is the rest, such as
-the paper's 16.25 times are about.
+Weights are random, as most searches depend on the shape of the catalogue only. With
+`checkpoints`, trained models are timed on histories and codes of their own tables. All
+variants of a size are timed in turn in one run. A batch has users with histories of
+similar length, as in evaluation, and the batches of the runs are spread evenly over the
+lengths, so the median run is that of the median user. The encoder of each variant is
+timed separately (`encode_s`); `decode_s` is the rest, which the paper's factor of 16.25
+is about.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ VARIANTS = (
     "lc_rec_nezha",
     "lc_rec_sid_mlp",
 )
-"""All variants, slowest first, those of LC-Rec by themselves."""
+"""All variants, slowest first; those of LC-Rec come last."""
 
 SLOW = (
     "hf_nocache",
@@ -83,7 +86,7 @@ SLOW = (
 """Variants that are timed at one size only."""
 
 BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
-"""Sizes of the others."""
+"""Sizes of the other variants."""
 
 SLOW_SIZE = (32, 50)
 """Batch and beam of the slow variants."""
@@ -93,18 +96,20 @@ MEAN_BRANCHING = (256, 38, 2.2, 1.2)
 
 TOP_K = 10
 USERS = 1024
-"""Number of histories that batches are cut from."""
+"""Histories that batches are taken from."""
 
 
 def random_codes(items: int, generator: torch.Generator) -> Tensor:
-    """Return (items, 4) distinct codes whose mean branching follows `MEAN_BRANCHING`.
+    """Return distinct codes (items, 4) with uneven branching.
+
+    Mean branching follows `MEAN_BRANCHING`.
 
     Raises:
-        UserError: if more items are asked for than codes can be drawn.
+        UserError: If there are more items than codes.
     """
     first, second, third, fourth = MEAN_BRANCHING
     scale = max(1.0, items / (first * second * third * fourth))
-    # second codes: the highest of uneven random weights, so that some first codes have many and some few
+    # second codes by uneven random weights: first codes differ in their children
     weight = torch.randn(256, 1, generator=generator) * 0.5 + torch.randn(
         256, 256, generator=generator
     )
@@ -127,7 +132,8 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
     prefix = prefix.repeat_interleave(conflicts)
     if len(prefix) < items:
         raise UserError(
-            f"{items} items are more than the {len(prefix)} that codes can be made for; ask for fewer"
+            f"{items} items are more than the {len(prefix)} that codes can be made "
+            f"for; ask for fewer"
         )
     kept = torch.randperm(len(prefix), generator=generator)[:items]
     return torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)[
@@ -138,7 +144,7 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
 def random_histories(
     users: int, items: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Return histories of 3 to 20 random items, 9 on average, shortest first."""
+    """Return histories of 3 to 20 random items, 9 in the mean, shortest first."""
     extra = torch.empty(users).geometric_(1 / 8, generator=generator).long() - 1
     lengths = (3 + extra).clamp(max=20).sort().values
     return [
@@ -148,13 +154,15 @@ def random_histories(
 
 
 def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
-    """Return the latest `longest` items of test requests, shortest first.
+    """Return the latest items of test requests, shortest first.
 
     Args:
-        users: Number of requests, spread evenly over the lengths; all if there are
-            fewer.
-        tables: Folder that jobs.prepare made.
-        longest: Largest length of a history.
+        users: Most histories, spread evenly over the lengths.
+        tables: Folder of jobs.prepare.
+        longest: Most items of a history.
+
+    Raises:
+        UserError: If there are no test requests.
     """
     examples = RetrievalDataset.load(
         join(tables, "sequences"), "test", max_history=longest
@@ -171,7 +179,7 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
 
 
 def model_name(variant: str) -> str:
-    """Return the name of the variant's model."""
+    """Return the name of the model of a variant."""
     names = (
         "lc_rec_nezha",
         "lc_rec_sid_mlp",
@@ -191,23 +199,23 @@ def model_name(variant: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of the models and histories of a benchmark."""
+    """Source of models and histories."""
 
     items: int
     """Items of the random catalogue."""
     seed: int
     """Seed of codes, weights and histories."""
     histories: str | None = None
-    """Tables of jobs.prepare; None for random histories."""
+    """Folder of jobs.prepare, or None for random histories."""
     sids: str | None = None
-    """Semantic IDs that the checkpoints were trained with."""
+    """Semantic IDs of the checkpoints."""
     checkpoints: tuple[tuple[str, str], ...] = ()
     """(model, checkpoint) of trained models; empty for random weights."""
 
 
 @lru_cache(maxsize=1)
 def load_histories(source: Source) -> list[list[int]]:
-    """Return the histories that batches are cut from, shortest first."""
+    """Return the histories that batches are taken from, shortest first."""
     if source.histories:
         return real_histories(USERS, source.histories, TigerConfig().max_history)
     return random_histories(
@@ -217,9 +225,7 @@ def load_histories(source: Source) -> list[list[int]]:
 
 @lru_cache(maxsize=1)
 def load_catalogue(source: Source) -> Catalogue:
-    """Return the catalogue of the checkpoints, or a random one with all items of the
-    histories.
-    """
+    """Return the checkpoints' catalogue, or a random one with the histories' items."""
     if source.checkpoints:
         return Catalogue.load(str(source.histories), source.sids)
     items = max(source.items, 1 + max(map(max, load_histories(source))))
@@ -229,7 +235,7 @@ def load_catalogue(source: Source) -> Catalogue:
 
 @cache
 def load_model(source: Source, name: str) -> nn.Module:
-    """Return the model that all its variants share, trained or with random weights."""
+    """Return the model of all its variants, trained or with random weights."""
     torch.manual_seed(source.seed)
     if source.checkpoints:
         uri = dict(source.checkpoints)[name]
@@ -244,16 +250,13 @@ def model_for(source: Source, variant: str) -> Any:
 
 
 def set_padding(variant: str, model: Any) -> None:
-    """Let SID-MLP++ as published compute padded positions too."""
+    """Make SID-MLP++ compute padding too, as published, if the variant is plain."""
     if variant.startswith("sid_mlp_pp"):
         model.backbone.pack = variant != "sid_mlp_pp_plain"
 
 
 def make_encoder_call(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
-    """Return the name of the variant's encoder and a call that runs it.
-
-    Variants that share a name share the encoder.
-    """
+    """Return the first part of a variant, with a name that variants of it share."""
     if variant in ("hf", "hf_nocache"):
         return "encoder/transformers", lambda batch: model.by_transformers().encoder(
             *model.with_mask(batch)
@@ -267,7 +270,7 @@ def make_encoder_call(variant: str, model: Any) -> tuple[str, Callable[[Batch], 
 
 
 def make_call(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
-    """Return the timed call: recommending for a batch."""
+    """Return the function to time: recommending to a batch."""
     options: dict[str, Any] = {"beam": beam}
     if variant in SLOW and not variant.startswith(
         "atspeed"
@@ -292,15 +295,16 @@ def make_call(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
 
 
 def cut_batches(source: Source, variant: str, size: int, runs: int) -> list[Batch]:
-    """Return one batch per run, shortest histories first.
+    """Return a batch per run, shortest histories first.
 
-    A batch is padded to its own longest history; batches of a plain variant to the
-    longest of all.
+    Histories are padded to the longest of their batch, those of plain variants to the
+    maximum.
     """
     histories = load_histories(source)
     if size > len(histories):
         raise UserError(
-            f"batch {size} exceeds the {len(histories)} histories; give tables of more users"
+            f"batch {size} exceeds the {len(histories)} histories; give tables of more "
+            f"users"
         )
     batches = []
     for run in range(runs):
@@ -323,7 +327,7 @@ def cut_batches(source: Source, variant: str, size: int, runs: int) -> list[Batc
 
 
 def make(variant: str, params: Row) -> Call:
-    """Return a call that runs the variant on a run's batch, after one warm-up call."""
+    """Build a call of a variant, and warm it up."""
     torch.set_num_threads(params["threads"])
     use_exact_onednn()  # for all variants
     source, runs = params["source"], params["runs"]
@@ -334,7 +338,7 @@ def make(variant: str, params: Row) -> Call:
 
 
 def make_encoder(variant: str, params: Row) -> tuple[str, Call]:
-    """Return the make_encoder_call's name and a call that runs it on a run's batch."""
+    """Build the call of a variant's `encoder`."""
     model = model_for(params["source"], variant)
     name, encode = make_encoder_call(variant, model)
     given = cut_batches(params["source"], variant, params["batch"], params["runs"])
@@ -360,19 +364,27 @@ def decode(
     checkpoints: Iterable[str] = (),
     sids: str | None = None,
 ) -> Iterator[Row]:
-    """Yield one row per variant and size (batch, beam), each size in one interleaved
-    run.
+    """Yield a row per variant and size (batch, beam).
 
     Args:
-        slow: The only size of `SLOW` variants.
-        histories: Tables of jobs.prepare; None for random histories.
-        checkpoints: Models trained on these tables and on `sids`; empty for random
-            weights.
+        runs: Timings per variant.
+        threads: CPU threads.
+        items: Items of a random catalogue.
+        seed: Seed of codes, weights and histories.
+        variants: Variants to time.
+        batches: Batch sizes.
+        beams: Beam widths.
+        slow: The only size (batch, beam) of `SLOW` variants.
+        histories: Folder of jobs.prepare, or None for random histories.
+        checkpoints: Models that were trained on `histories` and `sids`; empty for
+            random weights.
+        sids: Semantic IDs of the checkpoints.
     """
     trained = find_checkpoints(checkpoints)
     if trained and not (histories and sids):
         raise UserError(
-            "--checkpoints are timed on their own tables; give --histories TABLES and --sids SIDS"
+            "--checkpoints are timed on their own tables; give --histories TABLES and "
+            "--sids SIDS"
         )
     source = Source(items, seed, histories, sids, tuple(trained.items()))
     variants = [
@@ -382,52 +394,71 @@ def decode(
     timed = {v: [slow] if v in SLOW else sizes for v in variants}
     shared: Row = {"threads": threads, "runs": runs, "source": source}
     memory: dict[tuple[str, tuple[int, int]], float] = {}
-    for variant, own in timed.items():
+    for variant, variant_sizes in timed.items():
         # so that the tables of a fast path count as its memory
         first = variant.replace("_fast", "_plain"), {"batch": 1, "beam": 2, **shared}
-        settings = [{"batch": batch, "beam": beam, **shared} for batch, beam in own]
-        found = in_fresh_process(peak_memory, make, first, variant, settings)
-        memory |= {(variant, size): peak for size, peak in zip(own, found, strict=True)}
-    told: Row = {
+        settings = [
+            {"batch": batch, "beam": beam, **shared} for batch, beam in variant_sizes
+        ]
+        peaks = in_fresh_process(peak_memory, make, first, variant, settings)
+        memory |= {
+            (variant, size): peak
+            for size, peak in zip(variant_sizes, peaks, strict=True)
+        }
+    on_cpu = device_name() == "cpu"
+    reported: Row = {
         "items": items,
         "threads": threads,
         "seed": seed,
         "runs": runs,
         "histories": histories,
+        "checkpoints": trained,
+        "sids": sids,
+        "k": TOP_K,
+        "device": device_name(),
+        "kernels": on_cpu and kernels.library() is not None,  # built on first use
     }
-    told |= {"checkpoints": trained, "sids": sids, "k": TOP_K, "device": device_name()}
-    told["kernels"] = (
-        told["device"] == "cpu" and kernels.library() is not None
-    )  # built here, if they are not yet
-    told["mean_history"] = round(statistics.mean(map(len, load_histories(source))), 2)
-    for size in dict.fromkeys(size for own in timed.values() for size in own):
-        here = [variant for variant, own in timed.items() if size in own]
+    reported["mean_history"] = round(
+        statistics.mean(map(len, load_histories(source))), 2
+    )
+    for size in dict.fromkeys(
+        size for variant_sizes in timed.values() for size in variant_sizes
+    ):
+        variants_of_size = [
+            variant for variant, variant_sizes in timed.items() if size in variant_sizes
+        ]
         params = {"batch": size[0], "beam": size[1], **shared}
-        calls = {variant: make(variant, params) for variant in here}
-        parts = {variant: make_encoder(variant, params) for variant in here}
-        params = {"batch": size[0], "beam": size[1], **told}
+        calls = {variant: make(variant, params) for variant in variants_of_size}
+        parts = {variant: make_encoder(variant, params) for variant in variants_of_size}
+        params = {"batch": size[0], "beam": size[1], **reported}
         yield from time_in_turns(
-            "decode", calls, params, size[0], {v: memory[v, size] for v in here}, parts
+            "decode",
+            calls,
+            params,
+            size[0],
+            {v: memory[v, size] for v in variants_of_size},
+            parts,
         )
 
 
-def find_checkpoints(given: Iterable[str]) -> dict[str, str]:
-    """Return the model's name of each checkpoint or finished run.
+def find_checkpoints(places: Iterable[str]) -> dict[str, str]:
+    """Return the checkpoint, or finished run, of each model.
 
     Raises:
-        UserError: for two checkpoints of one model, or a model without a variant.
+        UserError: If two are of one model, or a model has no variant.
     """
-    found: dict[str, str] = {}
-    for place in given:
+    checkpoints: dict[str, str] = {}
+    for place in places:
         uri = checkpoint.locate(place)
         name = checkpoint.read(uri).model["name"]
-        if name in found:
+        if name in checkpoints:
             raise UserError(
-                f"{uri} and {found[name]} are both of the model '{name}'; give one of them"
+                f"{uri} and {checkpoints[name]} are both of the model '{name}'; give "
+                f"one of them"
             )
         if name not in map(model_name, VARIANTS):
             raise UserError(
                 f"{uri} is of the model '{name}', which has no variant; leave it out"
             )
-        found[name] = uri
-    return found
+        checkpoints[name] = uri
+    return checkpoints

@@ -2,10 +2,10 @@
 
     python -m benchmarks floors --sizes 10000 30000 100000
 
-Users are drawn 2 for each item, with 10 behaviours each: an item by a Zipf-like popularity,
-half of the behaviours within the user's part of the catalogue. Each fit is a process of its
-own, so that its peak memory is its own; `cpu_s` is processor time, which other work on the
-machine changes less than `median_s`.
+A log has 2 users per item with 10 behaviours each. Items have a Zipf-like popularity,
+and half of the behaviours are in the user's part of the catalogue. Each fit runs in a
+process of its own, for its peak memory. `cpu_s` is processor time, which depends less
+on other work on the machine than `median_s`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODELS = ("item_knn", "ease")
 
 
 def draw_batch(items: int) -> dict[str, torch.Tensor]:
-    """Return all training behaviours of a log as one batch."""
+    """Return all training behaviours of a random log as one batch."""
     rng = np.random.default_rng(items)
     users = np.repeat(np.arange(2 * items), BEHAVIOURS_PER_USER)
     popular = (items ** rng.random(len(users))).astype(np.int64) - 1
@@ -40,7 +40,7 @@ def draw_batch(items: int) -> dict[str, torch.Tensor]:
 
 
 def fit(name: str, items: int, results: Any) -> None:
-    """Fit one model and put seconds, processor seconds and MB of peak memory."""
+    """Fit a model, and put seconds, processor seconds and peak memory in MB."""
     catalogue, batch = Catalogue(items), draw_batch(items)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model_class, options = parse_options({"name": name})

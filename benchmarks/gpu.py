@@ -1,12 +1,13 @@
-"""What a GPU does in a training step and in a search, with CUDA graphs and without. No Ray or MLflow: PyTorch, pyarrow,
-numpy, safetensors, PyYAML and psutil.
+"""Timings of training steps and searches on a GPU, with and without CUDA graphs.
 
-    python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger sid_mlp]
+    python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger]
 
-`train` drives `models.training.fit` on batches in memory: plain, captured (`fit.cuda_graphs`), and compiled beforehand
-(`fit.compile`). Weights (seed 0, steps seed 3) and batches are random; the first `SKIPPED` steps are left out of times.
-`same` says whether the weights after them equal the plain run's, `off` by how much they differ. `search` times
-`recommend` without a graph, as one, and as one with products in TF32, in turn.
+Needs neither Ray nor MLflow: PyTorch, pyarrow, numpy, safetensors, PyYAML and psutil.
+`train` runs `models.training.fit` on batches in memory: plain, captured
+(`fit.cuda_graphs`), and compiled before (`fit.compile`). Weights (seed 0, steps seed 3) and
+batches are random, and the first `SKIPPED` steps are not timed. `same` says whether the
+weights after them equal the plain run's, `off` how much they differ. `search` times
+`recommend` without a graph, as a graph, and as a graph with products in TF32, in turn.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
 Row = dict[str, Any]
 CUDA = torch.device("cuda")
 ITEMS = 12_101
-"""Of the catalogue: as many as amazon14_beauty has."""
+"""Items of the catalogue, as many as in amazon14_beauty."""
 MODES = ("plain", "captured", "compiled")
 STEPS = 130
 SKIPPED = 50
-"""First steps, in which graphs and kernels are made."""
+"""First steps, in which graphs and kernels are built."""
 
 
 def catalogue() -> Catalogue:
@@ -54,7 +55,7 @@ def catalogue() -> Catalogue:
 def retrieval_batches(size: int, unit: str) -> list[dict[str, Tensor]]:
     """Return two batches of full histories of 20 items."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    batches = []
     for _ in range(2):
         length = torch.full((size,), 20)
         batch = {
@@ -70,22 +71,22 @@ def retrieval_batches(size: int, unit: str) -> list[dict[str, Tensor]]:
             batch |= {"target_position": torch.arange(4, 20).repeat(size)}
         else:
             batch["target"] = torch.randint(0, ITEMS, (size,), generator=generator)
-        found.append(batch)
-    return found
+        batches.append(batch)
+    return batches
 
 
 def actions_batches(name: str, rows: int, length: int) -> list[dict[str, Tensor]]:
     cut = length // 2 if name == "genrank" else 0
-    found = []
+    batches = []
     for _ in range(2):
         batch = actions.random_batch(rows, length - cut, cut)
-        found.append(
+        batches.append(
             {
                 **{key: value.contiguous() for key, value in batch.items()},
                 "untied": torch.zeros(0),
             }
         )
-    return found
+    return batches
 
 
 TRAINING_VARIANTS: dict[
@@ -119,11 +120,11 @@ TRAINING_VARIANTS: dict[
         for name in ("interleaved", "attn_lfa", "attn_mvp", "genrank")
     },
 }
-"""Variant -> model, batches, settings of fit."""
+"""Variant -> model, batches, options of fit."""
 
 
 class Repeated:
-    """An endless source of the same batches, in the form that `fit` takes."""
+    """Batches in an endless cycle, in the form that `fit` takes."""
 
     def __init__(self, batches: list[dict[str, Tensor]], steps: int) -> None:
         self.given, self.count = batches, steps
@@ -149,8 +150,10 @@ def build_model(options: dict[str, Any]) -> Any:
 
 
 def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
-    """Return the row of a run, and its weights after the number of steps that all runs
-    share.
+    """Train a model for `STEPS` steps.
+
+    Returns:
+        The row of the run, and the weights after `SKIPPED` steps.
     """
     options, batches, settings = TRAINING_VARIANTS[variant]
     model = build_model(options)
@@ -273,16 +276,16 @@ def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
 
 
 def time_calls(call: Callable[[], Any], times: int = 5) -> list[float]:
-    """Return the seconds of `times` calls, after one warm-up call."""
+    """Return the seconds of several calls, after one that is not timed."""
     call()
-    found = []
+    seconds = []
     for _ in range(times):
         torch.cuda.synchronize()
         began = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 @torch.no_grad()
@@ -324,7 +327,7 @@ def time_search(variant: str, runs: int) -> Iterator[Row]:
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Yield the lines of Markdown tables of stored rows."""
+    """Yield Markdown tables of saved lines."""
     trained: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["benchmark"] == "gpu train":

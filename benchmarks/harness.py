@@ -1,11 +1,11 @@
-"""Paired timings, peak memory and JSON lines for all benchmarks.
+"""Paired timings, peaks of memory, and JSON lines for all benchmarks.
 
 Variants are timed in turn within one run (A B C A B C ...), so that their ratios hold
-on a noisy machine. One JSON line per variant and setting: benchmark, variant, params,
-runs, median_s, min_s, max_s, items_per_s, peak_memory_mb.
+on a noisy machine. There is one JSON line per variant and setting: benchmark, variant,
+params, runs, median_s, min_s, max_s, items_per_s, peak_memory_mb.
 
-A benchmark gives `make(variant, params)`, which builds and warms up a variant and
-returns a call that takes the number of a run.
+A benchmark has a function `make(variant, params)` that builds the variant, warms it up,
+and returns its call, a function of the number of the run.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def wait_for_device() -> None:
 
 
 def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
-    """Run the function in a fresh process, so that no variant profits from another's
-    memory.
-    """
+    """Run a function in a fresh process, so that variants do not share memory."""
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
@@ -63,30 +61,36 @@ def peak_memory(
     variant: str,
     settings: Sequence[Row],
 ) -> list[float]:
-    """Return the peak memory in MB of a call of the variant, for each setting.
+    """Measure the peak memory of calls of a variant, without the built variant.
 
-    Memory of the variant itself is not included. Call it in a process of its own: on a
-    CPU a process's peak never falls, so a setting's value includes the settings before
-    it.
+    Call it in a process of its own. On a CPU the peak of a process never falls, so the
+    peak of a setting includes those of the settings before it.
 
     Args:
-        first: Variant and params of a small call that is made before.
+        make: Builds a variant.
+        first: Variant and params that are built before.
+        variant: Variant to measure.
+        settings: Params of the variant.
+
+    Returns:
+        Peak of each setting in MB.
     """
     make(*first)
-    before, found = resident_peak_mb(), []
+    before = resident_peak_mb()
+    peaks = []
     for params in settings:
-        call, last = make(variant, params), params["runs"] - 1
+        call = make(variant, params)
+        last_run = params["runs"] - 1
         if device().type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-            call(last)
-            found.append((torch.cuda.max_memory_allocated() - held) / 2**20)
+            allocated = torch.cuda.memory_allocated()
+            call(last_run)
+            peaks.append((torch.cuda.max_memory_allocated() - allocated) / 2**20)
         else:
-            call(last)
-            found.append(
-                max(0.0, resident_peak_mb() - before)
-            )  # counts are off by pages
-    return found
+            call(last_run)
+            # the counts of the system may be off by pages
+            peaks.append(max(0.0, resident_peak_mb() - before))
+    return peaks
 
 
 def time_in_turns(
@@ -97,42 +101,43 @@ def time_in_turns(
     memory: dict[str, float] | None = None,
     parts: dict[str, tuple[str, Call]] | None = None,
 ) -> Iterator[Row]:
-    """Time each variant once per run, in turn, and yield one row per variant.
+    """Time each variant once per run, in turn, and yield a row per variant.
 
     Args:
-        items: Number of items that one call processes.
-        memory: Peak memory in MB of each variant.
-        parts: Name and call of the first part of a variant, which is also timed alone:
-            the row then has `encode_s`, and `decode_s` as the median over the runs of
-            the rest.
+        benchmark: Name of the benchmark.
+        calls: Call of each variant.
+        params: Settings, with the number of `runs`.
+        items: Items that one call processes.
+        memory: Peak memory of each variant in MB.
+        parts: Name and call of the first part of variants, which is timed too. Rows
+            then have `encode_s` for the part, and `decode_s`, the median of the rest.
     """
     parts = parts or {}
-    alone = dict(parts.values())
-    seconds: dict[str, list[float]] = {variant: [] for variant in [*alone, *calls]}
+    part_calls = dict(parts.values())
+    seconds: dict[str, list[float]] = {name: [] for name in [*part_calls, *calls]}
     for run in range(params["runs"]):
-        for variant, call in {**alone, **calls}.items():
+        for name, call in {**part_calls, **calls}.items():
             wait_for_device()
             begin = time.perf_counter()
             call(run)
             wait_for_device()
-            seconds[variant].append(time.perf_counter() - begin)
+            seconds[name].append(time.perf_counter() - begin)
             print(
-                f"{benchmark} {variant} run {run + 1}: {seconds[variant][-1]:.3f} s",
+                f"{benchmark} {name} run {run + 1}: {seconds[name][-1]:.3f} s",
                 file=sys.stderr,
                 flush=True,
             )
     for variant in calls:
         times, more = seconds[variant], {}
         if variant in parts:
-            first = seconds[parts[variant][0]]
-            rest = statistics.median(
-                whole - begun for whole, begun in zip(times, first, strict=True)
-            )
+            part_times = seconds[parts[variant][0]]
+            rest = [t - part for t, part in zip(times, part_times, strict=True)]
             more = {
-                "encode_s": round(statistics.median(first), 5),
-                "decode_s": round(rest, 5),
+                "encode_s": round(statistics.median(part_times), 5),
+                "decode_s": round(statistics.median(rest), 5),
             }
-        more |= {"peak_memory_mb": round(memory[variant], 1)} if memory else {}
+        if memory:
+            more["peak_memory_mb"] = round(memory[variant], 1)
         yield row(benchmark, variant, params, times, items, **more)
 
 
@@ -160,50 +165,56 @@ def row(
 
 
 def run_module(module: str, *arguments: Any) -> Row:
-    """Return the last line of `python -m module arguments` as JSON, with processor time
-    and memory.
+    """Run `python -m module arguments` and measure its processor time and memory.
 
-    `cpu_s` is the processor time, `peak_memory_mb` the peak memory of all its
-    processes. After a failure the row has an `error`.
+    Returns:
+        The last line of its output, which is JSON, or its `error`; with `cpu_s` and
+        `peak_memory_mb` of all its processes.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     settings = {
         "RAY_AUTH_MODE": "token",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a local Ray is for its user alone
-        "RAY_raylet_start_wait_time_s": "180",  # a busy machine starts Ray slowly
-        "RAY_worker_niceness": "0",  # Ray's workers else give way to all other processes, and polars does not
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a local Ray is for its user only
+        "RAY_raylet_start_wait_time_s": "180",  # Ray starts slowly on a busy machine
+        "RAY_worker_niceness": "0",  # by default Ray's workers have a low priority
     }
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, **settings}, **pipes)
-    watched, cpu, peak = psutil.Process(process.pid), dict[int, float](), 0.0
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    main_process = psutil.Process(process.pid)
+    cpu_seconds: dict[int, float] = {}
+    peak = 0.0
     while process.poll() is None:
-        total = 0
+        memory_bytes = 0
         with suppress(psutil.Error):
-            for each in [watched, *watched.children(recursive=True)]:
+            for each in [main_process, *main_process.children(recursive=True)]:
                 with suppress(psutil.Error, OSError):
                     times = each.cpu_times()
-                    cpu[each.pid] = times.user + times.system
+                    cpu_seconds[each.pid] = times.user + times.system
                     memory = each.memory_full_info()._asdict()
-                    total += memory.get(
-                        "pss", memory["rss"]
-                    )  # on Linux shared pages are counted once
-        peak = max(peak, total / 2**20)
+                    # on Linux PSS counts shared pages once
+                    memory_bytes += memory.get("pss", memory["rss"])
+        peak = max(peak, memory_bytes / 2**20)
         time.sleep(0.25)
     out, err = process.communicate()
-    found = {"cpu_s": round(sum(cpu.values()), 2), "peak_memory_mb": round(peak)}
+    usage = {
+        "cpu_s": round(sum(cpu_seconds.values()), 2),
+        "peak_memory_mb": round(peak),
+    }
+    if process.returncode < 0:
+        return {**usage, "error": "killed, as by a machine out of memory"}
     if process.returncode:
-        killed = (
-            "killed, as by a machine out of memory" if process.returncode < 0 else ""
-        )
-        return {
-            **found,
-            "error": killed or (err.strip().splitlines() or ["no words"])[-1][:300],
-        }
-    return {**found, **json.loads(out.splitlines()[-1])}
+        lines = err.strip().splitlines() or ["no words"]
+        return {**usage, "error": lines[-1][:300]}
+    return {**usage, **json.loads(out.splitlines()[-1])}
 
 
 def describe_origin() -> Row:
-    """Return the command, the hardware and the commit of a benchmark run."""
+    """Return the command, the processor or GPU, and the commit."""
     name = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -231,12 +242,13 @@ def describe_origin() -> Row:
 def write_rows(
     rows: Iterable[Row], file: IO[str] | None, more: Row | None = None
 ) -> list[Row]:
-    """Print each row, merged with `more`, as a JSON line, and write it to the file if
-    given.
-    """
+    """Print rows, completed by `more`, as JSON lines, and write them to a file."""
     written = []
-    for each in ({**row, **(more or {})} for row in rows):
-        for out in (sys.stdout, *([file] if file else [])):
-            print(json.dumps(each), file=out, flush=True)
-        written.append(each)
+    for row in rows:
+        complete = {**row, **(more or {})}
+        line = json.dumps(complete)
+        print(line, flush=True)
+        if file:
+            print(line, file=file, flush=True)
+        written.append(complete)
     return written

@@ -2,9 +2,10 @@
 
     python -m benchmarks search_encoder
 
-Variants, one row per mode and length: `linear_hstu`; `hstu`, without its relative bias, which favours it; and
-`projections`, the same four products of every layer and nothing else, which is the floor of both (HSTU's fifth
-product, of its output, is not in it). Weights are random.
+There is a row per variant, mode and length. `hstu` has no relative bias, which favours
+it. `projections` runs only the four products of every layer, a lower bound of
+`linear_hstu` and `hstu` (without the fifth product of HSTU, its output). Weights are
+random.
 """
 
 from __future__ import annotations
@@ -33,13 +34,11 @@ LENGTHS = (100, 300, 1000, 4000, 16000)
 VARIANTS = ("hstu", "linear_hstu", "projections")
 
 MAX_ATTENTION_MB = 6000
-"""Limit of the attention matrices of `hstu`, which is skipped above it."""
+"""`hstu` is left out if its attention matrices would need more memory."""
 
 
 class Projections(nn.Module):
-    """The matrix products of every layer alone: D to 4 D; the first quarter is the next
-    input.
-    """
+    """The products of every layer alone: D to 4 D, whose first quarter is passed on."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -68,9 +67,7 @@ def build_encoder(variant: str, params: Row) -> nn.Module:
 
 
 def make(variant: str, params: Row) -> Call:
-    """Return a call that encodes random tokens of `batch` users, with gradients in mode
-    `train`.
-    """
+    """Build a call of one forward pass (or forward and backward) over random tokens."""
     torch.set_num_threads(params["threads"])
     use_exact_onednn()  # for all variants
     torch.manual_seed(params["seed"])
@@ -95,15 +92,13 @@ def make(variant: str, params: Row) -> Call:
 
 
 def fits_in_memory(variant: str, params: Row) -> bool:
-    """Return whether the variant's attention matrices stay below `MAX_ATTENTION_MB`."""
+    """Return whether the variant is timed in this mode and length."""
     if variant != "hstu":
         return True
-    kept = (
-        params["layers"] if params["mode"] == "train" else 1
-    )  # layers whose matrices are held at once
-    matrices = (
-        3 * kept * params["heads"] * params["batch"]
-    )  # scores, SiLU and its causal part
+    # layers whose matrices are in memory at a time
+    layers = params["layers"] if params["mode"] == "train" else 1
+    # scores, SiLU and its causal part
+    matrices = 3 * layers * params["heads"] * params["batch"]
     return matrices * params["length"] ** 2 * 4 / 2**20 <= MAX_ATTENTION_MB
 
 
@@ -119,7 +114,7 @@ def search_encoder(
     lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
-    """Yield the users per second of every variant, mode by mode and length by length."""
+    """Yield the users per second of all variants by mode and length."""
     variants = list(variants)
     for mode, length in product(modes, lengths):
         params: Row = {

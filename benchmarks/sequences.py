@@ -1,17 +1,18 @@
-"""Time the sequence step beside bare polars, on the same log, in turn.
+"""Paired timings of the sequence step and of bare polars on the same log.
 
-`python -m benchmarks sequences` prints the rows of `sequences`. The log is simulated
-and written once, as Parquet in time order. Both variants read it, sort by user and
-time, index the items, build every list column with requests, histories and a temporal
-split, and write Parquet; a test compares their rows. `trieline` calls the functions of
-jobs.prepare, shuffle included, and so also drops duplicates, writes an events table,
-checks that each user is in one part, and commits with hashes. `polars` is one process
-with the whole log in memory, on all cores.
+    python -m benchmarks sequences
 
-Times run from the first read to the last byte written, without imports and the start of
-Ray. Peak memory is the sum over all processes of the variant, Ray's own included, with
-shared pages counted once. A failed run, such as polars on a log larger than the memory,
-is a row with its `error`.
+The log is simulated and written once, as Parquet in time order. Both variants read it,
+sort by user and time, index the items, build every list column with requests, histories
+and a temporal split, and write Parquet; a test checks that the rows are equal.
+`trieline` calls the functions of jobs.prepare with the shuffle, so it also drops
+duplicates, writes an events table, checks that each user is in one part, and commits
+with hashes. `polars` is one process with the whole log in memory, on all cores.
+
+The time is from the first read to the last byte written, without imports and the start
+of Ray. Peak memory is the sum over all processes of the variant, including Ray's, with
+shared pages counted once. A run that fails, as polars does if the log exceeds the
+memory, is a line with an `error`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ LOG: dict[str, Any] = {
 
 
 def run_trieline(log: str, output: str) -> None:
-    """Turn the log into committed tables with the functions of jobs.prepare."""
+    """Write tables with the functions of jobs.prepare."""
     config = PrepareConfig(core=0, split=SPLIT)
     prepare(
         parse_log(LOG),
@@ -65,7 +66,7 @@ def run_trieline(log: str, output: str) -> None:
 
 
 def run_polars(log: str, output: str) -> None:
-    """Turn the log into one Parquet file of sequences with polars alone."""
+    """Write one Parquet file of sequences with polars alone."""
     frame = pl.read_parquet(f"{log}/events-*.parquet")
     items = (
         frame.select("item_id").unique().sort("item_id").with_row_index("item_index")
@@ -134,9 +135,11 @@ VARIANTS: dict[str, Callable[[str, str], None]] = {
 def sequences(
     sizes: Sequence[int] = SIZES, runs: int = 5, store_mb: int | None = None
 ) -> Iterator[Row]:
-    """Yield one row per size and variant; `items` are events.
+    """Yield a line per size and variant.
 
     Args:
+        sizes: Numbers of events.
+        runs: Timings per variant.
         store_mb: MiB of Ray's object store; None for Ray's default.
     """
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
@@ -156,9 +159,9 @@ def sequences(
             }
             results: dict[str, list[Row]] = {variant: [] for variant in VARIANTS}
             for _ in range(runs):
-                for variant, found in results.items():
+                for variant, rows in results.items():
                     output = f"{folder}/{variant}"
-                    found.append(
+                    rows.append(
                         run_module(
                             "benchmarks.sequences",
                             variant,
@@ -167,8 +170,8 @@ def sequences(
                             *([store_mb] if store_mb else []),
                         )
                     )
-            for variant, found in results.items():
-                if errors := [result["error"] for result in found if "error" in result]:
+            for variant, rows in results.items():
+                if errors := [result["error"] for result in rows if "error" in result]:
                     yield {
                         "benchmark": "sequences",
                         "variant": variant,
@@ -177,7 +180,7 @@ def sequences(
                     }
                     continue
                 seconds, *most = (
-                    [each[key] for each in found]
+                    [each[key] for each in rows]
                     for key in ("seconds", "peak_memory_mb", "cpu_s")
                 )
                 more = {
@@ -188,7 +191,7 @@ def sequences(
 
 
 def time_variant(variant: str, log: str, output: str, store_mb: str = "0") -> float:
-    """Run the variant in this process and return its seconds."""
+    """Return the seconds of a run in this process."""
     if variant == "trieline":
         import ray
 

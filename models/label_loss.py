@@ -32,8 +32,8 @@ class LabelOptions:
     """Label -> another label that must be true where this one is learned and measured:
     {purchase: click} learns the probability of a purchase given a click."""
     negative_rate: float = 1.0
-    """Share of the candidates without a label that the label is learned from. Logits are
-    corrected by log(rate), so that probabilities refer to all candidates."""
+    """Share of the candidates without a label that the label is learned from. Logits
+    are corrected by log(rate), so that probabilities refer to all candidates."""
 
     def __post_init__(self) -> None:
         for name, weight in self.label_weights.items():

@@ -1,1 +1,1 @@
-"""What reproduces the papers: claims, published figures, scripts, kept runs, and looks inside of models."""
+"""Reproduction of the papers: claims, published figures, scripts and saved runs."""

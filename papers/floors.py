@@ -1,4 +1,4 @@
-"""The models of the retrieval quickstart on a log of RESULTS.md, as runs to keep.
+r"""The models of the retrieval quickstart on a log of RESULTS.md, as runs to keep.
 
     python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT
     python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT --seeds 42 43 44
@@ -6,10 +6,10 @@
         --tracking_uri sqlite:///OUT/amazon18_industrial/runs/mlflow.db \
         --output papers/results/small_amazon18_industrial.jsonl
 
-Without `--seeds` only the models without training run, with their shipped configs. With
-seeds SASRec, TIGER and SID-MLP follow as the quickstart trains them, but for all of their
-epochs, or at most `--epochs`, however fast the machine is. Each model is evaluated on test, with all items and
-with known items left out. The line again goes on from what is finished.
+Without `--seeds` only the models without gradient training run, with their shipped
+configs. With seeds, SASRec, TIGER and SID-MLP follow as in the quickstart, but for all
+of their epochs, or at most `--epochs`. Each model is evaluated on test, with all items
+and without known items. The same command line continues from finished steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Config:
     input: str
     """Folder of the raw log."""
     output: str
-    """Folder for tables and runs, in a folder named by the log."""
+    """Folder for tables and runs, in a subfolder with the name of the log."""
     experiment: str | None = None
     """MLflow experiment; by default retrieval/LOG."""
     source: str | None = None
@@ -44,7 +44,7 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Prepare the log, and train and evaluate each model."""
+    """Prepare a log, and train and evaluate all models without gradient training."""
     folder = Path(config.output).absolute() / config.log
     tables, sids, runs = (str(folder / name) for name in ("tables", "sids", "runs"))
     source = config.source or str(quickstart.CONFIGS / "sources" / f"{config.log}.yaml")

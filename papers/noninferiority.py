@@ -1,11 +1,13 @@
-"""Is a student as good as its teacher? The one-sided non-inferiority t-test of SID-MLP (App. C.4, Table 12).
+"""The one-sided non-inferiority t-test of SID-MLP (App. C.4, Table 12).
 
-`x_i` is the student's metric for seed i, `b` the one fixed value of the teacher, `eps` a share of b:
+`x_i` is the student's metric for seed i, `b` the teacher's fixed value, `eps` a share
+of b:
 
-    H0: E[x - b] <= -eps        t = (mean(x) - b + eps) / (s / sqrt(n)),  n - 1 degrees of freedom
+    H0: E[x - b] <= -eps
+    t = (mean(x) - b + eps) / (s / sqrt(n)),  n - 1 degrees of freedom
 
-A p below 0.05 says that the student does not lose more than the margin. `papers.pages` shows it for every
-student whose teacher is in the same experiment.
+A p below 0.05 means that the student does not lose more than the margin. `papers.pages`
+shows it for every student whose teacher is in the same experiment.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from dataclasses import dataclass
 from scipy.stats import t as student_t
 
 MARGIN = 0.01
-"""Loss that is accepted, relative to the teacher (App. C.4)."""
+"""Accepted loss relative to the teacher (App. C.4)."""
 
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """The result of a non-inferiority test."""
+    """Result of the test."""
 
     mean: float
     """Mean of the student over its seeds."""
@@ -32,7 +34,8 @@ class NonInferiority:
     teacher: float
     """The teacher's value."""
     p: float
-    """Chance of such values, or better ones, from a student that loses the margin; NaN for one seed."""
+    """Probability of values as good from a student that loses the margin; NaN for one
+    seed."""
 
     @property
     def difference(self) -> float:
@@ -45,21 +48,27 @@ def non_inferiority(
 ) -> NonInferiority:
     """Test a student's values, one per seed, against the teacher's.
 
+    Args:
+        student: Values of the student.
+        teacher: Value of the teacher.
+        margin: Accepted loss relative to the teacher.
+
     Raises:
-        ValueError: without values.
+        ValueError: If there are no values.
     """
     if not student:
         raise ValueError(
-            "there are 0 values of the student, the test needs at least 2; evaluate it on test first"
+            "there are 0 values of the student, the test needs at least 2; evaluate it "
+            "on test first"
         )
     mean = statistics.fmean(student)
     if len(student) == 1:
         return NonInferiority(mean, math.nan, teacher, math.nan)
     deviation = statistics.stdev(student)
-    above = mean - teacher + margin * teacher
-    if deviation == 0:  # all seeds alike: t is without bound
-        return NonInferiority(mean, 0.0, teacher, 0.0 if above > 0 else 1.0)
-    statistic = above / (deviation / math.sqrt(len(student)))
+    excess = mean - teacher + margin * teacher
+    if deviation == 0:  # equal values: t is infinite
+        return NonInferiority(mean, 0.0, teacher, 0.0 if excess > 0 else 1.0)
+    statistic = excess / (deviation / math.sqrt(len(student)))
     return NonInferiority(
         mean, deviation, teacher, float(student_t.sf(statistic, len(student) - 1))
     )

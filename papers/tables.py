@@ -1,5 +1,8 @@
-"""What the papers' tables ask of runs here: students against the margin of their teacher, models of actions beside the
-interleaved baseline, what each consists of, what models rank by, and where the runs are from."""
+"""Tables that the papers' experiments need.
+
+Students against the margin of their teacher, models of actions against the interleaved
+baseline, numbers of parameters, and the origins of runs.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from pipelines.comparison.tables import task_entropies, task_name
 BASELINE = "interleaved"
 
 MAJOR = ("long_dwell", "contribution", "like")
-"""The major tasks of AttnMVP; of a log that has none of them, all tasks are shown."""
+"""The major tasks of AttnMVP; all tasks are shown for logs without them."""
 
 
 def paper_tables(comparison: Comparison) -> list[Table]:
-    """Return all tables of a page except the last one, without empty tables."""
+    """Return all tables with content except the origins."""
     rows = comparison.rows
     return [
         *non_inferiority_tables(rows, comparison.metric, comparison.teachers),
@@ -31,17 +34,21 @@ def paper_tables(comparison: Comparison) -> list[Table]:
 def non_inferiority_tables(
     rows: Sequence[Row], metric: str, teachers: Sequence[Row] = ()
 ) -> list[Table]:
-    """Return tables of students beside each evaluation of their teacher.
+    """Compare students with each evaluation of their teacher.
 
-    A teacher is found by the hash of its weights among the rows or `teachers`. A
-    student evaluated with non-default options is compared with a teacher evaluated with
-    the same ones.
+    Teachers are found by the hash of their weights. A student that was evaluated with
+    other options is compared only with its teacher under the same options.
+
+    Args:
+        rows: Rows of the comparison.
+        metric: Metric on test.
+        teachers: Rows of further teachers.
     """
     name = f"test/{metric}"
     cells = []
     for student in rows:
         taught_by = student.runs[0].teacher  # all runs of a row have the same
-        beside = {
+        teacher_values = {
             row.name: run.metrics[name]
             for row in (*rows, *teachers)
             for run in row.runs
@@ -50,16 +57,12 @@ def non_inferiority_tables(
             if student.task == row.task
         }
         values = student.by_seed(name)
-        for teacher, value in beside.items() if values else ():
-            found = non_inferiority(list(values.values()), value)
-            mean = f"{found.mean:.4f}" + (
-                "" if len(values) == 1 else f" ± {found.deviation:.4f}"
-            )
-            p = (
-                "needs 2 seeds"
-                if len(values) == 1
-                else f"{found.p:.3f}{' †' if found.p < 0.05 else ''}"
-            )
+        for teacher, value in teacher_values.items() if values else ():
+            test = non_inferiority(list(values.values()), value)
+            mean, p = f"{test.mean:.4f}", "needs 2 seeds"
+            if len(values) > 1:
+                mean += f" ± {test.deviation:.4f}"
+                p = f"{test.p:.3f}{' †' if test.p < 0.05 else ''}"
             cells.append(
                 [
                     student.name,
@@ -67,7 +70,7 @@ def non_inferiority_tables(
                     str(len(values)),
                     mean,
                     f"{value:.4f}",
-                    f"{found.difference:+.4f}",
+                    f"{test.difference:+.4f}",
                     p,
                 ]
             )
@@ -75,16 +78,14 @@ def non_inferiority_tables(
         return []
     header = ["student", "teacher", "seeds", name, "teacher's", "difference", "p"]
     notes = [
-        f"p: one-sided t-test over seeds that the student loses no more than {MARGIN:.0%} (App. C.4 of SID-MLP); "
-        f"† below 0.05: it does not."
+        f"p: one-sided t-test over seeds that the student loses no more than "
+        f"{MARGIN:.0%} (App. C.4 of SID-MLP); † below 0.05: it does not."
     ]
     return [Table("Students and their teachers", header, cells, notes)]
 
 
 def relative_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return each row's change on test against the best baseline of its log, over
-    common seeds.
-    """
+    """Compare each row on test with the best baseline of its log, over common seeds."""
     baselines: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if row.model == BASELINE and row.by_seed("test/eval_loss"):
@@ -113,16 +114,15 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
         *(f"{task_name(name)} NE" for name in major),
     ]
     notes = [
-        f"change on test relative to {', '.join(row.name for row in baselines.values())} of the same seed; below 0 is "
-        f"better. ±: sample standard deviation over seeds. NE: normalised entropy."
+        f"change on test relative to "
+        f"{', '.join(row.name for row in baselines.values())} of the same seed; below "
+        f"0 is better. ±: sample standard deviation over seeds. NE: normalised entropy."
     ]
     return [Table("Against the interleaved baseline", header, cells, notes)]
 
 
 def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
-    """Format the mean relative change over `seeds`, with its deviation for several
-    seeds.
-    """
+    """Format the mean relative change over `seeds`, with its deviation if several."""
     ours, theirs = row.by_seed(name), baseline.by_seed(name)
     changes = [
         ratio(ours[seed], theirs[seed]) - 1
@@ -137,7 +137,7 @@ def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
 
 
 def parameter_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the number of parameters by part, one row per model and size."""
+    """Make a table of the parameters by part, one row per model and size."""
     parts = list(
         dict.fromkeys(
             n
@@ -165,7 +165,7 @@ def parameter_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def origins_table(origins: Sequence[tuple[str, ...]]) -> Table:
-    """Return the origin of runs: name, hardware, commit and command."""
+    """Make the table of the hardware, commit and command of runs."""
     cells = [
         [name, hardware, commit[:10], command]
         for name, hardware, commit, command in sorted(origins, key=lambda o: o[0])

@@ -83,14 +83,13 @@ def iter_causes(
         queue.append(current.__cause__)
         if handled:
             queue.append(current.__context__)
-        for name in (
-            "cause",
-            "controller_failure",
-            "health_check_failure",
-            "_base_exc",
-        ):
-            queue.append(getattr(current, name, None))
-        queue.extend(getattr(current, "worker_failures", {}).values())
+        queue += [
+            getattr(current, "cause", None),
+            getattr(current, "controller_failure", None),
+            getattr(current, "health_check_failure", None),
+            getattr(current, "_base_exc", None),
+            *getattr(current, "worker_failures", {}).values(),
+        ]
 
 
 def find_user_error(error: BaseException | None) -> UserError | None:

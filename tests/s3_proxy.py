@@ -61,9 +61,11 @@ class Connection(BaseRequestHandler):
                     port = self.client_address[1]
                     self.server.on_request(line.decode(errors="replace"), port)
                 if time.monotonic() < self.server.busy_until:
-                    return self.refuse("503 Slow Down", SLOW_DOWN)
+                    self.refuse("503 Slow Down", SLOW_DOWN)
+                    return
                 if self.server.denies:
-                    return self.refuse("403 Forbidden", DENIED)
+                    self.refuse("403 Forbidden", DENIED)
+                    return
                 time.sleep(self.server.delay_s)
                 storage.sendall(data)
 

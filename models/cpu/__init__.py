@@ -1,2 +1,6 @@
-"""Faster ways to the same results in inference on a CPU, which a reader can leave out: C++ kernels, products by oneDNN,
-T5's encoder without padding, the search of SID-MLP. GPUs use `fast.py` and `derived.py` too, without the kernels."""
+"""Faster inference on a CPU with the same results as the plain code.
+
+C++ kernels, matrix products by oneDNN, T5's encoder without padding and the search of
+SID-MLP. GPUs use `fast.py` and `derived.py` too, without the kernels. Everything else
+works without this package.
+"""

@@ -1,4 +1,4 @@
-"""What is computed from a module's weights once and used until they change: folded matrices, tables."""
+"""A cache of values computed from the weights of a module, such as folded matrices."""
 
 from __future__ import annotations
 
@@ -9,68 +9,81 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from models.cpu.matmul import products
+from models.cpu.matmul import matmul_precision
 
 T = TypeVar("T")
 
+# each parameter, its storage, and its version: how often it had been changed
 Weights = list[tuple[Tensor, Tensor, int]]
-"""Parameters, what they held, and how often that had been changed."""
 
 
-class Derived(nn.Module):
-    """Holds what was made of a module's weights; without parameters, and empty in a state dict."""
+class DerivedCache(nn.Module):
+    """Cached values of a module. Has no parameters and an empty state dict."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[str, tuple[Weights, Any]] = {}
+        self.entries: dict[str, tuple[Weights, Any]] = {}
 
     def train(self, mode: bool = True) -> Self:
-        """Forgets all: torch counts changes of a tensor, but not those by a fused optimizer, which follow this."""
-        self.made = {}
+        """Clear the cache.
+
+        PyTorch counts the changes of a tensor, but not those by a fused optimizer. Such
+        changes are always followed by this call.
+        """
+        self.entries = {}
         return super().train(mode)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Derived:
-        return Derived()
+    def __deepcopy__(self, memo: dict[int, Any]) -> DerivedCache:
+        return DerivedCache()
 
-    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
-        return Derived, ()
+    def __reduce__(self) -> tuple[type[DerivedCache], tuple[()]]:
+        return DerivedCache, ()
 
 
-def derived(
+def cache_until_changed(
     owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Module
 ) -> T:
-    """`make()`, kept with `owner` until `owner.train()` or `owner.eval()` is called or a parameter, of `owner` or of
-    the `others`, is changed in place or moved. Changes that torch does not count (by a fused optimizer, through
-    `.data`) and new parameters in the place of old ones need such a call after them.
+    """Return `make()`, cached in `owner` until a parameter changes.
 
-    Holds the parameters' storage, so that no new one can come to lie at the same place.
+    The value is computed again after `owner.train()` or `owner.eval()`, and after a
+    parameter of `owner` or `others` was changed in place or moved. Changes that PyTorch
+    does not count (by a fused optimizer, through `.data`), and new parameters in place
+    of old ones, need a call of `owner.train()` or `owner.eval()`.
+
+    Args:
+        owner: Module that the value belongs to.
+        name: Name of the value.
+        make: Computes the value from the weights.
+        others: Other modules whose parameters the value depends on.
     """
     if "derived" not in owner._modules:
-        owner.add_module("derived", Derived())
-    made = cast(Derived, owner.derived).made
-    if torch.compiler.is_compiling() and name in made:  # which cannot look at versions
-        return cast(T, made[name][1])
-    if name not in made or any(
-        p.data_ptr() != held.data_ptr() or not 0 <= count == _version(p)
-        for p, held, count in made[name][0]
-    ):
-        now: Weights = [
+        owner.add_module("derived", DerivedCache())
+    entries = cast(DerivedCache, owner.derived).entries
+    if torch.compiler.is_compiling() and name in entries:  # versions cannot be traced
+        return cast(T, entries[name][1])
+    if name not in entries or _have_changed(entries[name][0]):
+        # the entry holds the storage, so that no new parameter gets the same address
+        weights: Weights = [
             (p, p.detach(), _version(p))
             for module in (owner, *others)
             for p in module.parameters()
         ]
-        device = (
-            now[0][0].device.type if now else "cpu"
-        )  # of a model that counts, which has buffers alone
-        whole = products("highest") if device == "cuda" else nullcontext()
-        with (
-            torch.autocast(device, enabled=False),
-            whole,
-        ):  # what is kept is of the weights' own precision
-            made[name] = now, make()
-    return cast(T, made[name][1])
+        # models fitted by counting have buffers alone
+        device = weights[0][0].device.type if weights else "cpu"
+        precision = matmul_precision("highest") if device == "cuda" else nullcontext()
+        # cached values have the precision of the weights
+        with torch.autocast(device, enabled=False), precision:
+            entries[name] = weights, make()
+    return cast(T, entries[name][1])
+
+
+def _have_changed(weights: Weights) -> bool:
+    return any(
+        p.data_ptr() != storage.data_ptr() or not 0 <= version == _version(p)
+        for p, storage, version in weights
+    )
 
 
 def _version(parameter: Tensor) -> int:
-    """How often it was changed; of an inference tensor, which does not count, -1."""
+    """Return how often a parameter was changed, or -1 for an inference tensor."""
     return -1 if parameter.is_inference() else parameter._version

@@ -1,18 +1,22 @@
-"""What decoding does between its matrix products, compiled for this processor (`kernels.cpp`).
+"""Compiled CPU kernels for decoding (`kernels.cpp`), and their loader.
 
-    kernels.ready(x) and kernels.packed_attention(...)
+    if kernels.ready(x):
+        y = kernels.packed_attention(...)
 
-Small ragged work, for which PyTorch on a CPU needs padding and many passes: attention within histories of any
-length, of a user's one query to them, of a beam to its few ancestors, norms, and the whole search of a student
-through a trie. Built once with the machine's C++ compiler ($CXX, or c++), when first needed, and kept in the user's
-cache folder. Without a compiler, on a GPU and in an exported program callers take PyTorch's way to the same results;
-TRIELINE_KERNELS=0 asks for that. (`torch.utils.cpp_extension` would need ninja, waits for ever for a process that was
-killed while it built, and takes a library that was built for another processor.)
+They do small ragged work that takes PyTorch padding and many passes on a CPU: attention
+within histories, of one query of a user to a history, and of a beam to its ancestors;
+norms; and the whole search of a student through a trie. The library is built with the
+machine's C++ compiler ($CXX, or c++) when it is first needed, and stored in the user's
+cache folder. Callers use PyTorch for the same results if there is no compiler, on a
+GPU, in an exported program, and with TRIELINE_KERNELS=0. (`torch.utils.cpp_extension`
+needs ninja, waits forever for a build that was killed, and loads libraries built for
+other processors.)
 
-Sizes and addresses are checked here. What a trie holds is its own affair (`trie.py`).
+Sizes and addresses are checked here, the contents of a trie in `trie.py`.
 
-Shapes: `n` tokens of `B` users, `H` heads and `K` their width, `W` beams of a user, `N = B * W`, `V` vocabulary,
-`L` levels and `C` codes of one, `M` hidden width of a student's head.
+Shapes: `n` tokens of `B` users, `H` heads and `K` their width, `W` beams of a user, `N
+= B * W`, `V` vocabulary, `L` levels and `C` codes of one, `M` hidden width of a
+student's head.
 """
 
 from __future__ import annotations
@@ -36,11 +40,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.cpu.matmul import plain_inference
+from models.cpu.matmul import is_plain_inference
 
-SOURCE = (
-    resources.files("models.cpu") / "kernels.cpp"
-)  # of a folder, or of the archive of a served model
+# a file, or a member of the archive of a served model
+SOURCE = resources.files("models.cpu") / "kernels.cpp"
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native")
 
@@ -80,34 +83,38 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 
 def ready(*tensors: Tensor) -> bool:
-    """Whether the kernels can take these tensors now: float32 on a CPU, no autocast, no gradients, no tracing."""
+    """Return whether the kernels can take these tensors now.
+
+    They need float32 on a CPU without autocast, gradients or tracing.
+    """
     return (
         all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
-        and plain_inference()
+        and is_plain_inference()
         and library() is not None
     )
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, built if need be; None, with a warning the first time, where they cannot be."""
-    return (
-        None
-        if os.environ.get("TRIELINE_KERNELS") == "0"
-        else _library(os.environ.get("CXX") or "c++")
-    )
+    """Return the compiled kernels, built on first use.
+
+    Returns:
+        None if they are switched off or cannot be built. The first failure is a
+        warning.
+    """
+    if os.environ.get("TRIELINE_KERNELS") == "0":
+        return None
+    return _library(os.environ.get("CXX") or "c++")
 
 
 @cache
 def _library(compiler: str) -> ctypes.CDLL | None:
     try:
-        loaded = ctypes.CDLL(str(_built(compiler)))
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # of a command with half a quote, of a user without a home
+        loaded = ctypes.CDLL(str(_build_library(compiler)))
+    # ValueError: unbalanced quotes in $CXX; RuntimeError: a user without a home
+    except (OSError, ValueError, RuntimeError) as error:
         warnings.warn(
-            f"decoding goes without its compiled kernels, slower: {error} (set TRIELINE_KERNELS=0 to silence this)",
+            f"decoding goes without its compiled kernels, slower: {error} "
+            f"(set TRIELINE_KERNELS=0 to silence this)",
             stacklevel=3,
         )
         return None
@@ -117,88 +124,117 @@ def _library(compiler: str) -> ctypes.CDLL | None:
     return loaded
 
 
-def _built(compiler: str) -> Path:
-    """The library in the user's cache folder, compiled there if need be.
+def _build_library(compiler: str) -> Path:
+    """Return the library in the user's cache folder, compiled if it is missing.
 
-    It is named after source, compiler and processor and moved into its place whole, so that processes that build at
-    once do not disturb each other.
+    Its name is a hash of source, compiler and processor. It is moved into place as a
+    whole, so processes can build at the same time.
+
+    Raises:
+        OSError: If the folder is not safe or the compiler fails.
     """
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    features = [line for line in lines if line.startswith(("flags", "Features"))][
-        :1
-    ]  # of x86, of ARM
     source = SOURCE.read_text()
-    about = repr((source, compiler, FLAGS, platform.machine(), features))
-    folder = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trieline"
-    )
+    features = _cpu_features()
+    build = repr((source, compiler, FLAGS, platform.machine(), features))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "trieline"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if (
-        folder.lstat().st_uid != os.geteuid() or folder.lstat().st_mode & 0o022
-    ):  # links have all bits
+    status = folder.lstat()  # a symbolic link has all permission bits
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise OSError(
-            f"{folder} is not a folder that this user alone can write in; set XDG_CACHE_HOME to another"
+            f"{folder} is not a folder that this user alone can write in; set "
+            f"XDG_CACHE_HOME to another"
         )
-    path = folder / f"kernels-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
+    path = folder / f"kernels-{hashlib.sha256(build.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     command, *options = shlex.split(compiler)
     with TemporaryDirectory(dir=folder) as work:
-        made, part = Path(work, "kernels.so"), f"{work}/kernels.o"
-        for step in (
-            ["-fopenmp", "-x", "c++", "-c", "-", "-o", part],
-            # without -fopenmp: its functions are those that torch has loaded, so that there is one pool of threads
-            ["-shared", part, "-o", str(made)],
-        ):
-            done = subprocess.run(
+        object_file, linked = f"{work}/kernels.o", Path(work, "kernels.so")
+        steps = (
+            ["-fopenmp", "-x", "c++", "-c", "-", "-o", object_file],
+            # Linked without -fopenmp: the functions of the OpenMP library that PyTorch
+            # has loaded are used, so that there is only one thread pool.
+            ["-shared", object_file, "-o", str(linked)],
+        )
+        for step in steps:
+            result = subprocess.run(
                 [command, *FLAGS, *options, *step],
                 input=source,
                 capture_output=True,
                 text=True,
             )
-            if done.returncode:
-                why = done.stderr.strip().splitlines()[-1:]
-                raise OSError(
-                    " ".join([f"{compiler} ended with {done.returncode}", *why])
-                )
-        ctypes.CDLL(str(made))  # what cannot be loaded is not kept
-        return made.replace(path)
+            if result.returncode:
+                reason = result.stderr.strip().splitlines()[-1:]
+                message = f"{compiler} ended with {result.returncode}"
+                raise OSError(" ".join([message, *reason]))
+        ctypes.CDLL(str(linked))  # fails before the library is stored
+        return linked.replace(path)
 
 
-def _checked(
+def _cpu_features() -> list[str]:
+    """Return the line of /proc/cpuinfo that lists instruction sets (x86 or ARM)."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    return [line for line in lines if line.startswith(("flags", "Features"))][:1]
+
+
+def _check_tensor(
     name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`x`, contiguous; a ValueError unless it is of this shape and type and on the CPU."""
+    """Return `x` as a contiguous tensor.
+
+    Raises:
+        ValueError: If `x` has another shape or type, or is not on the CPU.
+    """
     if x.shape != shape or x.dtype != dtype or x.device.type != "cpu":
         raise ValueError(
-            f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; give {shape}, {dtype} on the CPU"
+            f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; give {shape}, "
+            f"{dtype} on the CPU"
         )
     return x.contiguous()
 
 
-def _spans(begin: Tensor, rows: int) -> tuple[Tensor, int]:
-    """(`begin`, the most rows of a user) of what cuts `rows` rows into those of each user."""
-    begin = _checked("begin", begin, len(begin), dtype=torch.long)
+def _check_spans(begin: Tensor, rows: int) -> tuple[Tensor, int]:
+    """Check offsets of users into rows.
+
+    Args:
+        begin: (B + 1,) int64 offsets.
+        rows: Number of rows.
+
+    Returns:
+        `begin` as a contiguous tensor, and the most rows of a user.
+
+    Raises:
+        ValueError: If the offsets do not rise from 0 to `rows`.
+    """
+    begin = _check_tensor("begin", begin, len(begin), dtype=torch.long)
     edges = begin.tolist()
     sizes = [after - before for before, after in pairwise(edges)]
     if not edges or edges[0] != 0 or edges[-1] != rows or min(sizes, default=0) < 0:
         raise ValueError(
-            f"begin {edges[:5]} ... {edges[-1:]} does not rise from 0 to the {rows} rows"
+            f"begin {edges[:5]} ... {edges[-1:]} does not rise from 0 to the {rows} "
+            f"rows"
         )
     return begin, max(sizes, default=0)
 
 
 def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Tensor:
-    """(n, H * K): attention within each user, without scaling, of `qkv` (n, 3 * H * K): queries, keys, values.
+    """Compute unscaled attention within the tokens of each user.
 
-    The tokens of user u are rows `begin[u] : begin[u + 1]` (B + 1,); `bias` (H, S, S), S at least the longest,
-    is added to the scores.
+    Args:
+        qkv: (n, 3 * H * K) queries, keys and values.
+        begin: (B + 1,) offsets: user u has the rows `begin[u] : begin[u + 1]`.
+        bias: (H, S, S) added to the scores, S at least the longest history.
+        heads: Number of heads H.
+
+    Returns:
+        (n, H * K)
     """
     inner = qkv.shape[1] // 3 // heads * heads
-    qkv = _checked("qkv", qkv, len(qkv), 3 * inner)
-    begin, longest = _spans(begin, len(qkv))
-    bias = _checked(
+    qkv = _check_tensor("qkv", qkv, len(qkv), 3 * inner)
+    begin, longest = _check_spans(begin, len(qkv))
+    bias = _check_tensor(
         "bias", bias, heads, max(longest, bias.shape[-1]), max(longest, bias.shape[-1])
     )
     out = qkv.new_empty((len(qkv), inner))
@@ -217,21 +253,29 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
 
 
 def packed_readout(query: Tensor, states: Tensor, begin: Tensor) -> Tensor:
-    """(B, H, D): each query of a user, `query` (B, H, D), attends to the user's states without scaling. The states of
-    user u are rows `begin[u] : begin[u + 1]` (B + 1,) of `states` (n, D)."""
-    begin, _ = _spans(begin, len(states))
-    query = _checked(
+    """Attend from a query per user and head to the states of the user, unscaled.
+
+    Args:
+        query: (B, H, D) queries.
+        states: (n, D) states of all users.
+        begin: (B + 1,) offsets: user u has the rows `begin[u] : begin[u + 1]`.
+
+    Returns:
+        (B, H, D)
+    """
+    begin, _ = _check_spans(begin, len(states))
+    query = _check_tensor(
         "query", query, len(begin) - 1, *query.shape[1:2], states.shape[-1]
     )
-    states = _checked("states", states, len(states), query.shape[-1])
+    states = _check_tensor("states", states, len(states), query.shape[-1])
     out = torch.empty_like(query)
     _call("packed_readout", query, states, begin, *query.shape, out)
     return out
 
 
 def scaled_rows(x: Tensor, epsilon: float) -> Tensor:
-    """(n, D): the rows of `x` (n, D) over their root mean square, to the mean square of which `epsilon` is added."""
-    x = _checked("x", x, len(x), x.shape[-1])
+    """Divide the rows of `x` (n, D) by sqrt(mean square + epsilon)."""
+    x = _check_tensor("x", x, len(x), x.shape[-1])
     out = torch.empty_like(x)
     _call("scaled_rows", x, *x.shape, epsilon, out)
     return out
@@ -240,15 +284,25 @@ def scaled_rows(x: Tensor, epsilon: float) -> Tensor:
 def beam_attention(
     q: Tensor, codes: list[Tensor], places: list[Tensor], bias: Tensor, heads: int
 ) -> Tensor:
-    """(N, H * K): attention, without scaling, of the newest code of each beam, `q` (N, H * K), to all of its codes.
+    """Attend from the newest code of each beam to all codes of the beam, unscaled.
 
-    `codes` has by level (n_t, 2 * H * K): keys and values of the codes that were there; `places` (N,) the row of
-    each beam's own among them. `bias` (H, levels) is added to the scores.
+    Args:
+        q: (N, H * K) queries of the newest codes.
+        codes: Keys and values (n_t, 2 * H * K) of the codes of each level t.
+        places: (N,) row of each beam's code among the codes of each level.
+        bias: (H, levels) added to the scores.
+        heads: Number of heads H.
+
+    Returns:
+        (N, H * K)
     """
     rows, inner = len(q), q.shape[-1] // heads * heads
-    q, bias = _checked("q", q, rows, inner), _checked("bias", bias, heads, len(codes))
-    codes = [_checked("codes", x, len(x), 2 * inner) for x in codes]
-    places = [_checked("places", x, rows, dtype=torch.long) for x in places]
+    q, bias = (
+        _check_tensor("q", q, rows, inner),
+        _check_tensor("bias", bias, heads, len(codes)),
+    )
+    codes = [_check_tensor("codes", x, len(x), 2 * inner) for x in codes]
+    places = [_check_tensor("places", x, rows, dtype=torch.long) for x in places]
     for x, place in zip(codes, places, strict=True):
         least, most = (int(end) for end in place.aminmax()) if rows else (0, -1)
         if least < 0 or most >= len(x):
@@ -275,8 +329,8 @@ def beam_attention(
 
 
 def log_softmax_part(logits: Tensor, first: int, size: int) -> Tensor:
-    """(N, size): log-softmax of `logits` (N, V), columns `first : first + size`."""
-    logits = _checked("logits", logits, len(logits), logits.shape[-1])
+    """Return columns `first : first + size` of the log-softmax of logits (N, V)."""
+    logits = _check_tensor("logits", logits, len(logits), logits.shape[-1])
     if not 0 <= first <= first + size <= logits.shape[1]:
         raise ValueError(
             f"columns {first} to {first + size} are not among {logits.shape[1]}"
@@ -297,35 +351,50 @@ def beam_search(
     children: bool,
     allowed: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """(nodes, scores), each (B, keep): the leaves that a student's beam search finds, best first; 0 and -inf past them.
+    """Run the whole beam search of a student.
 
-    By level, `heads` has the table (rows, M) of what codes before add to the hidden layer, a row per code of the
-    levels before, end to end; scale and shift (M,) of the norm, whose `epsilon` it is; weight (C, M) and bias (C,) of
-    the outputs. `trie` has offsets and tokens, `sizes` are the C. `hidden` (B, L * M) is z's part of the hidden layers.
-    With `children` scores are normalised over the valid children past the first level, and only these are computed;
-    else over all codes. Of equal scores the first are taken. `allowed` has by level which edges beams may take,
-    (E_l,) bool; empty: all.
+    Equal scores are resolved in favour of the first edge.
+
+    Args:
+        hidden: (B, L * M) contribution of z to the hidden layers of all heads.
+        heads: Per level: the table (rows, M) of contributions of earlier codes, with a
+            row per code of all earlier levels; scale (M,) and shift (M,) of the norm;
+            weight (C, M) and bias (C,) of the output layer.
+        trie: Per level: offsets and tokens.
+        sizes: Codes C of each level.
+        epsilon: Epsilon of the norms.
+        beam: Number of beams.
+        keep: Number of leaves to return.
+        children: Whether scores after the first level are normalised over the valid
+            children, and only these are computed; otherwise over all codes.
+        allowed: Per level: (E_l,) bool, the edges that beams may take; empty for all.
+
+    Returns:
+        Leaves and scores, (B, keep) both, best first, padded with 0 and -inf.
     """
     if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
         raise ValueError(
-            f"sizes {list(sizes)}, beam {beam} and keep {keep} need to be there and at least 1"
+            f"sizes {list(sizes)}, beam {beam} and keep {keep} need to be there and "
+            f"at least 1"
         )
     width = hidden.shape[-1] // len(sizes)
-    hidden = _checked("hidden", hidden, len(hidden), len(sizes) * width)
+    hidden = _check_tensor("hidden", hidden, len(hidden), len(sizes) * width)
     levels, nodes = [], 1
     for level, (head, (offsets, tokens), size) in enumerate(
         zip(heads, trie, sizes, strict=True)
     ):
         table, scale, shift, weight, bias = head
         levels += [
-            _checked("table", table, sum(sizes[:level]), width) if level else table,
-            _checked("scale", scale, width),
-            _checked("shift", shift, width),
-            _checked("weight", weight, size, width),
-            _checked("bias", bias, size),
-            _checked("offsets", offsets, nodes + 1, dtype=torch.long),
-            _checked("tokens", tokens, len(tokens), dtype=torch.long),
-            _checked("allowed", allowed[level], len(tokens), dtype=torch.bool)
+            _check_tensor("table", table, sum(sizes[:level]), width)
+            if level
+            else table,
+            _check_tensor("scale", scale, width),
+            _check_tensor("shift", shift, width),
+            _check_tensor("weight", weight, size, width),
+            _check_tensor("bias", bias, size),
+            _check_tensor("offsets", offsets, nodes + 1, dtype=torch.long),
+            _check_tensor("tokens", tokens, len(tokens), dtype=torch.long),
+            _check_tensor("allowed", allowed[level], len(tokens), dtype=torch.bool)
             if allowed
             else None,
         ]
@@ -351,7 +420,7 @@ def beam_search(
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Calls a kernel; tensors go as their addresses and stay alive meanwhile, as the caller holds them."""
+    """Call a kernel with the addresses of tensors, which the caller keeps alive."""
     getattr(library(), name)(
         *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
     )

@@ -1,9 +1,9 @@
-"""Matrix products on CPUs whose vendor's library is not the one torch takes for float32.
+"""Matrix products on CPUs whose vendor's library is not the one PyTorch uses.
 
-On AMD processors torch multiplies float32 with MKL, which leaves AVX-512 aside there; oneDNN, which comes
-with torch as well, is 2.3 times faster on a Zen 5 (119 and 267 GFLOP/s a core). Torch hands float32 to
-oneDNN only where bfloat16 may be used inside. Where the processor has no instructions for that, oneDNN
-stays in float32 all the same.
+On AMD processors PyTorch multiplies float32 with MKL, which does not use AVX-512 there.
+oneDNN, which PyTorch contains too, is 2.3 times faster on a Zen 5 (267 instead of 119
+GFLOP/s per core). PyTorch uses oneDNN for float32 only if bfloat16 is allowed inside.
+On processors without bfloat16 instructions oneDNN still computes in float32.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-TOLERANCE = 1e-5
-"""Largest error of a product, relative to its largest entry, that counts as float32 (bfloat16: 2e-3)."""
+MAX_RELATIVE_ERROR = 1e-5
+"""Largest error of a product, relative to its largest entry, that counts as float32.
+The error of bfloat16 is 2e-3."""
 
 
 @cache
 def use_exact_onednn() -> bool:
-    """Turns oneDNN on for float32 products on the CPU if its results are those of float32.
+    """Use oneDNN for float32 products on the CPU if its results are float32.
 
-    Tried once per process: a product is compared with float64, and the setting put back if bfloat16
-    shows. Draws from no global random state. Does nothing where there is a GPU, whose products the setting
-    would change too. Returns whether it is on.
+    This is tried once per process: a product is compared with float64, and the setting
+    is restored if the error shows bfloat16. The global random state is not used.
+    Nothing is changed if there is a GPU, whose products the setting would affect.
+
+    Returns:
+        Whether oneDNN is used.
     """
     if torch.cuda.is_available() or not torch.backends.mkldnn.is_available():
         return False
@@ -36,15 +40,19 @@ def use_exact_onednn() -> bool:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     error = float((left @ right - exact).abs().max())
-    if error > TOLERANCE * float(exact.abs().max()):
+    if error > MAX_RELATIVE_ERROR * float(exact.abs().max()):
         torch.set_float32_matmul_precision(before)
         return False
     return True
 
 
 @contextmanager
-def products(precision: str) -> Iterator[None]:
-    """Meanwhile float32 is multiplied on a GPU in full (`highest`), or rounded to TF32 (`high`)."""
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of float32 products on a GPU within the context.
+
+    Args:
+        precision: "highest" for float32, "high" for TF32.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -53,29 +61,27 @@ def products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class Packed:
-    """A product with a fixed weight, laid out for oneDNN once, with the ReLU or the addition that follows it done
-    while its results are at hand. Where oneDNN does not apply (a GPU, another precision, an exported program), or
-    gradients are wanted, it is PyTorch's linear. Later changes of the weight are not seen."""
+class PackedLinear:
+    """A linear layer with fixed weights packed for oneDNN, with fused ReLU or addition.
+
+    PyTorch's linear is used if oneDNN does not apply (a GPU, another precision, an
+    exported program) or gradients are needed. Later changes of the weight have no
+    effect.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` (out, in), `bias` (out,)."""
-        self.weight, self.bias = (
-            weight.detach(),
-            None if bias is None else bias.detach(),
-        )
+        """Pack `weight` (out, in) with an optional `bias` (out,)."""
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
         self.packed: Tensor | None = None
         on_cpu = (
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
             and torch.backends.mkldnn.is_available()
         )
-        # oneDNN's ReLU makes 0 of NaN, and nobody would see that a weight is none
-        if on_cpu and all(
-            bool(part.isfinite().all())
-            for part in (self.weight, self.bias)
-            if part is not None
-        ):
+        parameters = [x for x in (self.weight, self.bias) if x is not None]
+        # oneDNN's ReLU turns NaN into 0, which would hide damaged weights
+        if on_cpu and all(bool(x.isfinite().all()) for x in parameters):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(
                 self.weight.contiguous()
             )
@@ -83,10 +89,17 @@ class Packed:
     def __call__(
         self, x: Tensor, relu: bool = False, add: Tensor | None = None
     ) -> Tensor:
-        """x W' + b (..., out) of x (..., in), then ReLU if `relu`, or plus `add` (..., out)."""
-        if self.packed is None or x.dtype != torch.float32 or not plain_inference():
+        """Return x W' + b (..., out), then ReLU or plus `add`.
+
+        Args:
+            x: (..., in) inputs.
+            relu: Whether to apply ReLU. Not with `add`.
+            add: (..., out) added to the output, or None.
+        """
+        if self.packed is None or x.dtype != torch.float32 or not is_plain_inference():
             y = functional.linear(x, self.weight, self.bias)
-            y = y.relu() if relu else y
+            if relu:
+                y = y.relu()
             return y if add is None else y + add
         if add is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(
@@ -97,8 +110,8 @@ class Packed:
         )
 
 
-def plain_inference() -> bool:
-    """Whether what is computed on a CPU now is float32 without gradients, and not being traced to be exported."""
+def is_plain_inference() -> bool:
+    """Return whether CPU operations now run eagerly in float32 without gradients."""
     return not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")

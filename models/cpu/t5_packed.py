@@ -1,15 +1,17 @@
-"""T5's encoder for inference on ragged histories: no work for padding, none twice.
+"""T5's encoder for inference on histories of different lengths, without padding.
 
     states = PackedEncoder(embedding, encoder)(tokens, lengths)
 
-The same states as `T5Backbone.encode`, up to the rounding of float32. On a CPU the histories stand end to end and each
-attends to its own (`kernels.py`); without the compiled kernels they are sorted by length and encoded in buckets of
-like length. Either way in pieces whose activations stay in the processor's cache. On a GPU, which would have to wait
-to see lengths, in one padded piece. Weights of queries, keys and values are joined once, norms' weights are folded
-into what follows, and what the first block computes from a token alone is a table.
+The states equal those of `T5Backbone.encode` up to float32 rounding. On a CPU the
+histories are stored end to end and each attends to itself (`kernels.py`). Without the
+compiled kernels they are sorted by length and encoded in buckets of similar length.
+Both ways work on pieces whose activations fit the processor's cache. A GPU would have
+to wait to read the lengths, so it encodes one padded piece. The weights of queries,
+keys and values are joined, the norms' weights are folded into the next layer, and the
+first block's projections are a table by token.
 
-Shapes: `B` requests, `S` tokens of the longest, `n` tokens of a piece, `D` width, `H` heads, `K` width of a head,
-`V` vocabulary.
+Shapes: `B` requests, `S` tokens of the longest, `n` tokens of a piece, `D` width, `H`
+heads, `K` width of a head, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.cpu import kernels
-from models.cpu.matmul import Packed
+from models.cpu.matmul import PackedLinear
 from models.layers.t5 import Stack
 from models.retrieval.parts import padding_mask, real_positions
 
-TOKENS = 768
-"""Most tokens of a piece: past this, measured, activations fall out of the cache and time per token doubles."""
+MAX_PIECE_TOKENS = 768
+"""Most tokens of a piece. Larger pieces do not fit the cache and take twice the time
+per token (measured)."""
 
-WASTE = 64
-"""Most padded tokens of a bucket: about what one bucket more costs."""
+MAX_BUCKET_PADDING = 64
+"""Most padded tokens of a bucket: about the cost of one more bucket."""
 
 
 class PackedEncoder:
-    """An encoder with its weights at this time."""
+    """An encoder with its current weights, joined and folded."""
 
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, encoder: Stack) -> None:
@@ -43,70 +46,83 @@ class PackedEncoder:
         blocks = encoder.blocks
         self.normalize = blocks[0].get_norm(0).normalize
         self.qkv = [
-            Packed(
+            PackedLinear(
                 torch.cat([a.q.weight, a.k.weight, a.v.weight])
                 * block.get_norm(0).weight
             )
             for block, a in ((block, block.attention) for block in blocks)
         ]
-        self.o = [Packed(block.attention.o.weight) for block in blocks]
+        self.o = [PackedLinear(block.attention.o.weight) for block in blocks]
         self.wi = [
-            Packed(block.feedforward.wi.weight * block.get_norm(-1).weight)
+            PackedLinear(block.feedforward.wi.weight * block.get_norm(-1).weight)
             for block in blocks
         ]
-        self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
+        self.wo = [PackedLinear(block.feedforward.wo.weight) for block in blocks]
         self.first = self.qkv[0](self.normalize(embedding.weight))  # (V, 3 * H * K)
 
     def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """States (B, S, D) of `tokens` (B, S), each row's first `lengths` (B,) real. Those of padding are finite and
-        mean nothing."""
+        """Return the states (B, S, D) of padded histories.
+
+        Args:
+            tokens: (B, S) tokens, padded on the right.
+            lengths: (B,) number of tokens of each history. States at padding are finite
+                but have no meaning.
+        """
         weight = self.embedding.weight
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-            return self.padded(
+            return self.encode_padded(
                 tokens, padding_mask(lengths, tokens.shape[1], weight.dtype)
             )
         full = weight.new_zeros((*tokens.shape, self.sizes.d_model))
         if kernels.ready(weight):
             real = real_positions(lengths, tokens.shape[1])
-            full[real] = self.packed(tokens[real], lengths)
+            full[real] = self.encode_packed(tokens[real], lengths)
             return full
-        for rows in buckets(lengths):
+        for rows in make_buckets(lengths):
             longest = int(lengths[rows].max())
-            states = self.padded(
+            states = self.encode_padded(
                 tokens[rows, :longest],
                 padding_mask(lengths[rows], longest, weight.dtype),
             )
             full[rows, :longest] = states.to(full.dtype)
         return full
 
-    def packed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """(sum of lengths, D): states of histories that stand end to end, `tokens` (sum of lengths,)."""
+    def encode_packed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Return the states (n, D) of histories that are stored end to end.
+
+        Args:
+            tokens: (n,) tokens of all histories, n = sum of lengths.
+            lengths: (B,) number of tokens of each history.
+        """
         if not len(lengths):
             return self.embedding.weight.new_zeros((0, self.sizes.d_model))
         bias = self.encoder.position_bias(int(lengths.max()))[0]
         heads = self.sizes.num_heads
         begin = functional.pad(lengths.cumsum(0), (1, 0))
-        pieces = -(-len(tokens) // TOKENS)
-        requests = torch.bincount(
-            begin[:-1] * pieces // len(tokens)
-        )  # per piece, whose tokens are about as many
+        pieces = -(-len(tokens) // MAX_PIECE_TOKENS)
+        # pieces of whole requests with about equal numbers of tokens
+        requests = torch.bincount(begin[:-1] * pieces // len(tokens))
         edges = functional.pad(requests[requests > 0].cumsum(0), (1, 0)).tolist()
         states = []
         for first, last in itertools.pairwise(edges):
-            own = begin[first : last + 1]
+            piece = begin[first : last + 1]
             attend = partial(
-                kernels.packed_attention, begin=own - own[0], bias=bias, heads=heads
+                kernels.packed_attention, begin=piece - piece[0], bias=bias, heads=heads
             )
-            states.append(self.states(tokens[own[0] : own[-1]], attend))
+            states.append(self.states(tokens[piece[0] : piece[-1]], attend))
         return torch.cat(states)
 
-    def padded(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
-        """(B, S, D) of tokens (B, S), all of which are computed; `padding` (B, 1, 1, S) is -inf at padded ones."""
+    def encode_padded(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        """Return the states (B, S, D), computed at padding too.
+
+        Args:
+            tokens: (B, S) tokens.
+            padding: (B, 1, 1, S), -inf at padding, or None.
+        """
         bias = self.encoder.position_bias(tokens.shape[1])
-        bias = bias if padding is None else bias + padding
-        attention = self.encoder.blocks[
-            0
-        ].attention  # splits into heads as those of all blocks do
+        if padding is not None:
+            bias = bias + padding
+        attention = self.encoder.blocks[0].attention  # all blocks split heads alike
 
         def attend(qkv: Tensor) -> Tensor:
             q, k, v = attention.split(qkv, 3)
@@ -115,41 +131,60 @@ class PackedEncoder:
         return self.states(tokens, attend)
 
     def states(self, tokens: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """(..., D) of tokens (...); `attend` makes of (..., 3 * H * K) queries, keys and values the (..., H * K)
-        that they mix to."""
+        """Run all blocks over embedded tokens.
+
+        Args:
+            tokens: (...) tokens.
+            attend: Maps queries, keys and values (..., 3 * H * K) to the mixed values
+                (..., H * K).
+
+        Returns:
+            (..., D)
+        """
         x = self.embedding(tokens)
-        for i, (qkv, o, wi, wo) in enumerate(
-            zip(self.qkv, self.o, self.wi, self.wo, strict=True)
-        ):
-            mixed = attend(
-                functional.embedding(tokens, self.first)
-                if i == 0
-                else qkv(self.norm(x))
-            )
-            x = o(mixed, add=x)
+        blocks = zip(self.qkv, self.o, self.wi, self.wo, strict=True)
+        for i, (qkv, o, wi, wo) in enumerate(blocks):
+            if i == 0:
+                projected = functional.embedding(tokens, self.first)
+            else:
+                projected = qkv(self.norm(x))
+            x = o(attend(projected), add=x)
             x = wo(wi(self.norm(x), relu=True), add=x)
         return self.norm(x) * self.encoder.final_layer_norm.weight
 
     def norm(self, x: Tensor) -> Tensor:
-        """x (..., D) over its root mean square; the weights of norms are in what follows them."""
+        """Divide `x` (..., D) by its root mean square.
+
+        The weights of norms are folded into the layers after them.
+        """
         if x.dim() == 2 and kernels.ready(x):
             return kernels.scaled_rows(x, self.sizes.epsilon)
         return self.normalize(x)
 
 
-def buckets(lengths: Tensor) -> list[Tensor]:
-    """Row numbers by bucket, longest rows first: each holds at most `TOKENS` tokens (or one row) and, unless its
-    rows are of one length, at most `WASTE` padded ones."""
+def make_buckets(lengths: Tensor) -> list[Tensor]:
+    """Group rows of similar length, longest first.
+
+    A bucket holds at most `MAX_PIECE_TOKENS` tokens (or one row) and, unless its rows
+    have equal lengths, at most `MAX_BUCKET_PADDING` padded tokens.
+
+    Args:
+        lengths: (B,) lengths of the rows.
+
+    Returns:
+        Row numbers of each bucket.
+    """
     ordered, order = lengths.sort(descending=True, stable=True)
-    before = functional.pad(ordered.cumsum(0), (1, 0))  # real tokens of the rows before
-    found: list[Tensor] = []
+    tokens_before = functional.pad(ordered.cumsum(0), (1, 0))
+    buckets: list[Tensor] = []
     begin = 0
     while begin < len(order):
         longest = int(ordered[begin])
         rows = torch.arange(1, len(order) - begin + 1)
-        waste = rows * longest - (before[begin + 1 :] - before[begin])
-        fits = int((waste <= WASTE).sum())  # the waste never falls
-        pieces = -(-fits // max(1, TOKENS // longest))
-        found += order[begin : begin + fits].tensor_split(pieces)
+        tokens = tokens_before[begin + 1 :] - tokens_before[begin]
+        padding = rows * longest - tokens  # never decreases
+        fits = int((padding <= MAX_BUCKET_PADDING).sum())
+        pieces = -(-fits // max(1, MAX_PIECE_TOKENS // longest))
+        buckets += order[begin : begin + fits].tensor_split(pieces)
         begin += fits
-    return found
+    return buckets

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 class HSTULayer(nn.Module):
-    """One HSTU layer, optionally followed by a feed-forward block.
+    """An HSTU layer, optionally followed by a feed-forward block.
 
         U, V, Q, K = SiLU(W1 norm(x))
         out = x + W2(norm(SiLU(Q K^T + bias) V / n) * U)

@@ -137,9 +137,9 @@ class Histogram:
     """
 
     chunks: tuple[tuple[Tensor, Tensor, int], ...]
-    """Tuples of keys, counts and dropped bits. Keys (n,) int64 are the bits of the logits,
-    mapped so that they rise with the logit, without the dropped low bits. Counts (2, n)
-    float64 are negatives and positives."""
+    """Tuples of keys, counts and dropped bits. Keys (n,) int64 are the bits of the
+    logits, mapped so that they rise with the logit, without the dropped low bits.
+    Counts (2, n) float64 are negatives and positives."""
 
     @classmethod
     def from_logits(cls, logits: Tensor, labels: Tensor) -> Self:

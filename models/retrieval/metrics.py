@@ -171,11 +171,11 @@ def means(sums: dict[str, float]) -> dict[str, float]:
 def summary(metrics: dict[str, float]) -> list[str]:
     """A line of cutoffs, one of each metric at them, and one of `exposure` where that is measured."""
     lines = ["  K       " + "".join(f"{k:>9}" for k in CUTOFFS)]
-    for metric in METRICS:
-        lines.append(
-            f"  {metric:<8}"
-            + "".join(f"{format_metric(metrics[f'{metric}@{k}']):>9}" for k in CUTOFFS)
-        )
+    lines += [
+        f"  {metric:<8}"
+        + "".join(f"{format_metric(metrics[f'{metric}@{k}']):>9}" for k in CUTOFFS)
+        for metric in METRICS
+    ]
     told = {"coverage@10": "coverage", "new_items@10": "new items", "gini@10": "Gini"}
     if found := [
         f"{words} {format_metric(metrics[name])}"

@@ -160,7 +160,7 @@ class Backbone(nn.Module):
         """Return the states of `encode`, up to rounding, in the fastest way for search."""
         return self.encode(batch)
 
-    def packed(self) -> Any:
+    def packed_encoder(self) -> Any:
         """Return an encoder for histories without padding (`models/cpu/t5_packed.py`), or None."""
         return None
 

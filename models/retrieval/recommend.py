@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.cpu.derived import derived
-from models.cpu.matmul import products
+from models.cpu.derived import cache_until_changed
+from models.cpu.matmul import matmul_precision
 from models.metrics.scores import check_finite
 from models.retrieval.data import PAD
 from models.retrieval.search.topk import top_k
@@ -108,14 +108,14 @@ def _replayed(
         run = compiled(search) if fused else search
 
         def with_precision(given: dict[str, Tensor]) -> Ranked:
-            with products(precision):
+            with matmul_precision(precision):
                 return run(given)
 
         return Graphs(with_precision, batch["history"].device)
 
     rows = len(batch["history"])
     with ONE:
-        items, scores = derived(model, asked, make)(given)
+        items, scores = cache_until_changed(model, asked, make)(given)
         items, scores = items[:rows].clone(), scores[:rows].clone()
     check_finite(scores, tail=True)
     return items, scores

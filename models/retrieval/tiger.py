@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_choices, check_dropout, check_positive
-from models.cpu.derived import derived
+from models.cpu.derived import cache_until_changed
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
@@ -25,7 +25,7 @@ from models.retrieval.options import DecodeBy, TigerOptions
 from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.generate import as_transformers, generate
+from models.retrieval.search.generate import generate, to_transformers
 
 
 @dataclass
@@ -157,8 +157,8 @@ class Tiger(Retriever):
 
     def by_transformers(self) -> Any:
         """Return the T5 of `transformers` with these weights."""
-        return derived(
-            self, "transformers", lambda: as_transformers(self.backbone, self.decoder)
+        return cache_until_changed(
+            self, "transformers", lambda: to_transformers(self.backbone, self.decoder)
         )
 
     def with_mask(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

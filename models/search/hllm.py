@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from models.cpu.derived import derived
+from models.cpu.derived import cache_until_changed
 from models.search.data import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError
@@ -80,7 +80,9 @@ class ItemTower(nn.Module):
         all documents are encoded once, in the weights' own precision, and kept until weights change."""
         if not torch.is_grad_enabled():
             everything = torch.arange(len(self.lengths), device=item.device)
-            return derived(self, "documents", lambda: self.encode(everything))[item]
+            return cache_until_changed(
+                self, "documents", lambda: self.encode(everything)
+            )[item]
         distinct, index = item.unique(return_inverse=True)
         return self.encode(distinct)[index]
 

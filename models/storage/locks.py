@@ -100,7 +100,8 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
         while not done.wait(HEARTBEAT_S):
             with suppress(BaseError):  # the next heartbeat may reach the storage
                 if not lock.write(lock.version):
-                    return lost.set()
+                    lost.set()
+                    return
 
     with storage_errors(uri):
         try:

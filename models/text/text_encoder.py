@@ -61,7 +61,7 @@ def encode_cached(
     texts: Sequence[Text],
     encode: Callable[[list[Text]], Iterable[Floats]],
 ) -> Floats:
-    """Return the vectors (n, W) of texts, encoding only those missing in the cache.
+    """Return the vectors (n, W) of texts, encoding only texts missing in the cache.
 
     Args:
         cache: Cache of vectors by text.
@@ -292,7 +292,7 @@ class TextEncoder:
         normalize: bool,
         precision: str = "fp32",
     ) -> None:
-        """Load the encoder to a GPU if there is one.
+        """Load the encoder, to a GPU if available.
 
         Args:
             name: Folder, hub name or `minilm`.

@@ -11,7 +11,7 @@ from models.storage.tables import UserError
 
 
 def root_mean_square(vectors: Tensor) -> float:
-    """Return the root mean square of all numbers, or 0 if there are none."""
+    """Return the root mean square of all numbers, 0 for an empty tensor."""
     return float(vectors.square().mean().sqrt()) if vectors.numel() else 0.0
 
 

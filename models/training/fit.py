@@ -187,7 +187,8 @@ def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
     def put(value: Any) -> None:
         while not closed.is_set():
             try:
-                return made.put(value, timeout=0.2)
+                made.put(value, timeout=0.2)
+                return
             except queue.Full:
                 continue
 

@@ -35,7 +35,7 @@ from pipelines.data.engine import Engine, Shared
 from pipelines.data.events.columns import Vocabulary
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
-from pipelines.data.reading.rows import Rejected
+from pipelines.data.reading.rows import RejectCounts
 
 Report = Callable[[str], None]
 """Prints a line that a user reads."""
@@ -224,7 +224,7 @@ class Run:
         infos = {file: file_info(join(self.input, file)) for file in files}
         return {file: [info.size, info.mtime_ns or 0] for file, info in infos.items()}
 
-    def check_rejects(self, rejected: Rejected, rows: str = "") -> None:
+    def check_rejects(self, rejected: RejectCounts, rows: str = "") -> None:
         """Report rejected rows. `rows` says which rows were read, after a space.
 
         Raises:

@@ -13,7 +13,7 @@ from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare_config import PrepareConfig, refuse
 from pipelines.data.reading.log import Log
-from pipelines.data.reading.times import FIRST_MS, LAST_MS
+from pipelines.data.reading.times import MAX_TIME_MS, MIN_TIME_MS
 from pipelines.data.sequences.splits import SplitConfig
 
 STATISTICS = "statistics.json"
@@ -170,7 +170,7 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
             "it out",
         ),
         (
-            moment is not None and not FIRST_MS <= moment <= LAST_MS,
+            moment is not None and not MIN_TIME_MS <= moment <= MAX_TIME_MS,
             f"counts_as_of is {moment} ms, which is not of the "
             "years 1980 to 2099; give a moment such as 2022-05-07 or epoch ms",
         ),

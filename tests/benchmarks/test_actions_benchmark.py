@@ -1,4 +1,4 @@
-"""The benchmark of models of actions: complete rows, with the attention of each."""
+"""The benchmark of models of actions yields complete rows with attention counts."""
 
 from __future__ import annotations
 

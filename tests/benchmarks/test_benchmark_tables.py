@@ -1,4 +1,4 @@
-"""Lines of a benchmark as tables: a table for each size, times beside those of the references."""
+"""Lines of a benchmark become a table per size, with times relative to references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode benchmark: its catalogue is like the paper's, and its rows are complete."""
+"""The decode benchmark has a catalogue like the paper's, and complete rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoder benchmark: complete rows for what each mode can time."""
+"""The encoder benchmark yields complete rows for all modes and variants."""
 
 from __future__ import annotations
 

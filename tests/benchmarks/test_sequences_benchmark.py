@@ -1,4 +1,4 @@
-"""The benchmark of sequences: both variants make the same rows; an error is a line."""
+"""Both variants of the sequences benchmark make the same rows; errors become lines."""
 
 from __future__ import annotations
 

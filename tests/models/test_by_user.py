@@ -1,4 +1,4 @@
-"""Metrics of every user: equal to a loop over values, whatever the batches, and through a file."""
+"""Metrics per user equal a loop over values, for all batches and through a file."""
 
 from __future__ import annotations
 

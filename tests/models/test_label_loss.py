@@ -1,4 +1,4 @@
-"""Labels of one result: the loss is a loop over them, and a share of the negatives gives the chances of all."""
+"""The label loss equals a loop, and sampled negatives keep the probabilities."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighte
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
 def test_the_correction_is_the_log_of_the_rate(rate: float) -> None:
-    """By Bayes: where p of what is learned from are positive, p rate / (p rate + 1 - p) of all are."""
+    """Bayes: p among the sampled is p rate / (p rate + 1 - p) among all."""
     correction = LabelOptions(negative_rate=rate).correction
     assert correction == math.log(rate)
     p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""AUC, GAUC and the rest: against a brute force over pairs and scikit-learn, and added up over batches."""
+"""Ranking metrics equal brute force and scikit-learn, also added over batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from models.storage.tables import UserError
 
 
 def pairs_auc(scores: list[float], labels: list[int]) -> float:
-    """Share of (positive, negative) pairs that are in order, ties half."""
+    """Compute the share of (positive, negative) pairs in order; ties count as half."""
     won = [
         (a > b) + 0.5 * (a == b)
         for a, p in zip(scores, labels, strict=True)
@@ -136,7 +136,7 @@ def test_calibration_before_and_after_what_is_added_to_logits():
 def clicks(
     deviation: float, count: int = 4000, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of this deviation that tell the labels a little."""
+    """Return logits with this deviation that predict the labels weakly."""
     generator = torch.Generator().manual_seed(0)
     scores = (
         torch.randn(count, generator=generator, dtype=torch.float64) * deviation

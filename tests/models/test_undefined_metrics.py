@@ -1,4 +1,4 @@
-"""A metric that no request counts has no value: training is not chosen by it, and nothing shows it as 0."""
+"""A metric without any request is undefined: not used to choose, not shown as 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MVP = {"name": "attn_mvp", "width": 8, "num_layers": 1, "num_heads": 2, "ffn": 8
 
 
 def rewrite(tables: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Write the sequences again, with each user's row changed."""
+    """Write the sequences again, with changes to each user's row."""
     uri = join(tables, "sequences")
     manifest, table = read_manifest(uri, "sequences"), read_table(uri, "sequences")
     rows = [change(row) for row in table.to_pylist()]
@@ -58,7 +58,7 @@ def like_nothing(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def repeats(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Tables of users who only repeat one item each."""
+    """Write tables of users who repeat one item."""
     tables, _ = write_tables(tmp_path_factory.mktemp("repeats"), users=20)
     rewrite(tables, repeat_one_item)
     return tables

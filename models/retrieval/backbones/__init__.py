@@ -1,1 +1,1 @@
-"""Backbones: what reads a request's history. One file per backbone; `parts.py` says what each gives."""
+"""Backbones, which encode the history of a request; see `parts.py`."""

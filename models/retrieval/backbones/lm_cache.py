@@ -1,6 +1,7 @@
-"""Keys and values of a language model as `transformers` asks for them, given and taken as plain tensors.
+"""Keys and values of a language model as a `transformers` cache that is never mutated.
 
-What it is given stays as it is: what a pass adds makes new tensors, so searches can begin at one prompt many times.
+A pass creates new tensors for its keys and values, so many searches can start from one
+prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from models.retrieval.parts import Memory
 
 
 class CacheLayer(DynamicLayer):
-    """Those of one layer; the first ones are kept without a copy."""
+    """Keys and values of one layer. The first update stores them without a copy."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -24,16 +25,14 @@ class CacheLayer(DynamicLayer):
             key_states = torch.cat([self.keys, key_states], 2)
             value_states = torch.cat([self.values, value_states], 2)
         self.keys, self.values = key_states, value_states
-        self.dtype, self.device, self.is_initialized = (
-            key_states.dtype,
-            key_states.device,
-            True,
-        )
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
         return key_states, value_states
 
 
-def cache_of(memory: Memory | None) -> Cache:
-    """A cache that begins with `memory`."""
+def to_cache(memory: Memory | None) -> Cache:
+    """Return a cache that starts with `memory`."""
     if memory is None:
         return Cache(layer_class_to_replicate=CacheLayer)
     layers: list[Any] = [CacheLayer() for _ in memory]
@@ -42,6 +41,6 @@ def cache_of(memory: Memory | None) -> Cache:
     return Cache(layers=layers)
 
 
-def memory_of(cache: Any) -> Memory:
-    """What the cache holds."""
+def to_memory(cache: Any) -> Memory:
+    """Return the keys and values of each layer of a cache."""
     return [(layer.keys, layer.values) for layer in cache.layers]

@@ -1,4 +1,4 @@
-"""TIGER's backbone: the encoder of T5 over `[user, L codes per item, end]`.
+"""TIGER's backbone: T5's encoder over `[user, L codes per item, end]`.
 
 Shapes: `B` requests, `S` tokens of a history, `D` width, `V` tokens of the vocabulary.
 """
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.cpu.derived import derived
+from models.cpu.derived import cache_until_changed
 from models.cpu.t5_packed import PackedEncoder
 from models.layers.t5 import Stack, T5Sizes
 from models.retrieval.parts import Backbone, History, SidTokens, padding_mask
 
 
 class T5Backbone(Backbone):
-    """Token embeddings, which the decoder and the output layer share, and T5's encoder."""
+    """T5's encoder, and the token embeddings, which decoder and output layer share."""
 
     def __init__(self, tokens: SidTokens, sizes: T5Sizes, max_history: int) -> None:
         super().__init__()
@@ -25,15 +25,15 @@ class T5Backbone(Backbone):
         self.encoder = Stack(sizes, decoder=False)
 
     def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, S) what the encoder reads, rows of `table`, and (B,) how many of each row are no padding."""
+        """Return the encoder's inputs: rows (B, S) of `table`, and lengths (B,)."""
         return self.tokens.history(batch), self.tokens.lengths(batch)
 
     def table(self) -> Tensor:
-        """(V, D): the embeddings of what the encoder reads."""
+        """Return the input embeddings (V, D)."""
         return self.embedding.weight
 
     def encode(self, batch: dict[str, Tensor]) -> History:
-        """States (B, S, D) of the tokens of each history."""
+        """Return the states (B, S, D) of the tokens of each history."""
         tokens, lengths = self.inputs(batch)
         bias = self.encoder.position_bias(tokens.shape[1])
         padding = padding_mask(lengths, tokens.shape[1], self.embedding.weight.dtype)
@@ -43,23 +43,26 @@ class T5Backbone(Backbone):
         return History(states, lengths)
 
     def infer(self, batch: dict[str, Tensor]) -> History:
-        """As `encode`, without work for padding."""
+        """Encode without work for padding."""
         tokens, lengths = self.inputs(batch)
         return History(self.fast_encoder()(tokens, lengths), lengths)
 
-    def packed(self) -> PackedEncoder | None:
+    def packed_encoder(self) -> PackedEncoder | None:
+        """Return the encoder for histories that are stored end to end, or None."""
         return self.fast_encoder()
 
     def fast_encoder(self) -> PackedEncoder:
-        """The encoder with the weights as they are now, kept until they change."""
-        return derived(
+        """Return the encoder with its current weights, cached until they change."""
+        return cache_until_changed(
             self, "packed_encoder", lambda: PackedEncoder(self.embedding, self.encoder)
         )
 
 
 class ExtendedT5(T5Backbone):
-    """T5's encoder that reads tokens of its own beside the vocabulary's, which the decoder does not know: token
-    `V + i` is row i of `extra`."""
+    """T5's encoder with extra input tokens that the decoder does not know.
+
+    Token `V + i` is row i of `extra`.
+    """
 
     def __init__(
         self, tokens: SidTokens, sizes: T5Sizes, max_history: int, extra: int
@@ -70,11 +73,11 @@ class ExtendedT5(T5Backbone):
     def table(self) -> Tensor:
         return torch.cat([self.embedding.weight, self.extra.weight])
 
-    def packed(self) -> None:
-        """None: what stands end to end there is the plain history."""
+    def packed_encoder(self) -> None:
+        """Return None: the packed encoder takes plain histories only."""
 
     def fast_encoder(self) -> PackedEncoder:
-        return derived(
+        return cache_until_changed(
             self,
             "packed_encoder",
             lambda: PackedEncoder(

@@ -1,1 +1,1 @@
-"""Decoders: what scores the next code of a semantic ID; `parts.py` says what each gives."""
+"""Decoders, which score the next code of a semantic ID; see `parts.py`."""

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.cpu import kernels
-from models.cpu.derived import derived
-from models.cpu.matmul import Packed
+from models.cpu.derived import cache_until_changed
+from models.cpu.matmul import PackedLinear
 from models.layers.t5 import Stack, T5Sizes
 from models.retrieval.parts import Decoder, History, SidTokens
 from models.retrieval.search.speculative import Tree
@@ -114,9 +114,9 @@ class T5Decoder(Decoder):
             for level, span in enumerate(spans)
         ]
 
-    def packed(self) -> PackedDecoder:
+    def packed_decoder(self) -> PackedDecoder:
         """Return the packed weights, cached until the weights change."""
-        return derived(
+        return cache_until_changed(
             self,
             "packed_decoder",
             lambda: PackedDecoder(self.embedding, self.stack),
@@ -125,7 +125,10 @@ class T5Decoder(Decoder):
 
     def scorer(self, history: History) -> SharedKV:
         return SharedKV(
-            self.packed(), history, self.tokens, vocabulary=not self.codebook_scores
+            self.packed_decoder(),
+            history,
+            self.tokens,
+            vocabulary=not self.codebook_scores,
         )
 
 
@@ -140,22 +143,22 @@ class PackedDecoder:
         self.normalize, self.heads = stack.final_layer_norm.normalize, sizes.num_heads
         self.has_attention = blocks[0].has_attention
         self.has_cross_attention = blocks[0].has_cross_attention
-        self.q: list[Packed] = []
-        self.kv: list[Packed] = []
-        self.o: list[Packed] = []
+        self.q: list[PackedLinear] = []
+        self.kv: list[PackedLinear] = []
+        self.o: list[PackedLinear] = []
         if self.has_attention:
             self._pack_self_attention(blocks)
         self.wi = [
-            Packed(block.feedforward.wi.weight * block.get_norm(-1).weight)
+            PackedLinear(block.feedforward.wi.weight * block.get_norm(-1).weight)
             for block in blocks
         ]
-        self.wo = [Packed(block.feedforward.wo.weight) for block in blocks]
+        self.wo = [PackedLinear(block.feedforward.wo.weight) for block in blocks]
         scale = stack.final_layer_norm.weight * sizes.d_model**-0.5
-        self.logits = Packed(embedding.weight * scale)
+        self.logits = PackedLinear(embedding.weight * scale)
         # each (H * D, D): keys of the states with the projection of q in them, and
         # values with the projection of o
-        self.keys: list[Packed] = []
-        self.values: list[Packed] = []
+        self.keys: list[PackedLinear] = []
+        self.values: list[PackedLinear] = []
         if self.has_cross_attention:
             for block in blocks:
                 self._fold_cross_attention(
@@ -165,10 +168,10 @@ class PackedDecoder:
     def _pack_self_attention(self, blocks: Any) -> None:
         for block in blocks:
             attention, norm = block.attention, block.get_norm(0).weight
-            self.q.append(Packed(attention.q.weight * norm))
+            self.q.append(PackedLinear(attention.q.weight * norm))
             kv = torch.cat([attention.k.weight, attention.v.weight])
-            self.kv.append(Packed(kv * norm))
-            self.o.append(Packed(attention.o.weight))
+            self.kv.append(PackedLinear(kv * norm))
+            self.o.append(PackedLinear(attention.o.weight))
         # (V, ...): queries, keys and values of every token in block 0
         token = self.normalize(self.embedding.weight)
         self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)
@@ -181,8 +184,8 @@ class PackedDecoder:
         o = cross.o.weight.unflatten(1, heads)  # (D, H, K)
         keys = torch.einsum("hkd,hke->hde", q, k).flatten(0, 1)
         values = torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)
-        self.keys.append(Packed(keys))
-        self.values.append(Packed(values))
+        self.keys.append(PackedLinear(keys))
+        self.values.append(PackedLinear(values))
 
 
 class SharedKV:
@@ -214,7 +217,7 @@ class SharedKV:
         # per level (N,): row of each beam's ancestor among the rows of that level
         self.ancestors: list[Tensor] = []
 
-    def _fold(self, weight: Packed, states: Tensor) -> Tensor:
+    def _fold(self, weight: PackedLinear, states: Tensor) -> Tensor:
         """Return (B, H * S, D) keys or values of `states` (B, S, D)."""
         heads = weight(states).unflatten(-1, (self.decoder.heads, -1))
         return heads.transpose(1, 2).flatten(1, 2)

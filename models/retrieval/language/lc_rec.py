@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_least, check_positive
-from models.retrieval.backbones.causal_lm import LmBackbone, Segment, joined
+from models.retrieval.backbones.causal_lm import LmBackbone, Segment, concat_segments
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.causal_lm import LmDecoder
 from models.retrieval.language.prompts import (
@@ -262,7 +262,7 @@ class LcRec(Retriever):
             response: (R, n) tokens, and which of them are real; real tokens come first.
         """
         target, mask = response
-        tokens, lengths = joined([*prompts, response])
+        tokens, lengths = concat_segments([*prompts, response])
         states = self.backbone.run(self.backbone.embed(tokens))[0]
         first = lengths - mask.sum(1) - 1  # state before the response's first token
         offset = torch.arange(target.shape[1], device=target.device)
@@ -312,7 +312,7 @@ class Texts:
     def response(self, items: Tensor) -> Segment:
         """Return the titles of `items` (R,) as responses, with the end token."""
         tokens, mask = self.title(items)
-        tokens, lengths = joined(
+        tokens, lengths = concat_segments(
             [
                 (tokens, mask),
                 (torch.full_like(tokens[:, :1], self.end), mask[:, :1] | True),

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from models.cpu.derived import derived
+from models.cpu.derived import cache_until_changed
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
@@ -146,7 +146,7 @@ class EarlyReadouts(nn.Module):
 
     def forward(self, history: History) -> Tensor:
         """Return z (B, N)."""
-        place, real = self._backbone[0].of_history(history)
+        place, real = self._backbone[0].locate_history(history)
         keys, values = self.read(history)[:, place].split(self.width, -1)
         mask = torch.zeros(real.shape, dtype=keys.dtype, device=keys.device)
         mask = mask.masked_fill(~real, torch.finfo(keys.dtype).min)[:, None, None]
@@ -174,7 +174,7 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
         """Return (V, N): the teacher's embedding of each token, projected."""
         if torch.is_grad_enabled():
             return self.project(super().embedding())
-        return derived(
+        return cache_until_changed(
             self,
             "embedding",
             lambda: self.project(SidMlpDecoder.embedding(self)),

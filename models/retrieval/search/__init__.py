@@ -1,1 +1,1 @@
-"""Searching the catalogue: the trie of semantic IDs, beam search, its fast path, and what it is compared with."""
+"""Search of the catalogue: the trie of semantic IDs, and beam search in it."""

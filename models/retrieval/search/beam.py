@@ -1,10 +1,12 @@
-"""Beam search over semantic IDs, batched over users and beams, within the trie of the catalogue.
+"""Beam search over semantic IDs within the trie of the catalogue.
 
-Works for any model that gives log-probabilities of the next code: the `Scorer` protocol. Beams are kept
-in lexicographic order between levels and selected by score with ties to the first, so equal scores are
-resolved the same way every time. No Python loop over users or beams; nothing waits for a GPU.
+Works for every model that scores the next code (the `Scorer` protocol), batched over
+users and beams. Beams are kept in lexicographic order between levels and selected by
+score; of equal scores the first is taken, so results are deterministic. There is no
+Python loop over users or beams, and nothing waits for a GPU.
 
-Shapes: `B` users, `W` beams, `M` children of the widest node, `C_l` codes of level l, `L` levels.
+Shapes: `B` users, `W` beams, `M` children of the widest node, `C_l` codes of level l,
+`L` levels.
 """
 
 from __future__ import annotations
@@ -25,32 +27,37 @@ def beam_search(
     children: bool = False,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(items, scores), each (B, k): the items of the highest sums of log-probabilities found.
+    """Find the items with the highest sums of log-probabilities.
 
-    Only codes that continue a prefix of the catalogue are scored, so each item returned exists and
-    comes once. Order: score falling, then the items' codes rising. The last level is taken from all
-    children of its beams, so k may exceed `beam`; a beam above the catalogue keeps every prefix. Where
-    fewer items are found than k (a small catalogue, or log-probabilities of -inf) the tail is item -1
-    with score -inf.
+    Only codes that continue a prefix of the catalogue are scored, so every returned
+    item exists and is returned once. Items are sorted by score, then by their codes.
+    The last level is chosen from all children of its beams, so `k` may exceed `beam`.
+    If fewer than `k` items are found (a small catalogue, or log-probabilities of -inf),
+    the tail is item -1 with score -inf.
 
-    With `children`, log-probabilities are normalised anew over the valid children of each prefix at every
-    level but the first, as the public code of SID-MLP does; the first code keeps the scorer's. Scores are
-    then those of a distribution that knows the catalogue from the second code on, an only child costs
-    nothing, and the scorer's values after the first need be right up to a constant per beam only (and
-    finite).
+    Args:
+        scorer: Scores of the next code.
+        trie: Trie of the catalogue.
+        k: Number of items.
+        beam: Number of beams.
+        children: Whether to normalise log-probabilities over the valid children of each
+            prefix from the second code on, as the public code of SID-MLP does. An only
+            child then costs nothing, and the scorer's values after the first level only
+            matter up to a constant per beam (but must be finite).
+        allowed: (E,) bool edges that lead to a set of items (`Trie.edges_to`). The
+            search stays within the set; scores of its items do not change.
 
-    With `allowed`, the edges (E,) that lead to a set of items (`Trie.edges_to`), beams take no others: the search is
-    within the set, and its items have the scores that they have without it.
+    Returns:
+        Items and scores, (B, k) both.
     """
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)  # (B, 1, C_0)
-    node = log_probs.new_zeros(
-        log_probs.shape[:2], dtype=torch.long
-    )  # (B, W): where each beam stands in the trie
+    # (B, W): node of each beam in the trie
+    node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)
     score = log_probs.new_zeros(log_probs.shape[:2])
     for level in range(trie.levels):
-        scores, edge, token = pairs_of(
+        scores, edge, token = score_pairs(
             trie, level, node, score, log_probs, children, allowed
         )
         if level == trie.levels - 1:
@@ -60,14 +67,13 @@ def beam_search(
         position = select(scores, min(beam, trie.edges[level], scores.shape[1]))
         children_each = scores.shape[1] // node.shape[1]
         node = edge.gather(1, position)
-        score = scores.gather(
-            1, position
-        )  # -inf where fewer prefixes than beams are left: dead from here on
+        # -inf, and dead from now on, if there are fewer prefixes than beams
+        score = scores.gather(1, position)
         log_probs = scorer.step(position // children_each, token.gather(1, position))
     raise ValueError("the trie has no levels; it needs at least one codebook")
 
 
-def pairs_of(
+def score_pairs(
     trie: Trie,
     level: int,
     node: Tensor,
@@ -76,25 +82,38 @@ def pairs_of(
     children: bool,
     allowed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores, edges, codes), each (B, W * M): of all pairs of a beam at `node` (B, W) with `score` (B, W) and a child,
-    rising along the beams; scores are -inf where there is no child. `log_probs` (B, W, C_level), `children` and
-    `allowed` as in `beam_search`."""
+    """Score all pairs of a beam and a child, ordered by beam and child.
+
+    Args:
+        trie: Trie of the catalogue.
+        level: Level of the children.
+        node: (B, W) nodes of the beams.
+        score: (B, W) scores of the beams.
+        log_probs: (B, W, C_level) log-probabilities of the next code.
+        children: As in `beam_search`.
+        allowed: As in `beam_search`.
+
+    Returns:
+        Scores, edges and codes, (B, W * M) each. The score is -inf if there is no
+        child.
+    """
     if log_probs.shape[-1] != trie.codebook_sizes[level]:
         raise ValueError(
-            f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie has "
-            f"{trie.codebook_sizes[level]}; give the semantic IDs that it was trained with"
+            f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie "
+            f"has {trie.codebook_sizes[level]}; give the semantic IDs that it was "
+            f"trained with"
         )
-    edge, valid = trie.children_of(level, node)  # (B, W, M)
+    edge, valid = trie.get_children(level, node)  # (B, W, M)
     token = trie.tokens(level)[edge]
-    of_children = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)
+    child_log_probs = log_probs.gather(2, token).masked_fill(~valid, -torch.inf)
     if children and level > 0:
-        of_children = of_children.log_softmax(-1)
+        child_log_probs = child_log_probs.log_softmax(-1)
     if allowed is not None:
-        of_children = of_children.masked_fill(
+        child_log_probs = child_log_probs.masked_fill(
             ~allowed.split(trie.edges)[level][edge], -torch.inf
         )
     return (
-        (score.unsqueeze(-1) + of_children).flatten(1),
+        (score.unsqueeze(-1) + child_log_probs).flatten(1),
         edge.flatten(1),
         token.flatten(1),
     )
@@ -103,11 +122,20 @@ def pairs_of(
 def unconstrained_beam_search(
     scorer: Scorer, trie: Trie, k: int, beam: int, allowed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `beam_search`, with the trie looked at only in the end: code tuples of no item, or of one that is not allowed,
-    are dropped.
+    """Run beam search without the trie; drop code tuples without an item at the end.
 
-    What a decoder without a trie does, for comparison: fewer than k items may be left. At each level only
-    codes of that level are scored.
+    Shows the behaviour of a decoder without a trie, for comparison: fewer than k items
+    may be left. At each level only the codes of this level are scored.
+
+    Args:
+        scorer: Scores of the next code.
+        trie: Trie of the catalogue.
+        k: Number of items.
+        beam: Number of beams.
+        allowed: As in `beam_search`; other items are dropped too.
+
+    Returns:
+        Items and scores, (B, k) both.
     """
     if k < 1 or beam < 1:
         raise ValueError(f"k {k} and beam {beam} need to be at least 1")
@@ -116,20 +144,18 @@ def unconstrained_beam_search(
     codes = score.new_zeros((*score.shape, 0), dtype=torch.long)  # (B, W, level)
     for level in range(trie.levels):
         scores = (score.unsqueeze(-1) + log_probs).flatten(1)
-        position = select(
-            scores,
-            min(max(beam, k) if level == trie.levels - 1 else beam, scores.shape[1]),
-        )
+        is_last = level == trie.levels - 1
+        width = max(beam, k) if is_last else beam
+        position = select(scores, min(width, scores.shape[1]))
         score = scores.gather(1, position)
         parents = position // log_probs.shape[-1]
         token = position % log_probs.shape[-1]
-        kept = codes.gather(1, parents.unsqueeze(-1).expand(-1, -1, level))
-        codes = torch.cat([kept, token.unsqueeze(-1)], -1)
+        prefix = codes.gather(1, parents.unsqueeze(-1).expand(-1, -1, level))
+        codes = torch.cat([prefix, token.unsqueeze(-1)], -1)
         if level < trie.levels - 1:
             log_probs = scorer.step(parents, token)
     item = trie.lookup(codes, allowed)
-    position, score = top_k(
-        score.masked_fill((item < 0) & ~score.isnan(), -torch.inf), k
-    )  # NaN is for all to see
+    no_item = (item < 0) & ~score.isnan()  # NaN stays visible
+    position, score = top_k(score.masked_fill(no_item, -torch.inf), k)
     item = item.gather(1, position.clamp(min=0))
     return torch.where(score == -torch.inf, -1, item), score

@@ -1,11 +1,12 @@
-"""The student as one program of `torch.export`: history in, items out, without this project's code.
+"""Export of a student as one `torch.export` program, without this project's code.
 
     export_student(model, "student.pt2", k=10)
     recommend = load_exported("student.pt2")
     items, scores = recommend(history, history_length, user)
 
-The program is the fast path with beam, scores and k fixed and batch and history length free, its trie and
-weights inside. `torch.export.load("student.pt2").module()` is the same without this file.
+The program is the fast path with fixed beam, scores and k, and dynamic batch and
+history length. Trie and weights are inside. `torch.export.load("student.pt2").module()`
+loads it without this module.
 
 Shapes: `B` users, `T` items of the longest history.
 """
@@ -27,7 +28,7 @@ from models.storage.tables import UserError
 
 
 class Program(nn.Module):
-    """What is exported."""
+    """The module that is exported."""
 
     def __init__(self, student: SidMlp, k: int) -> None:
         super().__init__()
@@ -37,22 +38,38 @@ class Program(nn.Module):
     def forward(
         self, history: Tensor, history_length: Tensor, user: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k), of `history` (B, T) item_index padded with -1, its length (B,) and the hash
-        of the user (B,), as batches of `models.retrieval.data` have them."""
+        """Recommend items.
+
+        Args:
+            history: (B, T) item_index, padded with -1.
+            history_length: (B,) number of items.
+            user: (B,) hash of the user, as in the batches of `models.retrieval.data`.
+
+        Returns:
+            Items and scores, (B, k) both.
+        """
         config = self.student.config
         batch = {"history": history, "history_length": history_length, "user": user}
         return self.search(batch, self.k, config.beam, config.scores == "children")
 
 
 def export_student(model: nn.Module, path: str | Path, k: int) -> None:
-    """Writes the program of a trained SID-MLP or SID-MLP++ to the file `path` (.pt2), with the beam and the scores of
-    its config; it runs on the device that the model is on.
+    """Export a trained SID-MLP or SID-MLP++ with the beam and the scores of its config.
 
-    Raises UserError for another model, for a variant that the fast path does not cover, and for k below 1.
+    The program runs on the device of the model.
+
+    Args:
+        model: Trained student.
+        path: File to write (.pt2).
+        k: Number of items to recommend.
+
+    Raises:
+        UserError: If the fast path does not support the model, or k is below 1.
     """
     if not isinstance(model, SidMlp) or not model.fast_supported():
         raise UserError(
-            f"a {type(model).__name__} of this config cannot be exported; give a SID-MLP that is no ablation of it"
+            f"a {type(model).__name__} of this config cannot be exported; give a "
+            f"SID-MLP that is no ablation of it"
         )
     if k < 1:
         raise UserError(f"k {k} is below 1; give the number of items to recommend")
@@ -78,7 +95,7 @@ def export_student(model: nn.Module, path: str | Path, k: int) -> None:
 def load_exported(
     path: str | Path,
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The program of such a file."""
+    """Load an exported program as a function that also accepts empty batches."""
     program = cast(
         Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
         torch.export.load(str(path)).module(),

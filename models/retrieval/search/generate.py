@@ -1,6 +1,6 @@
-"""Decoding through `transformers` generate, for comparison with `decoders/t5.py`.
+"""Decoding through `transformers` generate, as a baseline of `decoders/t5.py`.
 
-The same model, trie and beam width; the library's own beam search, with its cache or without.
+Same model, trie and beam width, with the library's beam search and cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.search.topk import top_k
 from models.retrieval.search.trie import Trie
 
-DEAD = -1e8
-"""The library starts all beams but one at -1e9; a score below this never came from the model."""
+MIN_MODEL_SCORE = -1e8
+"""Scores below are not from the model: the library starts all beams but one at -1e9."""
 
 
 class TrieProcessor:
-    """Sets the scores of tokens that do not continue a prefix of the catalogue to -inf."""
+    """Set scores of tokens that continue no prefix of the catalogue to -inf."""
 
     def __init__(
         self, trie: Trie, first_token: list[int], allowed: Tensor | None
@@ -28,14 +28,19 @@ class TrieProcessor:
         self.trie, self.first_token, self.allowed = trie, first_token, allowed
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`input_ids` (B * W, 1 + level): the start token and the codes so far; `scores` (B * W, V)."""
+        """Mask the scores of the next token.
+
+        Args:
+            input_ids: (B * W, 1 + level) start token and codes so far.
+            scores: (B * W, V) scores of the next token.
+        """
         trie, level = self.trie, input_ids.shape[1] - 1
         node = torch.zeros_like(input_ids[:, 0])
         for depth in range(level):
             node = trie.descend(
                 depth, node, input_ids[:, 1 + depth] - self.first_token[depth]
             )
-        edge, valid = trie.children_of(level, node.clamp(min=0))
+        edge, valid = trie.get_children(level, node.clamp(min=0))
         valid &= (node >= 0)[:, None]
         if self.allowed is not None:
             valid &= self.allowed.split(trie.edges)[level][edge]
@@ -48,8 +53,11 @@ class TrieProcessor:
         return scores.masked_fill(~allowed[:, :-1], -torch.inf)
 
 
-def as_transformers(backbone: T5Backbone, decoder: T5Decoder) -> Any:
-    """`transformers.T5ForConditionalGeneration` over these very parameters, in eval mode."""
+def to_transformers(backbone: T5Backbone, decoder: T5Decoder) -> Any:
+    """Return a `transformers.T5ForConditionalGeneration` that shares the parameters.
+
+    The model is in eval mode.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = backbone.sizes
@@ -106,26 +114,41 @@ def generate(
     constrained: bool,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(items, scores), each (B, k), from a `transformers` encoder-decoder and its input (B, S).
+    """Recommend items with the library's beam search.
 
-    Unconstrained, any token of the vocabulary may come at any level, also one of another level; tuples of
-    no item, or of one that is not `allowed`, are dropped in the end. Items beyond the beam are -1, and a beam of 1 is
-    searched as one of 2.
+    Without constraints, any token of the vocabulary may come at any level; tuples
+    without an (allowed) item are dropped at the end. Items beyond the beam are -1, and
+    a beam of 1 is searched as a beam of 2.
+
+    Args:
+        model: Encoder-decoder from `to_transformers`.
+        tokens: (B, S) input tokens.
+        attention_mask: (B, S) mask of real tokens.
+        trie: Trie of the catalogue.
+        first_token: First token of each level.
+        k: Number of items.
+        beam: Number of beams.
+        use_cache: Whether to cache keys and values.
+        constrained: Whether to follow the trie.
+        allowed: As in `beam_search`.
+
+    Returns:
+        Items and scores, (B, k) both.
     """
     from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessorList
 
-    # the library makes a cache of as many layers as the encoder has, and the decoder may have more
-    cache = (
-        {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}
-        if use_cache
-        else {}
-    )
-    kept = max(beam, 2)  # generate returns no scores for a single one
+    cache = {}
+    if use_cache:
+        # the default cache has the encoder's number of layers; the decoder may have
+        # more
+        layers = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        cache = {"past_key_values": layers}
+    num_beams = max(beam, 2)  # generate returns no scores for a single beam
     out = model.generate(
         input_ids=tokens,
         attention_mask=attention_mask,
-        num_beams=kept,
-        num_return_sequences=kept,
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
         max_new_tokens=trie.levels,
         do_sample=False,
         use_cache=use_cache,
@@ -143,11 +166,11 @@ def generate(
         codes < torch.tensor(trie.codebook_sizes, device=tokens.device)
     )
     item = trie.lookup(torch.where(in_level, codes, -1), allowed).view(
-        len(tokens), kept
+        len(tokens), num_beams
     )
-    score = out.sequences_scores.view(len(tokens), kept)
+    score = out.sequences_scores.view(len(tokens), num_beams)
     score = score.masked_fill(
-        ((item < 0) | (score < DEAD)) & ~score.isnan(), -torch.inf
+        ((item < 0) | (score < MIN_MODEL_SCORE)) & ~score.isnan(), -torch.inf
     )
     position, score = top_k(score, k)
     item = item.gather(1, position.clamp(min=0))

@@ -1,41 +1,53 @@
-"""Speculative beam search (AtSpeed, Lin et al., 2025): a draft proposes beams of several steps, the target verifies all
-of them in one pass.
+"""Speculative beam search (AtSpeed, Lin et al., 2025).
 
-    found = speculative_search(target, draft, trie, requests, k, Speculation(beam=20, draft_beam=40))    # strict
-    found = speculative_search(target, draft, trie, requests, k, Speculation(beam=20), keys)             # relaxed
+A draft proposes beams of several steps, and the target verifies all of them in one
+pass.
 
-A pass begins at the target's beams of some length. The draft extends them step by step to a tree of prefixes; the
-target gives the log-probabilities of the next code after every prefix of the tree. With those the steps are gone
-through one after the other, and each ends with the target's own beams of that step: where all of them stand in the
-tree, the step is accepted and the next one can be judged by the same pass; else a new pass begins at them. So a pass
-always gets one step further than what was accepted of the draft, and a draft that fails costs time, not quality. The
-last code needs no draft: the target's log-probabilities of it are there.
+    options = Speculation(beam=20, draft_beam=40)
+    strict = speculative_search(target, draft, trie, requests, k, options)
+    relaxed = speculative_search(target, draft, trie, requests, k, options, keys)
 
-Strict: the target's beams are its best ones, as `beam_search` takes them. Items, scores and ties are those of
-`beam_search` with the target, whatever the draft says (up to the rounding of the pass over the tree).
+A pass starts with the target's beams of some length. The draft extends them step by
+step to a tree of prefixes, and the target computes the log-probabilities of the next
+code after every prefix of the tree. Then the steps are verified in order. Each step
+ends with the target's own beams: if all of them are in the tree, the step is accepted
+and the same pass verifies the next one; otherwise a new pass starts with them. A pass
+always advances one step more than was accepted, so a poor draft costs time but not
+quality. The last code needs no draft, as the target has its log-probabilities.
 
-Relaxed: the target's beams are drawn. Let p be the softmax over all pairs (beam, next code) of the target's summed
-log-probabilities, and q that of the draft's over the same pairs. The drafts are drawn from q without replacement (the
-highest of log q + Gumbel noise, in falling order), not by a beam search: min(1, p/q) would compare with a q that
-nothing was drawn from. Two rules:
+Strict search: the target's beams are its best ones, as in `beam_search`. Items, scores
+and ties are those of `beam_search` with the target, whatever the draft proposes (up to
+the rounding of the pass over the tree).
 
-- "published", that of the AtSpeed paper: every draft is accepted with probability min(1, p/q) by itself; of more than
-  `beam` accepted ones a random choice stays; if there are fewer, the rest is drawn from max(p - q, 0) without the
-  accepted ones (or from p without them where that is empty). One pair drawn for one beam follows p exactly, which is
-  speculative sampling. Of more drafts those that stay lean to min(p, q), as no draft knows of the others. (Total
-  variation distance to the target's law on the small case of the tests, 4 drafts for 2 beams: 0.21, by the exact rule
-  0.01, which is the noise of the sample.) All found are items with the target's own score all the same.
-- "exact": the beams are filled one by one, each by recursive rejection over the drafts not yet looked at. With p the
-  target's law of this beam (without the pairs taken) and q the draft's of the next draft (without those looked at), a
-  draft is taken with probability min(1, p/q); else p becomes max(p - q, 0) / sum and the next draft is tried; after
-  the last one the beam is drawn from p. So the beams of every step are exactly `beam` draws without replacement from
-  the target's p, whatever the draft. Of a step's drafts only those that extend a beam that stayed count, and later
-  steps are drafted anew.
+Relaxed search: the target's beams are sampled. Let p be the softmax over all pairs
+(beam, next code) of the target's summed log-probabilities, and q the softmax of the
+draft's over the same pairs. Drafts are sampled from q without replacement (the highest
+log q + Gumbel noise, in descending order) instead of by beam search, because the test
+min(1, p/q) is meant for samples of q. There are two rules:
 
-The last code is drawn from p itself under both rules, then items are ranked by the target's score.
+- "published", the rule of the AtSpeed paper: each draft is accepted with probability
+  min(1, p/q), independently. If more than `beam` are accepted, a random subset is kept;
+  if fewer, the others are sampled from max(p - q, 0) without the accepted ones (or from
+  p without them if this is empty). For one pair drafted for one beam this is
+  speculative sampling and follows p exactly. With more drafts, accepted pairs are
+  biased to min(p, q), as no draft knows of the others. (Total variation distance to the
+  target's distribution on the small case of the tests, 4 drafts for 2 beams: 0.21; by
+  the exact rule 0.01, the noise of the sample.) All results are items with the target's
+  own score nevertheless.
+- "exact": beams are filled one by one, each by recursive rejection over the remaining
+  drafts. With p the target's distribution for this beam (without the chosen pairs) and
+  q the draft's for the next draft (without the examined ones), a draft is accepted with
+  probability min(1, p/q). Otherwise p becomes max(p - q, 0) / sum and the next draft is
+  examined; after the last one, the beam is sampled from p. The beams of a step are
+  therefore exactly `beam` samples without replacement from the target's p. Only drafts
+  that extend a chosen beam count, and later steps are drafted again.
 
-Shapes: `B` requests, `R` of them that stand at the same length, `W` beams, `N` drafted beams, `M` children of the
-widest node, `P = W * M` pairs of a beam and its next code, `C_l` codes of level l, `L` levels.
+The last code is sampled from p under both rules; then items are ranked by the target's
+score.
+
+Shapes: `B` requests, `R` of them that are at the same length, `W` beams, `N` drafted
+beams, `M` children of the widest node, `P = W * M` pairs of a beam and its next code,
+`C_l` codes of level l, `L` levels.
 """
 
 from __future__ import annotations
@@ -50,106 +62,118 @@ from torch.nn import functional
 
 from models.metrics.scores import check_finite
 from models.retrieval.parts import Scorer
-from models.retrieval.search.beam import pairs_of
+from models.retrieval.search.beam import score_pairs
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
 
 Rule = Literal["published", "exact"]
 
+# makes the draft's scorer of some requests, given by their numbers (R,)
 Draft = Callable[[Tensor], Scorer]
-"""What proposes: a scorer of some requests, by their numbers (R,)."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Prefixes of R requests, level by level; the empty one stands before the first level."""
+    """Prefixes of R requests, level by level, without the empty prefix."""
 
     parents: list[Tensor] = field(default_factory=list)
-    """(R, W_l) of level l: which prefix of the level before each extends."""
+    """Per level (R, W_l): index of the extended prefix within the level before."""
     codes: list[Tensor] = field(default_factory=list)
-    """(R, W_l) of level l: its last code."""
+    """Per level (R, W_l): last code of each prefix."""
 
     def add(self, parents: Tensor, codes: Tensor) -> None:
-        """One more level."""
+        """Append a level."""
         self.parents.append(parents)
         self.codes.append(codes)
 
 
 class Target(Protocol):
-    """What decides."""
+    """The model that verifies drafts."""
 
     def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
-        """(R, W_l, C_l) for every length l of prefixes from `first` to the longest, in one pass: log-probabilities of
-        the next code after each prefix of the tree of the requests `rows` (R,)."""
+        """Compute log-probabilities of the next code after each prefix, in one pass.
+
+        Args:
+            rows: (R,) requests.
+            tree: Prefixes of the requests.
+            first: Shortest length of the prefixes to score.
+
+        Returns:
+            (R, W_l, C_l) for every length l from `first` to the longest.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How it is searched."""
+    """Options of a speculative search."""
 
     beam: int
-    """The target's beams."""
+    """Number of beams of the target."""
     draft_beam: int = 40
-    """Beams that a step drafts; at least `beam` are, fewer could never be accepted."""
+    """Number of drafted beams per step, raised to `beam` if lower."""
     steps: int = 4
-    """Steps drafted for one pass, at most; 0 is the target's search by passes of one step."""
+    """Most steps drafted for a pass; 0 is the target's search without drafts."""
     children: bool = False
-    """Whether log-probabilities are normalised over the valid children, as in `beam_search`."""
+    """Whether to normalise log-probabilities over the valid children, as in
+    `beam_search`."""
     rule: Rule = "published"
-    """Of the relaxed search."""
+    """Rule of the relaxed search."""
     allowed: Tensor | None = None
-    """Edges of the trie that the search keeps to, as in `beam_search`; draft and target alike."""
+    """Edges of the trie that draft and target may take, as in `beam_search`."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found, and what it took."""
+class SpeculativeResult:
+    """Items found by a search, and its cost."""
 
     items: Tensor
-    """(B, k), -1 where there are fewer."""
+    """(B, k), -1 if there are fewer."""
     scores: Tensor
-    """(B, k): the target's, falling; -inf where there are fewer."""
+    """(B, k) scores of the target in descending order, -inf if there are fewer
+    items."""
     passes: Tensor
-    """(B,) passes of the target."""
+    """(B,) number of passes of the target."""
     drafted: Tensor
-    """(B,) steps drafted."""
+    """(B,) number of drafted steps."""
     accepted: Tensor
-    """(B,) steps among them that were accepted."""
+    """(B,) number of accepted steps."""
 
 
 @dataclass(frozen=True)
 class Beams:
-    """The target's beams of requests that stand at the same length."""
+    """The target's beams of requests that are at the same length."""
 
     rows: Tensor
-    """(R,) which requests."""
+    """(R,) requests."""
     codes: Tensor
-    """(R, W, length)"""
+    """(R, W, length) codes."""
     node: Tensor
-    """(R, W): where each stands in the trie."""
+    """(R, W) nodes in the trie."""
     score: Tensor
-    """(R, W): sum of log-probabilities; -inf for one that is not there."""
+    """(R, W) sums of log-probabilities, -inf for missing beams."""
 
-    def of(self, kept: Tensor) -> Beams:
-        """Those of some requests, by place or as a mask."""
+    def select(self, index: Tensor) -> Beams:
+        """Return the beams of some requests, by index or mask."""
         return Beams(
-            self.rows[kept], self.codes[kept], self.node[kept], self.score[kept]
+            self.rows[index], self.codes[index], self.node[index], self.score[index]
         )
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """One level of the drafted tree."""
+    """A level of the drafted tree."""
 
     node: Tensor
-    """(R, N): where each prefix stands in the trie."""
+    """(R, N) nodes in the trie."""
     parent: Tensor
-    """(R, N): which prefix of the level before it extends; of the first level, which is the target's, unused."""
+    """(R, N) index of the extended prefix within the level before; unused at the first
+    level, which is the target's."""
     score: Tensor
-    """(R, N): the draft's sums, on top of the target's up to where the pass began."""
+    """(R, N) sums of the draft, starting from the target's at the start of the pass."""
     log_probs: Tensor
-    """(R, N, C): the draft's, of the next code; of the last level nothing (C = 0)."""
+    """(R, N, C) log-probabilities of the draft for the next code; C = 0 at the last
+    level."""
 
 
 def speculative_search(
@@ -158,353 +182,483 @@ def speculative_search(
     trie: Trie,
     requests: int,
     k: int,
-    how: Speculation,
+    options: Speculation,
     keys: Tensor | None = None,
-) -> Found:
-    """The search of the module's docstring for `requests` requests. With `keys` (B,) int64, which all that is drawn
-    for a request follows from, it is relaxed, else strict."""
-    if k < 1 or how.beam < 1 or how.draft_beam < 1 or how.steps < 0:
+) -> SpeculativeResult:
+    """Search for the items of several requests; see the module's docstring.
+
+    Args:
+        target: Model that verifies drafts.
+        draft: Makes the scorer that proposes drafts.
+        trie: Trie of the catalogue.
+        requests: Number B of requests.
+        k: Number of items per request.
+        options: Options of the search.
+        keys: (B,) int64 seeds of the requests for a relaxed search; None for a strict
+            search.
+    """
+    if k < 1 or options.beam < 1 or options.draft_beam < 1 or options.steps < 0:
         raise ValueError(
-            f"k {k}, beam {how.beam} and draft_beam {how.draft_beam} need to be at least 1, "
-            f"steps {how.steps} at least 0"
+            f"k {k}, beam {options.beam} and draft_beam {options.draft_beam} need to "
+            f"be at least 1, steps {options.steps} at least 0"
         )
     device = trie.leaves.device
-    found = Found(
-        torch.full((requests, k), -1, device=device),
-        torch.full((requests, k), -torch.inf, device=device),
-        *(torch.zeros(requests, dtype=torch.long, device=device) for _ in range(3)),
+
+    def zeros() -> Tensor:
+        return torch.zeros(requests, dtype=torch.long, device=device)
+
+    result = SpeculativeResult(
+        items=torch.full((requests, k), -1, device=device),
+        scores=torch.full((requests, k), -torch.inf, device=device),
+        passes=zeros(),
+        drafted=zeros(),
+        accepted=zeros(),
     )
-    zero = torch.zeros((requests, 1), dtype=torch.long, device=device)
-    everyone = Beams(
-        torch.arange(requests, device=device),
-        zero[..., None][..., :0],
-        zero,
-        zero.float(),
+    root = zeros().unsqueeze(1)
+    all_requests = Beams(
+        rows=torch.arange(requests, device=device),
+        codes=root[..., None][..., :0],
+        node=root,
+        score=root.float(),
     )
-    waiting: list[list[Beams]] = [[everyone], *([] for _ in range(trie.levels - 1))]
-    for length in range(
-        trie.levels
-    ):  # requests that a pass left at one length go on together
+    # per length: beams of requests that a pass left there
+    waiting: list[list[Beams]] = [[] for _ in range(trie.levels)]
+    waiting[0].append(all_requests)
+    for length in range(trie.levels):
         parts = [beams for beams in waiting[length] if len(beams.rows)]
         if not parts:
             continue
-        names = ("rows", "codes", "node", "score")
         beams = Beams(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in names)
+            rows=torch.cat([part.rows for part in parts]),
+            codes=torch.cat([part.codes for part in parts]),
+            node=torch.cat([part.node for part in parts]),
+            score=torch.cat([part.score for part in parts]),
         )
         noise = None if keys is None else Noise(keys[beams.rows], length)
-        _one_pass(target, draft, trie, beams, how, noise, waiting, found)
-    return found
+        search = _Pass(target, draft, trie, options, noise)
+        search.run(beams, waiting, result)
+    return result
 
 
-def _one_pass(
-    target: Target,
-    draft: Draft,
-    trie: Trie,
-    beams: Beams,
-    how: Speculation,
-    noise: Noise | None,
-    waiting: list[list[Beams]],
-    found: Found,
-) -> None:
-    """Drafts, verifies, and goes on with each request as far as its drafts are accepted: to `found`, or to `waiting`
-    at the length that it has come to."""
-    length = beams.codes.shape[2]
-    tree, drafts = _draft(draft, trie, beams, how, noise)
-    verified = target(beams.rows, tree, length)
-    found.passes[beams.rows] += 1
-    found.drafted[beams.rows] += len(drafts) - 1
-    row = torch.arange(
-        len(beams.rows), device=beams.rows.device
-    )  # (R,): which of the pass's requests go on
-    at = torch.arange(beams.node.shape[1], device=row.device).expand(
-        beams.node.shape
-    )  # (R, W): each beam in the tree
-    for step, of_tree in enumerate(verified):
-        level, now = length + step, drafts[step]
-        log_probs = _pick(of_tree[row], at)
-        scores, edge, token = pairs_of(
-            trie, level, beams.node, beams.score, log_probs, how.children, how.allowed
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of a beam and one of its children, ordered by beam and child."""
+
+    scores: Tensor
+    """(R, P) sums of log-probabilities of the target, -inf if there is no child."""
+    edge: Tensor
+    """(R, P) edges of the trie."""
+    code: Tensor
+    """(R, P) codes of the children."""
+    per_beam: int
+    """Number of pairs of a beam."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of the target over a drafted tree."""
+
+    target: Target
+    draft: Draft
+    trie: Trie
+    options: Speculation
+    noise: Noise | None
+
+    def run(
+        self, beams: Beams, waiting: list[list[Beams]], result: SpeculativeResult
+    ) -> None:
+        """Draft, verify, and advance each request as far as its drafts are accepted.
+
+        Args:
+            beams: Beams of the requests at the start of the pass.
+            waiting: Per length: beams of requests that need another pass, extended.
+            result: Items and counts, written in place.
+        """
+        length = beams.codes.shape[2]
+        tree, drafts = _draft(self.draft, self.trie, beams, self.options, self.noise)
+        verified = self.target(beams.rows, tree, length)
+        result.passes[beams.rows] += 1
+        result.drafted[beams.rows] += len(drafts) - 1
+        # (R,): requests of the pass that still advance
+        row = torch.arange(len(beams.rows), device=beams.rows.device)
+        # (R, W): prefix of the tree that each beam is
+        prefix = torch.arange(beams.node.shape[1], device=row.device)
+        prefix = prefix.expand(beams.node.shape)
+        for step, tree_log_probs in enumerate(verified):
+            level = length + step
+            log_probs = _take_rows(tree_log_probs[row], prefix)
+            pairs = self._score_pairs(level, beams, log_probs)
+            noise = None if self.noise is None else self.noise.at_level(row, level)
+            if level == self.trie.levels - 1:
+                _finish(self.trie, pairs, beams.rows, self.options, noise, result)
+                return
+            if step + 1 == len(drafts):  # nothing is drafted for the next step
+                position = self._choose(level, pairs, noise)
+                waiting[level + 1].append(_extend(beams, pairs, position))
+                return
+            pair_of_draft = self._locate_drafts(
+                level, drafts[step : step + 2], row, prefix, beams, pairs
+            )
+            if noise is None:
+                position = self._choose(level, pairs, noise)
+            else:
+                draft_score = drafts[step].score[row].gather(1, prefix)
+                draft_log_probs = _take_rows(drafts[step].log_probs[row], prefix)
+                draft_scores = self._score_drafts(
+                    level, beams, draft_score, draft_log_probs, pairs
+                )
+                position = self._sample(
+                    level, pairs, draft_scores, pair_of_draft, noise
+                )
+            beams = _extend(beams, pairs, position)
+            prefix = _invert(pair_of_draft, pairs.scores.shape[1]).gather(1, position)
+            accepted = ((prefix >= 0) | (beams.score == -torch.inf)).all(1)
+            waiting[level + 1].append(beams.select(~accepted))
+            beams = beams.select(accepted)
+            row = row[accepted]
+            prefix = prefix[accepted].clamp(min=0)
+            result.accepted[beams.rows] += 1
+            if not len(row):
+                return
+
+    def _score_pairs(self, level: int, beams: Beams, log_probs: Tensor) -> _Pairs:
+        """Score the children of the beams by `log_probs` (R, W, C_level)."""
+        options, trie = self.options, self.trie
+        scores, edge, code = score_pairs(
+            trie,
+            level,
+            beams.node,
+            beams.score,
+            log_probs,
+            options.children,
+            options.allowed,
         )
-        mine = None if noise is None else noise.of(row, level)
-        if level == trie.levels - 1:
-            _finish(trie, scores, edge, beams.rows, how, mine, found)
-            return
-        width, widest = min(how.beam, trie.edges[level]), scores.shape[1] // at.shape[1]
-        missing = max(
-            0, width - scores.shape[1]
-        )  # requests of other passes may have more pairs: one width for all
-        scores = functional.pad(scores, (0, missing), value=-torch.inf)
-        edge, token = (
-            functional.pad(edge, (0, missing)),
-            functional.pad(token, (0, missing)),
+        per_beam = scores.shape[1] // beams.node.shape[1]
+        missing = self._width(level) - scores.shape[1]
+        if missing > 0 and level < trie.levels - 1:
+            # requests of other passes may have more pairs: one width for all
+            scores = functional.pad(scores, (0, missing), value=-torch.inf)
+            edge = functional.pad(edge, (0, missing))
+            code = functional.pad(code, (0, missing))
+        return _Pairs(scores, edge, code, per_beam)
+
+    def _width(self, level: int) -> int:
+        """Return the number of beams after a level."""
+        return min(self.options.beam, self.trie.edges[level])
+
+    def _choose(self, level: int, pairs: _Pairs, noise: Noise | None) -> Tensor:
+        """Choose the next beams (R, W) without drafts: the best, or sampled."""
+        scores = pairs.scores
+        if noise is not None:
+            scores = scores + noise.gumbel(pairs.edge)
+        return select(scores, self._width(level))
+
+    def _score_drafts(
+        self, level: int, beams: Beams, score: Tensor, log_probs: Tensor, pairs: _Pairs
+    ) -> Tensor:
+        """Score all pairs (R, P) by the draft.
+
+        Args:
+            level: Level of the children.
+            beams: Beams of the target.
+            score: (R, W) sums of the draft for the beams.
+            log_probs: (R, W, C_level) log-probabilities of the draft.
+            pairs: Pairs of the target.
+        """
+        scores, _, _ = score_pairs(
+            self.trie,
+            level,
+            beams.node,
+            score,
+            log_probs,
+            self.options.children,
+            self.options.allowed,
         )
-        drafted = place = None
-        if step + 1 < len(drafts):
-            drafted = drafts[step + 1]
-            place = _places(
-                trie, level, now, drafted, row, at, beams.score, widest, scores.shape[1]
-            )
-        if mine is None:
-            position = select(scores, width)
-        elif place is None or drafted is None:
-            position = select(scores + mine.gumbel(edge), width)
-        else:
-            score, log_probs = (
-                now.score[row].gather(1, at),
-                _pick(now.log_probs[row], at),
-            )
-            of_draft, _, _ = pairs_of(
-                trie, level, beams.node, score, log_probs, how.children, how.allowed
-            )
-            of_draft = functional.pad(of_draft, (0, missing)).masked_fill(
-                scores == -torch.inf, -torch.inf
-            )
-            rule = published if how.rule == "published" else exact
-            position = rule(
-                _softmax(scores), _softmax(of_draft), place, width, mine, edge
-            )
-        parent = (position // widest).clamp(max=beams.node.shape[1] - 1)
-        beams = Beams(
-            beams.rows,
-            torch.cat(
-                [
-                    beams.codes.gather(1, _like(parent, beams.codes)),
-                    token.gather(1, position).unsqueeze(-1),
-                ],
-                -1,
-            ),
-            edge.gather(1, position),
-            scores.gather(1, position),
-        )
-        if place is None:
-            waiting[level + 1].append(beams)
-            return
-        number = torch.arange(place.shape[1], device=row.device).expand(place.shape)
-        where = position.new_full((len(row), scores.shape[1] + 1), -1).scatter_(
-            1, place, number
-        )
-        at = where[:, :-1].gather(1, position)
-        accepted = ((at >= 0) | (beams.score == -torch.inf)).all(1)
-        waiting[level + 1].append(beams.of(~accepted))
-        beams, row, at = beams.of(accepted), row[accepted], at[accepted].clamp(min=0)
-        found.accepted[beams.rows] += 1
-        if not len(row):
-            return
+        missing = pairs.scores.shape[1] - scores.shape[1]
+        scores = functional.pad(scores, (0, missing))
+        return scores.masked_fill(pairs.scores == -torch.inf, -torch.inf)
+
+    def _sample(
+        self,
+        level: int,
+        pairs: _Pairs,
+        draft_scores: Tensor,
+        pair_of_draft: Tensor,
+        noise: Noise,
+    ) -> Tensor:
+        """Sample the next beams (R, W) by the rule of the relaxed search."""
+        published = self.options.rule == "published"
+        rule = select_published if published else select_exact
+        p, q = _softmax(pairs.scores), _softmax(draft_scores)
+        return rule(p, q, pair_of_draft, self._width(level), noise, pairs.edge)
+
+    def _locate_drafts(
+        self,
+        level: int,
+        drafts: list[Drafts],
+        row: Tensor,
+        prefix: Tensor,
+        beams: Beams,
+        pairs: _Pairs,
+    ) -> Tensor:
+        """Return the pair that each drafted prefix of the next level is.
+
+        Args:
+            level: Level of the children.
+            drafts: Drafts of the level of the beams and of the next level.
+            row: (R,) requests that still advance.
+            prefix: (R, W) prefix of the tree that each beam is.
+            beams: Beams of the target.
+            pairs: Pairs of the target.
+
+        Returns:
+            (R, N) indices of pairs; P, one past the last, for prefixes that extend none
+            of the target's beams.
+        """
+        current, following = drafts
+        count, num_pairs = current.node.shape[1], pairs.scores.shape[1]
+        beam = torch.arange(prefix.shape[1], device=prefix.device).expand(prefix.shape)
+        # (R, N): beam that each prefix of the tree is, -1 for none
+        index = torch.where(beams.score > -torch.inf, prefix, count)
+        beam_of_prefix = prefix.new_full((len(row), count + 1), -1)
+        beam_of_prefix = beam_of_prefix.scatter_(1, index, beam)[:, :-1]
+        parent = following.parent[row]
+        parent_beam = beam_of_prefix.gather(1, parent)
+        parent_node = current.node[row].gather(1, parent)
+        child = following.node[row] - self.trie.offsets(level)[parent_node]
+        pair = parent_beam * pairs.per_beam + child
+        is_pair = (parent_beam >= 0) & (following.score[row] > -torch.inf)
+        return torch.where(is_pair, pair, num_pairs)
+
+
+def _extend(beams: Beams, pairs: _Pairs, position: Tensor) -> Beams:
+    """Return the beams at the `position` (R, W) of the pairs."""
+    parent = (position // pairs.per_beam).clamp(max=beams.node.shape[1] - 1)
+    code = pairs.code.gather(1, position).unsqueeze(-1)
+    return Beams(
+        rows=beams.rows,
+        codes=torch.cat([_take_rows(beams.codes, parent), code], -1),
+        node=pairs.edge.gather(1, position),
+        score=pairs.scores.gather(1, position),
+    )
+
+
+def _invert(pair_of_draft: Tensor, pairs: int) -> Tensor:
+    """Return the draft (R, P) of each pair, -1 for pairs that were not drafted."""
+    index = torch.arange(pair_of_draft.shape[1], device=pair_of_draft.device)
+    draft_of_pair = pair_of_draft.new_full((len(pair_of_draft), pairs + 1), -1)
+    draft_of_pair.scatter_(1, pair_of_draft, index.expand(pair_of_draft.shape))
+    return draft_of_pair[:, :-1]
 
 
 def _finish(
     trie: Trie,
-    scores: Tensor,
-    edge: Tensor,
+    pairs: _Pairs,
     rows: Tensor,
-    how: Speculation,
+    options: Speculation,
     noise: Noise | None,
-    found: Found,
+    result: SpeculativeResult,
 ) -> None:
-    """The items of the last code's pairs, by the target's score; relaxed, of as many as are drawn."""
-    k = found.items.shape[1]
-    if noise is not None and (count := max(how.beam, k)) < scores.shape[1]:
-        drawn = select(scores + noise.gumbel(edge), count)
+    """Write the items of the last level to `result`, ranked by the target's score.
+
+    A relaxed search ranks only as many items as are sampled.
+    """
+    k = result.items.shape[1]
+    scores = pairs.scores
+    count = max(options.beam, k)
+    if noise is not None and count < scores.shape[1]:
+        sampled = select(scores + noise.gumbel(pairs.edge), count)
+        sampled_scores = scores.gather(1, sampled)
         scores = torch.full_like(scores, -torch.inf).scatter_(
-            1, drawn, scores.gather(1, drawn)
+            1, sampled, sampled_scores
         )
     position, score = top_k(scores, k)
-    item = trie.leaves[edge.gather(1, position.clamp(min=0))]
-    found.items[rows] = torch.where(score == -torch.inf, -1, item)
-    found.scores[rows] = score
+    item = trie.leaves[pairs.edge.gather(1, position.clamp(min=0))]
+    result.items[rows] = torch.where(score == -torch.inf, -1, item)
+    result.scores[rows] = score
 
 
 def _draft(
-    draft: Draft, trie: Trie, beams: Beams, how: Speculation, noise: Noise | None
+    draft: Draft, trie: Trie, beams: Beams, options: Speculation, noise: Noise | None
 ) -> tuple[Tree, list[Drafts]]:
-    """The tree, from the empty prefix on, and its levels from that of the target's beams on."""
+    """Draft a tree from the target's beams.
+
+    Returns:
+        The tree from the empty prefix on, and its levels from the target's beams on.
+    """
     tree, length = Tree(), beams.codes.shape[2]
-    last = min(length + how.steps, trie.levels - 1)
-    node, parent, score, drafts = beams.node, beams.node, beams.score, []
+    last = min(length + options.steps, trie.levels - 1)
+    node, parent, score = beams.node, beams.node, beams.score
+    drafts = []
     log_probs = score.unsqueeze(-1)
     if last > length:
         scorer = draft(beams.rows)
         log_probs = scorer.start().unsqueeze(1)
-    width = torch.arange(node.shape[1], device=node.device)
+    beam = torch.arange(node.shape[1], device=node.device)
     for level in range(length):  # the tree and the draft follow the target's beams
-        tree.add(
-            (width if level else torch.zeros_like(width)).expand(node.shape),
-            beams.codes[..., level],
-        )
+        index = beam if level else torch.zeros_like(beam)
+        tree.add(index.expand(node.shape), beams.codes[..., level])
         if last > length:
             log_probs = scorer.step(tree.parents[-1], tree.codes[-1])
     for level in range(length, last):
         drafts.append(Drafts(node, parent, score, log_probs))
-        scores, edge, token = pairs_of(
-            trie, level, node, score, log_probs, how.children, how.allowed
+        scores, edge, token = score_pairs(
+            trie, level, node, score, log_probs, options.children, options.allowed
         )
-        count = min(max(how.draft_beam, how.beam), trie.edges[level], scores.shape[1])
+        width = max(options.draft_beam, options.beam)
+        count = min(width, trie.edges[level], scores.shape[1])
         if noise is None:
             position = select(scores, count)
         else:
-            position, _ = top_k(
-                scores + noise.of(None, level).gumbel(edge, "drafts"), count
-            )
+            gumbel = noise.at_level(None, level).gumbel(edge, "drafts")
+            position, _ = top_k(scores + gumbel, count)
         parent = position // (scores.shape[1] // node.shape[1])
-        node, score, code = (x.gather(1, position) for x in (edge, scores, token))
+        node = edge.gather(1, position)
+        score = scores.gather(1, position)
+        code = token.gather(1, position)
         tree.add(parent, code)
         if level + 1 < last:
             log_probs = scorer.step(parent, code)
-    check_finite(score, tail=True)  # a draft of NaN would show in nothing that is found
+    # NaN scores of a draft would not show in the results
+    check_finite(score, tail=True)
     return tree, [*drafts, Drafts(node, parent, score, log_probs[..., :0])]
 
 
-def _places(
-    trie: Trie,
-    level: int,
-    now: Drafts,
-    drafted: Drafts,
-    row: Tensor,
-    at: Tensor,
-    score: Tensor,
-    widest: int,
-    pairs: int,
-) -> Tensor:
-    """(R, N): the pair (beam, child) that each drafted prefix is; `pairs`, one past the last, for those that extend
-    none of the target's beams."""
-    count, width = now.node.shape[1], at.shape[1]
-    slot = at.new_full(
-        (len(row), count + 1), -1
-    )  # of each prefix of the tree: which of the target's beams it is
-    beam = torch.arange(width, device=at.device).expand(at.shape)
-    slot = slot.scatter_(1, torch.where(score > -torch.inf, at, count), beam)[:, :-1]
-    parent = drafted.parent[row]
-    slot, begin = (
-        slot.gather(1, parent),
-        trie.offsets(level)[now.node[row].gather(1, parent)],
-    )
-    place = slot * widest + drafted.node[row] - begin
-    return torch.where((slot >= 0) & (drafted.score[row] > -torch.inf), place, pairs)
-
-
-def _pick(of_tree: Tensor, at: Tensor) -> Tensor:
-    """(R, W, C) of the prefixes `at` (R, W), from (R, N, C)."""
-    return of_tree.gather(1, _like(at, of_tree))
-
-
-def _like(index: Tensor, values: Tensor) -> Tensor:
-    """`index` (R, W) for a gather of whole rows of `values` (R, N, C)."""
-    return index.unsqueeze(-1).expand(-1, -1, values.shape[-1])
+def _take_rows(values: Tensor, index: Tensor) -> Tensor:
+    """Gather rows of `values` (R, N, C) by `index` (R, W): (R, W, C)."""
+    return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """(R, P) float64; 0 in a row without a pair."""
+    """Return the softmax (R, P) in float64; 0 in rows without a pair."""
     return scores.double().softmax(1).nan_to_num(0.0)
 
 
-def published(
+def select_published(
     p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor
 ) -> Tensor:
-    """(R, beam) rising positions of the pairs kept by the rule of the AtSpeed paper.
+    """Select pairs by the rule of the AtSpeed paper.
 
-    `p` and `q` (R, P) are the distributions of target and draft, `place` (R, N) the pairs drafted (P: none) and `edge`
-    (R, P) what noise is drawn by.
+    Args:
+        p: (R, P) distribution of the target.
+        q: (R, P) distribution of the draft.
+        place: (R, N) drafted pairs, P for none.
+        beam: Number of pairs to select.
+        noise: Random numbers of the requests.
+        edge: (R, P) edges, which identify the pairs for the noise.
+
+    Returns:
+        (R, beam) indices of the selected pairs in ascending order.
     """
-    drafted = (
-        torch.zeros_like(functional.pad(p, (0, 1))).scatter_(1, place, 1.0)[:, :-1] > 0
-    )
+    drafted = torch.zeros_like(functional.pad(p, (0, 1)))
+    drafted = drafted.scatter_(1, place, 1.0)[:, :-1] > 0
     accepted = drafted & (noise.uniform(edge, "accept") * q < p)
     rest = torch.where(accepted, 0.0, p - q).clamp(min=0)
     gumbel = noise.gumbel(edge)
-    keys = torch.where(
-        rest > 0, rest.log() + gumbel, p.log() + gumbel - 1e4
-    )  # what is out of reach but for need
-    keys = torch.where(
-        accepted, 1e4 + gumbel, keys
-    )  # all accepted first, in random order
+    # In order: accepted pairs at random, samples of the rest, and the other pairs.
+    keys = torch.where(rest > 0, rest.log() + gumbel, p.log() + gumbel - 1e4)
+    keys = torch.where(accepted, 1e4 + gumbel, keys)
     return select(keys, beam)
 
 
-def exact(
+def select_exact(
     p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor
 ) -> Tensor:
-    """As `published`, by recursive rejection: the kept ones are `beam` draws from p without replacement."""
+    """Select pairs by recursive rejection: `beam` samples of p without replacement.
+
+    Arguments and result are as in `select_published`.
+    """
     rows, pairs = torch.arange(len(p), device=p.device), p.shape[1]
-    chance = noise.uniform(
-        torch.arange(place.shape[1], device=p.device).expand(place.shape), "accept"
-    )
-    p, q, now = (
-        functional.pad(x, (0, 1)) for x in (p, q, p)
-    )  # a last pair that is none
+    draft_index = torch.arange(place.shape[1], device=p.device).expand(place.shape)
+    chance = noise.uniform(draft_index, "accept")
+    # one more column for drafts that are no pair
+    p = functional.pad(p, (0, 1))
+    q = functional.pad(q, (0, 1))
+    target = p  # distribution of the beam that is being filled
     taken = torch.zeros_like(p, dtype=torch.bool)
     filled = torch.zeros_like(rows)
     for draft in range(place.shape[1]):
         pair = place[:, draft]
-        looked_at = (pair < pairs) & (filled < beam)
+        is_examined = (pair < pairs) & (filled < beam)
         total = q.sum(1, keepdim=True)
-        share = torch.where(total > 0, q / total, 0.0)  # of the next draft
-        taking = looked_at & (chance[:, draft] * share[rows, pair] < now[rows, pair])
-        rejecting = (looked_at & ~taking).unsqueeze(1)
-        taken[rows, pair] |= taking
-        filled += taking
-        left = (now - share).clamp(min=0)
-        now = torch.where(rejecting, _normalised(left, now), now)
-        now = torch.where(
-            taking.unsqueeze(1), _normalised(p.masked_fill(taken, 0.0), now), now
-        )
-        q = q.scatter(1, torch.where(looked_at, pair, pairs).unsqueeze(1), 0.0)
-    p, now, taken = p[:, :-1], now[:, :-1], taken[:, :-1]
-    one = select(
-        now.masked_fill(taken, 0.0).log() + noise.gumbel(edge, "one"), 1
-    )  # for the beam that is being filled
+        proposal = torch.where(total > 0, q / total, 0.0)
+        threshold = chance[:, draft] * proposal[rows, pair]
+        accept = is_examined & (threshold < target[rows, pair])
+        reject = (is_examined & ~accept).unsqueeze(1)
+        taken[rows, pair] |= accept
+        filled += accept
+        residual = (target - proposal).clamp(min=0)
+        target = torch.where(reject, _normalize(residual, target), target)
+        remaining = _normalize(p.masked_fill(taken, 0.0), target)
+        target = torch.where(accept.unsqueeze(1), remaining, target)
+        examined_pair = torch.where(is_examined, pair, pairs).unsqueeze(1)
+        q = q.scatter(1, examined_pair, 0.0)
+    p, target, taken = p[:, :-1], target[:, :-1], taken[:, :-1]
+    # sample the beam that is being filled, then the others from p
+    log_target = target.masked_fill(taken, 0.0).log()
+    sampled = select(log_target + noise.gumbel(edge, "one"), 1)
     taken = taken | torch.zeros_like(taken).scatter_(
-        1, one, (filled < beam).unsqueeze(1)
+        1, sampled, (filled < beam).unsqueeze(1)
     )
     keys = torch.where(taken, torch.inf, p.log() + noise.gumbel(edge))
     return select(keys, beam)
 
 
-def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Rows that sum to 1; `otherwise` where one is all 0."""
+def _normalize(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Scale rows to sum 1; `otherwise` replaces rows of zeros."""
     total = weights.sum(1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 
 
 class Noise:
-    """Random numbers as hashes of what they are for, so that a request draws the same ones in any batch, on any
-    device: (request's key, length that the pass began at, level, use, pair)."""
+    """Random numbers as hashes of their purpose.
+
+    A request gets the same numbers in every batch and on every device. The hash covers
+    its key, the length at the start of the pass, the level, the use and the pair.
+    """
 
     USES = ("drafts", "accept", "one", "keep")
 
     def __init__(self, keys: Tensor, length: int, level: int = 0) -> None:
         self.keys, self.length, self.level = keys, length, level
 
-    def of(self, row: Tensor | None, level: int) -> Noise:
-        """That of the requests `row` (all: None) at a level."""
+    def at_level(self, row: Tensor | None, level: int) -> Noise:
+        """Return the noise of the requests `row` (None for all) at a level."""
         return Noise(self.keys if row is None else self.keys[row], self.length, level)
 
     def uniform(self, what: Tensor, use: str) -> Tensor:
-        """(R, P) float64 in (0, 1), of `what` (R, P)."""
-        salt = (
-            (self.length * 64 + self.level) * len(self.USES) + self.USES.index(use) + 1
-        )
-        bits = mixed(
-            mixed(mixed(self.keys) + salt).unsqueeze(1) + (what + 1) * GOLDEN_RATIO
-        )
+        """Return uniform numbers in (0, 1).
+
+        Args:
+            what: (R, P) ids, such as edges.
+            use: One of `USES`.
+
+        Returns:
+            (R, P) float64.
+        """
+        stage = self.length * 64 + self.level
+        salt = stage * len(self.USES) + self.USES.index(use) + 1
+        request = mix_bits(mix_bits(self.keys) + salt).unsqueeze(1)
+        bits = mix_bits(request + (what + 1) * GOLDEN_RATIO)
         return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
 
     def gumbel(self, what: Tensor, use: str = "keep") -> Tensor:
-        """(R, P) float64, of the standard Gumbel distribution."""
+        """Return standard Gumbel noise (R, P) float64."""
         return -(-self.uniform(what, use).log()).log()
 
 
 GOLDEN_RATIO = 0x9E3779B97F4A7C15 - (1 << 64)
-"""The step of SplitMix64 as int64."""
+"""The increment of SplitMix64 as int64."""
 
 
-def mixed(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64: every bit of the result depends on every bit of `x`."""
-    for shift, factor in (
-        (30, 0xBF58476D1CE4E5B9 - (1 << 64)),
-        (27, 0x94D049BB133111EB - (1 << 64)),
-    ):
-        x = (
-            x ^ (x >> shift & (1 << 64 - shift) - 1)
-        ) * factor  # a shift that brings in zeros
-    return x ^ (x >> 31 & (1 << 33) - 1)
+def mix_bits(x: Tensor) -> Tensor:
+    """Apply the finaliser of SplitMix64 to int64 values."""
+    first, second = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+    x = (x ^ _logical_shift(x, 30)) * first
+    x = (x ^ _logical_shift(x, 27)) * second
+    return x ^ _logical_shift(x, 31)
+
+
+def _logical_shift(x: Tensor, bits: int) -> Tensor:
+    """Shift int64 values to the right and fill with zeros."""
+    return x >> bits & (1 << 64 - bits) - 1

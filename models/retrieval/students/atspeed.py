@@ -35,10 +35,10 @@ from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import latest, leave_out, recommender
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import (
-    Found,
     Rule,
     Speculation,
-    mixed,
+    SpeculativeResult,
+    mix_bits,
     speculative_search,
 )
 from models.storage.tables import UserError
@@ -199,7 +199,7 @@ class AtSpeed(Student):
         draft_steps: int | None = None,
         scores: Scores | None = None,
         seed: int | None = None,
-    ) -> Found:
+    ) -> SpeculativeResult:
         """As `recommend`, with the number of the target's passes and of the steps drafted and accepted per request."""
         config, batch = self.config, latest(batch, self.config.max_history)
         how = Speculation(
@@ -314,8 +314,8 @@ class AtSpeedR(AtSpeed):
 
 def request_keys(batch: dict[str, Tensor], seed: int) -> Tensor:
     """(B,) int64: what the draws of each request follow from, however its batch is padded."""
-    keys = mixed(batch["user"] + seed)
+    keys = mix_bits(batch["user"] + seed)
     real = real_positions(batch["history_length"], batch["history"].shape[1])
     for items, mask in zip(batch["history"].unbind(1), real.unbind(1), strict=True):
-        keys = torch.where(mask, mixed(keys ^ items), keys)
+        keys = torch.where(mask, mix_bits(keys ^ items), keys)
     return keys

@@ -1,5 +1,6 @@
-"""Tokenizers: item embeddings to semantic ids (SIDs), PyTorch and NumPy only.
+"""Tokenizers, which turn item embeddings into semantic IDs (SIDs).
 
-`rqkmeans` and `rqvae` train codebooks; `psid` makes their codes unique by relaxing the nearest-centroid choice and
-`codes` by an extra level; `published` reads SIDs that others made.
+`rqkmeans` and `rqvae` train codebooks. `psid` makes codes unique by relaxing the choice
+of nearest centroids, `codes` by an extra level. `published` reads SIDs from other work.
+The package needs PyTorch and NumPy only.
 """

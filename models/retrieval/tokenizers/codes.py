@@ -1,10 +1,11 @@
-"""Sets of codes: how good they are, and the conflict code, extra last levels that tell items with equal codes apart
-(Sec. 3.1 of TIGER).
+"""Quality of codes, and conflict codes, which separate items with equal codes.
 
-The conflict code is one level as in TIGER where no codes are shared by more items than a codebook has codes, else two,
-whose codes are the digits of the item's rank: items of one text have one embedding, so no number of levels before would
-tell them apart. The last level is as wide as the largest group needs, where published tries have 256 codes at each: a
-smaller vocabulary and, in models that normalise over it, other probabilities.
+The conflict code (Sec. 3.1 of TIGER) is one more level as long as no codes are shared
+by more items than a codebook has codes. Otherwise it is two levels, the digits of the
+item's rank: items with equal texts have equal embeddings, so no number of ordinary
+levels would separate them. The last level is as wide as the largest group needs, while
+published tries have 256 codes at each level. This gives a smaller vocabulary and, in
+models that normalise over the vocabulary, other probabilities.
 
 Shapes: N items, C levels.
 """
@@ -18,18 +19,21 @@ import numpy as np
 
 from models.storage.tables import UserError
 
-LIMIT = 256
-"""Codes of a conflict level: it must fit a codebook of the usual size."""
-LEVELS = 2
+MAX_CONFLICT_CODES = 256
+"""Most codes of a conflict level, so that it fits a codebook of the usual size."""
+MAX_CONFLICT_LEVELS = 2
 """Most conflict levels."""
 
 
 def collision_groups(codes: np.ndarray) -> np.ndarray:
-    """The group of each row of `codes` (N, C), by rows rising: equal rows have equal numbers, (N,) int64."""
+    """Return the group (N,) int64 of each row of `codes` (N, C).
+
+    Equal rows share a group. Groups are numbered in the order of their codes.
+    """
     groups, count = np.zeros(len(codes), dtype=np.int64), 1
     for level in codes.T.astype(np.int64):
         size = int(level.max(initial=0)) + 1
-        if count * size >= 2**62:  # then by those that are there
+        if count * size >= 2**62:  # renumber before int64 overflows
             present, groups = np.unique(groups, return_inverse=True)
             count = len(present)
         groups, count = groups * size + level, count * size
@@ -37,7 +41,10 @@ def collision_groups(codes: np.ndarray) -> np.ndarray:
 
 
 def conflict_ranks(codes: np.ndarray) -> np.ndarray:
-    """The rank of each item among those with the same `codes` (N, C), in the order of the rows: (N,) int64."""
+    """Return the rank (N,) int64 of each item among the items with its codes (N, C).
+
+    Ranks follow the order of the rows.
+    """
     groups = collision_groups(codes)
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups)
@@ -47,27 +54,40 @@ def conflict_ranks(codes: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def with_conflict_levels(codes: np.ndarray, limit: int = LIMIT) -> np.ndarray:
-    """`codes` (N, C) with the conflict code as last levels: (N, C + 1) or, where more than `limit` items share their
-    codes, (N, C + 2); all rows distinct.
+def add_conflict_levels(
+    codes: np.ndarray, limit: int = MAX_CONFLICT_CODES
+) -> np.ndarray:
+    """Append the conflict code to `codes` (N, C), which makes all rows distinct.
 
-    Raises UserError if a group is larger than two levels of `limit` codes tell apart.
+    Returns:
+        (N, C + 1), or (N, C + 2) if more than `limit` items share their codes.
+
+    Raises:
+        UserError: If two levels of `limit` codes cannot separate the largest group.
     """
     ranks = conflict_ranks(codes)
     largest = int(ranks.max()) + 1
-    if largest > limit**LEVELS:
+    if largest > limit**MAX_CONFLICT_LEVELS:
         raise UserError(
-            f"{largest} items share the codes {codes[ranks.argmax()].tolist()}, {LEVELS} conflict codes tell at most "
-            f"{limit**LEVELS} apart; use more levels, a larger codebook, a richer --embed.template, or --tokenizer "
-            f"psid, which needs no conflict code"
+            f"{largest} items share the codes {codes[ranks.argmax()].tolist()}, "
+            f"{MAX_CONFLICT_LEVELS} conflict codes tell at most "
+            f"{limit**MAX_CONFLICT_LEVELS} apart; use more levels, a larger codebook, "
+            f"a richer --embed.template, or --tokenizer psid, which needs no conflict "
+            f"code"
         )
-    return np.column_stack(
-        [codes, *([ranks // limit] if largest > limit else []), ranks % limit]
-    )
+    digits = [ranks % limit]
+    if largest > limit:
+        digits.insert(0, ranks // limit)
+    return np.column_stack([codes, *digits])
 
 
-def level_measures(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]]:
-    """Per level: codes in `used`, the share `use` of the codebook, and the `entropy_bits` of the codes."""
+def measure_levels(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]]:
+    """Measure the use of each level's codebook.
+
+    Returns:
+        Per level: number of `used` codes, share `use` of the codebook, and
+        `entropy_bits` of the codes.
+    """
     measures = []
     for level, size in enumerate(sizes):
         counts = np.bincount(codes[:, level])
@@ -83,9 +103,14 @@ def level_measures(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]
     return measures
 
 
-def collisions(codes: np.ndarray) -> dict[str, Any]:
-    """`collision_rate`: share of items whose codes another item has too; `distinct` code tuples; `duplicates`:
-    items beyond the first of each tuple; `largest_group`: most items on one tuple."""
+def measure_collisions(codes: np.ndarray) -> dict[str, Any]:
+    """Measure collisions of codes (N, C).
+
+    Returns:
+        `collision_rate`: share of items with the codes of another item; `distinct`:
+        number of code tuples; `duplicates`: number of items beyond the first of each
+        tuple; `largest_group`: most items with equal codes.
+    """
     sizes = np.bincount(collision_groups(codes))
     return {
         "collision_rate": float(sizes[sizes > 1].sum() / len(codes)),
@@ -96,10 +121,9 @@ def collisions(codes: np.ndarray) -> dict[str, Any]:
 
 
 def branching(codes: np.ndarray) -> list[float]:
-    """Mean number of valid next codes given a valid prefix, per level (Table 7 of SID-MLP)."""
+    """Return the mean number of valid next codes per level (Table 7 of SID-MLP)."""
     ordered = codes[np.argsort(collision_groups(codes), kind="stable")]
-    new = np.logical_or.accumulate(
-        ordered[1:] != ordered[:-1], axis=1
-    )  # whether a row's prefix is another
-    prefixes = [1, *(new.sum(0) + 1).tolist()]
+    # (N - 1, C): whether the prefix differs from that of the row before
+    changed = np.logical_or.accumulate(ordered[1:] != ordered[:-1], axis=1)
+    prefixes = [1, *(changed.sum(0) + 1).tolist()]
     return [after / before for before, after in itertools.pairwise(prefixes)]

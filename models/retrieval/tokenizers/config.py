@@ -1,4 +1,4 @@
-"""Options of the tokenizers, without PyTorch, so that a command line is parsed before it is imported."""
+"""Options of the tokenizers, without PyTorch, to parse command lines quickly."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from models.config import check_least
 
 @dataclass(frozen=True)
 class RqkmeansConfig:
-    """Residual k-means."""
+    """Options of residual k-means."""
 
     levels: int = 3
-    """Codes per item before any conflict code (Sec. 2.1 of SID-MLP)."""
+    """Codes per item before the conflict code (Sec. 2.1 of SID-MLP)."""
     codebook_size: int = 256
     """Codes per level (Sec. 2.1 of SID-MLP)."""
     iterations: int = 100
-    """Most k-means iterations per level; it stops when no item changes its cluster."""
+    """Most k-means iterations per level. Stops early when no item changes its
+    cluster."""
     seed: int = 0
     """Seed of the k-means++ draws."""
     train_items: bool = False
-    """Whether codebooks are fitted on the items of training requests alone; the others get the nearest codes."""
+    """Whether to fit codebooks on the items of training requests only. Other items get
+    the nearest codes."""
 
     def __post_init__(self) -> None:
         check_codebooks(self.levels, self.codebook_size, "rqkmeans.")
@@ -29,7 +31,7 @@ class RqkmeansConfig:
 
 @dataclass(frozen=True)
 class RqvaeConfig:
-    """Residual-quantised autoencoder."""
+    """Options of the residual-quantised autoencoder."""
 
     levels: int = 3
     """Codes per item before the conflict code (TIGER, Sec. 4)."""
@@ -38,23 +40,26 @@ class RqvaeConfig:
     latent: int = 32
     """Width of the quantised latent and of the codes (TIGER, Sec. 4)."""
     hidden: list[int] = field(default_factory=lambda: [512, 256, 128])
-    """Widths of the encoder's hidden layers, ReLU; the decoder mirrors them (TIGER, Sec. 4)."""
+    """Widths of the encoder's hidden layers, ReLU; the decoder mirrors them (TIGER,
+    Sec. 4)."""
     commitment: float = 0.25
     """Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""
     lr: float = 1e-3
-    """AdamW learning rate, as followers of TIGER use; TIGER itself takes Adagrad at 0.4."""
+    """AdamW learning rate, as in implementations after TIGER; TIGER uses Adagrad at
+    0.4."""
     weight_decay: float = 0.0
     """AdamW weight decay of encoder and decoder; codebooks have none."""
     batch_size: int = 1024
     """Items per step (TIGER, Sec. 4)."""
     epochs: int = 1000
-    """Passes over the items; TIGER trains 20,000, for a use of codes that k-means centres have at once."""
+    """Passes over the items. TIGER trains 20,000 for a use of codes that k-means
+    centres have from the start."""
     restart_every: int = 10
-    """Epochs between restarts of codes that no item has; 0 turns restarts off."""
+    """Epochs between restarts of unused codes; 0 for no restarts."""
     sinkhorn: float = 0.0
-    """Epsilon of the transport that spreads the items of a batch evenly over the last level's codes, after which no two
-    items share all codes: LC-Rec's uniform semantic mapping (its Sec. 3.1.2; published 0.003). 0: nearest codes, as in
-    TIGER."""
+    """Epsilon of the optimal transport that spreads a batch evenly over the codes of
+    the last level, after which no two items share all codes: LC-Rec's uniform semantic
+    mapping (its Sec. 3.1.2; published 0.003). 0 for nearest codes, as in TIGER."""
     seed: int = 0
     """Seed of weights, batches and restarts."""
 
@@ -69,25 +74,27 @@ class RqvaeConfig:
         )
         if self.lr <= 0 or min(self.hidden, default=1) < 1:
             raise ValueError(
-                f"rqvae.lr is {self.lr} and rqvae.hidden {self.hidden}; all must be above 0"
+                f"rqvae.lr is {self.lr} and rqvae.hidden {self.hidden}; all must be "
+                f"above 0"
             )
 
 
 @dataclass(frozen=True)
 class PsidConfig:
-    """Unique codes without a conflict code."""
+    """Options of unique codes without a conflict code."""
 
     width: int = 8
-    """Nearest centroids that an item may choose from per level; doubled for an item that finds none free."""
+    """Nearest centroids per level that an item may choose from. Doubled for an item
+    that finds no free codes."""
     max_candidates: int = 200_000
-    """Most combinations that may be ranked for one item."""
+    """Most combinations of codes to rank for an item."""
 
     def __post_init__(self) -> None:
         check_least(self, ("width", "max_candidates"), 1, "psid.")
 
 
 def check_codebooks(levels: int, size: int, section: str) -> None:
-    """ValueError for codebooks that no table of semantic IDs can hold."""
+    """Raise a ValueError if a table of semantic IDs cannot hold the codebooks."""
     if not 1 <= levels <= 16:
         raise ValueError(f"{section}levels is {levels}; it must be from 1 to 16")
     if not 2 <= size <= 65536:

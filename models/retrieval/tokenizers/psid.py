@@ -1,9 +1,11 @@
-"""Purely semantic indexing (PSID, arXiv 2509.16446): unique codes with no conflict code.
+"""Purely semantic indexing (PSID, arXiv 2509.16446): unique codes, no conflict code.
 
-On top of the codebooks of RQ-KMeans. Where several items have the same nearest codes, the one closest to them keeps
-them; the others relax the nearest-centroid choice until they reach codes that no item has, by exhaustive candidate
-matching: the best of all combinations of the `width` nearest centroids per level, by score(c) = -sum over levels of the
-norm of the residual after the chosen centroid. (The paper's recursive residual searching is not built.)
+Applied to the codebooks of RQ-KMeans. If several items have the same nearest codes, the
+closest item keeps them. The others relax the choice of nearest centroids until they
+reach free codes, by exhaustive candidate matching: the best of all combinations of the
+`width` nearest centroids per level, by score(c) = -sum over levels of the norm of the
+residual after the chosen centroid. (Recursive residual searching of the paper is not
+implemented.)
 
 Shapes: N items, D width, C levels, K codes per level, P partial codes.
 """
@@ -24,7 +26,11 @@ from models.storage.tables import UserError
 def _nearest_first(
     residuals: np.ndarray, codebook: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each residual (P, D) the `width` nearest centroids, nearest first, and their distances: (P, width) both."""
+    """Return the `width` nearest centroids of each residual (P, D), nearest first.
+
+    Returns:
+        Codes and distances, (P, width) both.
+    """
     squares = (
         (codebook**2).sum(1)
         - 2 * residuals @ codebook.T
@@ -37,7 +43,10 @@ def _nearest_first(
 def exhaustive_candidates(
     vector: np.ndarray, codebooks: np.ndarray, width: int
 ) -> np.ndarray:
-    """All width**C combinations for `vector` (D,), best score first, equal ones in order of nearness: (P, C)."""
+    """Return all width**C combinations of codes (P, C) for `vector` (D,), best first.
+
+    Ties are in order of nearness.
+    """
     codes = np.empty((1, 0), dtype=np.int64)
     residuals, cost = vector[None], np.zeros(1)
     for codebook in codebooks:
@@ -50,10 +59,13 @@ def exhaustive_candidates(
 
 
 def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
-    """Unique codes (N, C) for the items of a trained quantiser.
+    """Assign unique codes (N, C) to the items of a trained quantiser.
 
-    Relaxed items choose in the order of item_index. Raises UserError if there are fewer code
-    combinations than items, or if more than `max_candidates` of them would have to be ranked.
+    Items that lost their nearest codes choose in the order of item_index.
+
+    Raises:
+        UserError: If there are fewer code combinations than items, or more than
+            `max_candidates` would have to be ranked for an item.
     """
     vectors = quantized.vectors.double().numpy()
     codebooks = quantized.codebooks.double().numpy()
@@ -61,27 +73,27 @@ def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     depth, size = codebooks.shape[:2]
     if size**depth < len(codes):
         raise UserError(
-            f"{len(codes)} items need as many SIDs, {depth} levels of {size} codes have {size**depth}; use more levels "
-            f"or a larger codebook"
+            f"{len(codes)} items need as many SIDs, {depth} levels of {size} codes "
+            f"have {size**depth}; use more levels or a larger codebook"
         )
     chosen = codebooks[np.arange(depth), codes]  # (N, C, D)
     distances = np.linalg.norm(vectors - chosen.sum(1), axis=1)
     groups = collision_groups(codes)
-    # the closest of each group, of equally close ones the first, keeps the group's codes
+    # the closest item of a group keeps the codes; of equally close items the first
     order = np.lexsort((np.arange(len(codes)), distances, groups))
-    keeps = np.zeros(len(codes), dtype=bool)
-    keeps[order[np.unique(groups[order], return_index=True)[1]]] = True
-    taken = set(map(tuple, codes[keeps].tolist()))
-    for item in np.flatnonzero(~keeps):
-        found = first_free(
+    keeps_codes = np.zeros(len(codes), dtype=bool)
+    keeps_codes[order[np.unique(groups[order], return_index=True)[1]]] = True
+    taken = set(map(tuple, codes[keeps_codes].tolist()))
+    for item in np.flatnonzero(~keeps_codes):
+        free_codes = first_free(
             vectors[item],
             codebooks,
             config,
             lambda codes: codes not in taken,
             int(item),
         )
-        codes[item] = found
-        taken.add(found)
+        codes[item] = free_codes
+        taken.add(free_codes)
     return codes
 
 
@@ -92,25 +104,36 @@ def first_free(
     is_free: Callable[[tuple[int, ...]], bool],
     item: int,
 ) -> tuple[int, ...]:
-    """The best codes for `vector` (D,) that are free. UserError, which names the item, if there are none, or if more
-    than `max_candidates` would have to be ranked."""
+    """Return the best free codes for a vector.
+
+    Args:
+        vector: (D,) vector.
+        codebooks: (C, K, D) centroids.
+        config: Options.
+        is_free: Whether codes are free.
+        item: Number of the item, for messages.
+
+    Raises:
+        UserError: If no codes are free, or more than `max_candidates` would have to be
+            ranked.
+    """
     depth, size = codebooks.shape[:2]
     width = min(config.width, size)
     while True:
         if width**depth > config.max_candidates:
             raise UserError(
-                f"item {item} has no free SID nearby, and {width**depth} combinations are more than "
-                f"psid.max_candidates {config.max_candidates}; use a larger codebook"
+                f"item {item} has no free SID nearby, and {width**depth} combinations "
+                f"are more than psid.max_candidates {config.max_candidates}; use a "
+                f"larger codebook"
             )
-        for candidate in map(
-            tuple, exhaustive_candidates(vector, codebooks, width).tolist()
-        ):
-            if is_free(candidate):
-                return candidate
+        for codes in exhaustive_candidates(vector, codebooks, width).tolist():
+            if is_free(tuple(codes)):
+                return tuple(codes)
         if width == size:
             raise UserError(
-                f"item {item} gets no SID, as all {width**depth} of {depth} levels of {size} codes are taken; make the "
-                f"SIDs anew, with more levels or a larger codebook"
+                f"item {item} gets no SID, as all {width**depth} of {depth} levels of "
+                f"{size} codes are taken; make the SIDs anew, with more levels or a "
+                f"larger codebook"
             )
         width = min(width * 2, size)
 
@@ -123,27 +146,40 @@ def extend(
     conflicts: list[int],
     config: PsidConfig,
 ) -> np.ndarray:
-    """Codes (M, C + conflict levels) of new items (M, D) beside those that are `taken` (N, C + conflict levels): the
-    `nearest` ones (M, C) with the next conflict code, or where there is none left the best that have one. `conflicts`
-    are the sizes of the conflict levels, which stay as they are: a model's vocabulary is that of its codebooks.
+    """Assign codes to new items beside existing ones.
 
-    New items choose in their order. UserError as of `first_free`."""
-    depth, most = codebooks.shape[0], int(np.prod(conflicts))
+    A new item gets its nearest codes with the next conflict code, or the best codes
+    that have a conflict code left. New items choose in their order.
+
+    Args:
+        vectors: (M, D) vectors of the new items.
+        nearest: (M, C) nearest codes of the new items.
+        taken: (N, C + conflict levels) codes of the existing items.
+        codebooks: (C, K, D) centroids.
+        conflicts: Sizes of the conflict levels. They do not change, as they are part of
+            a model's vocabulary.
+        config: Options.
+
+    Returns:
+        (M, C + conflict levels)
+
+    Raises:
+        UserError: As in `first_free`.
+    """
+    depth = codebooks.shape[0]
+    items_per_codes = int(np.prod(conflicts))
     used = Counter(map(tuple, taken[:, :depth].tolist()))
-    codes = np.empty((len(vectors), depth + len(conflicts)), dtype=np.int64)
+    result = np.empty((len(vectors), depth + len(conflicts)), dtype=np.int64)
+
+    def is_free(codes: tuple[int, ...]) -> bool:
+        return used[codes] < items_per_codes
+
     for item, vector in enumerate(vectors):
-        found: tuple[int, ...] = tuple(nearest[item].tolist())
-        if used[found] >= most:
-            found = first_free(
-                vector,
-                codebooks,
-                config,
-                lambda codes: used[codes] < most,
-                len(taken) + item,
-            )
-        codes[item] = [
-            *found,
-            *(np.unravel_index(used[found], conflicts) if conflicts else ()),
-        ]
-        used[found] += 1
-    return codes
+        codes: tuple[int, ...] = tuple(nearest[item].tolist())
+        if not is_free(codes):
+            number = len(taken) + item
+            codes = first_free(vector, codebooks, config, is_free, number)
+        digits = np.unravel_index(used[codes], conflicts) if conflicts else ()
+        result[item] = [*codes, *digits]
+        used[codes] += 1
+    return result

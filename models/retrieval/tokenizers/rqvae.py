@@ -1,15 +1,17 @@
-"""RQ-VAE (Sec. 3.1 of TIGER): an autoencoder whose latent is residually quantised.
+"""RQ-VAE (Sec. 3.1 of TIGER): an autoencoder with a residually quantised latent.
 
-With `sinkhorn` the last level's codes are of equal use by optimal transport: LC-Rec's uniform semantic mapping (Zheng
-et al., 2024, Sec. 3.1.2),
+With `sinkhorn`, the codes of the last level are used equally often by optimal
+transport: LC-Rec's uniform semantic mapping (Zheng et al., 2024, Sec. 3.1.2),
 
-    min over Q of sum Q_bk ||x_b - e_k||^2, with rows of Q that sum to 1/B and columns that sum to 1/K
+    min over Q of sum Q_bk ||x_b - e_k||^2, rows of Q sum to 1/B, columns to 1/K
 
-solved by Sinkhorn's iterations on exp(-cost / epsilon); each item takes the code with the most of its row. That costs
-are scaled to [-1, 1] first, which gives epsilon a meaning, is not in the paper but in LC-Rec's code. What happens to
-items with equal codes after training, where LC-Rec runs Sinkhorn among them again and again, is our choice: `spread`.
+solved by Sinkhorn iterations on exp(-cost / epsilon). Each item takes the code with the
+most mass in its row. Costs are first scaled to [-1, 1], which gives epsilon a meaning;
+this is from LC-Rec's code, not the paper. For items with equal codes after training,
+LC-Rec repeats Sinkhorn among them; here `spread` solves an assignment problem.
 
-Shapes: N items, B batch, E embedding width, D latent width, C levels, K codes per level.
+Shapes: N items, B batch, E embedding width, D latent width, C levels, K codes per
+level.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.nn import functional as F
 from models.config import pluralize
 from models.retrieval.tokenizers.config import RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
-    ROWS,
+    CHUNK_ROWS,
     Progress,
     Quantized,
     Training,
@@ -34,8 +36,8 @@ from models.retrieval.tokenizers.rqkmeans import (
     unexplained_variance,
 )
 
-ITERATIONS = 50
-"""Sinkhorn's iterations."""
+SINKHORN_ITERATIONS = 50
+"""Number of Sinkhorn iterations."""
 
 
 def _mlp(widths: list[int]) -> nn.Sequential:
@@ -59,34 +61,32 @@ class Rqvae(nn.Module):
         )
 
     def forward(self, embeddings: Tensor) -> dict[str, Tensor]:
-        """Losses of a batch (B, E).
+        """Compute the losses of a batch (B, E).
 
-        loss = mse(x, x') + sum over levels of mse(sg(r), e) + beta mse(r, sg(e))
+            loss = mse(x, x') + sum over levels of mse(sg(r), e) + beta mse(r, sg(e))
 
-        TIGER's squared norms are sums over the width, these are means over all elements; levels are added up as in
-        TIGER, where LC-Rec takes their mean, so the quantization weighs `levels` times as much as there.
+        TIGER's squared norms are sums over the width; these are means over all
+        elements. Levels are added up as in TIGER. LC-Rec takes their mean, so
+        quantization has a `levels` times lower weight there.
         """
         latent = self.encoder(embeddings)  # (B, D)
         residual, quantization = latent, latent.new_zeros(())
         for level, codebook in enumerate(self.codebooks):
             with torch.no_grad():
-                even = self.config.sinkhorn and level == self.config.levels - 1
-                code = (
-                    transport(residual, codebook, self.config.sinkhorn)
-                    if even
-                    else nearest(residual, codebook)[0]
-                )
+                if self.config.sinkhorn and level == self.config.levels - 1:
+                    code = transport(residual, codebook, self.config.sinkhorn)
+                else:
+                    code = nearest(residual, codebook)[0]
             chosen = codebook[code]  # (B, D)
             quantization = quantization + F.mse_loss(chosen, residual.detach())
             quantization = quantization + self.config.commitment * F.mse_loss(
                 residual, chosen.detach()
             )
-            # the residual keeps its gradient to the encoder, not to the code: each code answers for its own level
+            # the residual passes gradients to the encoder, not to codes of other levels
             residual = residual - chosen.detach()
         quantized = latent - residual  # (B, D): the sum of the chosen codes
-        straight = (
-            latent + (quantized - latent).detach()
-        )  # forward the codes, backward to the encoder
+        # straight-through: forward the codes, backward to the encoder
+        straight = latent + (quantized - latent).detach()
         reconstruction = F.mse_loss(self.decoder(straight), embeddings)
         return {
             "loss": reconstruction + quantization,
@@ -96,21 +96,21 @@ class Rqvae(nn.Module):
 
     @torch.no_grad()
     def latents(self, embeddings: Tensor) -> Tensor:
-        """Latents (N, D) of all items, in chunks."""
-        return torch.cat([self.encoder(rows) for rows in embeddings.split(ROWS)])
+        """Return the latents (N, D) of all items, computed in chunks."""
+        return torch.cat([self.encoder(rows) for rows in embeddings.split(CHUNK_ROWS)])
 
     def initialise_codebooks(
         self, embeddings: Tensor, generator: torch.Generator
     ) -> Training[None]:
-        """Sets level l's codes to the k-means centres, one per row, of what levels 0..l-1 leave over (TIGER, Sec.
-        3.1)."""
+        """Set the codes to k-means centres of the residuals (TIGER, Sec. 3.1)."""
         residual = self.latents(embeddings)
         for level, codebook in enumerate(self.codebooks.data):
-            at = (0, self.config.epochs, f"first codes of level {level + 1}: ")
+            prefix = f"first codes of level {level + 1}: "
+            progress = Progress(0, self.config.epochs, prefix, within=True)
             centres = yield from kmeans(
-                residual, self.config.codebook_size, generator, at=at
+                residual, self.config.codebook_size, generator, progress=progress
             )
-            codebook.copy_(centres)  # (K, D), the codebook's own layout
+            codebook.copy_(centres)  # (K, D), keeps the layout of the codebook
             code, _ = nearest(residual, centres)
             residual = residual - centres[code]
 
@@ -121,10 +121,13 @@ class Rqvae(nn.Module):
         generator: torch.Generator,
         optimizer: torch.optim.Optimizer,
     ) -> list[int]:
-        """Moves codes that no item uses to the residuals of items drawn at random; how many per level.
+        """Move unused codes to the residuals of random items.
 
-        Level by level, so that a moved code is in use when the next level's residuals are taken. Adam's
-        moments of moved codes are cleared.
+        Levels are restarted in order, so a moved code is in use when the residuals of
+        the next level are computed. Adam's moments of moved codes are cleared.
+
+        Returns:
+            Number of moved codes per level.
         """
         moments = optimizer.state.get(self.codebooks, {})
         residual, restarted = self.latents(embeddings), []
@@ -132,16 +135,13 @@ class Rqvae(nn.Module):
             code, distances = nearest(residual, codebook)
             counts = torch.bincount(code, minlength=len(codebook))
             if self.config.sinkhorn and level == self.config.levels - 1:
-                restarted.append(0)  # a batch's items use them all
+                restarted.append(0)  # transport uses all codes
                 continue
             dead = (counts == 0).nonzero().flatten()
-            # only items that are off their code can give a dead one work
+            # only items that differ from their code can make a dead one useful
             off = (distances > 1e-12).nonzero().flatten()
-            drawn = off[
-                torch.randperm(len(off), generator=generator)[: len(dead)].to(
-                    off.device
-                )
-            ]
+            order = torch.randperm(len(off), generator=generator)
+            drawn = off[order[: len(dead)].to(off.device)]
             dead = dead[: len(drawn)]
             codebook[dead] = residual[drawn]
             for name in ("exp_avg", "exp_avg_sq"):
@@ -156,9 +156,17 @@ class Rqvae(nn.Module):
 def fit(
     embeddings: Tensor, config: RqvaeConfig, report_every: int = 50
 ) -> Training[Quantized]:
-    """Trains an RQ-VAE on `embeddings` (N, E), on their device; yields every `report_every` epochs, and within.
+    """Train an RQ-VAE; yields progress every `report_every` epochs and within.
 
-    Equal seeds give equal codes on the same hardware. Raises UserError if there are fewer items than codes per level.
+    Equal seeds give equal codes on the same hardware.
+
+    Args:
+        embeddings: (N, E) embeddings; training runs on their device.
+        config: Options.
+        report_every: Epochs between progress messages.
+
+    Raises:
+        UserError: If there are fewer items than codes per level.
     """
     generator = torch.Generator().manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):
@@ -190,12 +198,9 @@ def fit(
                 f"{pluralize(number + 1, 'step')} of epoch {epoch}",
                 within=True,
             )
-        # no restart at the very end: a moved code needs some epochs to settle
-        if (
-            config.restart_every
-            and epoch % config.restart_every == 0
-            and epoch <= 0.9 * config.epochs
-        ):
+        # no restart near the end: a moved code needs some epochs to settle
+        can_restart = config.restart_every and epoch <= 0.9 * config.epochs
+        if can_restart and epoch % config.restart_every == 0:
             model.restart_dead_codes(embeddings, generator, optimizer)
         if epoch % report_every == 0 or epoch == config.epochs:
             yield Progress(
@@ -208,10 +213,11 @@ def fit(
         codes, quantized = encode(latents, codebooks)
         if config.sinkhorn:
             codes = spread(latents, codebooks, codes)
-            quantized = codebooks[
-                torch.arange(config.levels, device=codes.device), codes
-            ].sum(1)
-        decoded = torch.cat([model.decoder(rows) for rows in quantized.split(ROWS)])
+            level = torch.arange(config.levels, device=codes.device)
+            quantized = codebooks[level, codes].sum(1)
+        decoded = torch.cat(
+            [model.decoder(rows) for rows in quantized.split(CHUNK_ROWS)]
+        )
         error = unexplained_variance(embeddings, decoded)
     encoder = {
         name: weight.cpu() for name, weight in model.encoder.state_dict().items()
@@ -220,34 +226,48 @@ def fit(
 
 
 def transport(points: Tensor, centres: Tensor, epsilon: float) -> Tensor:
-    """(B,) codes of `points` (B, D) among `centres` (K, D), each used about equally often."""
+    """Assign points to centres so that all centres are used about equally often.
+
+    Args:
+        points: (B, D) points.
+        centres: (K, D) centres.
+        epsilon: Regularisation of the transport.
+
+    Returns:
+        (B,) codes.
+    """
     cost = torch.cdist(points.double(), centres.double()).square()
     middle, half = (cost.max() + cost.min()) / 2, (cost.max() - cost.min()) / 2
-    plan = -(cost - middle) / (
-        half.clamp(min=1e-12) * epsilon
-    )  # logarithms, as exp of them overflows
+    # the logarithm of the plan, as the plan itself would overflow
+    plan = -(cost - middle) / (half.clamp(min=1e-12) * epsilon)
     rows, columns = -math.log(len(points)), -math.log(len(centres))
-    for _ in range(ITERATIONS):
+    for _ in range(SINKHORN_ITERATIONS):
         plan = plan - plan.logsumexp(0, keepdim=True) + columns
         plan = plan - plan.logsumexp(1, keepdim=True) + rows
     return plan.argmax(1)
 
 
 def spread(vectors: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
-    """(N, C) codes where no two items that share all but the last code share that too, where there are codes enough.
+    """Give items with equal codes distinct last codes, as far as codes suffice.
 
-    Of such items the last codes are those of the least total cost that differ (an assignment problem); more of them
-    than codes stay as they are. `vectors` (N, D) are what the codes stand for.
+    The last codes of items that share all other codes minimise the total cost (an
+    assignment problem). Groups with more items than codes do not change.
+
+    Args:
+        vectors: (N, D) vectors to quantise.
+        codebooks: (C, K, D) codes.
+        codes: (N, C) nearest codes.
+
+    Returns:
+        (N, C)
     """
-    from scipy.optimize import (
-        linear_sum_assignment,
-    )  # models that rank need PyTorch alone
+    # imported here, as ranking models need PyTorch alone
+    from scipy.optimize import linear_sum_assignment
 
     codes = codes.clone()
-    above = codebooks[
-        torch.arange(codes.shape[1] - 1, device=codes.device), codes[:, :-1]
-    ].sum(1)
-    left = (vectors - above).cpu()  # (N, D): what the last level stands for
+    level = torch.arange(codes.shape[1] - 1, device=codes.device)
+    above = codebooks[level, codes[:, :-1]].sum(1)
+    residual = (vectors - above).cpu()  # (N, D)
     last = codebooks[-1].cpu()
     _, group, counts = codes[:, :-1].unique(
         dim=0, return_inverse=True, return_counts=True
@@ -256,8 +276,8 @@ def spread(vectors: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
     for number in range(len(counts)):
         items = order[ends[number] - counts[number] : ends[number]]
         if len(items) <= len(last) and len(codes[items, -1].unique()) < len(items):
-            cost = torch.cdist(left[items.cpu()].double(), last.double()).square()
-            codes[items, -1] = torch.from_numpy(
-                linear_sum_assignment(cost.numpy())[1]
-            ).to(codes.device)
+            items_residual = residual[items.cpu()].double()
+            cost = torch.cdist(items_residual, last.double()).square()
+            assigned = linear_sum_assignment(cost.numpy())[1]
+            codes[items, -1] = torch.from_numpy(assigned).to(codes.device)
     return codes

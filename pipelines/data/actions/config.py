@@ -30,8 +30,8 @@ from models.config import check_shares
 from models.storage.tables import UserError
 from pipelines.data.events.columns import bool_column
 from pipelines.data.prepare_config import PrepareConfig, refuse
-from pipelines.data.reading.durations import Windowed
-from pipelines.data.reading.log import FORBID, Log, check_names, check_range
+from pipelines.data.reading.durations import WindowSettings
+from pipelines.data.reading.log import FORBID_EXTRA, Log, check_names, check_range
 
 USER, ITEM = "user", "item"
 
@@ -40,7 +40,7 @@ USER, ITEM = "user", "item"
 class Task:
     """A 0/1 task made of labels."""
 
-    __pydantic_config__ = FORBID
+    __pydantic_config__ = FORBID_EXTRA
 
     label: str | None = None
     """Label that gives the task: a bool label as it is, a number by `above` or `at_least`; or `any`."""
@@ -107,7 +107,7 @@ class Task:
 class Input:
     """An action as models read it: 0 or 1, or graded from 0 to 1."""
 
-    __pydantic_config__ = FORBID
+    __pydantic_config__ = FORBID_EXTRA
 
     label: str
     """Label that gives the input."""
@@ -159,10 +159,10 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Counts(Windowed):
+class Counts(WindowSettings):
     """Settings of the counting statistics that late fusion reads (Sec. 2 of AttnMVP), each of a key over a window."""
 
-    __pydantic_config__ = FORBID
+    __pydantic_config__ = FORBID_EXTRA
 
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
     """Keys that are counted by: `item`, `user`, or the name of an attribute of items such as `author`."""

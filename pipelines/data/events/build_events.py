@@ -44,8 +44,8 @@ from pipelines.data.events.matching import Match, check_matched
 from pipelines.data.events.order_events import LOG_PLACE, order_events
 from pipelines.data.prepare_config import refuse
 from pipelines.data.reading.log import Log
-from pipelines.data.reading.read import FilePart, pieces
-from pipelines.data.reading.rows import Rejected, check_missing, common
+from pipelines.data.reading.read import FilePart, split_file
+from pipelines.data.reading.rows import RejectCounts, check_missing, common_missing
 from pipelines.data.run import Run
 from pipelines.data.schemas import REJECTS
 
@@ -192,7 +192,7 @@ def _check_append(
             "have of their own; use --overwrite",
         ),
         (
-            log_order and "position" not in source.absent,
+            log_order and "position" not in source.absent_columns,
             f"{opening}: ties is log_order and the log has positions, which are "
             "lost where ties were ordered; use --overwrite",
         ),
@@ -226,7 +226,7 @@ def _hash_file(run: Run, file: str) -> str:
     """Return the hash that `read_partitions` would record of a file of events."""
     uri = join(run.input, file)
     digests = []
-    for piece in pieces(uri, run.source, run.engine.settings.read_mb << 20):
+    for piece in split_file(uri, run.source, run.engine.settings.read_mb << 20):
         digest = hashlib.sha256()
         for _ in run.source.read_events(run.input, file, None, piece, 0, digest):
             pass
@@ -295,12 +295,12 @@ def _read_files(
 
 def _read_users(
     run: Run, files: LogFiles
-) -> tuple[pa.Table | None, dict[str, str], Rejected]:
+) -> tuple[pa.Table | None, dict[str, str], RejectCounts]:
     """Return the rows of the user files, the hashes of the files, and the rejected rows."""
     digests = {file: hashlib.sha256() for file in files.users}
     users = run.source.read_users(run.input, digests)
     check_missing(users.missing if users else {}, "user", run.input)
-    rejected = Rejected.from_block(users) if users else Rejected()
+    rejected = RejectCounts.from_block(users) if users else RejectCounts()
     run.check_rejects(rejected, " of the user files")
     hashes = {file: digest.hexdigest() for file, digest in digests.items()}
     return users.rows if users else None, hashes, rejected
@@ -370,7 +370,7 @@ def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
     fields = [
         field.with_nullable(True)
         for field in source.schema
-        if field.name not in source.absent
+        if field.name not in source.absent_columns
     ]
     if log_order:
         fields.append(pa.field(LOG_PLACE, pa.int64()))
@@ -381,7 +381,7 @@ def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
 class PieceSummary:
     """Counts of one piece of a raw file that was read."""
 
-    rejected: Rejected
+    rejected: RejectCounts
     events: int
     """Valid events."""
     reject_parts: list[Part]
@@ -411,12 +411,12 @@ class EventsReader:
     def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
         file, piece = self.pieces[number]
         digest = hashlib.sha256()
-        rejected, events, parts, missing = Rejected(), 0, [], []
+        rejected, events, parts, missing = RejectCounts(), 0, [], []
         users = fetch(self.users)
         for block in self.source.read_events(
             self.input_uri, file, users, piece, number, digest
         ):
-            rejected.add(Rejected.from_block(block))
+            rejected.add(RejectCounts.from_block(block))
             if block.rejects.num_rows:
                 parts.append(write_part(self.rejects_uri, block.rejects))
             missing.append(block.missing)
@@ -424,7 +424,12 @@ class EventsReader:
             yield self._add_partitions(block.rows, number)
         yield self.schema.empty_table()
         summary = PieceSummary(
-            rejected, events, parts, common(missing), len(missing), digest.hexdigest()
+            rejected,
+            events,
+            parts,
+            common_missing(missing),
+            len(missing),
+            digest.hexdigest(),
         )
         yield ReadSummary(number, summary)
 
@@ -552,7 +557,7 @@ class ReadResult:
     partitions: list[WrittenPartition] = field(default_factory=list)
     """In the order of their first users."""
     reject_parts: list[Part] = field(default_factory=list)
-    rejected: Rejected = field(default_factory=Rejected)
+    rejected: RejectCounts = field(default_factory=RejectCounts)
     hashes: dict[str, str] = field(default_factory=dict)
     """Hash of the parsed bytes by file."""
     matched: Match = field(default_factory=Match)
@@ -642,7 +647,7 @@ def _events_reader(
     size = run.engine.settings.read_mb << 20
     every = []
     for file in files:
-        for piece in pieces(join(run.input, file), run.source, size):
+        for piece in split_file(join(run.input, file), run.source, size):
             every.append((file, piece))
     return EventsReader(
         every,
@@ -676,7 +681,7 @@ def _add_summaries(
         if summary.blocks:
             missing.append(summary.missing)
         digests[file].append(summary.digest)
-    missing_everywhere = common(missing)
+    missing_everywhere = common_missing(missing)
     if is_first:
         check_missing(missing_everywhere, "event", run.input)
     for name, hint in missing_everywhere.items():

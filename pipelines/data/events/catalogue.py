@@ -26,7 +26,7 @@ from pipelines.data.events.event_stats import EventStats
 from pipelines.data.events.k_core import core_items
 from pipelines.data.events.matching import Match, check_matched
 from pipelines.data.reading.log import Log
-from pipelines.data.reading.rows import Rejected, check_missing, common
+from pipelines.data.reading.rows import RejectCounts, check_missing, common_missing
 from pipelines.data.run import Run
 
 ITEMS_PER_PART = 1_000_000
@@ -211,7 +211,7 @@ def extend_catalogue(old: pa.Array, ids: pa.Array) -> pa.Array:
 class FileSummary:
     """Counts of one item file that was read."""
 
-    rejected: Rejected
+    rejected: RejectCounts
     outside: int
     """Rows of items outside the catalogue."""
     first_ids: list[str]
@@ -241,10 +241,10 @@ class ItemsReader:
             yield self._range_rows(len(catalogue))
             return
         assert self.source.items is not None
-        rejected, outside, first_row = Rejected(), 0, 0
+        rejected, outside, first_row = RejectCounts(), 0, 0
         first_ids, missing, digest = list[str](), [], hashlib.sha256()
         for block in self.source.items.read(self.input_uri, self.files[number], digest):
-            rejected.add(Rejected.from_block(block))
+            rejected.add(RejectCounts.from_block(block))
             missing.append(block.missing)
             first_ids = first_ids or block.rows["item_id"].slice(0, 2).to_pylist()
             item = catalogue.lookup(block.rows["item_id"].combine_chunks())
@@ -254,7 +254,7 @@ class ItemsReader:
             first_row += len(item)
         yield self._exchange_schema.empty_table()
         summary = FileSummary(
-            rejected, outside, first_ids, common(missing), digest.hexdigest()
+            rejected, outside, first_ids, common_missing(missing), digest.hexdigest()
         )
         yield ReadSummary(number, summary)
 
@@ -405,7 +405,7 @@ class WrittenItems:
     files: list[FileSummary]
     hashes: dict[str, str]
     """Hash of the parsed bytes by file."""
-    rejected: Rejected
+    rejected: RejectCounts
 
     @property
     def parts(self) -> list[Part]:
@@ -467,10 +467,10 @@ def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems
         else:
             written.append(output)
     of_files = [summaries[number] for number in range(len(files))]
-    rejected = Rejected()
+    rejected = RejectCounts()
     for summary in of_files:
         rejected.add(summary.rejected)
-    missing = common([summary.missing for summary in of_files])
+    missing = common_missing([summary.missing for summary in of_files])
     check_missing(missing, "item", run.input)
     digests = [summary.digest for summary in of_files]
     return WrittenItems(

@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.data.reading.log import UNSET
+from pipelines.data.reading.log import MISSING_VALUES
 
 LOG_PLACE = "log_place"
 """Column with an event's row number in the log; events have it with `ties: log_order`."""
@@ -69,7 +69,7 @@ def add_missing_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
         if field.name in table.column_names:
             columns.append(table[field.name])
         else:
-            value = pa.scalar(UNSET.get(field.name), field.type)
+            value = pa.scalar(MISSING_VALUES.get(field.name), field.type)
             columns.append(pa.repeat(value, table.num_rows))
     # ids may be dictionary-coded
     fields = [f.with_type(c.type) for f, c in zip(schema, columns, strict=True)]

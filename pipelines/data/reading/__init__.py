@@ -1,1 +1,1 @@
-"""From files of a raw log to rows with checked columns."""
+"""Readers that turn the files of a raw log into rows with checked columns."""

@@ -1,15 +1,15 @@
-"""Read raw files as frames: CSV, JSON lines, Parquet and plain lines, compressed or
-not, each byte once.
+"""Raw files as frames of rows: CSV, JSON lines, Parquet and plain lines.
 
     digest = hashlib.sha256()
-    for frame in read_frames("s3://bucket/log.csv", Files(delimiter=";"), ["user",
-        "cast(price as double)"], digest):
+    columns = ["user", "cast(price as double)"]
+    for frame in read_frames("s3://bucket/log.csv", Files(delimiter=";"), columns, digest):
         frame.rows, frame.broken
 
-Large uncompressed files are read in pieces (`pieces`): text at line starts, Parquet at
-row groups. CSV values are text with null for empty values; JSON and Parquet values keep
-the file's types. Lines that cannot be parsed are in `ParsedRows.broken`, so that every
-line of a file is a header, blank, a row or broken.
+Files may be compressed, and each byte is read once. A large uncompressed file is split
+into pieces (`split_file`): text from line start to line start, Parquet by row groups.
+Values of CSV are text, with empty ones null; values of JSON and Parquet have the types
+of the file. Lines that are no rows are in `ParsedRows.broken`, so all lines of a file
+are accounted for: header, blank lines, rows and broken lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -38,7 +38,7 @@ from models.config import hint
 from models.storage.tables import JOB_FILES, UserError, open_uri
 
 ROW = "__row"
-"""Column with the row's number in its piece, from 0, counting broken rows."""
+"""Column with the number of the row in its piece, from 0, counting broken rows too."""
 
 SUFFIXES = {
     "csv": "csv",
@@ -49,52 +49,58 @@ SUFFIXES = {
     "parquet": "parquet",
 }
 FORMATS = ("csv", "jsonl", "parquet", "lines", "keyed")
-MAGIC = {
+COMPRESSION_MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bz2",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
 }
-PACKED = ("gz", "bz2", "zst", "lz4")
-BLOCK = 8 << 20  # bytes of text per frame
-LONGEST_ROW = 64 << 20  # bytes
-PARQUET_ROWS = 1 << 17  # per frame, at most
-LONGEST_QUOTE = 2000  # characters of a broken line that a reject keeps
-ESCAPED = b"\x0e\x0f"
-"""Placeholder of an escaped quote during parsing: no parser accepts both kinds of
-quotes.
-"""
-JOINED = b"\x1f"  # stands for a delimiter of several characters: the ASCII separator of units
-HALF = re.compile(
+COMPRESSED_SUFFIXES = ("gz", "bz2", "zst", "lz4")
+BLOCK_BYTES = 8 << 20
+"""Bytes of text per frame."""
+MAX_ROW_BYTES = 64 << 20
+PARQUET_ROWS = 1 << 17
+"""Most rows of a frame of Parquet."""
+MAX_QUOTED_CHARS = 2000
+"""Characters of a broken line in its reject."""
+QUOTE_MARK = b"\x0e\x0f"
+"""Replaces an escaped quote during parsing, as no parser supports both kinds of
+quotes."""
+DELIMITER_MARK = b"\x1f"
+"""Replaces a delimiter of several characters: the ASCII unit separator."""
+LONE_SURROGATE = re.compile(
     rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
 )
-"""Half of a surrogate pair in JSON."""
-csv.field_size_limit(LONGEST_ROW)
+"""An escaped lone high surrogate in JSON, half of a character."""
+csv.field_size_limit(MAX_ROW_BYTES)
 
+# lines that are no rows: number in the piece, reason, text
 Broken = list[tuple[int, str, str]]
-"""Unparsable lines: number in the piece, reason, text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Format of the files of one section."""
+    """Format of the files of a section."""
 
     format: str | None = None
-    """csv, jsonl, parquet; `lines`, each one row with the column `line`; `keyed`, a JSON object by id, with the columns
-    `key` and `value`. By default by the suffix."""
+    """csv, jsonl, parquet; `lines`, where each line is a row with the column `line`;
+    `keyed`, a JSON object by id, with the columns `key` and `value`. By default by the
+    suffix."""
     delimiter: str | None = None
-    """CSV: what separates columns, such as `;` or `::`; by default a tab for `.tsv`, else a comma."""
+    """CSV: separator of columns, such as `;` or `::`; by default a tab for `.tsv`,
+    otherwise a comma."""
     header: list[str] | None = None
-    """CSV without a header line: its column names."""
+    """CSV without a header line: names of the columns."""
     quote: str = '"'
-    """CSV: what encloses values; empty where quotes are plain characters."""
+    """CSV: quote character around values; empty if quotes are plain characters."""
     escape: str = ""
-    """CSV: what stands before a quote within a value, such as a backslash; by default quotes are doubled."""
+    """CSV: character before a quote within a value, such as a backslash; by default
+    quotes are doubled."""
     encoding: str = "utf-8"
-    """A Python codec of text files, such as cp1252."""
+    """A Python codec for text files, such as cp1252."""
 
     def check_files(self) -> None:
-        """Raise ValueError for invalid options."""
+        """Raise a ValueError for settings that no file can have."""
         if self.format is not None and self.format not in FORMATS:
             raise ValueError(
                 f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}"
@@ -102,73 +108,78 @@ class Files:
         for key in ("quote", "escape"):
             if len(getattr(self, key).encode()) > 1:
                 raise ValueError(
-                    f"'{key}' is {getattr(self, key)!r}; it is one ASCII character, or ''"
+                    f"'{key}' is {getattr(self, key)!r}; it is one ASCII character, or "
+                    f"''"
                 )
-        given = self.delimiter
-        if given is not None and not (
-            given.isascii() and 1 <= len(given) <= 8 and "\n" not in given
+        delimiter = self.delimiter
+        if delimiter is not None and not (
+            delimiter.isascii() and 1 <= len(delimiter) <= 8 and "\n" not in delimiter
         ):
             raise ValueError(
-                f"'delimiter' is {given!r}; it is one to eight ASCII characters, such as ';'"
+                f"'delimiter' is {delimiter!r}; it is one to eight ASCII characters, "
+                f"such as ';'"
             )
         try:
             "".encode(self.encoding)
         except LookupError as error:
             raise ValueError(
-                f"'encoding' is '{self.encoding}', which is no text encoding of Python's, such as cp1252"
+                f"'encoding' is '{self.encoding}', which is no text encoding of "
+                f"Python's, such as cp1252"
             ) from error
 
     @property
     def needs_decoding(self) -> bool:
+        """Whether the encoding is not a subset of UTF-8."""
         return codecs.lookup(self.encoding).name not in ("utf-8", "utf-8-sig", "ascii")
 
     def detect_format(self, file: str) -> str:
-        """Return the configured format, or the format of the file's suffix below a
-        compression suffix.
+        """Return the format of a file, as set or by its suffix without compression.
+
+        Raises:
+            UserError: If the format is unknown or the compression is not supported.
         """
         suffixes = [s[1:].lower() for s in PurePosixPath(file).suffixes]
         if suffixes and suffixes[-1] in ("xz", "zip", "7z", "rar"):
             raise UserError(
-                f"{file} is compressed as {suffixes[-1]}, which is not read; use gzip, bz2 or zstd"
+                f"{file} is compressed as {suffixes[-1]}, which is not read; use gzip, "
+                f"bz2 or zstd"
             )
-        suffixes = [s for s in suffixes if s not in PACKED]
+        suffixes = [s for s in suffixes if s not in COMPRESSED_SUFFIXES]
         if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
             raise UserError(
-                f"the format of {file} cannot be told from its name; set 'format' to {', '.join(FORMATS)}"
+                f"the format of {file} cannot be told from its name; set 'format' to "
+                f"{', '.join(FORMATS)}"
             )
         return self.format or SUFFIXES[suffixes[-1]]
 
     def detect_delimiter(self, file: str) -> str:
-        return self.delimiter or (
-            "\t" if ".tsv" in [s.lower() for s in PurePosixPath(file).suffixes] else ","
-        )
+        """Return the delimiter of a CSV file, as set or by its suffix."""
+        suffixes = [suffix.lower() for suffix in PurePosixPath(file).suffixes]
+        return self.delimiter or ("\t" if ".tsv" in suffixes else ",")
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of an uncompressed file that is read by itself.
-
-    A row that begins at the end of a part belongs to the next one.
-    """
+    """A part of an uncompressed file; a row that begins at its end is not in it."""
 
     start: int
-    """First byte, or first row group of a Parquet file."""
+    """First byte; of Parquet the first row group."""
     end: int
 
 
 @dataclass(frozen=True)
 class ParsedRows:
-    """Parsed rows of a raw file."""
+    """Rows of a raw file."""
 
     rows: pl.DataFrame
     """The required columns and ROW."""
     broken: Broken = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    """Missing columns, each with a hint at the nearest column."""
+    """Columns that do not exist, each with a hint at the nearest one."""
 
     @property
-    def whole(self) -> pl.DataFrame:
-        """The rows, with null columns for missing ones."""
+    def with_missing(self) -> pl.DataFrame:
+        """The rows, with nulls for missing columns."""
         return self.rows.with_columns(
             pl.lit(None, pl.Null).alias(name) for name in self.missing
         )
@@ -182,12 +193,20 @@ def list_files(
     what: str,
     beside: Collection[str] = (),
 ) -> list[str]:
-    """List files below a folder whose relative path matches the pattern, sorted.
+    """List the files of a folder that match a pattern, sorted.
 
-    Hidden files, and parts and manifests of Trieline tables in subfolders, are skipped.
+    Hidden files are skipped, and in subfolders also parts and manifests of this
+    project's tables.
 
     Args:
-        beside: Patterns of files to skip.
+        input_uri: Folder.
+        pattern: Pattern with shell wildcards for paths relative to the folder.
+        required: Whether to raise an error if no file matches.
+        what: Kind of file, for the message.
+        beside: Patterns of files to leave out.
+
+    Raises:
+        UserError: If the folder cannot be read, or no file matches a required pattern.
     """
     filesystem, root = open_uri(input_uri)
     try:
@@ -211,16 +230,18 @@ def list_files(
     )
     if required and not files:
         raise UserError(
-            f"{input_uri} holds no {what} like '{pattern}'; check --input and the source's file pattern"
+            f"{input_uri} holds no {what} like '{pattern}'; check --input and the "
+            f"source's file pattern"
         )
     return files
 
 
-def pieces(uri: str, files: Files, size: int) -> list[FilePart | None]:
-    """Split a file into parts of about `size` bytes.
+def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
+    """Return the pieces of about `size` bytes that a file is read in.
 
-    Return [None] for a file that is read as a whole: small, compressed, in another
-    encoding, or a JSON array.
+    Returns:
+        [None] for a file that is read as a whole: a small, compressed or decoded file,
+        or a JSON array.
     """
     filesystem, path = open_uri(uri)
     length, kind = filesystem.get_file_info(path).size, files.detect_format(uri)
@@ -228,53 +249,49 @@ def pieces(uri: str, files: Files, size: int) -> list[FilePart | None]:
         return [None]
     with filesystem.open_input_file(path) as stream:
         if kind == "parquet":
-            metadata = pq.read_metadata(stream)
-            groups = [
-                metadata.row_group(number) for number in range(metadata.num_row_groups)
-            ]
-            sizes = [
-                sum(
-                    group.column(i).total_compressed_size
-                    for i in range(group.num_columns)
-                )
-                for group in groups
-            ]
-            edges = np.unique(np.cumsum([0, *sizes])[:-1] // size, return_index=True)[
-                1
-            ].tolist()
-            return [
-                FilePart(*edge)
-                for edge in zip(edges, [*edges[1:], len(groups)], strict=True)
-            ]
+            return list(_split_row_groups(pq.read_metadata(stream), size))
         head = stream.read(1 << 12)
-    if (
-        files.needs_decoding
-        or kind == "keyed"
-        or _compression(head)
-        or (kind == "jsonl" and _is_array(head))
-    ):
+    is_json_array = kind == "jsonl" and _is_array(head)
+    is_plain = not files.needs_decoding and not _detect_compression(head)
+    if kind == "keyed" or is_json_array or not is_plain:
         return [None]
     return [
         FilePart(start, min(start + size, length)) for start in range(0, length, size)
     ]
 
 
-def _compression(head: bytes) -> str | None:
-    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+def _split_row_groups(metadata: Any, size: int) -> Iterator[FilePart]:
+    """Yield parts of a Parquet file with about `size` bytes of row groups."""
+    sizes = []
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        sizes.append(sum(column.total_compressed_size for column in columns))
+    part = np.cumsum([0, *sizes])[:-1] // size  # of each row group
+    edges = np.unique(part, return_index=True)[1].tolist()
+    for start, end in pairwise([*edges, len(sizes)]):
+        yield FilePart(start, end)
+
+
+def _detect_compression(head: bytes) -> str | None:
+    """Return the compression of a file by its first bytes, or None."""
+    return next(
+        (name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)),
+        None,
+    )
 
 
 def _is_array(head: bytes) -> bool:
+    """Return whether a text begins with a JSON array."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _open(uri: str) -> Any:
-    """Open the decompressed bytes of a file; the content decides the compression, not
-    the name.
-    """
+    """Open a file's decompressed bytes; its name does not matter."""
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as stream:
         head = stream.read(4)
-    return filesystem.open_input_stream(path, compression=_compression(head))
+    return filesystem.open_input_stream(path, compression=_detect_compression(head))
 
 
 def read_frames(
@@ -284,63 +301,73 @@ def read_frames(
     digest: Any = None,
     piece: FilePart | None = None,
 ) -> Iterator[ParsedRows]:
-    """Stream a file, or a part of it, with the columns that the SQL expressions read.
+    """Yield the rows of a file, or of a piece of it, in frames.
 
     Args:
-        digest: Hash that is updated with the bytes that are parsed.
+        uri: File.
+        files: Format of the file.
+        expressions: SQL expressions whose columns are read.
+        digest: Hash that is updated with the parsed bytes, or None.
+        piece: Part of the file; None for the whole file.
 
     Raises:
-        UserError: names an empty or damaged file, or one of another format.
+        UserError: If the file is empty, damaged or of another format.
     """
     kind, expressions = files.detect_format(uri), list(dict.fromkeys(expressions))
-    reader = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_whole}.get(
-        kind, _read_lines
-    )
+    readers = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_whole}
+    reader = readers.get(kind, _read_lines)
     try:
         yield from reader(uri, files, expressions, digest, piece)
     except UnicodeError as error:
-        raise _not_encoded(uri, files.encoding) from error
+        raise _encoding_error(uri, files.encoding) from error
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         if "invalid UTF8" in reason:
-            raise _not_encoded(uri, files.encoding) from error
+            raise _encoding_error(uri, files.encoding) from error
         raise UserError(
-            f"{uri} cannot be read as {kind} ({reason[:300]}); it may be truncated, damaged or of another format: "
-            f"copy it again or set 'format'"
+            f"{uri} cannot be read as {kind} ({reason[:300]}); it may be truncated, "
+            f"damaged or of another format: copy it again or set 'format'"
         ) from error
 
 
-def _not_encoded(uri: str, encoding: str) -> UserError:
+def _encoding_error(uri: str, encoding: str) -> UserError:
+    """Return the error for a file in another encoding, with the line if it is near."""
     with _open(uri) as stream:
-        head, where = stream.read(BLOCK), ""
+        head, where = stream.read(BLOCK_BYTES), ""
     try:
         head.decode(encoding)
     except UnicodeDecodeError as error:
         where = f" in line {head.count(10, 0, error.start) + 1:,}"
     return UserError(
-        f"{uri} is not {encoding}{where}; set 'encoding' beside its 'files' in the source file, such as utf-16, cp1252 "
-        f"or gb18030, or convert it to UTF-8"
+        f"{uri} is not {encoding}{where}; set 'encoding' beside its 'files' in the "
+        f"source file, such as utf-16, cp1252 or gb18030, or convert it to UTF-8"
     )
 
 
-def needed(
+def select_columns(
     expressions: Iterable[str], present: Collection[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the present columns that the expressions read, and a hint for each missing
-    one.
+    """Return the columns that expressions read, and the missing ones with hints.
 
-    An expression that is the name of a column is that column; any other is SQL.
+    An expression that is the name of a column is this column; any other is SQL.
+
+    Args:
+        expressions: Columns or SQL expressions.
+        present: Columns of the file.
+
+    Returns:
+        Existing columns, and hints by missing column.
     """
-    wanted = dict.fromkeys(
-        name for text in expressions for name in roots(text, present)
+    columns = dict.fromkeys(
+        name for text in expressions for name in root_columns(text, present)
     )
     missing = {
-        name: present_hint(name, present) for name in wanted if name not in present
+        name: hint_at_column(name, present) for name in columns if name not in present
     }
-    return [name for name in wanted if name in present], missing
+    return [name for name in columns if name in present], missing
 
 
-def roots(text: str, present: Collection[str]) -> list[str]:
+def root_columns(text: str, present: Collection[str]) -> list[str]:
     """Return the columns that an expression reads."""
     if text in present:
         return [text]
@@ -350,51 +377,59 @@ def roots(text: str, present: Collection[str]) -> list[str]:
         return [text]  # a name that is a word of SQL
 
 
-def present_hint(column: str, present: Collection[str]) -> str:
-    """Format a hint that names the nearest column and all columns."""
+def hint_at_column(column: str, present: Collection[str]) -> str:
+    """Return half a sentence that names the nearest column and all columns."""
     named = f" of {', '.join(list(present)[:40])}" if present else ""
     return hint(column, sorted(present), "it has none") + named
 
 
-def _blocks(
+def _read_blocks(
     uri: str, files: Files, digest: Any, piece: FilePart | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
-    """Yield the text as UTF-8 in blocks of about `size` bytes, split at any byte."""
-    size = size or BLOCK
+    """Yield the text as UTF-8 in blocks of about `size` bytes, cut anywhere.
+
+    Args:
+        uri: File.
+        files: Format of the file.
+        digest: Hash that is updated with the raw bytes, or None.
+        piece: Part of the file; None for the whole file.
+        size: Bytes per block; by default BLOCK_BYTES.
+    """
+    size = size or BLOCK_BYTES
     decode = (
         codecs.getincrementaldecoder(files.encoding)() if files.needs_decoding else None
     )
-    left, first = 1 << 62, True
-    with ExitStack() as opened:
+    remaining, is_first = 1 << 62, True
+    with ExitStack() as stack:
         if piece is None:
-            stream = opened.enter_context(_open(uri))
+            stream = stack.enter_context(_open(uri))
         else:
             filesystem, path = open_uri(uri)
-            stream = opened.enter_context(filesystem.open_input_file(path))
+            stream = stack.enter_context(filesystem.open_input_file(path))
             start, end = (
-                _row_start(stream, uri, files, byte)
+                _find_row_start(stream, uri, files, byte)
                 for byte in (piece.start, piece.end)
             )
             stream.seek(start)
-            left, first = end - start, start == 0
-        while left and (block := stream.read(min(size, left))):
+            remaining, is_first = end - start, start == 0
+        while remaining and (block := stream.read(min(size, remaining))):
             if digest is not None:
                 digest.update(block)
-            left -= len(block)
+            remaining -= len(block)
             text = decode.decode(block).encode() if decode else block
-            yield text.removeprefix(codecs.BOM_UTF8) if first else text
-            first = False
+            yield text.removeprefix(codecs.BOM_UTF8) if is_first else text
+            is_first = False
         if decode and (rest := decode.decode(b"", True)):
             yield rest.encode()
 
 
-def _head(uri: str, files: Files) -> bytes:
+def _read_head(uri: str, files: Files) -> bytes:
     """Return the beginning of the text.
 
     Raises:
-        UserError: for an empty file.
+        UserError: If the file is empty.
     """
-    with closing(_blocks(uri, files, None, None, 1 << 18)) as blocks:
+    with closing(_read_blocks(uri, files, None, None, 1 << 18)) as blocks:
         head = next((block for block in blocks if block.strip()), b"")
     if not head:
         raise UserError(
@@ -403,94 +438,88 @@ def _head(uri: str, files: Files) -> bytes:
     return head
 
 
-def _row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
+def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
     """Return the first byte from `byte` on at which a row begins.
 
-    A CSV line within quotes may look like a row, so it must begin 20 rows that are as
-    wide as the header.
+    In CSV, a line within quotes may look like a row. There it is the first line from
+    which the next 20 rows have as many columns as the header.
     """
     if byte == 0:
         return 0
     stream.seek(byte - 1)
     text = bytes(stream.read(1 << 20))
-    whole = byte - 1 + len(text) == stream.size()
-    at = text.find(b"\n") + 1
-    if not at:
-        return (
-            stream.size()
-            if whole
-            else _row_start(stream, uri, files, byte - 1 + len(text))
-        )
-    if (
-        files.detect_format(uri) != "csv"
-        or not files.quote
-        or files.quote.encode() not in text[at:]
-    ):
-        return byte - 1 + at
+    at_end = byte - 1 + len(text) == stream.size()
+    line_start = text.find(b"\n") + 1
+    if not line_start:
+        if at_end:
+            return stream.size()
+        return _find_row_start(stream, uri, files, byte - 1 + len(text))
+    start = byte - 1 + line_start
+    has_quotes = files.quote and files.quote.encode() in text[line_start:]
+    if files.detect_format(uri) != "csv" or not has_quotes:
+        return start
     delimiter = files.detect_delimiter(uri).encode()
-    by = delimiter if len(delimiter) == 1 else JOINED
-    width = len(_header(uri, files, delimiter, by)[0])
-    lines = [line + b"\n" for line in text[at:].split(b"\n")[: None if whole else -1]]
-    read = [
-        _mark_escapes(line.replace(delimiter, by), files).decode(errors="replace")
+    mark = delimiter if len(delimiter) == 1 else DELIMITER_MARK
+    width = len(_read_header(uri, files, delimiter, mark)[0])
+    lines = [line + b"\n" for line in text[line_start:].split(b"\n")]
+    if not at_end:
+        lines = lines[:-1]
+    texts = [
+        _mark_escapes(line.replace(delimiter, mark), files).decode(errors="replace")
         for line in lines
     ]
     for first in range(len(lines)):
-        if (
-            read[first].count(files.quote) % 2
-        ):  # a value that spans lines begins or ends here
-            continue
+        if texts[first].count(files.quote) % 2:
+            continue  # a value that spans lines begins or ends here
         with suppress(csv.Error):
-            rows = islice(
-                csv.reader(
-                    islice(read, first, None), delimiter=by.decode(), **_quotes(files)
-                ),
-                20,
+            reader = csv.reader(
+                islice(texts, first, None),
+                delimiter=mark.decode(),
+                **_quote_options(files),
             )
-            if all(len(row) in (0, width) for row in rows):
-                return min(byte - 1 + at + sum(map(len, lines[:first])), stream.size())
-    return byte - 1 + at
+            if all(len(row) in (0, width) for row in islice(reader, 20)):
+                skipped = sum(map(len, lines[:first]))
+                return min(start + skipped, stream.size())
+    return start
 
 
-def _quotes(files: Files) -> dict[str, Any]:
-    """Return the quoting options of Python's CSV reader."""
-    return (
-        {"quotechar": files.quote, "strict": True}
-        if files.quote
-        else {"quoting": csv.QUOTE_NONE}
-    )
+def _quote_options(files: Files) -> dict[str, Any]:
+    """Return the options of Python's CSV reader for quotes."""
+    if files.quote:
+        return {"quotechar": files.quote, "strict": True}
+    return {"quoting": csv.QUOTE_NONE}
 
 
 def _mark_escapes(text: bytes, files: Files) -> bytes:
-    """Replace escaped quotes by ESCAPED, which has the same length."""
+    """Replace escaped quotes by QUOTE_MARK, which has the same length."""
     if not files.escape or not files.quote or files.escape.encode() not in text:
         return text
     mark, quote = files.escape.encode(), files.quote.encode()
     pairs = re.compile(
         b"%b(%b|%b)" % (re.escape(mark), re.escape(mark), re.escape(quote))
     )
-    return pairs.sub(lambda pair: ESCAPED if pair[1] == quote else pair[0], text)
+    return pairs.sub(lambda pair: QUOTE_MARK if pair[1] == quote else pair[0], text)
 
 
-def _restore_escapes(
-    rows: pl.DataFrame, files: Files, by: str, delimiter: str
+def _unescape(
+    rows: pl.DataFrame, files: Files, mark: str, delimiter: str
 ) -> pl.DataFrame:
-    """Replace placeholders and escapes in values.
+    r"""Restore marked and escaped characters in values.
 
-    A doubled backslash becomes one, and a backslash before N a null, as MySQL writes them.
+    `\\` becomes `\`, and `\N` null, as MySQL writes them.
     """
     value = pl.col(pl.String)
-    if by != delimiter:
-        rows = rows.with_columns(value.str.replace_all(by, delimiter, literal=True))
+    if mark != delimiter:
+        rows = rows.with_columns(value.str.replace_all(mark, delimiter, literal=True))
     if files.escape and files.quote:
+        quote_mark = QUOTE_MARK.decode()
         rows = rows.with_columns(
-            value.str.replace_all(ESCAPED.decode(), files.quote, literal=True)
+            value.str.replace_all(quote_mark, files.quote, literal=True)
         )
     if files.escape:
         text = value.str.replace_all(2 * files.escape, files.escape, literal=True)
-        rows = rows.with_columns(
-            pl.when(value != files.escape + "N").then(text).name.keep()
-        )
+        is_set = value != files.escape + "N"
+        rows = rows.with_columns(pl.when(is_set).then(text).name.keep())
     return rows
 
 
@@ -498,98 +527,105 @@ def _read_csv(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
     delimiter = files.detect_delimiter(uri).encode()
-    by = delimiter if len(delimiter) == 1 else JOINED
-    names, skip = _header(uri, files, delimiter, by)
-    columns, missing = needed(expressions, names)
+    mark = delimiter if len(delimiter) == 1 else DELIMITER_MARK
+    names, header_lines = _read_header(uri, files, delimiter, mark)
+    columns, missing = select_columns(expressions, names)
     if missing and len(names) == 1:
         _check_delimiter(uri, names[0], delimiter.decode(), min(missing))
-    skip = skip if piece is None or piece.start == 0 else 0
+    skip = header_lines if piece is None or piece.start == 0 else 0
     rest, row, last = b"", 0, False
-    blocks = _blocks(uri, files, digest, piece)
+    blocks = _read_blocks(uri, files, digest, piece)
     while not last:
         block = next(blocks, None)
         last = block is None
-        rest = (rest + (block or b"")).replace(delimiter, by)
-        while skip and (at := rest.find(b"\n") + 1):
-            rest, skip = rest[at:], skip - 1
+        rest = (rest + (block or b"")).replace(delimiter, mark)
+        while skip and (line_end := rest.find(b"\n") + 1):
+            rest, skip = rest[line_end:], skip - 1
         if skip or not rest:
             continue
-        table, numbers, broken, used = _csv_rows(
-            rest, files, by.decode(), names, columns, last
+        table, numbers, broken, used = _parse_csv(
+            rest, files, mark.decode(), names, columns, last
         )
         rest = rest[used:]
-        if len(rest) > LONGEST_ROW:
+        if len(rest) > MAX_ROW_BYTES:
             raise UserError(
-                f"{uri}: row {row:,} is longer than {LONGEST_ROW >> 20} MiB; set quote: '' where quotes are plain "
-                f"characters"
+                f"{uri}: row {row:,} is longer than {MAX_ROW_BYTES >> 20} MiB; set "
+                f"quote: '' where quotes are plain characters"
             )
-        rows = (
-            pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
-            if table is None
-            else pl.DataFrame(table)
-        )
-        rows = _restore_escapes(rows, files, by.decode(), delimiter.decode())
+        if table is None:
+            rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
+        else:
+            rows = pl.DataFrame(table)
+        rows = _unescape(rows, files, mark.decode(), delimiter.decode())
         rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
         broken = [
-            (n + row, why, shown.replace(by.decode(), delimiter.decode()))
-            for n, why, shown in broken
+            (number + row, why, text.replace(mark.decode(), delimiter.decode()))
+            for number, why, text in broken
         ]
         yield ParsedRows(rows, broken, missing)
         row += len(numbers) + len(broken)
 
 
-def _header(
-    uri: str, files: Files, delimiter: bytes, by: bytes
+def _read_header(
+    uri: str, files: Files, delimiter: bytes, mark: bytes
 ) -> tuple[list[str], int]:
-    """Return all column names and the number of header lines.
+    """Read the header of a CSV file.
 
-    Repeated names get a number, as in pandas.
+    Args:
+        uri: File.
+        files: Format of the file.
+        delimiter: Delimiter in the file.
+        mark: Single character that replaces the delimiter.
+
+    Returns:
+        Names of all columns, and the number of header lines. Later columns with the
+        name of an earlier one get a number, as in pandas.
     """
-    head = _head(uri, files)
+    head = _read_head(uri, files)
     if head[:400].count(0) * 4 > len(head[:400]):
-        raise _not_encoded(uri, files.encoding)
+        raise _encoding_error(uri, files.encoding)
     if b"\r" in head and b"\n" not in head:
         raise UserError(
-            f"{uri} ends its lines with carriage returns alone; convert it to line feeds (tr '\\r' '\\n')"
+            f"{uri} ends its lines with carriage returns alone; convert it to line "
+            f"feeds (tr '\\r' '\\n')"
         )
     if files.header:
         return files.header, 0
-    text = (
-        _mark_escapes(head.replace(delimiter, by), files)
-        .decode(errors="replace")
-        .split("\n")
-    )
-    lines = csv.reader(
-        (line + "\n" for line in text), delimiter=by.decode(), **_quotes(files)
+    marked = _mark_escapes(head.replace(delimiter, mark), files)
+    lines = marked.decode(errors="replace").split("\n")
+    reader = csv.reader(
+        (line + "\n" for line in lines),
+        delimiter=mark.decode(),
+        **_quote_options(files),
     )
     try:
-        names = next(cells for cells in lines if cells)
+        names = next(cells for cells in reader if cells)
     except csv.Error as error:
         raise UserError(
             f"{uri}: its header cannot be read ({error}); name the columns in 'header'"
         ) from error
-    seen: dict[str, int] = {}
-    for place, name in enumerate(names):
-        seen[name] = seen.get(name, -1) + 1
-        names[place] = (f"{name}.{seen[name]}" if seen[name] else name).replace(
-            ESCAPED.decode(), files.quote
-        )
-    return names, lines.line_num
+    repetitions: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        number = repetitions[name]
+        repetitions[name] += 1
+        numbered = f"{name}.{number}" if number else name
+        unique.append(numbered.replace(QUOTE_MARK.decode(), files.quote))
+    return unique, reader.line_num
 
 
 def _check_delimiter(uri: str, header: str, delimiter: str, wanted: str) -> None:
-    """Raise UserError for a header that is one column, but several by another
-    delimiter.
-    """
+    """Raise a UserError if another delimiter would split a header of one column."""
     for other in ("\t", ";", "::", "|", ",", " "):
         if other in header:
             raise UserError(
-                f"{uri} has no column '{wanted}': by the delimiter {json.dumps(delimiter)} its header is one column, "
-                f"'{header[:80]}'; set 'delimiter: {json.dumps(other)}' in the source file"
+                f"{uri} has no column '{wanted}': by the delimiter "
+                f"{json.dumps(delimiter)} its header is one column, '{header[:80]}'; "
+                f"set 'delimiter: {json.dumps(other)}' in the source file"
             )
 
 
-def _csv_rows(
+def _parse_csv(
     text: bytes,
     files: Files,
     delimiter: str,
@@ -597,74 +633,82 @@ def _csv_rows(
     columns: list[str],
     last: bool,
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
-    """Parse text that begins with a row.
+    """Parse a text that begins with a row.
 
-    Arrow parses text whose quotes all enclose whole single-line values; Python's strict
-    reader parses all other text line by line.
+    Arrow parses it if all quotes enclose whole values of one line; otherwise Python's
+    strict reader does, line by line.
+
+    Args:
+        text: Text, with marked delimiters.
+        files: Format of the file.
+        delimiter: Single character that separates columns.
+        names: Names of all columns.
+        columns: Columns to return.
+        last: Whether the text ends with the file.
 
     Returns:
-        The table, the row numbers, broken lines, and the number of bytes read.
+        Table of the rows, their numbers, broken lines, and number of parsed bytes.
     """
     text = _mark_escapes(text, files)
     used = len(text) if last else text.rfind(b"\n") + 1
-    if _regular(text[:used], files, delimiter):
-        return *_rows_of_arrow(text[:used], files, delimiter, names, columns), used
-    return _rows_of_lines(text, files, delimiter, names, columns, last)
+    if _is_regular(text[:used], files, delimiter):
+        return *_parse_with_arrow(text[:used], files, delimiter, names, columns), used
+    return _parse_line_by_line(text, files, delimiter, names, columns, last)
 
 
-def _regular(text: bytes, files: Files, delimiter: str) -> bool:
-    """Return whether quotes only enclose or are doubled within values, and no value has
-    a line break.
-    """
+def _is_regular(text: bytes, files: Files, delimiter: str) -> bool:
+    """Return whether quotes only enclose whole values of one line, or are doubled."""
     if not files.quote or files.quote.encode() not in text:
         return True
-    byte, quote = np.frombuffer(text, np.uint8), ord(files.quote)
-    place, breaks = np.flatnonzero(byte == quote), np.flatnonzero(byte == 10)
-    if len(place) % 2:
+    codes, quote_code = np.frombuffer(text, np.uint8), ord(files.quote)
+    quotes, breaks = np.flatnonzero(codes == quote_code), np.flatnonzero(codes == 10)
+    if len(quotes) % 2:
         return False
-    opens, closes = place[::2], place[1::2]
-    before = byte[opens - 1][opens > 0]  # the first byte begins a row
-    after = byte[np.minimum(closes + 1, len(byte) - 1)][closes < len(byte) - 1]
-    ends = [ord(delimiter), 10, quote]
-    lines = np.searchsorted(breaks, opens) == np.searchsorted(breaks, closes)
+    opens, closes = quotes[::2], quotes[1::2]
+    before = codes[opens - 1][opens > 0]  # the first byte begins a row
+    after = codes[np.minimum(closes + 1, len(codes) - 1)][closes < len(codes) - 1]
+    separators = [ord(delimiter), 10, quote_code]
+    is_one_line = np.searchsorted(breaks, opens) == np.searchsorted(breaks, closes)
     return bool(
-        np.isin(before, ends).all()
-        and np.isin(after, [*ends, 13]).all()
-        and lines.all()
+        np.isin(before, separators).all()
+        and np.isin(after, [*separators, 13]).all()
+        and is_one_line.all()
     )
 
 
-def _rows_of_arrow(
+def _parse_with_arrow(
     text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str]
 ) -> tuple[pa.Table | None, np.ndarray, Broken]:
+    """Parse rows of one line each with Arrow."""
     if not text.strip(b"\r\n"):
         return None, np.zeros(0, np.int64), []
     broken: Broken = []
-    wrong = None
+    decode_error = None
     try:
         text.decode()
     except UnicodeDecodeError as error:  # Arrow cannot hand such a row to `skip`
-        wrong = error
+        decode_error = error
 
     def skip(row: Any) -> str:
         why = f"row: {row.actual_columns} columns, not {row.expected_columns}"
-        shown = (row.text or "").replace(
-            ESCAPED.decode(), f"{files.escape}{files.quote}"
+        text_shown = (row.text or "").replace(
+            QUOTE_MARK.decode(), f"{files.escape}{files.quote}"
         )
-        broken.append((row.number - 1, why, shown[:LONGEST_QUOTE]))
+        broken.append((row.number - 1, why, text_shown[:MAX_QUOTED_CHARS]))
         return "skip"
 
     try:
         table = pa.csv.read_csv(
             pa.BufferReader(text),
-            # One thread: rows are numbered only then; files are read side by side by Ray's tasks.
+            # Rows are numbered only with one thread. Ray's tasks read files in
+            # parallel.
             pa.csv.ReadOptions(
                 use_threads=False, block_size=len(text) + 1, column_names=names
             ),
             pa.csv.ParseOptions(
                 delimiter=delimiter,
                 quote_char=files.quote or False,
-                invalid_row_handler=None if wrong else skip,
+                invalid_row_handler=None if decode_error else skip,
             ),
             pa.csv.ConvertOptions(
                 include_columns=columns,
@@ -674,20 +718,20 @@ def _rows_of_arrow(
             ),
         )
     except pa.ArrowInvalid:
-        if wrong:
-            raise wrong from None
+        if decode_error:
+            raise decode_error from None
         raise
-    return table, _numbers(table.num_rows, broken), broken
+    return table, _row_numbers(table.num_rows, broken), broken
 
 
-def _numbers(rows: int, broken: Broken) -> np.ndarray:
-    """Return the (rows,) numbers of rows between broken ones."""
-    every = np.ones(rows + len(broken), bool)
-    every[[number for number, *_ in broken]] = False
-    return np.flatnonzero(every)
+def _row_numbers(rows: int, broken: Broken) -> np.ndarray:
+    """Return the numbers (rows,) of the rows between the broken ones."""
+    is_row = np.ones(rows + len(broken), bool)
+    is_row[[number for number, *_ in broken]] = False
+    return np.flatnonzero(is_row)
 
 
-def _rows_of_lines(
+def _parse_line_by_line(
     text: bytes,
     files: Files,
     delimiter: str,
@@ -695,13 +739,17 @@ def _rows_of_lines(
     columns: list[str],
     last: bool,
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
-    """Parse text as `_csv_rows` does, with Python's reader.
+    """Parse a text with Python's CSV reader; arguments and results as in `_parse_csv`.
 
-    A line that begins an unclosed value, or a value that swallows rows, is broken, and
-    parsing continues with the next line: a stray quote costs its own line.
+    A line is broken if a value that begins in it is not closed correctly, or swallows
+    lines that look like rows. Parsing then continues with the next line, so a stray
+    quote only costs its own line.
     """
     whole = text if last else text[: text.rfind(b"\n") + 1]
-    lines, quotes = re.findall(r"[^\n]*\n|[^\n]+", whole.decode()), _quotes(files)
+    lines, quotes = (
+        re.findall(r"[^\n]*\n|[^\n]+", whole.decode()),
+        _quote_options(files),
+    )
     rows: list[list[str]] = []
     broken: Broken = []
     at, first, reader = 0, 0, None
@@ -722,7 +770,7 @@ def _rows_of_lines(
             end = first + reader.line_num
             if end - at > 1 and (
                 len(cells) != len(names)
-                or _are_rows(lines[at:end], delimiter, len(names))
+                or _look_like_rows(lines[at:end], delimiter, len(names))
             ):
                 closes, end, why, reader = (
                     end - 1,
@@ -738,7 +786,7 @@ def _rows_of_lines(
             if (
                 "end of data" in str(error)
                 and not last
-                and len(text) < LONGEST_ROW // 2
+                and len(text) < MAX_ROW_BYTES // 2
             ):
                 break  # its end is in the next block
             end, why, reader = at + 1, "its quotes are not closed", None
@@ -746,14 +794,14 @@ def _rows_of_lines(
             shown = (
                 "".join(lines[at:end])
                 .rstrip("\r\n")
-                .replace(ESCAPED.decode(), f"{files.escape}{files.quote}")
+                .replace(QUOTE_MARK.decode(), f"{files.escape}{files.quote}")
             )
             if f"\\{files.quote}" in shown and not files.escape:
                 why += "; set escape: '\\'"
             elif "quote" in why:
                 why += "; set quote: '' where quotes are plain"
             broken.append(
-                (len(rows) + len(broken), f"row: {why}", shown[:LONGEST_QUOTE])
+                (len(rows) + len(broken), f"row: {why}", shown[:MAX_QUOTED_CHARS])
             )
         elif cells:
             rows.append(cells)
@@ -761,12 +809,13 @@ def _rows_of_lines(
     used = sum(len(line.encode()) for line in lines[:at])
     values = [[row[names.index(name)] or None for row in rows] for name in columns]
     table = pa.table([pa.array(each, pa.string()) for each in values], names=columns)
-    return table if rows else None, _numbers(len(rows), broken), broken, used
+    return table if rows else None, _row_numbers(len(rows), broken), broken, used
 
 
-def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
-    """Return whether the lines of one value look like rows: equal width, numbers in the
-    same columns.
+def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
+    """Return whether the lines of a value look like rows.
+
+    They do if they have the number of columns, and numbers in the columns of the first.
     """
 
     def numbers(line: str) -> list[bool]:
@@ -786,14 +835,14 @@ def _are_rows(lines: list[str], delimiter: str, width: int) -> bool:
 def _read_lines(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Read JSON lines or lines of text."""
+    """Read JSON lines, or lines of text."""
     kind = files.detect_format(uri)
-    if kind == "jsonl" and piece is None and _is_array(_head(uri, files)):
+    if kind == "jsonl" and piece is None and _is_array(_read_head(uri, files)):
         yield from _read_whole(uri, files, expressions, digest, piece)
         return
-    parse = _json_rows if kind == "jsonl" else _text_rows
+    parse = _parse_json_lines if kind == "jsonl" else _parse_text_lines
     rest, row = b"", 0
-    for block in _blocks(uri, files, digest, piece):
+    for block in _read_blocks(uri, files, digest, piece):
         end = block.rfind(b"\n") + 1
         if end:
             frame, rows = parse(rest + block[:end], uri, expressions, row)
@@ -801,9 +850,10 @@ def _read_lines(
             yield frame
             continue
         rest += block
-        if len(rest) > LONGEST_ROW:
+        if len(rest) > MAX_ROW_BYTES:
             raise UserError(
-                f"{uri} has a line of more than {LONGEST_ROW >> 20} MiB; write one row per line"
+                f"{uri} has a line of more than {MAX_ROW_BYTES >> 20} MiB; write one "
+                f"row per line"
             )
     if rest.strip():
         frame, rows = parse(rest, uri, expressions, row)
@@ -819,9 +869,10 @@ def _read_lines(
         )
 
 
-def _text_rows(
+def _parse_text_lines(
     text: bytes, uri: str, expressions: list[str], row: int
 ) -> tuple[ParsedRows, int]:
+    """Parse lines of text; blank lines are skipped."""
     lines = [
         line for line in text.decode().replace("\r\n", "\n").split("\n") if line.strip()
     ]
@@ -829,129 +880,139 @@ def _text_rows(
         {"line": lines, ROW: np.arange(row, row + len(lines))},
         {"line": pl.String, ROW: pl.Int64},
     )
-    return ParsedRows(rows, missing=needed(expressions, ["line"])[1]), len(lines)
+    return ParsedRows(rows, missing=select_columns(expressions, ["line"])[1]), len(
+        lines
+    )
 
 
-def _json_rows(
+def _parse_json_lines(
     text: bytes, uri: str, expressions: list[str], row: int
 ) -> tuple[ParsedRows, int]:
-    """Parse whole JSON lines; a column of mixed types becomes text."""
+    """Parse whole JSON lines; a column of mixed types becomes text.
+
+    Returns:
+        The rows, and the number of lines, broken ones included.
+    """
     broken: Broken = []
     if b"\\ud" in text or b"\\uD" in text:
-        text = HALF.sub(rb"\1\\ufffd", text)
+        text = LONE_SURROGATE.sub(rb"\1\\ufffd", text)
     try:
         rows = (
             pl.read_ndjson(text, infer_schema_length=None)
             if text.strip()
             else pl.DataFrame()
         )
-        read = rows.select(needed(expressions, rows.columns)[0])
-        if any(map(_has_objects, read)) or any(map(_rounds, read)):
+        read = rows.select(select_columns(expressions, rows.columns)[0])
+        if any(map(_may_hold_objects, read)) or any(map(_may_lose_digits, read)):
             raise pl.exceptions.ComputeError(
                 "text and objects, or large integers and floats, in one column"
             )
     except pl.exceptions.PolarsError:
-        good, broken = _objects(
+        good, broken = _parse_objects(
             [line for line in text.split(b"\n") if line.strip()], expressions
         )
         if not good and not row:
             raise UserError(
-                f"{uri} is not JSON lines ({broken[0][1]}); write one JSON object per line, or set 'format'"
+                f"{uri} is not JSON lines ({broken[0][1]}); write one JSON object per "
+                f"line, or set 'format'"
             ) from None
         rows = (
             pl.read_ndjson("\n".join(good).encode(), infer_schema_length=None)
             if good
             else pl.DataFrame()
         )
-    columns, missing = needed(expressions, rows.columns)
-    numbers = _numbers(len(rows), broken) + row
+    columns, missing = select_columns(expressions, rows.columns)
+    numbers = _row_numbers(len(rows), broken) + row
     rows = rows.select(columns).with_columns(pl.Series(ROW, numbers, pl.Int64))
     broken = [(number + row, why, shown) for number, why, shown in broken]
     return ParsedRows(rows, broken, missing), len(numbers) + len(broken)
 
 
-def _has_objects(values: pl.Series) -> bool:
-    """Return whether text values may be objects and lists that polars wrote as JSON."""
+def _may_hold_objects(values: pl.Series) -> bool:
+    """Return whether text, or a list of it, may be JSON that polars made of objects."""
     values = values.explode() if values.dtype == pl.List(pl.String) else values
     return values.dtype == pl.String and bool(values.str.contains(r"^[\[{]").any())
 
 
-def _rounds(values: pl.Series) -> bool:
-    """Return whether integers may have lost digits in a column of floats."""
+def _may_lose_digits(values: pl.Series) -> bool:
+    """Return whether integers may have lost digits by being read as floats."""
     return values.dtype == pl.Float64 and bool((values.abs() >= 2**53).any())
 
 
-def _kind(value: Any) -> str:
-    """Return the kind of a JSON value; a column has one kind."""
-    if isinstance(value, list):
-        objects = {isinstance(each, dict | list) for each in value if each is not None}
-        return (
-            "a list of values and objects"
-            if len(objects) > 1
-            else "a list of objects"
-            if True in objects
-            else "a list"
-        )
-    return "an object" if isinstance(value, dict) else "a value"
+def _json_kind(value: Any) -> str:
+    """Describe the kind of a JSON value. A column has values of one kind."""
+    if isinstance(value, dict):
+        return "an object"
+    if not isinstance(value, list):
+        return "a value"
+    objects = {isinstance(inner, dict | list) for inner in value if inner is not None}
+    if len(objects) > 1:
+        return "a list of values and objects"
+    return "a list of objects" if True in objects else "a list"
 
 
-def _objects(lines: list[bytes], expressions: list[str]) -> tuple[list[str], Broken]:
-    """Split lines into JSON objects with the required columns, and broken lines.
+def _parse_objects(
+    lines: list[bytes], expressions: list[str]
+) -> tuple[list[str], Broken]:
+    """Parse JSON lines one by one.
 
-    A line is broken if it is no JSON object, or has another kind of value in a column
-    than most lines.
+    Returns:
+        JSON of the required columns of each valid line, and the broken lines: those
+        that are no JSON object, and those with another kind of value than most lines
+        have.
     """
-    found: dict[int, dict[str, Any]] = {}
+    objects: dict[int, dict[str, Any]] = {}
     why: dict[int, str] = {}
     for number, line in enumerate(lines):
         try:
             value = json.loads(line, strict=False)
             if not isinstance(value, dict):
                 raise ValueError(f"it is a JSON {type(value).__name__}")
-            found[number] = value
+            objects[number] = value
         except (ValueError, RecursionError) as error:
             why[number] = f"row: no JSON object ({error})"
-    columns = needed(expressions, {key for row in found.values() for key in row})[0]
+    present = {key for row in objects.values() for key in row}
+    columns = select_columns(expressions, present)[0]
     for name in columns:
-        kinds = {
-            number: _kind(row[name])
-            for number, row in found.items()
-            if row.get(name) is not None
-        }
-        kinds = {
-            number: kind for number, kind in kinds.items() if found[number][name] != []
-        }
-        most, _ = Counter(kinds.values()).most_common(1)[0] if kinds else ("", 0)
-        for number, kind in kinds.items():
-            if kind != most:
-                why[number] = f"{name}: {kind}, where most rows have {most}"
-        if (
-            len(
-                {type(row.get(name)) for row in found.values()}
-                - {type(None), list, dict}
-            )
-            > 1
-        ):  # mixed values are text
-            for row in found.values():
+        why |= _find_rare_kinds(objects, name)
+        types = {type(row.get(name)) for row in objects.values()}
+        if len(types - {type(None), list, dict}) > 1:  # mixed values become text
+            for row in objects.values():
                 if isinstance(row.get(name), bool | int | float):
                     row[name] = json.dumps(row[name])
-    good = [
+    valid = [
         json.dumps({name: row.get(name) for name in columns})
-        for n, row in found.items()
-        if n not in why
+        for number, row in objects.items()
+        if number not in why
     ]
-    return good, [
-        (n, why[n], lines[n].decode(errors="replace")[:LONGEST_QUOTE])
-        for n in sorted(why)
-    ]
+    broken = []
+    for number in sorted(why):
+        text = lines[number].decode(errors="replace")[:MAX_QUOTED_CHARS]
+        broken.append((number, why[number], text))
+    return valid, broken
+
+
+def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int, str]:
+    """Return reasons for the rows whose value has another kind than most values."""
+    kinds = {
+        number: _json_kind(row[name])
+        for number, row in objects.items()
+        if row.get(name) is not None and row[name] != []
+    }
+    if not kinds:
+        return {}
+    most, _ = Counter(kinds.values()).most_common(1)[0]
+    return {
+        number: f"{name}: {kind}, where most rows have {most}"
+        for number, kind in kinds.items()
+        if kind != most
+    }
 
 
 def _read_whole(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Read a file with a single JSON value: an array of objects, or an object keyed by
-    id.
-    """
+    """Read a file that is one JSON value: an array of objects, or an object by id."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(made := dict(pairs)) < len(pairs):
@@ -961,7 +1022,7 @@ def _read_whole(
 
     try:
         content = json.loads(
-            b"".join(_blocks(uri, files, digest, None)),
+            b"".join(_read_blocks(uri, files, digest, None)),
             object_pairs_hook=unique,
             strict=False,
         )
@@ -973,7 +1034,8 @@ def _read_whole(
         content = [{"key": key, "value": value} for key, value in content.items()]
     elif files.detect_format(uri) == "keyed" or not isinstance(content, list):
         raise UserError(
-            f"{uri} holds a JSON {type(content).__name__}, not {{id: ...}}; set another 'format'"
+            f"{uri} holds a JSON {type(content).__name__}, not {{id: ...}}; set "
+            f"another 'format'"
         )
     if not content:
         raise UserError(
@@ -983,11 +1045,11 @@ def _read_whole(
         lines = "\n".join(
             json.dumps(each) for each in content[row : row + PARQUET_ROWS]
         )
-        yield _json_rows(lines.encode(), uri, expressions, row)[0]
+        yield _parse_json_lines(lines.encode(), uri, expressions, row)[0]
 
 
-class _Hashed:
-    """A file whose bytes are hashed as they are read."""
+class _HashingReader:
+    """A file whose bytes are hashed while they are read."""
 
     closed = False
 
@@ -1007,53 +1069,53 @@ def _read_parquet(
 ) -> Iterator[ParsedRows]:
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as file:
-        parquet = pq.ParquetFile(pa.PythonFile(_Hashed(file, digest), mode="r"))
-        names = parquet.schema_arrow.names
-        columns, missing = needed(expressions, names)
-        groups = (
-            range(piece.start, piece.end) if piece else range(parquet.num_row_groups)
-        )
+        parquet = pq.ParquetFile(pa.PythonFile(_HashingReader(file, digest), mode="r"))
+        columns, missing = select_columns(expressions, parquet.schema_arrow.names)
+        groups = range(parquet.num_row_groups)
+        if piece:
+            groups = range(piece.start, piece.end)
         row = 0
         for group in groups:
-            metadata = parquet.metadata.row_group(group)
-            wanted = [metadata.column(i) for i in range(metadata.num_columns)]
-            wanted = [
-                column
-                for column in wanted
-                if column.path_in_schema.split(".")[0] in columns
-            ]
-            # Coded by a dictionary, a value takes less in the file than the 8 bytes or more that it takes in memory.
-            size = sum(
-                max(column.total_uncompressed_size, 8 * column.num_values)
-                for column in wanted
+            batches = parquet.iter_batches(
+                _rows_per_frame(parquet.metadata.row_group(group), columns),
+                row_groups=[group],
+                columns=columns,
+                use_threads=False,
             )
-            rows = max(1, min(PARQUET_ROWS, BLOCK * metadata.num_rows // max(size, 1)))
-            for batch in parquet.iter_batches(
-                rows, row_groups=[group], columns=columns, use_threads=False
-            ):
-                frame = pl.DataFrame({name: _text(batch[name]) for name in columns})
+            for batch in batches:
+                frame = pl.DataFrame({name: _to_text(batch[name]) for name in columns})
                 numbers = pl.Series(ROW, np.arange(row, row + len(frame)), pl.Int64)
-                yield ParsedRows(
-                    frame.select(columns).with_columns(numbers), missing=missing
-                )
+                rows = frame.select(columns).with_columns(numbers)
+                yield ParsedRows(rows, missing=missing)
                 row += len(frame)
 
 
-def _text(column: pa.Array) -> Any:
-    """Convert bytes to text, invalid ones to null, and decimals that polars lacks."""
+def _rows_per_frame(group: Any, columns: list[str]) -> int:
+    """Return the rows per frame of a row group of about BLOCK_BYTES in memory."""
+    size = 0
+    for i in range(group.num_columns):
+        column = group.column(i)
+        if column.path_in_schema.split(".")[0] in columns:
+            # dictionary-encoded values take less in the file than in memory
+            size += max(column.total_uncompressed_size, 8 * column.num_values)
+    return max(1, min(PARQUET_ROWS, BLOCK_BYTES * group.num_rows // max(size, 1)))
+
+
+def _to_text(column: pa.Array) -> Any:
+    """Convert bytes to text (null if they are none), and decimals polars lacks."""
     kind = column.type
-    if (
+    is_bytes = (
         pa.types.is_binary(kind)
         or pa.types.is_large_binary(kind)
         or pa.types.is_fixed_size_binary(kind)
-    ):
-        texts = (
-            value and value.decode(errors="replace") for value in column.to_pylist()
-        )
-        return pl.Series(
-            [text if text is None or "\ufffd" not in text else None for text in texts],
-            dtype=pl.String,
-        )
-    return pl.from_arrow(
-        column.cast(pa.string()) if pa.types.is_decimal256(kind) else column
     )
+    if is_bytes:
+        texts = [
+            None if value is None else value.decode(errors="replace")
+            for value in column.to_pylist()
+        ]
+        valid = [None if text and "\ufffd" in text else text for text in texts]
+        return pl.Series(valid, dtype=pl.String)
+    if pa.types.is_decimal256(kind):
+        column = column.cast(pa.string())
+    return pl.from_arrow(column)

@@ -1,4 +1,4 @@
-"""Files of the input folder that no key of the mapping reads."""
+"""Files of the input folder that the mapping does not read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pipelines.data.reading.log import Log
 from pipelines.data.reading.read import list_files
 
 MAPPING_SUFFIXES = (".yaml", ".yml")
-"""Endings of files that are no data, such as the mapping file itself."""
+"""Suffixes of files that are not data, such as the mapping file itself."""
 
 MAX_NAMES = 5
-"""Names of files, or of groups of files, that one message has."""
+"""Most names of files, or of groups of files, in a message."""
 
 
 def list_unread(log: Log, input_uri: str) -> list[str]:
@@ -36,12 +36,12 @@ def find_alike(log: Log, input_uri: str, unread: list[str]) -> list[str]:
 
 
 def mask_digits(file: str) -> str:
-    """Return a file's name with `*` for its numbers."""
+    """Replace the numbers in a file's name by `*`."""
     return re.sub(r"\d+", "*", file)
 
 
 def name_files(files: list[str]) -> str:
-    """Return the names of files in one line; files that differ by numbers are a group."""
+    """Join the names of files; files that differ in numbers share one name."""
     groups: dict[str, list[str]] = {}
     for file in files:
         groups.setdefault(mask_digits(file), []).append(file)
@@ -54,11 +54,11 @@ def name_files(files: list[str]) -> str:
 
 
 def describe_unread(log: Log, input_uri: str) -> list[str]:
-    """Return lines about the files of the folder that the mapping does not read."""
+    """Return messages about the files of the folder that the mapping does not read."""
     try:
         unread = list_unread(log, input_uri)
     except UserError:
-        return []  # the step that reads those files says so
+        return []  # reported by the step that reads these files
     alike = find_alike(log, input_uri, unread)
     others = [file for file in unread if file not in alike]
     lines = []

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from models.config import check_least, check_shares
 from pipelines.data.prepare_config import PrepareConfig, refuse
-from pipelines.data.reading.durations import Windowed
+from pipelines.data.reading.durations import WindowSettings
 from pipelines.data.reading.log import Log, check_names
 
 
 @dataclass(frozen=True)
-class SearchConfig(Windowed):
+class SearchConfig(WindowSettings):
     """Settings of the features of a search log (Sec. 3.1 of QGS)."""
 
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])

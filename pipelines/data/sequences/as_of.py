@@ -28,7 +28,7 @@ from pipelines.data.events.columns import (
     sorted_unique,
 )
 from pipelines.data.reading.log import Section
-from pipelines.data.reading.rows import Rejected, check_missing, common
+from pipelines.data.reading.rows import RejectCounts, check_missing, common_missing
 from pipelines.data.run import Run
 
 PREFIX = "as_of_"
@@ -83,7 +83,7 @@ class WrittenTable:
 
     part: Part | None
     """None if no row is valid."""
-    rejected: Rejected
+    rejected: RejectCounts
     repeated: int
     """Rows left out because a later row of the log has their id and time."""
     hashes: dict[str, str]
@@ -94,16 +94,16 @@ def _write_table(
     section: Section, input_uri: str, files: list[str], uri: str
 ) -> WrittenTable:
     """Read the files and write one part, sorted by id and time."""
-    rejected, hashes, missing = Rejected(), {}, []
+    rejected, hashes, missing = RejectCounts(), {}, []
     blocks = [section.schema.empty_table()]
     for file in files:
         digest = hashlib.sha256()
         for block in section.read(input_uri, file, digest):
-            rejected.add(Rejected.from_block(block))
+            rejected.add(RejectCounts.from_block(block))
             blocks.append(block.rows)
             missing.append(block.missing)
         hashes[file] = digest.hexdigest()
-    check_missing(common(missing), "feature", input_uri)
+    check_missing(common_missing(missing), "feature", input_uri)
     rows = pl.DataFrame(pl.from_arrow(pa.concat_tables(blocks)))
     keys = [section.key, "timestamp_ms"]
     rows = rows.sort(keys, maintain_order=True)

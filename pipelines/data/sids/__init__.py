@@ -1,1 +1,1 @@
-"""Items to semantic IDs: texts to embeddings, to codes, to a trie."""
+"""Semantic IDs of items: texts to embeddings, to codes, to a trie."""

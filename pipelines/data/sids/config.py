@@ -1,4 +1,7 @@
-"""Options of semantic IDs and embeddings, without importing Ray or PyTorch."""
+"""Options of semantic IDs and embeddings.
+
+Ray and PyTorch are not imported, so command lines are parsed quickly.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,46 @@ from models.config import check_choices, check_least
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
 from models.storage.tables import read_manifest
 
-SHARE_CODE = 4
-"""Mean number of items per code of the first level, below which codes are too many."""
+MIN_ITEMS_PER_CODE = 4
+"""Mean number of items per code of the first level below which there are too many
+codes."""
 
 
 @dataclass(frozen=True)
 class EmbedConfig:
-    """Options that turn texts into embeddings."""
+    """Options of embeddings of item texts."""
 
     template: str = ""
-    """Item text, such as '{title}. {brand}'; empty: all text columns in the table's order, joined by a blank."""
+    """Item text, such as '{title}. {brand}'; empty for all text columns, joined by
+    blanks."""
     empty: Literal["encode", "error"] = "encode"
-    """Items with no text: `encode` encodes the empty string and says how many, `error` stops with their count."""
+    """Items without text: `encode` encodes the empty string and reports their count,
+    `error` stops."""
     pooling: Literal["mean", "cls"] = "mean"
-    """`mean` over tokens, or the `cls` token's state."""
+    """`mean` over tokens, or the state of the `cls` token."""
     normalize: bool = True
-    """Scale encoder outputs to length 1, as sentence encoders are trained with."""
+    """Scale encoder outputs to length 1, as in the training of sentence encoders."""
     max_tokens: int = 256
-    """Tokens per text; longer ones are cut."""
+    """Most tokens per text; longer texts are truncated."""
     batch_size: int = 32
-    """Texts per forward pass, sorted by length and padded to the longest of their batch."""
+    """Texts per forward pass, sorted by length and padded to the longest of their
+    batch."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """`fp32`, or `bf16` for the encoder's products: faster where the processor has it, on GPUs and newer CPUs."""
+    """`fp32`, or `bf16` for the encoder's matrix products, which is faster on GPUs and
+    newer CPUs."""
     workers: int = 0
-    """Encoder actors at most; 0: one per GPU or, without GPUs, one per CPU, and on a cluster with an autoscaler as many
-    as the texts keep busy, up to 32, so that it starts nodes for them."""
-    use_gpu: bool | Literal["auto"] = "auto"
-    """Whether each encoder takes a GPU; auto: if the cluster has any at the start. true makes an autoscaler start GPU
+    """Most encoder actors. 0: one per GPU or, without GPUs, one per CPU; on a cluster
+    with an autoscaler, as many as the texts keep busy, up to 32, so that it starts
     nodes."""
+    use_gpu: bool | Literal["auto"] = "auto"
+    """Whether each encoder uses a GPU. auto: if the cluster has any at the start. true
+    makes an autoscaler start GPU nodes."""
     memory_gb: float = 0
-    """GiB of memory that Ray reserves for each encoder; 0: Ray counts CPUs and GPUs alone."""
+    """GiB of memory that Ray reserves per encoder; 0 to reserve only CPUs and GPUs."""
     svd: int = 256
     """Width of the TF-IDF encoder's truncated SVD."""
     whiten: bool = True
-    """Scale PCA's components to variance 1 (with jobs.tokenize --pca)."""
+    """Scale principal components to variance 1 (with jobs.tokenize --pca)."""
 
     def __post_init__(self) -> None:
         check_choices(self, "embed.")
@@ -54,7 +63,7 @@ class EmbedConfig:
             )
 
     def encoder_options(self) -> tuple[str, int, int, bool, str]:
-        """Return the arguments of TextEncoder after the encoder's name."""
+        """Return the arguments of TextEncoder after the name."""
         return (
             self.pooling,
             self.max_tokens,
@@ -66,21 +75,23 @@ class EmbedConfig:
 
 @dataclass(frozen=True)
 class TextConfig(EmbedConfig):
-    """Options that turn the texts of a log into embeddings."""
+    """Options of embeddings of a log's texts."""
 
     pooling: Literal["mean", "cls"] = "cls"
-    """The `cls` token's state, as in the paper (Sec. 3.3), or the `mean` over tokens."""
+    """State of the `cls` token, as in the paper (Sec. 3.3), or the `mean` over
+    tokens."""
     max_tokens: int = 180
-    """Tokens per text or pair; longer ones are cut (Sec. 4.1 of QGS)."""
+    """Most tokens per text or pair; longer texts are truncated (Sec. 4.1 of QGS)."""
     svd: int = 64
     """Width of the TF-IDF encoder's truncated SVD."""
     query_condition: Literal["query", "joint"] = "query"
-    """Of searches. `query`: the query alone. `joint`: adds the [SEP] state over query and document, which leaks."""
+    """For searches. `query`: embeddings of the query alone. `joint`: adds the [SEP]
+    state over query and document, which leaks."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """A tokenizer and the options of all tokenizers; options of the others are ignored."""
+    """A tokenizer, and the options of all tokenizers; unused options are ignored."""
 
     tokenizer: str
     """`rqvae`, `rqkmeans`, `psid` or `published`."""
@@ -93,46 +104,49 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         if (self.tokenizer == "published") != bool(self.published):
             raise ValueError(
-                f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; --tokenizer published and "
-                f"--published FILE go together"
+                f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; "
+                f"--tokenizer published and --published FILE go together"
             )
 
     @property
     def quantizer(self) -> str:
-        """Name of the tokenizer whose codebooks are trained."""
+        """The tokenizer whose codebooks are trained."""
         return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
 
     def too_few_items(self, items_uri: str) -> str | None:
-        """Return an error message if the catalogue has fewer items than a codebook has
-        codes.
-        """
+        """Return a message if a codebook has more codes than there are items."""
         if self.quantizer == "published":
             return None
-        size, items = (
-            getattr(self, self.quantizer).codebook_size,
-            read_manifest(items_uri, "items").rows,
-        )
+        size = getattr(self, self.quantizer).codebook_size
+        items = read_manifest(items_uri, "items").rows
         if items >= size:
             return None
         if items < 2:
             return (
-                f"{items_uri} has {items} item, and semantic IDs need 2 or more; lower --core of jobs.prepare, or give "
-                "a longer log"
+                f"{items_uri} has {items} item, and semantic IDs need 2 or more; lower "
+                f"--core of jobs.prepare, or give a longer log"
             )
         return (
-            f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} items, too few for that; "
-            f"use a smaller one, such as {self._fitting(items)}"
+            f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} "
+            f"items, too few for that; use a smaller one, such as "
+            f"{self._fitting(items)}"
         )
 
     def crowded_by_codes(self, items: int, used: int) -> str | None:
-        """Return advice where few items share one of the `used` first codes and a smaller codebook would help."""
-        if self.quantizer == "published" or items >= SHARE_CODE * used:
+        """Return advice if few items share a first code and a smaller codebook helps.
+
+        Args:
+            items: Number of items.
+            used: Number of first codes in use.
+        """
+        if self.quantizer == "published" or items >= MIN_ITEMS_PER_CODE * used:
             return None
         if self._fitting_size(items) >= getattr(self, self.quantizer).codebook_size:
             return None
         return (
-            f"only {items / used:.1f} items share a first code; below {SHARE_CODE} a model learns little about an item "
-            f"from similar ones: try {self._fitting(items)}"
+            f"only {items / used:.1f} items share a first code; below "
+            f"{MIN_ITEMS_PER_CODE} a model learns little about an item from similar "
+            f"ones: try {self._fitting(items)}"
         )
 
     def _fitting(self, items: int) -> str:
@@ -141,8 +155,8 @@ class TokenizerConfig:
 
     @staticmethod
     def _fitting_size(items: int) -> int:
-        """Return the largest power of two, at least 2, with SHARE_CODE or more items per code."""
-        return int(2 ** max(1, (items // SHARE_CODE).bit_length() - 1))
+        """Return the largest power of two of codes with enough items per code."""
+        return int(2 ** max(1, (items // MIN_ITEMS_PER_CODE).bit_length() - 1))
 
     @property
     def on_train_items(self) -> bool:
@@ -150,12 +164,10 @@ class TokenizerConfig:
         return self.quantizer == "rqkmeans" and self.rqkmeans.train_items
 
     def relevant_settings(self) -> dict[str, Any]:
-        """Return the settings that the semantic IDs depend on, for the table's
-        fingerprint.
-        """
-        used: dict[str, Any] = {"tokenizer": self.tokenizer}
+        """Return the options that the SIDs depend on."""
+        options: dict[str, Any] = {"tokenizer": self.tokenizer}
         if self.tokenizer == "psid":
-            used["psid"] = asdict(self.psid)
+            options["psid"] = asdict(self.psid)
         if self.quantizer != "published":
-            used[self.quantizer] = asdict(getattr(self, self.quantizer))
-        return used
+            options[self.quantizer] = asdict(getattr(self, self.quantizer))
+        return options

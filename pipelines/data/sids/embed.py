@@ -1,9 +1,10 @@
-"""Items to embeddings: texts of the `items` table through an encoder, optionally whitened PCA.
+"""Embeddings of items: texts of the `items` table through an encoder, then PCA.
 
-Any `transformers` encoder by hub name or local path runs in a pool of Ray Data actors; `minilm` is the
-model that a pip package carries, `tfidf` needs no weights. Of a range of a million items each distinct text is
-encoded once, and its embeddings are written before the next range begins. Only for PCA those of all items meet on
-the driver: items x width floats.
+Any `transformers` encoder, by hub name or local path, runs in a pool of Ray Data
+actors. `minilm` is a model from a pip package; `tfidf` needs no weights. Items are
+encoded in ranges of a million: each distinct text of a range is encoded once, and its
+embeddings are written before the next range. PCA is optional; only for it the driver
+needs the embeddings of all items, items x width floats.
 """
 
 from __future__ import annotations
@@ -55,45 +56,45 @@ Say = Callable[[str], None]
 
 TEXTS_PER_BLOCK = 512
 ROWS_PER_PART = 262_144
-RANGE = 4 * ROWS_PER_PART
-"""Items whose embeddings the driver holds at once."""
-FIT_TEXTS = 1 << 20
-"""Texts that TF-IDF and its SVD are fitted on, at most: of more a sample."""
-TRIES = 3
-"""How often an encoder that is lost is started again, with the block that it had."""
+ITEMS_PER_RANGE = 4 * ROWS_PER_PART
+"""Items whose embeddings are in the driver's memory at a time."""
+MAX_FIT_TEXTS = 1 << 20
+"""Most texts that TF-IDF and its SVD are fitted on; of more, a sample."""
+MAX_RESTARTS = 3
+"""Restarts of a lost encoder, which then continues with its block."""
 
 
 def item_texts(
     items: pa.Table, config: EmbedConfig, say: Say = lambda line: None
 ) -> list[str]:
-    """Return the text of each item, formatted by the template.
+    """Format the text of each item by the template; missing values are empty.
 
-    A missing column value counts as empty.
+    A message tells if some items have no text, or all have the same.
 
     Raises:
-        UserError: if the table lacks a column, no item has a text, or some have none
-            and `config.empty` is `error`.
+        UserError: If a column does not exist, no item has a text, or some have none and
+            `config.empty` is "error".
     """
-    found, blank = format_item_texts(items, config.template)
+    texts, blank = format_item_texts(items, config.template)
     if blank:
         columns = ", ".join(text_columns(items.column_names, config.template))
-        what = f"{blank:,} of {len(found):,} items have no text in {columns}"
-        if config.empty == "error" or blank == len(found):
+        what = f"{blank:,} of {len(texts):,} items have no text in {columns}"
+        if config.empty == "error" or blank == len(texts):
             raise UserError(f"{what}; use a template with more columns")
         say(f"note: {what}; their codes say nothing of them")
-    if len(found) > 1 and len(set(found)) == 1:
+    if len(texts) > 1 and len(set(texts)) == 1:
         say(
-            f"note: all {len(found):,} items have the same text, so that codes tell nothing; use a template with more "
-            "columns"
+            f"note: all {len(texts):,} items have the same text, so that codes tell "
+            f"nothing; use a template with more columns"
         )
-    return found
+    return texts
 
 
 def encoder_version(name: str) -> str:
-    """Return the hash of a folder's model files, or the commit of a model of the hub.
+    """Return the version of an encoder: a hash of its model files, or the hub's commit.
 
     Raises:
-        UserError: if the encoder cannot be read; names the remedies.
+        UserError: If the encoder cannot be read.
     """
     if name == "tfidf":
         import sklearn
@@ -116,7 +117,7 @@ def encoder_version(name: str) -> str:
 
 
 class EncoderActor(TextEncoder):
-    """A `transformers` encoder as a Ray Data actor: blocks of texts to blocks of embeddings."""
+    """A Ray Data actor that turns blocks of texts into blocks of embeddings."""
 
     def __call__(self, block: pa.Table) -> pa.Table:
         vectors = self.encode(block["text"].to_pylist())
@@ -126,7 +127,7 @@ class EncoderActor(TextEncoder):
 
 
 def _matrix(column: pa.ChunkedArray) -> np.ndarray:
-    """Convert a list column of equal lengths to a (rows, width) float32 array."""
+    """Convert a list column of equal lengths to (rows, width) float32."""
     chunks = [
         chunk.flatten().to_numpy().reshape(len(chunk), -1)
         for chunk in column.chunks
@@ -135,7 +136,7 @@ def _matrix(column: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate(chunks).astype(np.float32, copy=False)
 
 
-def in_actors(
+def run_in_actors(
     blocks: list[pa.Table],
     actor: type,
     given: tuple[Any, ...],
@@ -143,22 +144,21 @@ def in_actors(
     say: Say,
     gpus: bool = True,
 ) -> Iterator[pa.Table]:
-    """Yield the results of actors for the blocks, in the order in which actors finish them.
+    """Run blocks through a pool of actors, and yield results as they finish.
 
     Args:
-        blocks: Tables, each a call of an actor.
+        blocks: Tables, one call of an actor each.
         actor: Class of the actors.
         given: Arguments of its constructor.
         config: Number of actors and their resources.
-        say: Prints a line.
+        say: Prints a message.
         gpus: Whether the actors can use GPUs.
     """
     quiet_ray_data()
-    use_gpu = gpus and (
-        bool(ray.cluster_resources().get("GPU", 0))
-        if config.use_gpu == "auto"
-        else config.use_gpu
-    )
+    use_gpu = config.use_gpu
+    if use_gpu == "auto":
+        use_gpu = bool(ray.cluster_resources().get("GPU", 0))
+    use_gpu = use_gpu and gpus
     each: dict[str, float] = {"CPU": 1}
     if use_gpu:
         each["GPU"] = 1
@@ -169,37 +169,39 @@ def in_actors(
     workers = min(len(blocks), config.workers or default_workers(each, len(blocks)))
     say(f"{pluralize(workers, 'encoder actor')} on {'GPU' if use_gpu else 'CPU'}")
     with warnings.catch_warnings(), silence_cpp_log():
-        # Ray deprecates keywords without a parameter of `map_batches`, and has none for restarts
+        # `map_batches` has no parameter for restarts, and Ray deprecates other keywords
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
-        dataset = ray.data.from_arrow(
-            blocks
-        ).map_batches(
+        dataset = ray.data.from_arrow(blocks).map_batches(
             actor,
             fn_constructor_args=given,
             batch_size=None,  # a block is a batch
             batch_format="pyarrow",
-            # all are asked for at once, and work begins with the first
+            # all actors are requested at once, and work begins with the first
             compute=ray.data.ActorPoolStrategy(
                 min_size=1, max_size=workers, initial_size=workers
             ),
             num_cpus=1,
             num_gpus=1 if use_gpu else 0,
             memory=each.get("memory"),
-            max_restarts=TRIES,  # Ray Data's default is for ever, also where a text is what ends the actor
-            max_task_retries=TRIES,
+            # without a limit, a text that ends the actor would restart it forever
+            max_restarts=MAX_RESTARTS,
+            max_task_retries=MAX_RESTARTS,
         )
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
 
 
 BLOCKS_PER_WORKER = 4
-"""Blocks for which another encoder is asked of an autoscaler."""
+"""Blocks per encoder that an autoscaler is asked for."""
 
 MAX_DEFAULT_WORKERS = 32
-"""Encoders that are asked of an autoscaler by default."""
+"""Most encoders that an autoscaler is asked for by default."""
 
 
 def default_workers(each: dict[str, float], blocks: int) -> int:
-    """Return the number of encoders to ask for: the room of the cluster, or more if an autoscaler can start nodes."""
+    """Return the number of encoders to request.
+
+    It is the room of the cluster, or more if an autoscaler can start nodes.
+    """
     room = cluster.count_room(cluster.alive_nodes(), each)
     if not has_autoscaler():
         return room
@@ -209,10 +211,8 @@ def default_workers(each: dict[str, float], blocks: int) -> int:
 def _encode_distributed(
     texts: list[str], name: str, config: EmbedConfig, say: Say
 ) -> Iterator[pa.Table]:
-    """Yield blocks of `text_index` and `embedding` in the order in which actors finish
-    them.
-    """
-    # longest first: batches hold texts of like length, and the last blocks to run are short ones
+    """Yield blocks of `text_index` and `embedding` as actors finish them."""
+    # longest first: batches have texts of similar length, and the last blocks are short
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
     table = pa.table(
         {
@@ -224,7 +224,7 @@ def _encode_distributed(
     blocks = [
         table.slice(start, per_block) for start in range(0, len(texts), per_block)
     ]
-    return in_actors(
+    return run_in_actors(
         blocks, EncoderActor, (name, *config.encoder_options()), config, say
     )
 
@@ -232,13 +232,18 @@ def _encode_distributed(
 def encode_texts(
     texts: list[str], name: str, config: EmbedConfig, say: Say = print
 ) -> np.ndarray:
-    """Encode texts with the `transformers` encoder `name`, each distinct text once.
+    """Return embeddings (texts, width) by a `transformers` encoder.
 
-    Returns:
-        (texts, width) float32.
+    Each distinct text is encoded once.
+
+    Args:
+        texts: Texts.
+        name: Name of the encoder.
+        config: Options.
+        say: Prints a message.
     """
     distinct: dict[str, int] = {}
-    which = np.array([distinct.setdefault(text, len(distinct)) for text in texts])
+    row = np.array([distinct.setdefault(text, len(distinct)) for text in texts])
     say(f"{len(texts)} texts, {len(distinct)} distinct; loading {name}")
     vectors: np.ndarray | None = None
     done, shown = 0, time.monotonic()
@@ -253,14 +258,17 @@ def encode_texts(
             shown = time.monotonic()
     assert vectors is not None
     assert done == len(distinct)
-    return vectors if len(distinct) == len(texts) else vectors[which]
+    return vectors if len(distinct) == len(texts) else vectors[row]
 
 
 def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
-    """Fit TF-IDF and a truncated SVD.
+    """Fit TF-IDF and truncated SVD.
 
     Returns:
-        The vectorizer, the SVD, and the (texts, at most width) vectors.
+        Vectorizer, SVD, and the vectors (texts, at most `width`).
+
+    Raises:
+        UserError: If there are fewer than 2 words or texts.
     """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -270,12 +278,14 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
         counts = vectorizer.fit_transform(texts)
     except ValueError as error:
         raise UserError(
-            f"TF-IDF finds no words in {len(texts)} texts ({error}); check embed.template"
+            f"TF-IDF finds no words in {len(texts)} texts ({error}); check "
+            f"embed.template"
         ) from error
     width = min(width, counts.shape[1] - 1, counts.shape[0] - 1)
     if width < 1:
         raise UserError(
-            f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it needs 2 of each or more"
+            f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it "
+            f"needs 2 of each or more"
         )
     svd = TruncatedSVD(width, random_state=0)
     with np.errstate(invalid="ignore"):  # equal texts have no variance to divide by
@@ -286,42 +296,46 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
 def tfidf_embeddings(
     texts: list[str], width: int, fitted: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield the TF-IDF and SVD vectors of each range of texts, rows scaled to length 1.
+    """Yield TF-IDF embeddings of ranges of texts, of length 1 unless empty.
 
-    The model is fitted on at most `FIT_TEXTS` of the texts, or of the first `fitted`.
+    Args:
+        texts: Texts.
+        width: Largest width of the SVD.
+        fitted: Number of the first texts that TF-IDF is fitted on, at most
+            `MAX_FIT_TEXTS` of them; 0 for all.
     """
     from sklearn.preprocessing import normalize
 
     fitted = fitted or len(texts)
-    if len(texts) == fitted <= FIT_TEXTS:
+    if len(texts) == fitted <= MAX_FIT_TEXTS:
         yield normalize(fit_tfidf(texts, width)[2]).astype(np.float32)
         return
-    known = texts[:fitted]
-    if fitted > FIT_TEXTS:
-        drawn = np.random.default_rng(0).choice(fitted, FIT_TEXTS, replace=False)
-        known = [texts[text] for text in drawn.tolist()]
-    vectorizer, svd, _ = fit_tfidf(known, width)
-    for start in range(0, len(texts), RANGE):
-        counts = vectorizer.transform(texts[start : start + RANGE])
+    fit_texts = texts[:fitted]
+    if fitted > MAX_FIT_TEXTS:
+        sample = np.random.default_rng(0).choice(fitted, MAX_FIT_TEXTS, replace=False)
+        fit_texts = [texts[text] for text in sample.tolist()]
+    vectorizer, svd, _ = fit_tfidf(fit_texts, width)
+    for start in range(0, len(texts), ITEMS_PER_RANGE):
+        counts = vectorizer.transform(texts[start : start + ITEMS_PER_RANGE])
         yield normalize(svd.transform(counts)).astype(np.float32)
 
 
 def embed_ranges(
     texts: list[str], encoder: str, config: EmbedConfig, say: Say, fitted: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield the (texts, width) embeddings of each range of texts."""
+    """Yield embeddings (texts, width) of ranges of texts; `fitted` is for TF-IDF."""
     if encoder == "tfidf":
         yield from tfidf_embeddings(texts, config.svd, fitted)
         return
-    for start in range(0, len(texts), RANGE):
-        if len(texts) > RANGE:
+    for start in range(0, len(texts), ITEMS_PER_RANGE):
+        if len(texts) > ITEMS_PER_RANGE:
             say(f"items from {start} on, of {len(texts)}")
-        yield encode_texts(texts[start : start + RANGE], encoder, config, say)
+        yield encode_texts(texts[start : start + ITEMS_PER_RANGE], encoder, config, say)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Fitted principal components, which also project later vectors."""
+    """Fitted principal components."""
 
     mean: np.ndarray
     """(E,) float64."""
@@ -331,12 +345,10 @@ class Projection:
     """(width,) float64."""
 
     def project(self, vectors: np.ndarray) -> np.ndarray:
-        """Project `vectors` (N, E) to (N, width) float32, computed in float64 range by
-        range.
-        """
+        """Project vectors (N, E) to (N, width) float32, computed in float64."""
         projected = np.empty((len(vectors), len(self.scale)), dtype=np.float32)
-        for start in range(0, len(vectors), RANGE):
-            rows = slice(start, start + RANGE)
+        for start in range(0, len(vectors), ITEMS_PER_RANGE):
+            rows = slice(start, start + ITEMS_PER_RANGE)
             projected[rows] = (
                 (vectors[rows].astype(np.float64) - self.mean)
                 @ self.components
@@ -345,7 +357,7 @@ class Projection:
         return projected
 
     def record(self) -> dict[str, str]:
-        """Encode the arrays as text for the manifest."""
+        """Encode the arrays for the manifest of embeddings."""
         return {
             name: b64encode(values.tobytes()).decode()
             for name, values in vars(self).items()
@@ -353,29 +365,31 @@ class Projection:
 
     @classmethod
     def read(cls, record: dict[str, str]) -> Projection:
-        """Decode the arrays of a manifest."""
+        """Decode the output of `record`."""
         mean, components, scale = (
             np.frombuffer(b64decode(record[field.name])) for field in fields(cls)
         )
         return cls(mean, components.reshape(len(mean), -1), scale)
 
 
-def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
-    """Fit the first `width` principal components of `vectors` (N, E), with variance 1
-    if `whiten`.
+def fit_pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
+    """Compute principal components.
 
-    They are eigenvectors of the float64 covariance with fixed signs, so equal input
-    gives equal output.
+    They are the eigenvectors of the covariance in float64 with fixed signs, so that
+    equal input gives equal output.
+
+    Args:
+        vectors: (N, E) vectors.
+        width: Number of components.
+        whiten: Whether to scale components to variance 1.
 
     Raises:
-        UserError: if the vectors span fewer dimensions than `width`.
+        UserError: If the vectors span fewer than `width` dimensions.
     """
-    mean, covariance = (
-        vectors.mean(0, dtype=np.float64),
-        np.zeros((vectors.shape[1],) * 2),
-    )
-    ranges = [slice(start, start + RANGE) for start in range(0, len(vectors), RANGE)]
-    for rows in ranges:  # in float64 a range at a time
+    mean = vectors.mean(0, dtype=np.float64)
+    covariance = np.zeros((vectors.shape[1],) * 2)
+    for start in range(0, len(vectors), ITEMS_PER_RANGE):
+        rows = slice(start, start + ITEMS_PER_RANGE)
         centred = vectors[rows].astype(np.float64) - mean
         covariance += centred.T @ centred
     variances, components = np.linalg.eigh(covariance / max(1, len(vectors) - 1))
@@ -383,8 +397,9 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
     rank = int((variances > 1e-9 * variances[0]).sum()) if variances[0] > 0 else 0
     if width > rank:
         raise UserError(
-            f"--pca {width} is more than the {rank} dimensions that {len(vectors)} embeddings of width "
-            f"{vectors.shape[1]} span; use --pca {rank} or less, or 0 for none"
+            f"--pca {width} is more than the {rank} dimensions that {len(vectors)} "
+            f"embeddings of width {vectors.shape[1]} span; use --pca {rank} or less, "
+            f"or 0 for none"
         )
     components = components[:, :width]
     signs = np.sign(components[np.abs(components).argmax(0), np.arange(width)])
@@ -392,8 +407,8 @@ def pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
     return Projection(mean, np.ascontiguousarray(components * signs), scale)
 
 
-RUNS_ONLY = ("batch_size", "workers", "use_gpu", "memory_gb")
-"""Options of the execution, which do not change the embeddings."""
+RUNTIME_SETTINGS = ("batch_size", "workers", "use_gpu", "memory_gb")
+"""Settings of the execution, which do not change the embeddings."""
 
 
 def embed_origin(
@@ -403,12 +418,12 @@ def embed_origin(
     config: EmbedConfig,
     own: OwnEmbeddings | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings and input hashes that the embeddings' fingerprint is made of."""
+    """Return the settings and the input hashes that embeddings depend on."""
     if own:
         inputs = {"items": read_manifest(items_uri, "items").hash, "own": own.sha256}
         return {"pca": pca_width, "whiten": config.whiten}, inputs
     used = asdict(config)
-    for name in RUNS_ONLY:
+    for name in RUNTIME_SETTINGS:
         del used[name]
     if encoder == "tfidf":
         used = {name: used[name] for name in ("template", "empty", "svd", "whiten")}
@@ -424,16 +439,17 @@ def embed_origin(
 def find_finished(
     uri: str, table: str, config: dict[str, Any], inputs: dict[str, str]
 ) -> Manifest | None:
-    """Return the manifest of a table, or None if the table does not exist.
+    """Return the manifest of a table, or None if it does not exist.
 
     Raises:
-        UserError: if the table has other settings or inputs.
+        UserError: If it was made from other settings or inputs.
     """
     if not has_manifest(uri):
         return None
     if not up_to_date(uri, fingerprint(config, inputs)):
         raise UserError(
-            f"{uri} was made from other input or settings; use --overwrite, or another --output"
+            f"{uri} was made from other input or settings; use --overwrite, or another "
+            f"--output"
         )
     return read_manifest(uri, table)
 
@@ -449,16 +465,21 @@ def embed_items(
     start: Callable[[], None] = lambda: None,
     own: OwnEmbeddings | None = None,
 ) -> Manifest:
-    """Make the `embeddings` table of the `items` table; keep a finished table of the
-    same input.
+    """Write the `embeddings` table of the `items` table, unless it is up to date.
 
     Args:
+        items_uri: Table of items.
+        output_uri: Table to write.
+        encoder: Name of the encoder, or "tfidf".
         pca_width: Width of the PCA; 0 for the encoder's output.
-        start: Starts Ray; called only if it is needed.
-        own: Embeddings that replace the encoder's.
+        config: Options.
+        overwrite: Whether to replace an existing table.
+        say: Prints a message.
+        start: Starts Ray, if it is needed.
+        own: Embeddings of the user, instead of the encoder's.
 
     Raises:
-        UserError: for unusable texts, encoders or widths, before anything is written.
+        UserError: If texts, encoder or width are not valid, before anything is written.
     """
     config = config or EmbedConfig()
     used, inputs = embed_origin(items_uri, encoder, pca_width, config, own)
@@ -470,18 +491,17 @@ def embed_items(
     started = time.monotonic()
     items = read_table(items_uri, "items")
     if own:
-        blocks, counts = iter([own.align(items["item_id"].to_pylist(), say)]), {}
+        vectors = own.align(items["item_id"].to_pylist(), say)
+        blocks, counts = iter([vectors]), {}
     else:
         if encoder != "tfidf":
             start()
         texts = item_texts(items, config, say)
-        blocks, counts = (
-            embed_ranges(texts, encoder, config, say),
-            {"distinct_texts": len(set(texts))},
-        )
+        blocks = embed_ranges(texts, encoder, config, say)
+        counts = {"distinct_texts": len(set(texts))}
     if pca_width:
         vectors = np.concatenate(list(blocks))
-        projection = pca(vectors, pca_width, config.whiten)
+        projection = fit_pca(vectors, pca_width, config.whiten)
         raw_width, blocks = vectors.shape[1], iter([projection.project(vectors)])
     parts: list[Part] = []
     width = first = 0
@@ -508,7 +528,7 @@ def embed_items(
 
 
 def to_list_column(vectors: np.ndarray) -> pa.Array:
-    """Convert a (rows, width) array to a column of fixed-size lists."""
+    """Convert (rows, width) to a column of fixed-size lists."""
     return pa.FixedSizeListArray.from_arrays(
         pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1]
     )
@@ -517,10 +537,13 @@ def to_list_column(vectors: np.ndarray) -> pa.Array:
 def write_vectors(
     uri: str, vectors: np.ndarray, key: str = "item_index", first: int = 0
 ) -> list[Part]:
-    """Write the parts of an embeddings table (rows, width) without committing them.
+    """Write parts of a table of embeddings, without a manifest.
 
     Args:
-        key: Name of the index column, which counts from `first`.
+        uri: Table to write.
+        vectors: (rows, width) embeddings.
+        key: Name of the key column.
+        first: Key of the first row.
     """
     schema, parts = embeddings_schema(vectors.shape[1], [key]), []
     for start in range(0, len(vectors), ROWS_PER_PART):
@@ -537,7 +560,7 @@ def write_vectors(
 
 
 def read_embeddings(uri: str) -> np.ndarray:
-    """Return the whole table as (N, width) float32, sorted by item_index."""
+    """Read a table of embeddings as (N, width) float32 in the order of item_index."""
     manifest = read_manifest(uri, "embeddings")
     vectors = np.empty((manifest.rows, manifest.info["width"]), dtype=np.float32)
     for part in iter_parts(uri, "embeddings"):

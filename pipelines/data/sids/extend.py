@@ -1,12 +1,13 @@
-"""Add new items to existing semantic IDs: codebooks and codes stay, so that a model can
-continue with them.
+r"""SIDs of new items beside existing ones.
 
-    python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS
+    python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm \
+        --pca 128 --extend SIDS --output SIDS
 
-New texts are embedded and projected like the old ones, and get the nearest free codes.
-TF-IDF is fitted again on the old texts, and a file of embeddings is read whole: vectors
-of old items must be unchanged. The drift of new items from the training data of the
-codebooks is measured beside the old items.
+Codebooks and codes do not change, so models can be trained further. New texts are
+embedded and projected as the old ones were, and get the nearest free codes. TF-IDF is
+fitted again on the old texts, and a file of own embeddings is read as a whole; the
+embeddings of old items must not have changed. The drift of the new items from the
+training items of the codebooks is measured.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from models.retrieval.tokenizers import psid
 from models.retrieval.tokenizers.codes import (
     branching,
     collision_groups,
-    collisions,
-    level_measures,
+    measure_collisions,
+    measure_levels,
 )
 from models.retrieval.tokenizers.rqkmeans import encode
 from models.retrieval.tokenizers.rqvae import Rqvae
@@ -62,31 +63,28 @@ from pipelines.data.sids.tokenize import (
     write_trie,
 )
 
-DRIFT = 1.5
-"""Ratio of new to old quantization error, or collision rate, above which new codebooks
-are advised.
-"""
-FEW_COLLISIONS = 0.05
-"""Collision rate below which no advice is given."""
-SAME = 1e-3
-"""Smallest difference of changed embeddings, as a share of their root mean square.
-
-Embeddings of equal texts differ by rounding.
-"""
+MAX_DRIFT = 1.5
+"""Ratio of the errors (or collision rates) of new and old items above which codebooks
+should be trained again."""
+MIN_COLLISION_RATE = 0.05
+"""Collision rate below which there is no advice about it."""
+MAX_ROUNDING = 1e-3
+"""Largest difference of equal embeddings, relative to their root mean square; those of
+equal texts differ by rounding."""
 
 
 @dataclass(frozen=True)
 class Embedder:
-    """Options that turn texts into embeddings."""
+    """Options by which texts become embeddings."""
 
     encoder: str
     """Name of the encoder, or `tfidf`."""
     pca_width: int
-    """Width of the PCA; 0 for none."""
+    """Width of their PCA, 0 for none."""
     config: EmbedConfig
     """The other settings."""
     own: OwnEmbeddings | None = None
-    """Embeddings that replace the encoder's."""
+    """Embeddings of the user, instead of the encoder's."""
 
 
 def extend_embeddings(
@@ -98,10 +96,19 @@ def extend_embeddings(
     say: Say,
     start: Callable[[], None],
 ) -> Manifest:
-    """Extend the embeddings of the first `known` items by the embeddings of new items.
+    """Write the embeddings of old and new items.
+
+    Args:
+        items_uri: Table of all items.
+        uri: Table to write.
+        before_uri: Embeddings of the old items.
+        known: Number of old items that have codes.
+        by: Options of the embeddings.
+        say: Prints a message.
+        start: Starts Ray, for encoders.
 
     Raises:
-        UserError: if old and new embeddings would not share one space.
+        UserError: If old and new embeddings are not of one space.
     """
     old = read_manifest(before_uri, "embeddings")
     used, inputs = embed_origin(items_uri, by.encoder, by.pca_width, by.config, by.own)
@@ -109,42 +116,44 @@ def extend_embeddings(
         return read_manifest(uri, "embeddings")
     if old.config != used or old.inputs.get("encoder") != inputs.get("encoder"):
         raise UserError(
-            f"{before_uri} was made with another encoder, --pca or --embed; give the same with --extend"
+            f"{before_uri} was made with another encoder, --pca or --embed; give the "
+            f"same with --extend"
         )
-    began = time.monotonic()
+    begin = time.monotonic()
     vectors = read_embeddings(before_uri)[:known]
     items = read_table(items_uri, "items")
     fitted = old.info.get("fitted_items", old.rows)
     say(f"{pluralize(len(items) - known, 'new item')} beside {known:,}")
-    # these embed old items again
-    reads_old_items = by.own is not None or by.encoder == "tfidf"
-    counts: dict[str, Any] = {}
+    # own embeddings and TF-IDF give embeddings of the old items too
+    has_old_items = by.own is not None or by.encoder == "tfidf"
+    counts, blocks = {}, []
     if by.own:
         blocks = [by.own.align(items["item_id"].to_pylist(), say)]
     else:
         texts = item_texts(items, by.config)
         counts = {"distinct_texts": len(set(texts))}
-        if not reads_old_items:
+        if not has_old_items:
             start()
-        new_texts = texts if reads_old_items else texts[known:]
-        blocks = []
         if len(texts) > known:
-            blocks = list(embed_ranges(new_texts, by.encoder, by.config, say, fitted))
+            rest = texts if has_old_items else texts[known:]
+            encoded = embed_ranges(rest, by.encoder, by.config, say, fitted)
+            blocks = list(encoded)
     projection = Projection.read(old.info["pca"]) if by.pca_width else None
-    has_old_width = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
-    if projection and has_old_width:
+    fits = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
+    if projection and fits:
         blocks = [projection.project(block) for block in blocks]
     new = np.concatenate(blocks) if blocks else vectors[:0]
-    if reads_old_items and blocks:
-        if not has_old_width:
-            raise _changed_embeddings(before_uri, by, "")
-        check_unchanged(
-            vectors, new[:known], items["item_id"], old, by, before_uri, say
-        )
+    if has_old_items and blocks:
+        zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
+        if projection:
+            zeros = projection.project(zeros)
+        ids = items["item_id"].to_pylist()
+        new_of_old = new[:known] if fits else None
+        _check_unchanged(vectors, new_of_old, zeros, ids, before_uri, by.own, say)
         new = new[known:]
     parts = write_vectors(uri, np.concatenate([vectors, new]))
     info = {**old.info, "items": len(items), **counts, "fitted_items": fitted}
-    timings = {"embed_s": round(time.monotonic() - began, 2)}
+    timings = {"embed_s": round(time.monotonic() - begin, 2)}
     return commit(
         uri,
         "embeddings",
@@ -158,47 +167,43 @@ def extend_embeddings(
     )
 
 
-def check_unchanged(
-    vectors: np.ndarray,
-    again: np.ndarray,
-    item_ids: Any,
-    old: Manifest,
-    by: Embedder,
+def _check_unchanged(
+    old: np.ndarray,
+    new: np.ndarray | None,
+    zeros: np.ndarray,
+    ids: list[str],
     before_uri: str,
+    own: OwnEmbeddings | None,
     say: Say,
 ) -> None:
-    """Raise UserError if embeddings of old items differ from the embeddings of before.
-
-    An item that had no row in a file of embeddings, and so a vector of zeros, may get
-    one; its codes stay.
+    """Raise a UserError if the embeddings of old items have changed.
 
     Args:
-        vectors: (known, width) embeddings of the table to extend.
-        again: (known, width) embeddings of the same items now.
+        old: (n, width) embeddings that the codes were made from.
+        new: (n, width) embeddings of the same items now; None if the width differs.
+        zeros: (1, width) embedding of an item without a row in own embeddings.
+        ids: Ids of the items.
+        before_uri: Table of the old embeddings, for the message.
+        own: Embeddings of the user, or None for TF-IDF.
+        say: Prints a message.
     """
-    tolerance = SAME * np.sqrt(np.square(vectors, dtype=np.float64).mean())
-    changed = np.abs(again - vectors).max(1) > tolerance
-    if by.own:
-        zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
-        if by.pca_width:
-            zeros = Projection.read(old.info["pca"]).project(zeros)
-        late = changed & (np.abs(vectors - zeros).max(1) <= tolerance)
-        changed &= ~late
-        if late.any():
-            count = pluralize(int(late.sum()), "old item")
-            say(f"note: {count} without a row till now; codes stay")
-    if changed.any():
-        first = item_ids[int(np.argmax(changed))].as_py()
-        raise _changed_embeddings(before_uri, by, f", such as {first!r},")
-
-
-def _changed_embeddings(before_uri: str, by: Embedder, example: str) -> UserError:
-    made = (
-        f"embeddings of {by.own.uri}" if by.own else "texts, on which TF-IDF is fitted,"
-    )
-    remedy = "give the old embeddings" if by.own else "take an encoder such as minilm"
-    return UserError(
-        f"the {made} of items of {before_uri}{example} have changed, so that new ones "
+    remedy = "give the old embeddings" if own else "take an encoder such as minilm"
+    what = f"embeddings of {own.uri}" if own else "texts, on which TF-IDF is fitted,"
+    example = ""
+    if new is not None:
+        tolerance = MAX_ROUNDING * np.sqrt(np.square(old, dtype=np.float64).mean())
+        changed = np.abs(new - old).max(1) > tolerance
+        if own:
+            was_missing = changed & (np.abs(old - zeros).max(1) <= tolerance)
+            changed &= ~was_missing
+            if was_missing.any():
+                number = pluralize(int(was_missing.sum()), "old item")
+                say(f"note: {number} without a row till now; codes stay")
+        if not changed.any():
+            return
+        example = f", such as {ids[int(np.argmax(changed))]!r},"
+    raise UserError(
+        f"the {what} of items of {before_uri}{example} have changed, so that new ones "
         f"are of another space; make the SIDs anew, or {remedy}"
     )
 
@@ -210,46 +215,57 @@ def measure_drift(
     codebooks: np.ndarray,
     old: int,
 ) -> dict[str, Any]:
-    """Measure how well codes (N, C) explain old and new items.
+    """Measure how well codes explain old and new items, and how many items collide.
 
-    Errors are shares of the old items' variance. The first `old` items trained the
-    codebooks. Collision rates count items that share their `nearest` codes.
+    Errors are shares of the variance of the old items.
+
+    Args:
+        latents: (N, D) quantised vectors.
+        codes: (N, C) codes.
+        nearest: (N, C) nearest codes.
+        codebooks: (C, K, D) centroids.
+        old: Number of items that the codebooks were trained on, which come first.
     """
-    away = latents - codebooks[np.arange(codebooks.shape[0]), codes].sum(1)
-    error = np.square(away, dtype=np.float64).sum(1)
+    residual = latents - codebooks[np.arange(codebooks.shape[0]), codes].sum(1)
+    error = np.square(residual, dtype=np.float64).sum(1)
     spread = (
         np.square(latents[:old] - latents[:old].mean(0), dtype=np.float64).sum(1).mean()
         or 1.0
     )
     groups = collision_groups(nearest)
-    shared = np.bincount(groups)[groups] > 1
+    collides = np.bincount(groups)[groups] > 1
     return {
         "new_items": len(latents) - old,
         "error_old": float(error[:old].mean() / spread),
         "error_new": float(error[old:].mean() / spread) if len(latents) > old else 0.0,
-        "collision_rate_old": collisions(nearest[:old])["collision_rate"],
-        "collision_rate_new": float(shared[old:].mean()) if len(latents) > old else 0.0,
+        "collision_rate_old": measure_collisions(nearest[:old])["collision_rate"],
+        "collision_rate_new": float(collides[old:].mean())
+        if len(latents) > old
+        else 0.0,
         "relaxed_new": int((codes != nearest)[old:].any(1).sum()),
     }
 
 
 def describe_drift(measured: dict[str, Any]) -> list[str]:
-    """Describe the drift, and advise to train new codebooks if it is large."""
+    """Describe the drift, with advice to train codebooks again if it is large."""
     lines = [
-        f"{pluralize(measured['new_items'], 'item')} since the codebooks were trained: variance not explained "
-        f"{measured['error_new']:.4f} (old items {measured['error_old']:.4f}), collision rate "
+        f"{pluralize(measured['new_items'], 'item')} since the codebooks were trained: "
+        f"variance not explained "
+        f"{measured['error_new']:.4f} (old items {measured['error_old']:.4f}), "
+        f"collision rate "
         f"{measured['collision_rate_new']:.4f} ({measured['collision_rate_old']:.4f}), "
         f"{measured['relaxed_new']:,} without their nearest codes"
     ]
-    far = measured["error_new"] > DRIFT * measured["error_old"]
-    crowded = measured["collision_rate_new"] > DRIFT * max(
-        measured["collision_rate_old"], FEW_COLLISIONS
+    far = measured["error_new"] > MAX_DRIFT * measured["error_old"]
+    crowded = measured["collision_rate_new"] > MAX_DRIFT * max(
+        measured["collision_rate_old"], MIN_COLLISION_RATE
     )
     if far or crowded:
         why = "are explained worse" if far else "collide more often"
         lines.append(
-            f"note: new items {why} than {DRIFT:g} times the old ones; train codebooks anew, without --extend, when "
-            f"models are next trained from the start"
+            f"note: new items {why} than {MAX_DRIFT:g} times the old ones; train "
+            f"codebooks anew, without --extend, when models are next trained from the "
+            f"start"
         )
     return lines
 
@@ -265,57 +281,69 @@ def extend(
     embeddings: str = "",
     start: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, Manifest, bool]:
-    """Make the semantic IDs of `before` and of newer items, and their trie, under
-    `output`.
+    """Write SIDs and a trie with the items that were added since `before`.
 
     Args:
-        before: Semantic IDs to extend; may be the output.
-        embeddings: Folder of the embeddings; empty for `output`.
-        start: Starts Ray; called only for encoders.
+        items_uri: Table of all items.
+        output: Folder to write to; may be `before`.
+        before: Folder of the existing SIDs.
+        config: Options of the tokenizer, which must not have changed.
+        by: Options of the embeddings.
+        overwrite: Whether to replace other SIDs in `output`.
+        say: Prints a message.
+        embeddings: Folder of the embeddings; by default in `output`.
+        start: Starts Ray, for encoders.
 
     Returns:
-        The manifests of sids and trie, and whether anything was made.
+        Manifests of sids and trie, and whether anything was written.
 
     Raises:
-        UserError: if existing codes would change.
+        UserError: If existing codes would change.
     """
     output, before = absolute(output), absolute(before)
-    items, old = (
-        read_manifest(items_uri, "items"),
-        read_manifest(join(before, "sids"), "sids"),
-    )
+    items = read_manifest(items_uri, "items")
+    old = read_manifest(join(before, "sids"), "sids")
     if config.tokenizer == "published":
         raise UserError(
-            "--extend is of trained codebooks; give a --published file that has the new items too"
+            "--extend is of trained codebooks; give a --published file that has the "
+            "new items too"
         )
     if old.config != config.relevant_settings():
         raise UserError(
-            f"{before} was made with other settings of the tokenizer; give the same with --extend"
+            f"{before} was made with other settings of the tokenizer; give the same "
+            f"with --extend"
         )
     if old.info["items_hash"] not in (*items.extends, items.hash):
         raise UserError(
-            f"{items_uri} does not extend the items of {before}; see jobs.prepare --append"
+            f"{items_uri} does not extend the items of {before}; see jobs.prepare "
+            f"--append"
         )
     sids_uri, trie_uri = join(output, "sids"), join(output, "trie")
     with writing(output):
-        there = read_manifest(sids_uri, "sids") if has_manifest(sids_uri) else None
-        current = (
-            there
-            and there.info["items_hash"] == items.hash
-            and old.hash in (there.hash, *there.extends)
+        existing = read_manifest(sids_uri, "sids") if has_manifest(sids_uri) else None
+        is_current = (
+            existing is not None
+            and existing.info["items_hash"] == items.hash
+            and old.hash in (existing.hash, *existing.extends)
         )
-        if there and not current and output != before and not overwrite:
+        if existing and not is_current and output != before and not overwrite:
             raise UserError(
                 f"{output} holds other SIDs; use --overwrite, or another --output"
             )
         trie = read_manifest(join(before, "trie"), "trie")
-        if not current:
+        if not is_current:
             begin = time.monotonic()
-            own = [
+            embeddings_uris = [
                 embeddings or join(folder, "embeddings") for folder in (output, before)
             ]
             embedded = extend_embeddings(
-                items_uri, own[0], own[1], old.rows, by, say, start
+                items_uri,
+                embeddings_uris[0],
+                embeddings_uris[1],
+                old.rows,
+                by,
+                say,
+                start,
             )
             arrays = read_quantizer(join(before, "quantizer"))
             inputs = {"items": items.hash, "embeddings": embedded.hash}
@@ -327,7 +355,7 @@ def extend(
                     inputs=old.inputs,
                 )
             codes, measures = _extend_codes(
-                read_embeddings(own[0]),
+                read_embeddings(embeddings_uris[0]),
                 read_codes(join(before, "sids")),
                 arrays,
                 old,
@@ -344,7 +372,7 @@ def extend(
                 extends=[*old.extends, old.hash],
             )
         sids = read_manifest(sids_uri, "sids")
-        if current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash})):
+        if is_current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash})):
             return sids, read_manifest(trie_uri, "trie"), False
         return sids, write_trie(trie_uri, sids_uri, [*trie.extends, trie.hash]), True
 
@@ -356,7 +384,7 @@ def _extend_codes(
     old: Manifest,
     config: TokenizerConfig,
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the codes of all items and their measures for the manifest."""
+    """Return the codes of all items, and measures for the manifest."""
     codebooks, sizes = arrays.pop("codebooks"), old.info["codebook_sizes"]
     depth, known = len(codebooks), len(taken)
     latents = torch.from_numpy(embeddings)
@@ -375,8 +403,8 @@ def _extend_codes(
     codes = np.concatenate([taken, new])
     fitted = old.info.get("fitted_items", known)
     return codes, {
-        **collisions(codes[:, :depth]),
-        "levels": level_measures(codes[:, :depth], sizes[:depth]),
+        **measure_collisions(codes[:, :depth]),
+        "levels": measure_levels(codes[:, :depth], sizes[:depth]),
         "branching": branching(codes),
         "fitted_items": fitted,
         "drift": measure_drift(vectors, codes[:, :depth], nearest, codebooks, fitted),

@@ -1,15 +1,16 @@
-"""Encode the texts of a log: items, and for search logs also queries and pairs of both.
+"""Embeddings of a log's texts: items, and for searches queries and pairs of both.
 
-`Kind.texts` names the tables of a kind of log. `python -m jobs.encode --tables TABLES
---encoder minilm --output TEXT` makes them. Each distinct text and each distinct shown
-pair is encoded once, in Ray Data actors that write their parts themselves: the driver
-holds the keys of the pairs, never their embeddings. The table `tokens` has the
-documents' tokens for a model that fine-tunes the encoder (HLLM's item tower); TF-IDF
-has no tokens.
+`python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` writes the tables
+that the kind of requests needs (`Kind.texts`). Each distinct text, and each distinct
+pair of a query and a shown document, is encoded once in Ray Data actors that write
+their parts themselves: the driver has the keys of the pairs but not their embeddings. A
+further table contains the documents' tokens, for models that train the encoder (HLLM's
+item tower); not for TF-IDF.
 
-A model's query condition is the query alone. The paper takes the [SEP] state of one
-pass over query and document, which has seen the target document because the encoder is
-bidirectional. `query_condition: joint` stores it too, for comparison, and warns.
+Models are conditioned on the query alone. The paper takes the [SEP] state of one pass
+over query and document; as the encoder is bidirectional, this state contains the
+document to predict. `query_condition: joint` stores it too, for comparison, with a
+warning.
 """
 
 from __future__ import annotations
@@ -53,33 +54,36 @@ from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
-    RUNS_ONLY,
+    RUNTIME_SETTINGS,
     encode_texts,
     encoder_version,
     find_finished,
     fit_tfidf,
-    in_actors,
     item_texts,
     read_embeddings,
+    run_in_actors,
     to_list_column,
     write_vectors,
 )
 
 Say = Callable[[str], None]
 
-PAIRS_PER_PART = 1 << 15  # at most; of few pairs smaller parts keep all actors at work
-SMALL_PART, PARTS = 2048, 64
+MAX_PART_PAIRS = 1 << 15
+"""Most pairs of a part. Of few pairs, smaller parts keep all actors busy."""
+MIN_PART_PAIRS, TARGET_PARTS = 2048, 64
 PAIR = ("item_index", "query_index")
-CHECKED, ROUNDING = 64, {"fp32": 1e-4, "bf16": 0.05}
-"""Documents on which a saved encoder is checked, and differences that are rounding."""
+CHECKED_DOCUMENTS, MAX_DIFFERENCE = 64, {"fp32": 1e-4, "bf16": 0.05}
+"""Documents on which a saved encoder is checked, and differences that count as
+rounding."""
 WARNING = (
-    "warning: query_condition joint stores the [SEP] state of query and document together, which has seen the "
-    "document: a model that is conditioned on it reads its own target; use it for comparison only"
+    "warning: query_condition joint stores the [SEP] state of query and document "
+    "together, which has seen the document: a model that is conditioned on it reads "
+    "its own target; use it for comparison only"
 )
 
 
 def fit_tfidf_encoder(texts: list[str], width: int) -> TfidfEncoder:
-    """Fit TF-IDF and a truncated SVD to the texts."""
+    """Fit TF-IDF and truncated SVD on texts."""
     vectorizer, svd, _ = fit_tfidf(texts, width)
     return TfidfEncoder(
         vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_
@@ -95,8 +99,10 @@ class PairEncoder:
         """Load the encoder.
 
         Args:
-            shared: References to the texts of `items` and `queries`, and to the
-                `encoder`: a name or a fitted TfidfEncoder.
+            shared: References to the texts of `items` and `queries`, and as `encoder` a
+                name or a fitted TfidfEncoder.
+            config: Options.
+            output_uri: Table to write.
         """
         self.items, self.queries, encoder = (
             ray.get(shared[name]) for name in ("items", "queries", "encoder")
@@ -115,17 +121,15 @@ class PairEncoder:
         item, query = (block[name].to_numpy() for name in PAIR)
         documents = [self.items[i] for i in item]
         queries = [self.queries[i] if i >= 0 else "" for i in query]
-        # texts of like length beside each other: a batch is padded to its longest
-        order = np.argsort(
-            [-len(a) - len(b) for a, b in zip(queries, documents, strict=True)],
-            kind="stable",
-        )
+        # sorted by length, as a batch is padded to its longest pair
+        lengths = [len(a) + len(b) for a, b in zip(queries, documents, strict=True)]
+        order = np.argsort(-np.array(lengths), kind="stable")
         vectors = self.encoder.encode(
             [queries[i] for i in order], [documents[i] for i in order], self.joint
         )
-        back = np.empty_like(vectors)
-        back[order] = vectors
-        columns = np.split(back, 2, axis=1) if self.joint else [back]
+        unsorted = np.empty_like(vectors)
+        unsorted[order] = vectors
+        columns = np.split(unsorted, 2, axis=1) if self.joint else [unsorted]
         schema = embeddings_schema(
             columns[0].shape[1], PAIR, ("embedding", "joint")[: len(columns)]
         )
@@ -147,9 +151,9 @@ class PairEncoder:
 
 
 def _part_pairs(uri: str) -> np.ndarray:
-    """Return the distinct pairs of one part of sequences.
+    """Return the distinct pairs of a part of sequences, as int64 keys.
 
-    A pair has item_index in its upper 32 bits and query_index + 1 in its lower ones.
+    The upper 32 bits are item_index, the lower query_index + 1.
     """
     table = read_parquet(uri, ["item_index", "query_index", "requests"])
     requests = table["requests"].combine_chunks().flatten()
@@ -169,18 +173,16 @@ def _part_pairs(uri: str) -> np.ndarray:
 
 
 def distinct_pairs(parts: list[str]) -> np.ndarray:
-    """Return all pairs of behaviours and candidates, sorted by item, then query, coded
-    as in `_part_pairs`.
-    """
-    found = np.zeros(0, dtype=np.int64)
+    """Return the keys of all pairs of a behaviour or a candidate, ascending."""
+    keys = np.zeros(0, dtype=np.int64)
     for _, pairs in Engine().map_unordered(_part_pairs, [(uri,) for uri in parts]):
-        found = sorted_unique(np.concatenate([found, pairs]))
-    return found
+        keys = sorted_unique(np.concatenate([keys, pairs]))
+    return keys
 
 
 @dataclass
 class _Encoding:
-    """The arguments and steps of one call of `encode_log`."""
+    """Arguments and steps of one call of `encode_log`."""
 
     tables: str
     output: str
@@ -191,9 +193,9 @@ class _Encoding:
     start: Callable[[], None]
 
     def origin(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the settings and input hashes that a table depends on."""
+        """Return the settings and the input hashes that a table depends on."""
         used = asdict(self.config)
-        for name in (*RUNS_ONLY, "whiten"):  # there is no PCA
+        for name in (*RUNTIME_SETTINGS, "whiten"):  # there is no PCA
             del used[name]
         if self.encoder == "tfidf":
             used = {name: used[name] for name in ("template", "empty", "svd")}
@@ -211,45 +213,46 @@ class _Encoding:
     def find_finished(
         self, name: str, inputs: tuple[str, ...], kind: str = "embeddings"
     ) -> Manifest | None:
-        done = (
-            None
-            if self.overwrite
-            else find_finished(join(self.output, name), kind, *self.origin(inputs))
-        )
-        if done:
+        """Return the manifest of a table that is up to date, otherwise None."""
+        if self.overwrite:
+            return None
+        uri = join(self.output, name)
+        manifest = find_finished(uri, kind, *self.origin(inputs))
+        if manifest:
             self.say(f"{name}: up to date")
-        return done
+        return manifest
 
-    def alone(
+    def encode_alone(
         self, texts: dict[str, list[str]], fitted: TfidfEncoder | None
     ) -> dict[str, Manifest]:
-        """Make the tables of documents and queries, encoding all missing texts in one
-        pass.
+        """Write the tables of single texts, with one pass over all missing tables.
+
+        Args:
+            texts: Texts by name of the table.
+            fitted: TF-IDF encoder, or None.
         """
         begin = time.monotonic()
-        made = {
-            name: done
-            for name in texts
-            if (done := self.find_finished(name, self.inputs(name)))
-        }
-        missing = [name for name in texts if name not in made]
-        whole = [text for name in missing for text in texts[name]]
-        if not whole:
-            vectors = np.zeros(
-                (0, made["items"].info["width"] if made else 0), np.float32
-            )
+        manifests: dict[str, Manifest] = {}
+        for name in texts:
+            if manifest := self.find_finished(name, self.inputs(name)):
+                manifests[name] = manifest
+        missing = [name for name in texts if name not in manifests]
+        all_texts = [text for name in missing for text in texts[name]]
+        if not all_texts:
+            width = manifests["items"].info["width"] if manifests else 0
+            vectors = np.zeros((0, width), np.float32)
         elif fitted is not None:
-            vectors = fitted.encode(whole)
+            vectors = fitted.encode(all_texts)
         else:
             self.start()
-            vectors = encode_texts(whole, self.encoder, self.config, self.say)
+            vectors = encode_texts(all_texts, self.encoder, self.config, self.say)
         for name in missing:
-            mine, vectors = np.split(vectors, [len(texts[name])])
-            made[name] = self.commit_texts(name, texts[name], mine, begin)
-        return made
+            table_vectors, vectors = np.split(vectors, [len(texts[name])])
+            manifests[name] = self.commit_texts(name, texts[name], table_vectors, begin)
+        return manifests
 
     def inputs(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tables that a table of embeddings is made from."""
+        """Return the tables that a table of embeddings is made from."""
         only = {
             "items": ("items",),
             "tokens": ("items",),
@@ -260,28 +263,20 @@ class _Encoding:
     def commit_texts(
         self, name: str, texts: list[str], vectors: np.ndarray, begin: float
     ) -> Manifest:
-        """Write and commit a table with one row per text."""
-        uri, key = (
-            join(self.output, name),
-            "item_index" if name == "items" else "query_index",
-        )
-        parts, schema = (
-            write_vectors(uri, vectors, key),
-            embeddings_schema(vectors.shape[1], [key]),
-        )
+        """Write a table with one row per text, in the order of the texts."""
+        uri = join(self.output, name)
+        key = "item_index" if name == "items" else "query_index"
+        parts = write_vectors(uri, vectors, key)
+        schema = embeddings_schema(vectors.shape[1], [key])
         config, hashes = self.origin(self.inputs(name))
-        extends = []  # the texts before, where old ones have the same vectors
+        extends = []  # earlier tables, if their texts have the same vectors here
         if has_manifest(uri) and self.encoder != "tfidf":
-            before, items = (
-                read_manifest(uri),
-                read_manifest(join(self.tables, "items"), "items"),
-            )
-            if (before.config, before.inputs["encoder"]) == (config, hashes["encoder"]):
-                extends = (
-                    [*before.extends, before.hash]
-                    if before.inputs["items"] in items.extends
-                    else []
-                )
+            before = read_manifest(uri)
+            items = read_manifest(join(self.tables, "items"), "items")
+            same_encoder = before.inputs["encoder"] == hashes["encoder"]
+            extends_items = before.inputs["items"] in items.extends
+            if before.config == config and same_encoder and extends_items:
+                extends = [*before.extends, before.hash]
         unknown = int((~vectors.any(axis=1)).sum())
         info = {
             "encoder": self.encoder,
@@ -303,15 +298,16 @@ class _Encoding:
         )
         note = f", {unknown:,} of no known word (zeros)" if unknown else ""
         self.say(
-            f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width {vectors.shape[1]}{note}"
+            f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width "
+            f"{vectors.shape[1]}{note}"
         )
         return manifest
 
     def tokens(self, documents: list[str]) -> Manifest:
-        """Make the table of the encoder's tokens, one row per document."""
+        """Write the table of the documents' tokens, with one row per document."""
         inputs = self.inputs("tokens")
-        if finished := self.find_finished("tokens", inputs, "tokens"):
-            return finished
+        if find_finished := self.find_finished("tokens", inputs, "tokens"):
+            return find_finished
         begin, uri = time.monotonic(), join(self.output, "tokens")
         tokenizer, longest = load_tokenizer(self.encoder, self.config.max_tokens)
         parts, total = [], 0
@@ -342,30 +338,30 @@ class _Encoding:
             timings={"tokens_s": round(time.monotonic() - begin, 2)},
         )
         self.say(
-            f"tokens: {total:,} of {len(documents):,} documents, {total / max(1, len(documents)):.1f} in the mean"
+            f"tokens: {total:,} of {len(documents):,} documents, "
+            f"{total / max(1, len(documents)):.1f} in the mean"
         )
         return manifest
 
     def pairs(
         self, items: list[str], queries: list[str], fitted: TfidfEncoder | None
     ) -> Manifest:
-        """Make the table of pairs, sorted by item, then query; query_index -1 is the
-        empty query.
+        """Write the table of pairs, sorted by item, then query.
+
+        query_index -1 is the empty query.
         """
         inputs = self.inputs("pairs")
-        if finished := self.find_finished("pairs", inputs):
-            return finished
+        if find_finished := self.find_finished("pairs", inputs):
+            return find_finished
         self.start()
         begin, uri = time.monotonic(), join(self.output, "pairs")
         sequences = join(self.tables, "sequences")
         keys = distinct_pairs(
             part_uris(sequences, read_manifest(sequences, "sequences"))
         )
-        item, query = (
-            (keys >> 32).astype(np.int32),
-            ((keys & 0xFFFFFFFF) - 1).astype(np.int32),
-        )
-        size = min(max(len(keys) // PARTS, SMALL_PART), PAIRS_PER_PART)
+        item = (keys >> 32).astype(np.int32)
+        query = ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
+        size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
         blocks = [
             pa.table(
                 {
@@ -383,7 +379,7 @@ class _Encoding:
             uri,
         )
         written, width, done = [], 0, 0
-        for block in in_actors(
+        for block in run_in_actors(
             blocks, PairEncoder, given, self.config, self.say, gpus=fitted is None
         ):
             for record in block.to_pylist():
@@ -419,24 +415,30 @@ def encode_log(
     say: Say = print,
     start: Callable[[], None] = lambda: None,
 ) -> dict[str, Manifest]:
-    """Make the embedding tables of the log's kind; keep finished tables of the same
-    input.
+    """Write the tables of embeddings for a log's kind of requests.
 
-    They are `items`, for searches also `queries` and `pairs`, and `tokens` unless the
-    encoder is TF-IDF.
+    These are `items`, and for searches also `queries`, `pairs` and, except for TF-IDF,
+    the `tokens` of documents. Tables that are up to date are not written again.
 
     Args:
-        start: Starts Ray; called only if it is needed.
+        tables_uri: Folder of the log's tables.
+        output_uri: Folder to write to.
+        encoder: Name of the encoder, or "tfidf".
+        config: Options.
+        overwrite: Whether to replace existing tables.
+        say: Prints a message.
+        start: Starts Ray, if it is needed.
+
+    Returns:
+        Manifests by name of the table.
 
     Raises:
-        UserError: for tables of a kind without texts, unusable texts or encoders, or an
-            output that another job writes.
+        UserError: If models of this kind read no texts, texts or encoder are not valid,
+            or another job writes to the output.
     """
     config = config or TextConfig()
-    tables_uri, output_uri = (
-        absolute(tables_uri),
-        absolute(output_uri),
-    )  # tasks may work in other folders
+    # tasks may run in other folders
+    tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)
     run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say, start)
     wanted = check_texts(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
@@ -445,36 +447,35 @@ def encode_log(
         "items": item_texts(read_table(join(tables_uri, "items"), "items"), config, say)
     }
     if "queries" in wanted:
-        there = read_manifest(join(tables_uri, "queries"), "queries").rows
-        table = (
-            read_table(join(tables_uri, "queries"), "queries")
-            if there
-            else pa.table({"query": []})
-        )
-        texts["queries"] = table["query"].to_pylist()
+        texts["queries"] = []
+        queries_uri = join(tables_uri, "queries")
+        if read_manifest(queries_uri, "queries").rows:
+            table = read_table(queries_uri, "queries")
+            texts["queries"] = table["query"].to_pylist()
     fitted = (
         fit_tfidf_encoder(texts["items"], config.svd) if encoder == "tfidf" else None
     )
     with writing(output_uri):
-        made = run.alone(texts, fitted)
+        manifests = run.encode_alone(texts, fitted)
         if "tokens" in wanted and fitted is None:
-            made["tokens"] = run.tokens(texts["items"])
+            manifests["tokens"] = run.tokens(texts["items"])
         elif has_manifest(join(output_uri, "tokens")):
             clear(join(output_uri, "tokens"))  # of another encoder
-        return made | (
-            {"pairs": run.pairs(texts["items"], texts["queries"], fitted)}
-            if "pairs" in wanted
-            else {}
-        )
+        if "pairs" in wanted:
+            manifests["pairs"] = run.pairs(texts["items"], texts["queries"], fitted)
+        return manifests
 
 
 def check_texts(
     tables_uri: str, encoder: str, config: TextConfig, output_uri: str
 ) -> tuple[str, ...]:
-    """Check the options before Ray starts, and return the names of the tables to make.
+    """Check texts, encoder, options and output before Ray starts.
+
+    Returns:
+        Names of the tables to write.
 
     Raises:
-        UserError: if an option does not fit the tables.
+        UserError: If models of this kind read no texts, or an argument is not valid.
     """
     kind = KINDS[read_manifest(join(tables_uri, "sequences"), "sequences").info["kind"]]
     if not kind.texts:
@@ -482,8 +483,8 @@ def check_texts(
             f"'{other.name}'" for other in KINDS.values() if other.texts
         )
         raise UserError(
-            f"{tables_uri} is of kind '{kind.name}', whose models read no text by jobs.encode, which takes {kinds}; "
-            f"jobs.tokenize makes semantic IDs"
+            f"{tables_uri} is of kind '{kind.name}', whose models read no text by "
+            f"jobs.encode, which takes {kinds}; jobs.tokenize makes semantic IDs"
         )
     check_output(
         output_uri,
@@ -491,11 +492,13 @@ def check_texts(
     )
     if config.query_condition == "joint" and "pairs" not in kind.texts:
         raise UserError(
-            f"query_condition joint is of searches, and {tables_uri} is of kind '{kind.name}'; leave it out"
+            f"query_condition joint is of searches, and {tables_uri} is of kind "
+            f"'{kind.name}'; leave it out"
         )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError(
-            "tfidf has no [SEP] token for query_condition joint; use a transformers encoder, or query"
+            "tfidf has no [SEP] token for query_condition joint; use a transformers "
+            "encoder, or query"
         )
     item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
@@ -503,18 +506,18 @@ def check_texts(
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
-    """Save the encoder of `text_uri` and the items' documents in a new folder, for
-    serving.
+    """Save the encoder of a log's texts to a new folder, with the items' documents.
 
     Raises:
-        UserError: if the encoder is missing or gives other vectors now.
+        UserError: If the encoder does not exist any more, or gives other vectors now.
     """
-    made = read_manifest(join(text_uri, "items"), "embeddings")
-    settings = dict(made.config)
+    manifest = read_manifest(join(text_uri, "items"), "embeddings")
+    settings = dict(manifest.config)
     name = settings.pop("encoder", None)
     if name is None:
         raise UserError(
-            f"{text_uri} does not say by which encoder it was made; run jobs.encode again"
+            f"{text_uri} does not say by which encoder it was made; run jobs.encode "
+            f"again"
         )
     config = TextConfig(**settings)
     documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
@@ -523,17 +526,17 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
         if name == "tfidf"
         else TextEncoder(name, *config.encoder_options())
     )
-    some = np.linspace(0, len(documents) - 1, min(CHECKED, len(documents))).astype(
-        np.int64
-    )
-    before = read_embeddings(join(text_uri, "items"))[some]
-    apart = np.abs(encoder.encode([documents[i] for i in some]) - before).max()
-    if apart > ROUNDING[config.precision]:
+    sample = np.linspace(
+        0, len(documents) - 1, min(CHECKED_DOCUMENTS, len(documents))
+    ).astype(np.int64)
+    before = read_embeddings(join(text_uri, "items"))[sample]
+    difference = np.abs(encoder.encode([documents[i] for i in sample]) - before).max()
+    if difference > MAX_DIFFERENCE[config.precision]:
         raise UserError(
-            f"the encoder {name} gives other vectors than those of {text_uri}, by up to {apart:.2g}; run jobs.encode "
-            f"again with this one"
+            f"the encoder {name} gives other vectors than those of {text_uri}, by up "
+            f"to {difference:.2g}; run jobs.encode again with this one"
         )
     folder.mkdir(parents=True)
     encoder.save(folder)
-    if has_manifest(join(text_uri, "pairs")):  # which a document is one half of
+    if has_manifest(join(text_uri, "pairs")):  # new pairs need the documents
         pq.write_table(pa.table({"text": documents}), folder / "documents.parquet")

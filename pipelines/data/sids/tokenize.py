@@ -1,8 +1,8 @@
-"""Items to SIDs and their trie: embeddings, a tokenizer, unique codes, measures.
+"""SIDs of items and their trie: embeddings, a tokenizer, unique codes, measures.
 
-`tokenize` makes the tables `embeddings`, `sids` and `trie` under one folder, each left as it is if it was
-made from the same input and settings. Training runs in this process, or on a cluster in one Ray task, on a GPU where
-there is one.
+`tokenize` writes the tables `embeddings`, `sids` and `trie` to one folder, except those
+that are up to date. Codebooks are trained in this process, or on a cluster in one Ray
+task, on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
 from models.retrieval.tokenizers.codes import (
-    LIMIT,
+    MAX_CONFLICT_CODES,
+    add_conflict_levels,
     branching,
-    collisions,
-    level_measures,
-    with_conflict_levels,
+    measure_collisions,
+    measure_levels,
 )
 from models.retrieval.tokenizers.psid import assign
-from models.retrieval.tokenizers.published import codes_of, read_published
+from models.retrieval.tokenizers.published import catalogue_codes, read_published
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
     Training,
-    paced,
+    limit_progress,
     quantization_error,
 )
 from models.storage.tables import (
@@ -66,9 +66,10 @@ from pipelines.data.sids.embed import (
 from pipelines.data.sids.own_embeddings import OwnEmbeddings
 
 
-def train_items(sequences_uri: str) -> np.ndarray:
-    """Return the sorted (n,) items that training requests have as targets or in their
-    history.
+def find_train_items(sequences_uri: str) -> np.ndarray:
+    """Return the items (n,) that are targets or in histories of training requests.
+
+    They are ascending.
     """
     return RetrievalDataset.load(sequences_uri, "train").visited_items()
 
@@ -79,15 +80,21 @@ def _train_task(
     chosen: np.ndarray | None,
     threads: int,
 ) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
-    """Yield the progress of training the codes, then the measures and the codes (N, C).
+    """Train codebooks; yields progress, then measures and codes.
 
-    The measures include the `sizes` of the codebooks. Codes have no conflict level yet.
-    Progress is deterministic, because Ray may restart a stream. Threads and the library
-    of matrix products are set here: a reused worker may have others, and sums in
-    another order would give other codes (`models/cpu/matmul.py`).
+    The stream is the same each time, as Ray may start it again. Threads and precision
+    are set because the worker process may have run another task, and sums in another
+    order would end in other codes.
 
     Args:
-        chosen: Items that the codebooks are fitted on; None for all.
+        embeddings: (N, width) embeddings.
+        config: Options.
+        chosen: Items to fit codebooks on, None for all.
+        threads: Number of threads.
+
+    Yields:
+        Progress; at the end measures, with the `sizes` and `arrays` of the codebooks,
+        and the codes (N, C) without a conflict code.
     """
     torch.set_num_threads(threads)
     before = torch.get_float32_matmul_precision()
@@ -103,7 +110,7 @@ def _train_task(
             quantized = yield from rqkmeans.fit(vectors, config.rqkmeans, items)
         codes = quantized.codes.numpy()
         if config.tokenizer == "psid":
-            taken = collisions(codes)["duplicates"]
+            taken = measure_collisions(codes)["duplicates"]
             yield Progress(1, 1, f"other codes for {taken} items whose codes are taken")
             codes = assign(quantized, config.psid)
     finally:
@@ -119,7 +126,7 @@ def _train_task(
     }
     if config.tokenizer == "psid":
         greedy = quantized.codes.numpy()
-        measures["collision_rate_before"] = collisions(greedy)["collision_rate"]
+        measures["collision_rate_before"] = measure_collisions(greedy)["collision_rate"]
         measures["relaxed_items"] = int((greedy != codes).any(1).sum())
     yield measures, codes
 
@@ -127,16 +134,17 @@ def _train_task(
 def _forward_progress(
     stream: Iterator[Any],
 ) -> Training[tuple[dict[str, Any], np.ndarray]]:
-    """Yield the progress of a `_train_task` stream and return its result."""
-    for found in stream:
-        if isinstance(found, tuple):
-            return found
-        yield found
+    """Yield the progress in the stream of `_train_task`, and return its result."""
+    for element in stream:
+        if isinstance(element, tuple):
+            return element
+        yield element
     raise RuntimeError("the training task ended without a result")
 
 
-TRIES = 3
-"""Attempts to train the codes when a worker is lost; each gives the same codes."""
+MAX_STARTS = 3
+"""Most starts of the training of codes if its worker is lost. It ends with the same
+codes."""
 
 
 def train_codes(
@@ -145,11 +153,16 @@ def train_codes(
     say: Say = print,
     chosen: np.ndarray | None = None,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Train the codes in this process or as a task of the cluster, on a GPU if one
-    exists.
+    """Run `_train_task` in this process, or as a task of the cluster.
+
+    Args:
+        embeddings: (N, width) embeddings.
+        config: Options.
+        say: Prints a message.
+        chosen: Items to fit codebooks on, None for all.
 
     Returns:
-        Measures and codes as `_train_task` yields them.
+        Measures and codes (N, C) without a conflict code.
     """
     if os.environ.get("RAY_ADDRESS"):
         gpu = ray.cluster_resources().get("GPU", 0) >= 1
@@ -161,7 +174,7 @@ def train_codes(
             num_cpus=cpus,
             num_gpus=1 if gpu else 0,
             num_returns="streaming",
-            max_retries=TRIES - 1,
+            max_retries=MAX_STARTS - 1,
         )(_train_task)
         stream: Iterator[Any] = (
             ray.get(reference)
@@ -171,10 +184,10 @@ def train_codes(
         stream = _train_task(
             embeddings, config, chosen, min(4, len(os.sched_getaffinity(0)))
         )
-    told = paced(_forward_progress(stream))
+    training = limit_progress(_forward_progress(stream))
     while True:
         try:
-            progress = next(told)
+            progress = next(training)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         say(f"{config.quantizer} {progress.step}/{progress.steps}: {progress.message}")
@@ -182,15 +195,16 @@ def train_codes(
 
 @dataclass(frozen=True)
 class _Codes:
-    """Semantic IDs before they are written."""
+    """SIDs before they are written."""
 
-    codes: np.ndarray  # (N, C) with the conflict levels, if there are any
-    sizes: list[int]  # per level
+    codes: np.ndarray
+    """(N, C), with conflict levels if there are any."""
+    sizes: list[int]
+    """Number of codes per level."""
     conflict_level: bool
     measures: dict[str, Any]
-    arrays: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # what new items are encoded with
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    """Codebooks and encoder, for new items."""
 
 
 def _finish(
@@ -200,15 +214,20 @@ def _finish(
     measures: dict[str, Any],
     say: Say,
 ) -> _Codes:
-    """Measure the codes, and add conflict levels if requested."""
-    before = {**measures, **collisions(codes), "levels": level_measures(codes, sizes)}
+    """Add conflict levels if requested, and measure the codes."""
+    before = {
+        **measures,
+        **measure_collisions(codes),
+        "levels": measure_levels(codes, sizes),
+    }
     if conflict:
-        codes = with_conflict_levels(codes)
+        codes = add_conflict_levels(codes)
         sizes = [*sizes, *(codes[:, len(sizes) :].max(0) + 1).tolist()]
-        if before["largest_group"] > LIMIT:
+        if before["largest_group"] > MAX_CONFLICT_CODES:
             say(
-                f"note: {before['largest_group']} items share their codes, so the conflict code takes two levels of "
-                f"{LIMIT} codes; more levels, a larger codebook or a richer --embed.template may spare one"
+                f"note: {before['largest_group']} items share their codes, so the "
+                f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes; more "
+                f"levels, a larger codebook or a richer --embed.template may spare one"
             )
     return _Codes(codes, sizes, conflict, {**before, "branching": branching(codes)})
 
@@ -216,11 +235,13 @@ def _finish(
 def _published_codes(
     items: pa.Table, sids: dict[str, list[int]], uri: str, say: Say
 ) -> _Codes:
-    codes = codes_of(sids, items["item_id"].to_pylist(), uri)
+    codes = catalogue_codes(sids, items["item_id"].to_pylist(), uri)
     # over all of the file's SIDs, so that sizes do not depend on the k-core
     sizes = (np.array(list(sids.values())).max(0) + 1).tolist()
     measures = {"unused_published": len(sids) - len(codes)}
-    return _finish(codes, sizes, bool(collisions(codes)["duplicates"]), measures, say)
+    return _finish(
+        codes, sizes, bool(measure_collisions(codes)["duplicates"]), measures, say
+    )
 
 
 def _trained_codes(
@@ -229,16 +250,15 @@ def _trained_codes(
     measures, codes = train_codes(read_embeddings(embeddings_uri), config, say, chosen)
     sizes = measures.pop("sizes")
     unique = config.tokenizer == "psid"
-    if (
-        config.tokenizer == "rqvae" and config.rqvae.sinkhorn
-    ):  # those of equal codes were spread
-        unique = not collisions(codes)["duplicates"]
+    if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:
+        # items with equal codes were spread, as far as there are codes
+        unique = not measure_collisions(codes)["duplicates"]
     arrays = measures.pop("arrays")
     return replace(_finish(codes, sizes, not unique, measures, say), arrays=arrays)
 
 
 def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
-    """Write the `quantizer` table: codebooks and encoder weights that code new items."""
+    """Write the `quantizer` table: codebooks and encoder, for codes of new items."""
     rows = [
         {"name": name, "shape": values.shape, "values": values.ravel()}
         for name, values in sorted(arrays.items())
@@ -254,7 +274,7 @@ def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) ->
 
 
 def read_quantizer(uri: str) -> dict[str, np.ndarray]:
-    """Return the arrays of the `quantizer` table."""
+    """Read the arrays of the `quantizer` table."""
     table = read_table(uri, "quantizer")
     columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
     return {
@@ -275,7 +295,7 @@ def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
 
 
 def read_codes(uri: str) -> np.ndarray:
-    """Return the codes of the `sids` table as (N, C) int64, sorted by item_index."""
+    """Read the codes of the `sids` table as (N, C) int64, by item_index."""
     table = read_table(uri, "sids")
     codes = table["codes"].combine_chunks()
     matrix = codes.flatten().to_numpy().reshape(len(codes), -1).astype(np.int64)
@@ -283,9 +303,7 @@ def read_codes(uri: str) -> np.ndarray:
 
 
 def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest:
-    """Write the `trie` table of the `sids` table, replacing a trie of other semantic
-    IDs.
-    """
+    """Write the `trie` table of the `sids` table, in place of a trie of other SIDs."""
     sids = read_manifest(sids_uri, "sids")
     codes = read_codes(sids_uri)
     sizes = sids.info["codebook_sizes"]
@@ -321,19 +339,26 @@ def _embed_first(
     say: Say,
     start: Callable[[], None],
 ) -> str:
-    """Make the embeddings and return their hash; keep finished ones that tokenizers
-    share.
+    """Write the embeddings and return their hash.
+
+    Embeddings that tokenizers share are not written again if they are up to date.
 
     Args:
         origin: Arguments of `embed_origin`.
+        output: Folder of the SIDs.
+        shared: Folder of shared embeddings, or "".
+        overwrite: Whether to replace existing tables.
+        say: Prints a message.
+        start: Starts Ray, if it is needed.
 
     Raises:
-        UserError: if the output has semantic IDs of other embeddings.
+        UserError: If the output has SIDs of other embeddings.
     """
     uri = shared or join(output, "embeddings")
     if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
         raise UserError(
-            f"{join(output, 'sids')} was made from other embeddings; use --overwrite, or another --output"
+            f"{join(output, 'sids')} was made from other embeddings; use --overwrite, "
+            f"or another --output"
         )
     whole = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
     items_uri, encoder, width, embed, own = origin
@@ -354,7 +379,7 @@ def _embed_first(
 def check_items(
     items_uri: str, config: TokenizerConfig, embed: EmbedConfig | None
 ) -> None:
-    """Raise UserError if the catalogue does not fit the tokenizer or the text options."""
+    """Raise a UserError if the catalogue does not fit the tokenizer or its texts."""
     if few := config.too_few_items(items_uri):
         raise UserError(few)
     if embed:
@@ -362,9 +387,7 @@ def check_items(
 
 
 def check_folders(output: str, embeddings: str = "") -> None:
-    """Raise UserError if the output or the folder of shared embeddings has other
-    content.
-    """
+    """Raise a UserError if the output or the folder of embeddings has other content."""
     if embeddings != output:
         check_output(
             output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")}
@@ -387,25 +410,34 @@ def tokenize(
     start: Callable[[], None] = lambda: None,
     own: OwnEmbeddings | None = None,
 ) -> tuple[Manifest, Manifest, bool]:
-    """Make `embeddings` (unless codes are published), `sids` and `trie` under `output`.
+    """Write `embeddings` (unless SIDs are published), `sids` and `trie` to `output`.
 
     Args:
-        embeddings: Folder of embeddings that tokenizers share; empty for `output`.
-        sequences_uri: Training requests, if codebooks are fitted on their items only.
-        start: Starts Ray; called only if it is needed.
-        own: Embeddings that replace the encoder's.
+        items_uri: Table of items.
+        output: Folder to write to.
+        config: Options of the tokenizer.
+        encoder: Name of the encoder, or "tfidf".
+        pca_width: Width of the PCA; 0 for the encoder's output.
+        embed: Options of the embeddings.
+        overwrite: Whether to replace existing tables.
+        say: Prints a message.
+        embeddings: Folder of embeddings that tokenizers share; by default in `output`.
+        sequences_uri: Table of requests, if codebooks are fitted on the items of
+            training requests only.
+        start: Starts Ray, if it is needed.
+        own: Embeddings of the user, instead of the encoder's.
 
     Returns:
-        The manifests of sids and trie, and whether anything was made.
+        Manifests of sids and trie, and whether anything was written.
 
     Raises:
-        UserError: for unusable input, an `output` of other input without `overwrite`,
-            or one that another job writes.
+        UserError: If the input is not valid, the output was made from other input
+            (unless `overwrite`), or another job writes to it.
     """
     started = time.monotonic()
     items = read_manifest(items_uri, "items")
     check_folders(output, embeddings)
-    mine, sids_uri, trie_uri = (
+    own_embeddings_uri, sids_uri, trie_uri = (
         join(output, name) for name in ("embeddings", "sids", "trie")
     )
     published: dict[str, list[int]] = {}
@@ -421,50 +453,55 @@ def tokenize(
         chosen = None
         if config.on_train_items:
             inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
-            chosen = train_items(sequences_uri)
-        used = config.relevant_settings()
-        current = None if overwrite else find_finished(sids_uri, "sids", used, inputs)
-        if current is None:
+            chosen = find_train_items(sequences_uri)
+        options = config.relevant_settings()
+        up_to_date_sids = (
+            None if overwrite else find_finished(sids_uri, "sids", options, inputs)
+        )
+        if up_to_date_sids is None:
             if config.tokenizer == "published":
-                made = _published_codes(
+                result = _published_codes(
                     read_table(items_uri, "items"), published, config.published, say
                 )
             else:
                 if os.environ.get("RAY_ADDRESS"):
                     start()
-                made = _trained_codes(embeddings or mine, config, say, chosen)
+                result = _trained_codes(
+                    embeddings or own_embeddings_uri, config, say, chosen
+                )
             info = {
-                "codebook_sizes": made.sizes,
+                "codebook_sizes": result.sizes,
                 "tokenizer": config.tokenizer,
                 "items_hash": items.hash,
-                "conflict_level": made.conflict_level,
-                **made.measures,
+                "conflict_level": result.conflict_level,
+                **result.measures,
             }
             timings = {"tokenize_s": round(time.monotonic() - started, 2)}
-            if made.arrays:
+            if result.arrays:
                 write_quantizer(
-                    join(output, "quantizer"), made.arrays, config=used, inputs=inputs
+                    join(output, "quantizer"),
+                    result.arrays,
+                    config=options,
+                    inputs=inputs,
                 )
             write_sids(
                 sids_uri,
-                made.codes,
-                config=used,
+                result.codes,
+                config=options,
                 inputs=inputs,
                 info=info,
                 timings=timings,
             )
         sids = read_manifest(sids_uri, "sids")
-        complete = current is not None and up_to_date(
+        complete = up_to_date_sids is not None and up_to_date(
             trie_uri, fingerprint({}, {"sids": sids.hash})
         )
-        trie = (
-            read_manifest(trie_uri, "trie")
-            if complete
-            else write_trie(trie_uri, sids_uri)
-        )
-        for unused in (
-            (mine, join(output, "quantizer")) if config.tokenizer == "published" else ()
-        ):
-            if has_manifest(unused):
-                clear(unused)  # of SIDs that are no more
+        if complete:
+            trie = read_manifest(trie_uri, "trie")
+        else:
+            trie = write_trie(trie_uri, sids_uri)
+        if config.tokenizer == "published":
+            for unused in (own_embeddings_uri, join(output, "quantizer")):
+                if has_manifest(unused):
+                    clear(unused)  # of replaced SIDs
         return sids, trie, not complete

@@ -1,1 +1,1 @@
-"""A first mapping file and a preview for an unknown log."""
+"""Suggestion of a mapping file for an unknown log, and a preview of its first rows."""

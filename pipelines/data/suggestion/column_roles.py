@@ -1,6 +1,6 @@
-"""Guess the role of a column of an unknown log from its name and its first values.
+"""Roles of the columns of an unknown log, from their names and first values.
 
-`pipelines/data/suggestion/suggest.py` writes a first mapping from the roles.
+`pipelines/data/suggestion/suggest.py` writes a first mapping from them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import polars as pl
 
 from pipelines.data.reading.rows import clean_ids
-from pipelines.data.reading.times import LIKELY_MS, Time, moments
+from pipelines.data.reading.times import LIKELY_MS, Time, parse_times
 
-WORDS = {  # how the words of names begin, and with $ end
+# per role: how words of names begin (with $: the whole word)
+WORDS = {
     "user": "user|uid$|u$|customer|member|visitor|account|reviewer|client|buyer|viewer|kund|käufer|mitglied|usuario|"
     "yong|cust$|household|shopper|subscriber|listener|player|patient|passenger|consumer|panelist",
     "item": "items?$|itemid|iid$|i$|article|artikel|product|produkt|prod$|prd$|movie|video|news$|asin|sku|track|song|"
-    "book|meta$|catalog|venue|poi$|business|restaurant|hotel|listing|recipe|anime|artist|goods|isbn|ean$|upc$|gtin$|podcast|"
-    "episode|place$|post$",
+    "book|meta$|catalog|venue|poi$|business|restaurant|hotel|listing|recipe|anime|artist|goods|isbn|ean$|upc$|gtin$|podcast|episode|place$|post$",
     "request": "request|impression|search|session|page|qid$",
     "query": "query|keyword|search(term|string|phrase|text)|suchbegriff",
     "position": "position|rank$|pos$",
@@ -29,8 +29,7 @@ WORDS = {  # how the words of names begin, and with $ end
     "late": "birth|dob$|born|deliver|ship|expir|valid|updat|modif|regist|return|releas|upload|signup|joined|since|"
     "launch|end$|ended|first|last|due$|geb|liefer|ablauf|nacim|naiss",
     "outcome": "rating|stars?$|score|overall|click|like|purchas|bought|buy|cart(?!oon|ridge)|quantit|qty|menge|anzahl|"
-    "cantid|dwell|watch(?!list)|play(?!list)|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|"
-    "transaction|revenue|sales|spen[dt]|paid|gmv|profit|conver(?!sation)|refund|skip|complet|finish|reward|umsatz",
+    "cantid|dwell|watch(?!list)|play(?!list)|stay|view|pv$|fav|follow|comment|forward|share|hate|hide|vote|transaction|revenue|sales|spen[dt]|paid|gmv|profit|conver(?!sation)|refund|skip|complet|finish|reward|umsatz",
     "amount": "price|cost|preis|precio|prix|duration|seconds|minutes|length|weight|gewicht|dauer|width|height|"
     "discount|amount|tax$|fee$|balance|age$|temperature|altitude|elevation|"
     "lat$|latitude|lon$|long$|lng$|longitude|coord",
@@ -78,25 +77,23 @@ def split_name(name: str) -> list[str]:
 
 
 def names_id(name: str) -> bool:
-    """Return whether a name has a word for an id (`id`, `key`, `no`)."""
+    """Return whether a name contains a word for an id, for example `key`."""
     return any(word in ID_WORDS for word in split_name(name))
 
 
 def names_subject(name: str) -> bool:
-    """Return whether a name says the subject of an id: `store_id` does, `id` and `c2`
-    do not.
-    """
+    """Return whether a name tells the kind of an id, as `store_id` does, not `id`."""
     words = [word for word in split_name(name) if word not in ID_WORDS]
     return any(len(word) > 1 for word in words)
 
 
 def is_attribute(name: str) -> bool:
-    """Return whether a name says a property that several users or items share."""
+    """Return whether a name is a property that several users or items share."""
     return any(re.match(WORDS["attribute"], word) for word in split_name(name))
 
 
 def tell(name: str, role: str) -> int:
-    """Return how strongly a name points to a role, 0 where it does not."""
+    """Return how strongly a name points to a role, 0 if it does not."""
     words = split_name(name)
     hits = find_hits(words, role)
     if role == "outcome" and not is_outcome(words, hits):
@@ -108,10 +105,10 @@ def tell(name: str, role: str) -> int:
 
 
 def find_hits(words: list[str], role: str) -> list[str]:
-    """Return the words of a name that say a role.
+    """Return the words of a name that indicate a role.
 
-    A noun for who acts, such as `buyer` or `voter`, says a user and not what the user
-    did. A count such as `viewer_count` or `followers` stays an outcome.
+    A noun for a person who acts, such as `buyer` or `voter`, indicates a user instead
+    of an outcome. A count such as `viewer_count` or `followers` stays an outcome.
     """
     hits = [word for word in words if re.match(WORDS[role], word)]
     if any(word.startswith(("count", "total")) for word in words):
@@ -129,10 +126,10 @@ def find_hits(words: list[str], role: str) -> list[str]:
 
 
 def names_actor(name: str) -> bool:
-    """Return whether a name with a word for an outcome says a user or an item by its last word.
+    """Return whether the last word of an outcome's name is a user or an item.
 
-    `purchased_product_id` names an item, but `product_rating` does not. A plural, such
-    as `clicked_items`, names a list or a number.
+    `purchased_product_id` is an item, but `product_rating` is not. A plural, such as
+    `clicked_items`, is a list or a number.
     """
     if "ids" in split_name(name) or is_attribute(name):
         return False
@@ -144,21 +141,21 @@ def names_actor(name: str) -> bool:
 
 
 def is_outcome(words: list[str], hits: list[str]) -> bool:
-    """Return whether words of a name that say an outcome say one of the event.
+    """Return whether words that indicate an outcome mean an outcome of the event.
 
-    A propensity or a predicted click is computed before the event, and so is a
-    score of anything but a review.
+    A propensity or a predicted click is computed before the event, and so is a score of
+    anything but a review.
     """
-    computed = any(re.match(WORDS["computed"], word) for word in words)
-    if computed and len(words) > 1:
+    is_computed = any(re.match(WORDS["computed"], word) for word in words)
+    if is_computed and len(words) > 1:
         return False
-    of_reviews = ("review", "user", "item", "my", "overall", "rating", "score")
-    scores_alone = all(word.startswith("score") for word in hits)
-    return not scores_alone or all(word.startswith(of_reviews) for word in words)
+    review_words = ("review", "user", "item", "my", "overall", "rating", "score")
+    only_scores = all(word.startswith("score") for word in hits)
+    return not only_scores or all(word.startswith(review_words) for word in words)
 
 
 def pick(columns: list[Column], role: str) -> Any:
-    """Return the column whose name points most to a role, without gaps if possible."""
+    """Return the column whose name points most to a role, preferably without gaps."""
     return max(
         (c for c in columns if tell(c.name, role)),
         key=lambda c: (c.full, tell(c.name, role)),
@@ -166,73 +163,69 @@ def pick(columns: list[Column], role: str) -> Any:
     )
 
 
+def make_feature_name(name: str) -> str:
+    """Return the name of a column as a name of a feature."""
+    plain = re.sub(r"\W+", "_", re.sub(r":\w+$", "", name), flags=re.ASCII).strip("_")
+    if re.match("[A-Za-z]", plain):
+        return plain
+    return f"x_{plain or name.encode().hex()}"
+
+
 class Column:
-    """A column, described by its first values without nulls; `sql` is its name within
-    expressions.
+    """First values of a column without nulls, and their properties.
+
+    `sql` is the column within expressions.
     """
 
     def __init__(self, name: str, values: pl.Series) -> None:
         self.sql = '"' + name.replace('"', '""') + '"'
         with suppress(pl.exceptions.PolarsError):
-            self.sql = (
-                name if pl.sql_expr(name).meta.root_names() == [name] else self.sql
-            )
+            if pl.sql_expr(name).meta.root_names() == [name]:
+                self.sql = name
         self.name = name if re.fullmatch(r"[^()'\"|]+", name) else self.sql
-        plain = re.sub(r"\W+", "_", re.sub(r":\w+$", "", name), flags=re.ASCII).strip(
-            "_"
-        )
-        self.feature = (
-            plain
-            if re.match("[A-Za-z]", plain)
-            else f"x_{plain or name.encode().hex()}"
-        )
+        self.feature = make_feature_name(name)
         rows, values = len(values), values.drop_nulls()
         self.values = values
-        flat = not values.dtype.is_nested() and not values.dtype.is_temporal()
-        self.ids = ids = (
-            clean_ids(values).drop_nulls() if flat else pl.Series([], dtype=pl.String)
-        )
-        self.full = (
-            len(ids) >= 0.99 * rows
-        )  # a row without a user or an item is rejected
-        self.distinct, self.share = ids.n_unique(), ids.n_unique() / max(len(ids), 1)
-        self.comma = (
-            self.most(r"^-?\d+(,\d+)?$")
-            and int(ids.str.contains(",").sum()) > len(ids) / 2
-        )
+        is_flat = not values.dtype.is_nested() and not values.dtype.is_temporal()
+        ids = pl.Series([], dtype=pl.String)
+        if is_flat:
+            ids = clean_ids(values).drop_nulls()
+        self.ids = ids
+        # rows without a user or an item are rejected
+        self.full = len(ids) >= 0.99 * rows
+        self.distinct = ids.n_unique()
+        self.share = self.distinct / max(len(ids), 1)
+        commas = int(ids.str.contains(",").sum())
+        self.comma = self.most(r"^-?\d+(,\d+)?$") and commas > len(ids) / 2
         self.number = self.comma or self.most(r"^[+-]?\d+(\.\d+)?([eE][+-]?\d+)?$")
         self.whole = self.most(r"^-?\d+$")
         self.measure = self.is_measure()
         self.flag = 0 < self.distinct <= 2 and self.most("^(0|1|(?i:true|false))$")
-        self.few = self.distinct > 1 and (
-            self.share < 0.2 or (self.distinct <= 50 and self.share <= 0.5)
-        )
-        self.value = (
-            f"cast(replace({self.sql}, ',', '.') as double)"
-            if self.comma
-            else self.name
-        )
-        some = values.head(200).unique(maintain_order=True) if flat else values
+        is_category = self.distinct <= 50 and self.share <= 0.5
+        self.few = self.distinct > 1 and (self.share < 0.2 or is_category)
+        self.value = self.name
+        if self.comma:
+            self.value = f"cast(replace({self.sql}, ',', '.') as double)"
+        examples = values.head(200).unique(maintain_order=True) if is_flat else values
         self.shown = " | ".join(
-            " ".join(str(value).split())[:40] for value in some.head(3).to_list()
+            " ".join(str(value).split())[:40] for value in examples.head(3).to_list()
         )
-        self.time, self.doubt = self.find_time() if len(values) else ({}, "")
-        self.day = self.time.get(
-            "format", "%Y-%m-%d" if self.most(r"^\d{4}-\d\d-\d\d$") else "%H"
-        )
-        self.list: str
-        self.lists: Any
-        self.list, self.lists = (
-            self.find_list()
-            if len(values) and not self.time and not self.comma
-            else ("", None)
-        )
+        self.time: dict[str, str] = {}
+        self.doubt = ""
+        if len(values):
+            self.time, self.doubt = self.find_time()
+        default_day = "%Y-%m-%d" if self.most(r"^\d{4}-\d\d-\d\d$") else "%H"
+        self.day = self.time.get("format", default_day)
+        self.list = ""
+        self.lists: Any = None
+        if len(values) and not self.time and not self.comma:
+            self.list, self.lists = self.find_list()
 
     def most(self, pattern: str) -> bool:
         """Return whether nearly all ids match a pattern."""
-        return len(self.ids) > 0 and int(
-            self.ids.str.contains(pattern).sum()
-        ) >= 0.99 * len(self.ids)
+        if not len(self.ids):
+            return False
+        return int(self.ids.str.contains(pattern).sum()) >= 0.99 * len(self.ids)
 
     def is_measure(self) -> bool:
         """Return whether values are decimals, coordinates, durations or signed numbers.
@@ -258,7 +251,7 @@ class Column:
 
     @property
     def may_be_id(self) -> bool:
-        """Whether a column that holds no times may hold ids of users or items."""
+        """Whether name and values fit ids of users or items."""
         outcome = tell(self.name, "outcome") and (
             self.flag or not names_actor(self.name)
         )
@@ -267,59 +260,50 @@ class Column:
 
     @property
     def has_ids(self) -> bool:
-        """Whether the values may be ids of users or items, regardless of the name."""
+        """Whether the values, whatever the name, may be ids of users or items."""
         is_else = self.comma or bool(self.list) or self.measure
         return self.distinct > 1 and not is_else
 
     @property
     def late(self) -> bool:
-        """Whether the name says a time other than the event's: a birth, a delivery."""
+        """Whether the name indicates another time than the event's, like a birth."""
         return bool(tell(self.name, "late"))
 
     def find_time(self) -> tuple[dict[str, str], str]:
-        """Return the `unit` or `format` of times and a doubt; an empty dict for other
-        values.
+        """Return the notation of times, and a doubt about it.
+
+        The notation is a `unit` or `format`, or empty if the values are no times.
         """
-        kind, values, fits = (
-            self.values.dtype,
-            self.values.head(500),
-            dict[str, pl.Series](),
-        )
-        tries = ["iso"] if kind in (pl.Date, pl.Datetime) else []
         if self.number and self.names_other_ids:
             return {}, ""
+        kind, values = self.values.dtype, self.values.head(500)
+        notations = ["iso"] if kind in (pl.Date, pl.Datetime) else []
         if self.number and not self.comma:
-            tries += ["s", "ms", *self.fine_units(), "%Y%m%d"]
-        tries += (
-            ["iso", *FORMATS]
-            if kind == pl.String and self.most(r"^[\w ,:]{0,12}\d[\w.+:, /-]{5,30}$")
-            else []
-        )
-        for how in tries:
+            notations += ["s", "ms", *self.fine_units(), "%Y%m%d"]
+        if kind == pl.String and self.most(r"^[\w ,:]{0,12}\d[\w.+:, /-]{5,30}$"):
+            notations += ["iso", *FORMATS]
+        fits: dict[str, pl.Series] = {}
+        for notation in notations:
+            if "%" in notation:
+                time = Time("t", format=notation)
+            else:
+                time = Time("t", unit=notation)
             with suppress(TypeError):
-                found, _ = moments(
-                    values,
-                    Time("t", format=how) if "%" in how else Time("t", unit=how),
-                    "t",
-                )
-                usual = found.drop_nulls().is_between(*LIKELY_MS)
-                if found.null_count() <= 0.02 * len(found) and (
-                    usual.all() or not self.number
-                ):
-                    fits[how] = found
+                parsed, _ = parse_times(values, time, "t")
+                is_likely = parsed.drop_nulls().is_between(*LIKELY_MS).all()
+                few_missing = parsed.null_count() <= 0.02 * len(parsed)
+                if few_missing and (is_likely or not self.number):
+                    fits[notation] = parsed
         if not fits:
             return {}, ""
-        how, first = next(iter(fits.items()))
-        doubt = (
-            ""
-            if all(found.equals(first) for found in fits.values())
-            else "day or month first? "
-        )
-        return {"format" if "%" in how else "unit": how}, doubt
+        notation, first = next(iter(fits.items()))
+        is_unambiguous = all(parsed.equals(first) for parsed in fits.values())
+        doubt = "" if is_unambiguous else "day or month first? "
+        return {"format" if "%" in notation else "unit": notation}, doubt
 
     @property
     def names_other_ids(self) -> bool:
-        """Whether the name says that numbers are ids and not times."""
+        """Whether the name indicates that numbers are ids instead of times."""
         of_whom = any(tell(self.name, role) for role in ("user", "item", "request"))
         return names_id(self.name) or (of_whom and not tell(self.name, "time"))
 
@@ -334,27 +318,27 @@ class Column:
         return ["us", "ns"] if tell(self.name, "time") or round_numbers else []
 
     def find_list(self) -> tuple[str, Any]:
-        """Return the column or SQL of a list of ids, and the lists; None for other
-        values.
+        """Return the column or SQL of a list of ids, and the lists.
+
+        The SQL is empty and the lists are None if the values are no lists.
         """
-        inner = (
-            self.values.dtype.inner if isinstance(self.values.dtype, pl.List) else None
-        )
-        if inner and (inner.is_integer() or inner == pl.String):
-            return self.name, self.values.cast(pl.List(pl.String))
-        for by in " ,|;" if self.values.dtype == pl.String else "":
-            lists = self.values.str.split(by)
-            ids = lists.explode().str.contains(r"^[\w:-]*\d[\w:-]*$")
-            if (lists.list.len() > 1).sum() >= len(
-                lists
-            ) / 2 and ids.sum() >= 0.95 * len(ids):
-                return f"string_to_array({self.sql}, '{by}')", lists
+        kind = self.values.dtype
+        if isinstance(kind, pl.List):
+            if kind.inner.is_integer() or kind.inner == pl.String:
+                return self.name, self.values.cast(pl.List(pl.String))
+            return "", None
+        for delimiter in " ,|;" if kind == pl.String else "":
+            lists = self.values.str.split(delimiter)
+            is_id = lists.explode().str.contains(r"^[\w:-]*\d[\w:-]*$")
+            long_enough = (lists.list.len() > 1).sum() >= len(lists) / 2
+            if long_enough and is_id.sum() >= 0.95 * len(is_id):
+                return f"string_to_array({self.sql}, '{delimiter}')", lists
         return "", None
 
 
 @dataclass
 class Roles:
-    """The user, item and time columns of a log, with doubts about them."""
+    """The columns of users, items and times of a log, and doubts about them."""
 
     user: Column | None
     item: Column | None
@@ -363,26 +347,27 @@ class Roles:
     times: list[Column]
     """Columns that may be the time of the event, the likeliest first."""
     sure: int
-    """How many of user and item are told by a name or by the files beside."""
+    """Number of roles among user and item that a name or other files confirm."""
     user_doubts: list[str] = field(default_factory=list)
     item_doubts: list[str] = field(default_factory=list)
     time_doubts: list[str] = field(default_factory=list)
 
 
+# by `user` or `item` and column: share of the ids that a file of users or items
+# contains
 Shares = dict[str, dict[str, float]]
-"""By `user` or `item` and column: the share of ids that have a row in a file of these."""
 
 MIN_EVIDENCE = 0.5
-"""Share of a column's ids in a file of users or items that tells what the column is."""
+"""Share of a column's ids in a file of users or items that confirms its role."""
 
 
 def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
-    """Choose the user, item and time columns of a log, with rival columns.
+    """Choose the user, the item and the time of a log, and note doubts.
 
     Args:
         columns: Columns of the log.
         rows: Approximate number of rows of the log.
-        shares: Share of each column's ids that the files of users and items have.
+        shares: Shares of the columns' ids in the files beside the log.
     """
     times = sort_times(columns)
     # numbers that look like times, beside a likelier column, may be ids
@@ -425,19 +410,19 @@ def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
 
 
 def pick_described(ids: list[Column], role: str, shares: Shares) -> Column | None:
-    """Return the column named as a role; one that a file describes goes before."""
+    """Return the column named as a role, preferably one that a file describes."""
     named = [c for c in ids if tell(c.name, role)]
 
     def rank(c: Column) -> tuple[bool, bool, bool, int]:
         described = shares[role].get(c.name, 0) >= MIN_EVIDENCE
-        # a number of its own for each row is that of an event
+        # a distinct number in each row identifies the event
         return c.full, described, c.share < 0.99, tell(c.name, role)
 
     return max(named, key=rank, default=None)
 
 
 def find_hidden(columns: list[Column], ids: list[Column]) -> list[Column]:
-    """Return the columns whose names alone suggest that they hold no ids: `play_id`."""
+    """Return columns of ids with a name of something else, for example `play_id`."""
     return [
         c
         for c in columns
@@ -451,7 +436,7 @@ def find_hidden(columns: list[Column], ids: list[Column]) -> list[Column]:
 
 
 def find_unnamed(ids: list[Column], roles: Roles) -> list[Column]:
-    """Return the columns that may be users or items though no name says so."""
+    """Return columns that may be users or items though their names do not say so."""
     others = [
         c
         for c in ids
@@ -475,8 +460,8 @@ def take_unnamed(
 ) -> Column | None:
     """Remove and return the likeliest column of a role.
 
-    Without a file that describes it, an item comes after the user where neither has
-    a name, so `leave_one` skips the first column.
+    Without a file that describes it, an item follows the user if neither is named, so
+    `leave_one` skips the first column.
     """
     described = [c for c in unnamed if shares[role].get(c.name, 0) >= MIN_EVIDENCE]
     described = [c for c in described if is_told(c, role, unnamed, shares)]
@@ -490,7 +475,7 @@ def take_unnamed(
 def is_told(
     column: Column, role: str, others: Sequence[Column], shares: Shares
 ) -> bool:
-    """Return whether the files of a role have the ids of this column, and of no other."""
+    """Return whether files of a role have the ids of this column, and of no other."""
     share = shares[role].get(column.name, 0)
     rest = [shares[role].get(c.name, 0) for c in others if c is not column]
     return share >= MIN_EVIDENCE and share - max(rest, default=0) >= 0.3
@@ -504,7 +489,16 @@ def doubt_ids(
     rows: int,
     shares: Shares,
 ) -> list[str]:
-    """Return the doubts about the column chosen for users or items."""
+    """Return doubts about the column chosen for users or items.
+
+    Args:
+        roles: Chosen columns.
+        role: "user" or "item".
+        ids: Columns that may be ids.
+        unnamed: Columns without a name that indicates a role.
+        rows: Approximate number of rows of the log.
+        shares: Shares of the columns' ids in the files beside the log.
+    """
     other = "item" if role == "user" else "user"
     column: Column = getattr(roles, role)
     counterpart: Column | None = getattr(roles, other)
@@ -513,10 +507,9 @@ def doubt_ids(
     if tell(column.name, role) or (role == "user" and tell(column.name, "request")):
         rivals = [c for c in ids if rivals_by_name(c, column, role)]
         best = shares[role].get(column.name, 0)
+        limit = max(best + 0.05, 0.5)
         rivals += [
-            c
-            for c in ids
-            if c not in rivals and shares[role].get(c.name, 0) > max(best + 0.05, 0.5)
+            c for c in ids if c not in rivals and shares[role].get(c.name, 0) > limit
         ]
         if rivals:
             doubts.append(f"or {role}: {list_names(rivals)}?")
@@ -525,16 +518,15 @@ def doubt_ids(
     if column.distinct < 5 and rows > 100:
         doubts.append(f"{role}s of only {column.distinct} values?")
     if not column.full:
-        doubts.append(
-            f"rows without {'a' if role == 'user' else 'an'} {role} are rejected; another column?"
-        )
+        article = "a" if role == "user" else "an"
+        doubts.append(f"rows without {article} {role} are rejected; another column?")
     return doubts
 
 
 def doubt_unnamed(
     roles: Roles, column: Column, role: str, unnamed: list[Column]
 ) -> list[str]:
-    """Return the doubts about a column whose name does not say its role."""
+    """Return doubts about a column whose name does not indicate its role."""
     other = "item" if role == "user" else "user"
     counterpart: Column | None = getattr(roles, other)
     rivals = [c for c in unnamed if c.distinct > min(20, column.distinct / 2)]
@@ -550,18 +542,18 @@ def doubt_unnamed(
 
 
 def rivals_by_name(c: Column, column: Column, role: str) -> bool:
-    """Return whether the name of `c` says a role about as much as that of `column`."""
+    """Return whether the name of `c` fits a role about as well as that of `column`."""
     difference = tell(column.name, role) - tell(c.name, role)
     if not tell(c.name, role) or not c.full or difference > 1 or c.distinct < 5:
         return False
     if difference == 1 and c.distinct <= column.distinct / 2:
         return False  # a coarser id, such as that of a category
     if c.share >= 0.99 > column.share:
-        return False  # a number of its own for each row
+        return False  # distinct in each row, so the id of an event
     if len(c.ids) != len(column.ids):
         return True
     pairs = pl.DataFrame({"a": c.ids, "b": column.ids}).n_unique()
-    return not pairs == c.distinct == column.distinct  # else either will do
+    return not pairs == c.distinct == column.distinct  # equivalent ids are no rivals
 
 
 def list_names(columns: Sequence[Column]) -> str:
@@ -582,7 +574,7 @@ def sort_times(columns: list[Column]) -> list[Column]:
 
 
 def doubt_times(times: list[Column]) -> list[str]:
-    """Return the doubts about the first time column."""
+    """Return doubts about the first of the columns of times."""
     if not times:
         return []
     best, *others = times
@@ -599,11 +591,11 @@ def doubt_times(times: list[Column]) -> list[str]:
 
 
 def within_a_day(c: Column, other: Column) -> bool:
-    """Return whether two columns of times name about the same moments."""
+    """Return whether two columns of times differ by little more than a day."""
     if len(c.values) != len(other.values):
         return False
     first, second = (
-        moments(each.values.head(500), Time("t", **each.time), "t")[0]
+        parse_times(each.values.head(500), Time("t", **each.time), "t")[0]
         for each in (c, other)
     )
     apart = (first - second).abs().max()

@@ -1,6 +1,7 @@
-"""The beginning of a raw log, read by the code that reads all of it: a mistake in its description shows in seconds.
+"""The first rows of a raw log, read by the code that reads all of it.
 
-`python -m jobs.prepare` looks at it before Ray starts, and with `--dry-run` prints it and ends.
+A mistake in the mapping shows in seconds. `python -m jobs.prepare` reads them before
+Ray starts, and prints them with `--dry-run`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,15 +20,21 @@ import pyarrow.compute as pc
 from models.config import pluralize
 from models.storage.tables import UserError
 from pipelines.data.reading.log import Log
-from pipelines.data.reading.rows import Block, Rejected, check_missing, common
+from pipelines.data.reading.rows import (
+    Block,
+    RejectCounts,
+    check_missing,
+    common_missing,
+)
 from pipelines.data.reading.times import EPOCH
 
-BLOCKS = 4  # of a file, each of about 8 MiB, in search of rows and of a column that the first does not have
-MOST_REJECTS = (
-    0.5  # share of the rows read above which the description is taken to be wrong
-)
-VALUES = 3  # shown of each column
-LONGEST_VALUE = 40  # characters
+MAX_BLOCKS = 4
+"""Most blocks (of about 8 MiB) of a file to read in search of rows and columns."""
+MAX_REJECT_SHARE = 0.5
+"""Share of rejected rows above which the mapping is considered wrong."""
+MAX_VALUES = 3
+"""Values to show per column."""
+MAX_VALUE_CHARS = 40
 
 Blocks = Callable[[str], Iterator[Block]]
 
@@ -38,19 +46,19 @@ class Preview:
     kind: str
     """`events`, `items`, `users` or a table of features."""
     files: list[str]
-    """All of them."""
+    """All files."""
     begun: list[str]
-    """Those that were looked into."""
+    """Files that were read from the beginning."""
     rows: pa.Table
-    """Of the first block that has any."""
+    """Rows of the first block that has any."""
     origins: dict[str, str]
-    """Columns of `rows` to show, each with what it is in the raw file."""
+    """Column or expression in the raw file of each column of `rows` to show."""
     clock: bool
     """Whether times are clock times."""
-    rejected: Rejected
-    """Of all that was read."""
+    rejected: RejectCounts
+    """Counts of all rows that were read."""
     missing: dict[str, str]
-    """Columns that were in no row, each with a hint at the nearest."""
+    """Columns that no row had, each with a hint at the nearest one."""
     is_whole: bool
     """Whether the files were read to their ends."""
 
@@ -58,47 +66,41 @@ class Preview:
 def preview(
     log: Log, input_uri: str, max_rejects: float, items: bool = True
 ) -> list[Preview]:
-    """Read the first rows of events, items, users and features.
+    """Read the first rows of events, items, users and tables of features.
 
     Args:
-        items: Whether to read items.
+        log: Log to read.
+        input_uri: Input folder.
+        max_rejects: Share of rejected rows that is always allowed.
+        items: Whether to read the item files.
 
     Raises:
-        UserError: for unreadable files, for a column without any row, and if more than
-            MOST_REJECTS rows and a share `max_rejects` break the schema.
+        UserError: If a file cannot be read, a column is in no row, or more than
+            MAX_REJECT_SHARE of the rows break the schema.
     """
     users = log.read_users(input_uri, {}, beginning=True)
-    begin = partial(_begin, input_uri, log.clock)
     user_rows = users.rows if users else None
+    begin = partial(_begin, input_uri, log.clock)
 
-    def read(file: str) -> Iterator[Block]:
+    def read_events(file: str) -> Iterator[Block]:
         return log.read_events(input_uri, file, user_rows)
 
-    found = [begin("events", log.event_files(input_uri), read, log.origins)]
-    if items and log.items and (files := log.item_files(input_uri)):
-        found.append(
-            begin("items", files, partial(log.items.read, input_uri), log.items.origins)
-        )
+    previews = [begin("events", log.event_files(input_uri), read_events, log.origins)]
+    item_files = log.item_files(input_uri) if items else []
+    if log.items and item_files:
+        read_items = partial(log.items.read, input_uri)
+        previews.append(begin("items", item_files, read_items, log.items.origins))
     if users and log.users:
-        found.append(
-            begin(
-                "users",
-                log.user_files(input_uri)[:1],
-                lambda file: iter([users]),
-                log.users.origins,
-            )
+        user_files = log.user_files(input_uri)[:1]
+        previews.append(
+            begin("users", user_files, lambda file: iter([users]), log.users.origins)
         )
-    for name, of in log.as_of.items():
-        found.append(
-            begin(
-                f"as_of.{name}",
-                of.list_files(input_uri, "feature"),
-                partial(of.read, input_uri),
-                of.origins,
-            )
-        )
-    check_rejects(found, max_rejects, MOST_REJECTS)
-    return found
+    for name, section in log.as_of.items():
+        files = section.list_files(input_uri, "feature")
+        read_features = partial(section.read, input_uri)
+        previews.append(begin(f"as_of.{name}", files, read_features, section.origins))
+    check_rejects(previews, max_rejects, MAX_REJECT_SHARE)
+    return previews
 
 
 def _begin(
@@ -109,22 +111,33 @@ def _begin(
     read: Blocks,
     origins: dict[str, str],
 ) -> Preview:
-    """Read the first rows of the first, the middle and the last file."""
-    blocks, rejected = list[Block](), Rejected()
+    """Read the first rows of the first, the last and the middle file.
+
+    Args:
+        input_uri: Input folder, for messages.
+        clock: Whether times are clock times.
+        kind: "events", "items", "users" or a table of features.
+        files: Files of the kind.
+        read: Yields the blocks of a file.
+        origins: Column or expression in the raw file of each column.
+    """
+    blocks, rejected = list[Block](), RejectCounts()
     begun = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))
     whole = len(begun) == len(files)
     is_whole = True
     for file in begun:
         with closing(block for block in read(file)) as stream:
-            for block in islice(stream, BLOCKS):
+            for block in islice(stream, MAX_BLOCKS):
                 blocks.append(block)
-                rejected.add(Rejected.from_block(block))
-                if rejected.rows_read and not common(each.missing for each in blocks):
+                rejected.add(RejectCounts.from_block(block))
+                if rejected.rows_read and not common_missing(
+                    each.missing for each in blocks
+                ):
                     break
             else:
                 whole = whole and next(stream, None) is None
             is_whole = is_whole and next(stream, None) is None
-    missing = common(each.missing for each in blocks)
+    missing = common_missing(each.missing for each in blocks)
     if kind == "events" and whole and not rejected.rows_read:
         raise UserError(
             f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input"
@@ -137,83 +150,77 @@ def _begin(
     )
 
 
-def check_rejects(found: list[Preview], max_rejects: float, least: float = 0.0) -> None:
-    """Raise UserError if more than a share `max_rejects` and more than `least` rows
-    break the schema.
-    """
-    for seen in found:
-        seen.rejected.check(
-            max_rejects, f" at the beginning of {', '.join(seen.begun)}", least
-        )
+def check_rejects(
+    previews: list[Preview], max_rejects: float, least: float = 0.0
+) -> None:
+    """Raise a UserError if more than `max_rejects` and `least` of rows are rejected."""
+    for preview in previews:
+        where = f" at the beginning of {', '.join(preview.begun)}"
+        preview.rejected.check(max_rejects, where, least)
 
 
-def warnings(found: list[Preview]) -> list[str]:
-    """Return one line per column that none of the first rows has."""
+def warnings(previews: list[Preview]) -> list[str]:
+    """Return a warning per column that no row had, though a later row may have it."""
     return [
-        f"warning: no row of the first {seen.rejected.rows_read:,} of {', '.join(seen.begun)} has '{name}'; {hint}; "
-        f"unless later rows have it, correct the source file"
-        for seen in found
-        for name, hint in seen.missing.items()
+        f"warning: no row of the first {preview.rejected.rows_read:,} of "
+        f"{', '.join(preview.begun)} has '{name}'; {hint}; unless later rows have it, "
+        f"correct the source file"
+        for preview in previews
+        for name, hint in preview.missing.items()
     ]
 
 
-def lines(found: list[Preview]) -> list[str]:
+def lines(previews: list[Preview]) -> list[str]:
     """Return the lines that `--dry-run` prints."""
-    said: list[str] = []
-    for seen in found:
-        of = (
-            f"{len(seen.begun)} of {pluralize(len(seen.files), 'file')}"
-            if len(seen.files) > 1
-            else "the only file"
-        )
-        read = f"{pluralize(seen.rejected.rows_read, 'row')} read"
-        if not seen.is_whole:
-            read = f"the first {read}, and not yet the rest"
-        said.append(
-            f"{seen.kind}: {', '.join(seen.begun)}, {of}: {read}, {seen.rejected.rejects:,} rejected"
-        )
-        said += [f"  rejected: {line}" for line in seen.rejected.lines()]
-        table = [
-            (
-                column,
-                origin,
-                str(seen.rows.schema.field(column).type).removeprefix("large_"),
-                _values(seen, column),
-            )
-            for column, origin in seen.origins.items()
-            if column in seen.rows.column_names
-        ]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)][:3]
-        for row in table:
-            said.append(
-                "  ".join(
-                    [
-                        "",
-                        *(cell.ljust(w) for cell, w in zip(row, widths, strict=False)),
-                        row[3],
-                    ]
-                )
-            )
-    return said + warnings(found)
+    result: list[str] = []
+    for preview in previews:
+        result.append(_summarize(preview))
+        result += [f"  rejected: {line}" for line in preview.rejected.lines()]
+        result += _format_columns(preview)
+    return result + warnings(previews)
 
 
-def _values(seen: Preview, column: str) -> str:
+def _summarize(preview: Preview) -> str:
+    """Return a line with the files and the numbers of read and rejected rows."""
+    files = "the only file"
+    if len(preview.files) > 1:
+        files = f"{len(preview.begun)} of {pluralize(len(preview.files), 'file')}"
+    rows = f"{pluralize(preview.rejected.rows_read, 'row')} read"
+    if not preview.is_whole:
+        rows = f"the first {rows}, and not yet the rest"
+    return (
+        f"{preview.kind}: {', '.join(preview.begun)}, {files}: {rows}, "
+        f"{preview.rejected.rejects:,} rejected"
+    )
+
+
+def _format_columns(preview: Preview) -> list[str]:
+    """Return a line per column: name, origin, type and first values."""
+    table = []
+    for column, origin in preview.origins.items():
+        if column in preview.rows.column_names:
+            kind = str(preview.rows.schema.field(column).type).removeprefix("large_")
+            table.append((column, origin, kind, _values(preview, column)))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)][:3]
+    result = []
+    for *cells, values in table:
+        padded = [cell.ljust(w) for cell, w in zip(cells, widths, strict=True)]
+        result.append("  ".join(["", *padded, values]))
+    return result
+
+
+def _values(preview: Preview, column: str) -> str:
     """Return the first distinct values of a column."""
-    values = pc.unique(seen.rows[column].slice(0, 10_000).drop_null())[
-        :VALUES
-    ].to_pylist()
+    values = pc.unique(preview.rows[column].slice(0, 10_000).drop_null())
+    values = values[:MAX_VALUES].to_pylist()
+    is_time = column == "timestamp_ms" or column.startswith("known_")
+    is_clock_time = preview.clock and is_time
 
-    def instant(ms: int) -> str:
-        time = EPOCH + timedelta(milliseconds=ms)
-        return time.isoformat(timespec="milliseconds")[:-6] + "Z"
+    def to_text(value: Any) -> str:
+        if is_clock_time:
+            time = EPOCH + timedelta(milliseconds=value)
+            return time.isoformat(timespec="milliseconds")[:-6] + "Z"
+        return f"{value:.7g}" if isinstance(value, float) else str(value)
 
-    timed = seen.clock and (column == "timestamp_ms" or column.startswith("known_"))
-    texts = [
-        instant(each)
-        if timed
-        else f"{each:.7g}"
-        if isinstance(each, float)
-        else str(each)
-        for each in values
-    ]
-    return " | ".join(text[:LONGEST_VALUE] for text in texts) or "nothing in these rows"
+    texts = [to_text(value)[:MAX_VALUE_CHARS] for value in values]
+    return " | ".join(texts) or "nothing in these rows"

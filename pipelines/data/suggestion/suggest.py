@@ -1,5 +1,4 @@
-"""Write a first mapping for a folder with an unknown log: guesses with example values,
-and doubts as questions.
+"""A first mapping for an undescribed folder, with example values and open questions.
 
 python -m jobs.prepare --suggest FOLDER [--kind search] [--output FILE]
 """
@@ -23,7 +22,13 @@ import yaml
 from models.storage.tables import UserError, file_info, join, open_uri
 from pipelines.data.kinds import KINDS
 from pipelines.data.reading.log import parse_log
-from pipelines.data.reading.read import PACKED, SUFFIXES, Files, list_files, read_frames
+from pipelines.data.reading.read import (
+    COMPRESSED_SUFFIXES,
+    SUFFIXES,
+    Files,
+    list_files,
+    read_frames,
+)
 from pipelines.data.reading.rows import clean_ids, evaluate
 from pipelines.data.reading.unread import list_unread, name_files
 from pipelines.data.settings import read_config
@@ -38,43 +43,39 @@ from pipelines.data.suggestion.column_roles import (
 )
 from pipelines.data.suggestion.preview import preview
 
-ROWS = 5000  # of a file that are looked at
-ZIPPED = re.compile(rf"\.({'|'.join(PACKED)})$", re.IGNORECASE)
+MAX_ROWS = 5000
+"""Rows of a file that are examined."""
+COMPRESSED_NAME = re.compile(rf"\.({'|'.join(COMPRESSED_SUFFIXES)})$", re.IGNORECASE)
 
 
 def line(key: str, value: Any, why: str = "") -> str:
     """Return a line of YAML with a comment.
 
-    Features that have the names of their columns become a list of names.
+    Features with the names of their columns are written as a list.
     """
-    value = (
-        list(value)
-        if isinstance(value, dict) and all(name == each for name, each in value.items())
-        else value
-    )
-    text = yaml.safe_dump(
+    if isinstance(value, dict) and all(name == text for name, text in value.items()):
+        value = list(value)
+    dumped = yaml.safe_dump(
         value,
         default_flow_style=True,
         width=1 << 20,
         allow_unicode=True,
         sort_keys=False,
     )
-    return (
-        f"{key}: {text.splitlines()[0]}".ljust(46) + f"  # {why}"
-        if why
-        else f"{key}: {text.splitlines()[0]}"
-    )
+    text = f"{key}: {dumped.splitlines()[0]}"
+    return f"{text.ljust(46)}  # {why}" if why else text
 
 
 TOKEN = r"(?:[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\d+)"
-"""What differs between the names of the files of a log: numbers and UUIDs."""
+"""Parts that differ between the names of a log's files: numbers and UUIDs."""
 MAX_ID_BLOCKS = 16
-"""Blocks of at most 8 MiB that are read of the ids of a file beside the log."""
+"""Blocks of at most 8 MiB that are read for the ids of a file beside the log."""
 
 
 class Look:
-    """Files of one layout, described by the beginning of the largest file; `keys` say
-    how to read them.
+    """Files of one layout, described by the beginning of the largest.
+
+    `keys` are the format of the files, as keys of a mapping.
     """
 
     def __init__(self, folder: str, files: list[str]) -> None:
@@ -91,7 +92,7 @@ class Look:
         self.assign({"user": {}, "item": {}})
 
     def assign(self, shares: Shares) -> None:
-        """Choose user, item and time columns; `choose_roles` describes `shares`."""
+        """Choose the user, the item and the time; `shares` as in `choose_roles`."""
         self.roles = choose_roles(self.columns, self.rows, shares)
 
     @property
@@ -102,7 +103,7 @@ class Look:
 
     @property
     def possible_keys(self) -> list[Column]:
-        """Columns that may be the id of the rows."""
+        """Columns that may identify the rows."""
         return [
             c
             for c in self.columns
@@ -111,11 +112,11 @@ class Look:
 
     @property
     def names_only(self) -> bool:
-        """Whether the file has no header, so that column names are generated."""
+        """Whether the file has no header, so that names of columns are generated."""
         return "header" in self.keys
 
     def read_ids(self) -> dict[str, FileIds]:
-        """Return the ids of all possible keys, by column, from the whole files if small."""
+        """Return the ids of all possible keys, by column; of large files some."""
         if self.ids_by_key is None:
             self.ids_by_key = read_ids(self, [c.name for c in self.possible_keys])
         return self.ids_by_key
@@ -130,10 +131,10 @@ class Look:
         """
         if len(self.files) == 1 and not (grows and re.search(TOKEN, self.files[0])):
             return self.files[0]
-        zipped = "*" * any(map(ZIPPED.search, self.files))
+        zipped = "*" * any(map(COMPRESSED_NAME.search, self.files))
         nested = ["/" in file for file in self.files]
         folder = "*/" if all(nested) else "*" if any(nested) else ""
-        stem = ZIPPED.sub("", self.name)
+        stem = COMPRESSED_NAME.sub("", self.name)
         for stands in ("*", "[0-9a-f]*"):
             stem_pattern = re.sub(rf"{TOKEN}(?:[-_.:T]?{TOKEN})*", stands, stem)
             pattern = folder + stem_pattern + (zipped if len(self.files) > 1 else "")
@@ -147,160 +148,167 @@ class Look:
 
 @dataclass
 class FileIds:
-    """The ids of one column of files."""
+    """The distinct ids in a column of files."""
 
     ids: pl.Series
-    """Distinct ids."""
     is_whole: bool
-    """Whether the files were read to the end."""
+    """Whether the files were read to their ends."""
     repeats: bool
     """Whether several files have mostly the same ids."""
 
 
 def read_ids(look: Look, expressions: list[str]) -> dict[str, FileIds]:
-    """Return the ids that the expressions give in the files, up to MAX_ID_BLOCKS."""
-    found = {name: list[pl.Series]() for name in expressions}
+    """Return the ids that expressions give in the files, up to MAX_ID_BLOCKS."""
+    ids_by_file = {name: list[pl.Series]() for name in expressions}
     blocks = 0
     for file in look.files:
-        of_file = {name: list[pl.Series]() for name in expressions}
+        file_ids = {name: list[pl.Series]() for name in expressions}
         uri = join(look.folder, file)
-        read = read_frames(uri, Files(**look.keys), expressions)
-        with closing(frame for frame in read) as frames:
-            for frame in frames if blocks < MAX_ID_BLOCKS else ():
+        frames = read_frames(uri, Files(**look.keys), expressions)
+        with closing(frame for frame in frames) as stream:
+            for frame in stream if blocks < MAX_ID_BLOCKS else ():
                 blocks += 1
-                made, _ = evaluate(
-                    frame.whole, {name: name for name in expressions}, uri
-                )
+                wanted = {name: name for name in expressions}
+                values, _ = evaluate(frame.with_missing, wanted, uri)
                 for name in expressions:
-                    of_file[name].append(clean_ids(made[name]).drop_nulls().unique())
+                    ids = clean_ids(values[name]).drop_nulls().unique()
+                    file_ids[name].append(ids)
                 if blocks == MAX_ID_BLOCKS:
                     break
-        for name, series in of_file.items():
-            found[name] += [pl.concat(series).unique()] if series else []
+        for name, series in file_ids.items():
+            if series:
+                ids_by_file[name].append(pl.concat(series).unique())
+    nothing = pl.Series([], dtype=pl.String)
     return {
         name: FileIds(
-            pl.concat([pl.Series([], dtype=pl.String), *of_files]).unique(),
-            blocks < MAX_ID_BLOCKS,
-            mostly_shared(of_files),
+            ids=pl.concat([nothing, *parts]).unique(),
+            is_whole=blocks < MAX_ID_BLOCKS,
+            repeats=mostly_shared(parts),
         )
-        for name, of_files in found.items()
+        for name, parts in ids_by_file.items()
     }
 
 
-def mostly_shared(of_files: list[pl.Series]) -> bool:
+def mostly_shared(ids_by_file: list[pl.Series]) -> bool:
     """Return whether the files have mostly the same ids."""
-    total = sum(len(ids) for ids in of_files)
-    return len(of_files) > 1 and pl.concat(of_files).n_unique() < 0.7 * total
+    total = sum(len(ids) for ids in ids_by_file)
+    return len(ids_by_file) > 1 and pl.concat(ids_by_file).n_unique() < 0.7 * total
 
 
 def read_beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Return how a file is written, as keys of a mapping, and its first rows."""
+    """Return the format of a file, as keys of a mapping, and its first rows."""
     filesystem, path = open_uri(uri)
     if path.lower().endswith(".parquet"):
         with filesystem.open_input_file(path) as file:
             names = pq.read_schema(file).names
-        return {}, next(read_frames(uri, Files(), names)).rows.select(names).head(ROWS)
-    for encoding in ("utf-8", "utf-16", "cp1252"):
-        with suppress(*() if encoding == "cp1252" else (UserError, StopIteration)):
-            frame = next(
-                read_frames(uri, Files(format="lines", encoding=encoding), ["line"])
-            ).rows
-            if encoding != "utf-16" or frame["line"][0][0].isascii():
-                break
+        return {}, _first_rows(uri, Files(), names)
+    encoding, frame = _detect_encoding(uri)
     keys: dict[str, Any] = {} if encoding == "utf-8" else {"encoding": encoding}
-    lines, suffix = (
-        frame["line"].head(ROWS).to_list(),
-        ZIPPED.sub("", path.lower()).rpartition(".")[2],
-    )
+    lines = frame["line"].head(MAX_ROWS).to_list()
+    suffix = COMPRESSED_NAME.sub("", path.lower()).rpartition(".")[2]
     kind = "jsonl" if lines[0].startswith("{") else SUFFIXES.get(suffix)
-    more, names = (json_dialect if kind == "jsonl" else csv_dialect)(lines, suffix)
-    keys |= more
-    names = [
-        name for name in dict.fromkeys(names) if name
-    ]  # pandas writes an index without a name
-    return keys, next(read_frames(uri, Files(**keys), names)).rows.select(names).head(
-        ROWS
-    )
+    dialect = json_dialect if kind == "jsonl" else csv_dialect
+    more_keys, names = dialect(lines, suffix)
+    keys |= more_keys
+    # pandas writes an index without a name
+    names = [name for name in dict.fromkeys(names) if name]
+    return keys, _first_rows(uri, Files(**keys), names)
+
+
+def _first_rows(uri: str, files: Files, names: list[str]) -> pl.DataFrame:
+    return next(read_frames(uri, files, names)).rows.select(names).head(MAX_ROWS)
+
+
+def _detect_encoding(uri: str) -> tuple[str, pl.DataFrame]:
+    """Return the encoding of a text file, and its first lines."""
+    for encoding in ("utf-8", "utf-16"):
+        files = Files(format="lines", encoding=encoding)
+        with suppress(UserError, StopIteration):
+            frame = next(read_frames(uri, files, ["line"])).rows
+            # text in another encoding may decode as UTF-16 by chance
+            if encoding == "utf-8" or frame["line"][0][0].isascii():
+                return encoding, frame
+    files = Files(format="lines", encoding="cp1252")
+    return "cp1252", next(read_frames(uri, files, ["line"])).rows
 
 
 def json_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
-    """Return mapping keys and column names of JSON."""
-    rows: list[Any] = []
-    for each in (
-        ["\n".join(lines).lstrip("[ \n")]
-        if lines[0].lstrip().startswith("[")
-        else lines
-    ):
+    """Return the keys of a mapping, and the columns, of JSON text."""
+    texts = lines
+    if lines[0].lstrip().startswith("["):
+        texts = ["\n".join(lines).lstrip("[ \n")]
+    rows: list[dict[str, Any]] = []
+    for text in texts:
         with suppress(ValueError):
-            rows += [
-                row
-                for row in json.JSONDecoder(strict=False).raw_decode(each)[:1]
-                if isinstance(row, dict)
-            ]
+            value, _ = json.JSONDecoder(strict=False).raw_decode(text)
+            if isinstance(value, dict):
+                rows.append(value)
     names = list(dict.fromkeys(key for row in rows for key in row))
-    if not names or (
-        len(lines) == 1
-        and all(isinstance(value, list | dict) for value in rows[0].values())
-    ):
+    if not names:
+        return {"format": "keyed"}, ["key", "value"]
+    is_nested = all(isinstance(value, list | dict) for value in rows[0].values())
+    if len(lines) == 1 and is_nested:
         return {"format": "keyed"}, ["key", "value"]
     return {} if SUFFIXES.get(suffix) == "jsonl" else {"format": "jsonl"}, names
 
 
 def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
-    """Return mapping keys and column names of CSV.
+    """Return the keys of a mapping, and the columns, of CSV text.
 
     Raises:
-        UserError: if the lines have no columns.
+        UserError: If the text has no columns.
     """
-    kind, text, usual = (
-        SUFFIXES.get(suffix),
-        "\n".join(lines),
-        "\t" if suffix == "tsv" else ",",
-    )
-    bare = re.sub(
-        r'(?<![^\t;,|:\n])"(?:[^"\\]|\\.|"")*"(?![^\t;,|:\n\r])', "q", text
-    ).split("\n")[:200]
-    even = {
-        by: sum(row.count(by) == bare[0].count(by) > 0 for row in bare)
-        for by in ("::", "\t", ";", "|", ",", " ")
-    }
-    by = max(even, key=lambda by: even[by])
-    if kind is None and even[by] < (1 if by == " " else 0.9) * len(bare):
-        raise UserError(
-            "it has no columns; of lines such as `u1 i3 i7` set 'format: lines' and 'sequence'"
-        )
-    by = by if even[by] and (by != " " or kind is None) else usual
-    keys: dict[str, Any] = ({} if kind else {"format": "csv"}) | (
-        {"delimiter": by} if by != usual else {}
-    )
-    if '"' in text and not re.search(rf'(?m)(^|{re.escape(by)})"', text):
+    kind, text = SUFFIXES.get(suffix), "\n".join(lines)
+    default = "\t" if suffix == "tsv" else ","
+    delimiter = _find_delimiter(text, kind, default)
+    keys: dict[str, Any] = {} if kind else {"format": "csv"}
+    if delimiter != default:
+        keys["delimiter"] = delimiter
+    if '"' in text and not re.search(rf'(?m)(^|{re.escape(delimiter)})"', text):
         keys["quote"] = ""
     elif '\\"' in text and '""' not in text.replace('\\""', ""):
         keys["escape"] = "\\"
-    how: Any = (
-        {"quoting": csv.QUOTE_NONE}
-        if "quote" in keys
-        else {"escapechar": keys.get("escape")}
-    )
-    one = by if len(by) == 1 else "\x1f"
-    rows = list(
-        csv.reader(
-            (each.replace(by, one) for each in lines[:200]), delimiter=one, **how
+    options: Any = {"escapechar": keys.get("escape")}
+    if "quote" in keys:
+        options = {"quoting": csv.QUOTE_NONE}
+    mark = delimiter if len(delimiter) == 1 else "\x1f"
+    marked = (each.replace(delimiter, mark) for each in lines[:200])
+    rows = list(csv.reader(marked, delimiter=mark, **options))
+    if _lacks_header(rows):
+        keys["header"] = [f"c{number}" for number in range(1, len(rows[0]) + 1)]
+    return keys, keys.get("header", rows[0])
+
+
+def _find_delimiter(text: str, kind: str | None, default: str) -> str:
+    """Return the delimiter that most rows have as often as the first."""
+    quoted = r'(?<![^\t;,|:\n])"(?:[^"\\]|\\.|"")*"(?![^\t;,|:\n\r])'
+    rows = re.sub(quoted, "q", text).split("\n")[:200]
+    even = {}
+    for delimiter in ("::", "\t", ";", "|", ",", " "):
+        count = rows[0].count(delimiter)
+        even[delimiter] = sum(row.count(delimiter) == count > 0 for row in rows)
+    best = max(even, key=lambda delimiter: even[delimiter])
+    required = 1 if best == " " else 0.9
+    if kind is None and even[best] < required * len(rows):
+        raise UserError(
+            "it has no columns; of lines such as `u1 i3 i7` set 'format: lines' and "
+            "'sequence'"
         )
-    )
+    return best if even[best] and (best != " " or kind is None) else default
+
+
+def _lacks_header(rows: list[list[str]]) -> bool:
+    """Return whether the first line has numbers of the shape of later ones."""
     shapes = [
         [re.sub(r"\d+", "0", cell) for cell in row]
         for row in rows
         if len(row) == len(rows[0])
     ]
-    for place, cell in enumerate(
-        shapes[0]
-    ):  # a first line like the others is no header
-        if "0" in cell and sum(row[place] == cell for row in shapes) > max(
-            1, len(shapes) / 2
-        ):
-            keys["header"] = [f"c{number}" for number in range(1, len(rows[0]) + 1)]
-    return keys, keys.get("header", rows[0])
+    for column, cell in enumerate(shapes[0]):
+        alike = sum(row[column] == cell for row in shapes)
+        if "0" in cell and alike > max(1, len(shapes) / 2):
+            return True
+    return False
 
 
 @dataclass
@@ -308,13 +316,13 @@ class Suggestion:
     """A first mapping file."""
 
     text: str
-    """Content of the mapping file."""
+    """Content of the file."""
     doubts: list[str]
-    """Lines that decide the training data and are in doubt."""
+    """Lines of the file that determine the training and are in doubt."""
 
 
 class Draft:
-    """The lines of a mapping, and its doubtful lines."""
+    """Lines of a mapping, and the doubtful ones among them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -323,7 +331,7 @@ class Draft:
     def add(
         self, key: str, value: Any, why: str = "", doubts: Sequence[str] = ()
     ) -> None:
-        """Add a line; `doubts` join its comment, and put it among the doubtful ones."""
+        """Add a line; `doubts` join its comment and mark it as doubtful."""
         made = line(key, value, "; ".join(filter(None, [why, *doubts])))
         self.lines.append(made)
         if doubts:
@@ -331,17 +339,17 @@ class Draft:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the lines."""
+        """The keys of the lines."""
         return [each.split(":")[0] for each in self.lines]
 
 
 def suggest(folder: str, kind: str | None = None) -> Suggestion:
-    """Return a first mapping of the files of a folder.
+    """Suggest a first mapping of the files of a folder.
 
     Args:
         folder: Folder of a raw log.
-        kind: What a request is. By default a search where there are queries with
-            results shown, else a behaviour.
+        kind: Kind of the requests. By default a search if there are queries with
+            results, otherwise a behaviour.
 
     Raises:
         UserError: If none of the files can be a log.
@@ -359,14 +367,14 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
     labels = add_events(draft, log, items, kind)
     add_description(draft, "user", users, every)
     add_description(draft, "item", items, every)
-    made = ["prepare:", *setting_lines(kind, draft.keys, labels, log)]
-    made += min_matched_line(users, items)
-    lines = [*draft.lines, *check_mapping(folder, draft.lines, made), *made]
+    prepare = ["prepare:", *setting_lines(kind, draft.keys, labels, log)]
+    prepare += min_matched_line(users, items)
+    lines = [*draft.lines, *check_mapping(folder, draft.lines, prepare), *prepare]
     return Suggestion("\n".join(lines) + "\n", draft.doubts)
 
 
 def add_files(draft: Draft, log: Look, looks: list[Look], every: list[str]) -> None:
-    """Add the lines of the files of events, and how they are written."""
+    """Add the lines about the files of events and their format."""
     asked = {
         "header": "the file has none: rename these, here and below",
         "encoding": "is it this one?",
@@ -390,7 +398,7 @@ def add_files(draft: Draft, log: Look, looks: list[Look], every: list[str]) -> N
 def add_events(
     draft: Draft, log: Look, items: Description, kind: str | None
 ) -> dict[str, Any]:
-    """Add the lines that define an event, and return its labels."""
+    """Add the lines about the columns of events, and return the labels."""
     user, item, shown = log.roles.user, log.roles.item, log.roles.listed
     times = log.roles.times
     left = [c for c in log.columns if c not in (user, item, shown, *times)]
@@ -456,61 +464,58 @@ def add_request(draft: Draft, role: str, left: list[Column]) -> None:
 def setting_lines(
     kind: str | None, keys: list[str], labels: dict[str, Any], log: Look
 ) -> list[str]:
-    """Return the lines of settings of jobs.prepare; `keys` are the keys of the mapping."""
+    """Return lines with settings of jobs.prepare.
+
+    Args:
+        kind: Kind of the requests, or None.
+        keys: Keys of the mapping.
+        labels: Labels of the mapping.
+        log: Files of the log.
+    """
     acts = [name for name, value in labels.items() if isinstance(value, str)]
-    wanted = ("click", "purchas|buy|bought|order", "like")
-    behaviour = next(
-        (name for word in wanted for name in acts if re.search(word, name)), None
-    )
-    if (
-        kind is None
-        and behaviour
-        and "query" in keys
-        and ("explode" in keys or "position" in keys)
-    ):
+    behaviour = None
+    for words in ("click", "purchas|buy|bought|order", "like"):
+        matches = [name for name in acts if re.search(words, name)]
+        behaviour = behaviour or next(iter(matches), None)
+    has_results = "query" in keys and ("explode" in keys or "position" in keys)
+    if kind is None and behaviour and has_results:
         kind = "search"
-    feed = (
-        "each event shown, with what was done? then --suggest --kind actions"
-        if len(acts) > 1 and log.roles.times
-        else ""
-    )
-    lines = (
-        [line("  kind", kind or "retrieval", "" if kind else feed)]
-        if kind or feed
-        else []
-    )
-    lines += ["  core: 0"] if kind in ("search", "actions") else ["  core: 5"]
-    behaviour = behaviour or (acts[0] if acts and kind == "search" else None)
+    lines = []
+    if kind:
+        lines.append(line("  kind", kind))
+    elif len(acts) > 1 and log.roles.times:
+        question = "each event shown, with what was done? then --suggest --kind actions"
+        lines.append(line("  kind", "retrieval", question))
+    lines.append("  core: 0" if kind in ("search", "actions") else "  core: 5")
+    if acts and kind == "search":
+        behaviour = behaviour or acts[0]
     if behaviour and kind != "actions":
         others = [name for name in acts if name != behaviour]
         rivals = f"or {', '.join(others[:3])}?" if others else ""
         lines.append(line("  behaviour", behaviour, rivals))
     split = "temporal" if log.roles.times else "leave_last_out"
     lines.append(line("  split", {"kind": split}))
-    return [*lines, *numeric_label_lines(labels, log)] if kind == "actions" else lines
+    if kind == "actions":
+        lines += numeric_label_lines(labels, log)
+    return lines
 
 
 def numeric_label_lines(labels: dict[str, Any], log: Look) -> list[str]:
-    """Return the section of tasks and inputs for a feed's numeric labels."""
+    """Return the section with tasks and inputs from numeric labels of a feed."""
     tasks, inputs = list[str](), list[str]()
     for name, value in labels.items():
         if isinstance(value, str):
             continue
         column = next(c for c in log.columns if c.value == value["column"])
-        numbers = (
-            column.ids.str.replace(",", ".").cast(pl.Float64, strict=False).drop_nulls()
-        )
+        text = column.ids.str.replace(",", ".")
+        numbers = text.cast(pl.Float64, strict=False).drop_nulls()
         low, middle, high = (
             float(f"{numbers.quantile(share):g}") for share in (0, 0.5, 0.99)
         )
         limit = {"at_least": middle} if middle > low else {"above": low}
-        tasks.append(
-            line(
-                f"      high_{name}",
-                {"label": name, **limit},
-                "from where on is it one? or no task",
-            )
-        )
+        task = {"label": name, **limit}
+        question = "from where on is it one? or no task"
+        tasks.append(line(f"      high_{name}", task, question))
         if high > low:
             inputs.append(line(f"      {name}", {"label": name, "range": [low, high]}))
     lines = ["    tasks:", *tasks] if tasks else []
@@ -519,7 +524,10 @@ def numeric_label_lines(labels: dict[str, Any], log: Look) -> list[str]:
 
 
 def find_log(folder: str) -> tuple[Look, list[Look], list[str]]:
-    """Return the files that are most like a log, the other ones, and all names of files.
+    """Find the files that are most like a log.
+
+    Returns:
+        The log, the other files, and the names of all files.
 
     Raises:
         UserError: If no file can be a log.
@@ -527,7 +535,7 @@ def find_log(folder: str) -> tuple[Look, list[Look], list[str]]:
     every = list_files(folder, "*", required=False, what="file")
     groups: dict[str, list[str]] = {}
     for file in every:
-        name = ZIPPED.sub("", file.rpartition("/")[2])
+        name = COMPRESSED_NAME.sub("", file.rpartition("/")[2])
         groups.setdefault(re.sub(TOKEN, "0", name), []).append(file)
     looks, refused = list[Look](), list[str]()
     for files in groups.values():
@@ -551,14 +559,14 @@ def find_log(folder: str) -> tuple[Look, list[Look], list[str]]:
 
 
 def log_rank(look: Look) -> tuple[bool, bool, int, bool]:
-    """Return the sort key of a log among the files of a folder; larger is likelier."""
+    """Return a sort key that tells a log from other files; larger is likelier."""
     roles = look.roles
     ordered = bool(roles.times or roles.listed)
     return look.is_log, not tell(look.name, "beside"), roles.sure, ordered
 
 
 def describe_columns(look: Look) -> str:
-    """Return the names of a file's columns, and how nested events are read."""
+    """Return the names of a file's columns, with hints at nested events."""
     names = ", ".join(c.name for c in look.columns)
     hints = [explain_nested(c) for c in look.columns]
     return "; ".join([names, *filter(None, hints)])
@@ -583,9 +591,9 @@ def explain_nested(column: Column) -> str:
 
 
 def measure_shares(log: Look, looks: list[Look]) -> Shares:
-    """Return which share of each column's ids the files of users and of items have.
+    """Return the share of each column's ids that files of users and items contain.
 
-    A file whose ids count up from 1 says nothing, as other ids do so too.
+    A file whose ids count up from 1 is no evidence, as other ids count up too.
     """
     shares: Shares = {"user": {}, "item": {}}
     columns = [c for c in log.columns if c.may_be_id]
@@ -613,7 +621,7 @@ def count_up(ids: pl.Series) -> bool:
 
 
 def find_keys(look: Look) -> list[tuple[str, Column]]:
-    """Return the roles that names say of possible keys of a file beside the log."""
+    """Return possible keys of a file beside the log, with the roles of their names."""
     if tell(look.name, "beside"):
         return []
     keys = []
@@ -629,9 +637,9 @@ def find_keys(look: Look) -> list[tuple[str, Column]]:
 
 
 def add_time(draft: Draft, log: Look, clock: Column | None) -> None:
-    """Add when events happened.
+    """Add the line of the time.
 
-    It is a column of times, a day beside a time of day, or the order of the rows.
+    It is a column of times, a day and a time of day, or the order of the rows.
     """
     time = next(iter(log.roles.times), None)
     if time is None:
@@ -654,10 +662,15 @@ def classify_column(
     asks: dict[str, Any],
     features: dict[str, dict[str, str]],
 ) -> None:
-    """Add a column to the labels, possible labels or features, or leave it out.
+    """Add a column to the labels, the possible labels or the possible features, if any.
 
     Args:
-        bare: Whether column names are generated and say nothing.
+        c: Column.
+        exploded: Whether events are elements of lists.
+        bare: Whether names are generated.
+        labels: Labels by name, changed in place.
+        asks: Possible labels by name, changed in place.
+        features: Possible features by kind and name, changed in place.
     """
     code = c.few and not c.measure and not tell(c.name, "amount")
     actions = (
@@ -667,7 +680,7 @@ def classify_column(
     )
     if exploded and c.list and tell(c.name, "outcome"):
         labels[c.feature] = f"coalesce(array_contains({c.list}, shown), false)"
-    elif exploded and tell(c.name, "outcome") and not c.number:  # one item, or none
+    elif exploded and tell(c.name, "outcome") and not c.number:  # at most one item
         labels[c.feature] = (
             f"coalesce(array_contains(string_to_array({c.sql}, ' '), shown), false)"
         )
@@ -695,25 +708,26 @@ class Description:
     """The files that describe the users or the items of the log."""
 
     look: Look | None = None
-    """The files; None where none do."""
+    """The files, or None."""
     key: Column | None = None
-    """Their column of ids."""
+    """Column of their ids."""
     log_sql: str = "{}"
-    """SQL that makes the ids of the log like those of the files."""
+    """SQL that converts the ids of the log to those of the files."""
     file_sql: str = "{}"
-    """SQL that makes the ids of the files like those of the log."""
+    """SQL that converts the ids of the files to those of the log."""
     matched: tuple[int, int] = (0, 0)
-    """Ids of the log's beginning that the files have, of how many."""
+    """Number of ids in the beginning of the log that the files have, and of all its
+    ids."""
     share: float = 1.0
-    """The smaller of the shares of ids and of events that the files have."""
+    """The smaller of the shares of ids and of events that the files cover."""
     is_measured: bool = False
     """Whether the files were read to their ends."""
     file_doubts: list[str] = field(default_factory=list)
-    """What speaks against the files."""
+    """Doubts about the files."""
     key_doubts: list[str] = field(default_factory=list)
-    """What speaks against their column of ids."""
+    """Doubts about the column of their ids."""
     doubts: list[str] = field(default_factory=list)
-    """What the files say against the column of ids of the log."""
+    """Doubts about the column of ids of the log."""
 
     def wrap(self, name: str) -> str:
         """Return the SQL of the log's ids."""
@@ -723,14 +737,14 @@ class Description:
 def find_description(
     role: str, ids: Column | None, log: Look, looks: list[Look]
 ) -> Description:
-    """Return the files that describe the users or the items of a log best.
+    """Find the files that describe the users or the items of a log best.
 
-    A file of another name that has the same ids is a rival: the name of a file is weak
-    evidence, as ids that count up are in the files of other things too.
+    A file of another name with the same ids is a rival: the name of a file is weak
+    evidence, as ids that count up are in files of other things too.
 
     Args:
         role: `user` or `item`.
-        ids: Column of the log with their ids, None where it has none.
+        ids: Column of the log with the ids, or None.
         log: The log.
         looks: Files beside the log.
     """
@@ -779,7 +793,7 @@ def find_description(
 
 
 def check_description(role: str, best: Description) -> Description:
-    """Return the description with its doubts, or an empty one without matching ids."""
+    """Return the description with doubts, or an empty one if no id matches."""
     assert best.look is not None
     assert best.key is not None
     if best.look.read_ids()[best.key.name].repeats:
@@ -795,7 +809,7 @@ def check_description(role: str, best: Description) -> Description:
 
 
 def count_name_matches(role: str, ids: Column, look: Look, key: Column) -> int | None:
-    """Return how many names say that the file describes these ids.
+    """Return how many names indicate that the file describes these ids.
 
     None stands for a file of something else.
     """
@@ -810,10 +824,10 @@ def count_name_matches(role: str, ids: Column, look: Look, key: Column) -> int |
 def match_ids(
     look: Look, key: Column, ids: Column, values: pl.Series, file_ids: FileIds
 ) -> Description:
-    """Return how many ids of the log's beginning a file has.
+    """Match the ids in the beginning of the log with the ids of a file.
 
-    Where more match in lower case, or padded with zeros to the width of the other
-    side, the SQL for it is part of the description.
+    If more match in lower case, or padded with zeros to the width of the other side,
+    the description contains the SQL for it.
     """
     made = Description(look, key, is_measured=file_ids.is_whole)
     made.matched, made.share = count_matches(values, file_ids.ids)
@@ -835,7 +849,7 @@ def match_ids(
 
 
 def count_matches(values: pl.Series, ids: pl.Series) -> tuple[tuple[int, int], float]:
-    """Return (matched ids, ids), and the smaller of the shares of ids and of rows."""
+    """Return (matched ids, ids), and the smaller of the shares of ids and rows."""
     unique, described = values.unique(), ids.implode()
     matched = int(unique.is_in(described).sum())
     rows = int(values.is_in(described).sum()) / max(1, len(values))
@@ -843,7 +857,10 @@ def count_matches(values: pl.Series, ids: pl.Series) -> tuple[tuple[int, int], f
 
 
 def pad_sql(values: pl.Series, others: pl.Series, column: Column) -> str:
-    """Return SQL that pads values with zeros to the width of the others, if they are so."""
+    """Return SQL that pads values with zeros to the common width of the others.
+
+    It is empty if the others have no common width or no leading zero.
+    """
     widths = others.str.len_chars()
     padded = others.str.starts_with("0").any()
     if not padded or widths.n_unique() != 1:
@@ -857,7 +874,7 @@ def pad_sql(values: pl.Series, others: pl.Series, column: Column) -> str:
 
 
 def apply_sql(values: pl.Series, sql: str) -> pl.Series:
-    """Return ids as the SQL makes them."""
+    """Apply SQL to ids."""
     wanted = {"id": sql.format("id")}
     return evaluate(pl.DataFrame({"id": values}), wanted, "ids")[0]["id"]
 
@@ -921,9 +938,10 @@ def add_description(
 
 
 def min_matched_line(users: Description, items: Description) -> list[str]:
-    """Return the line of `min_matched` where the files lack users or items.
+    """Return the line of `min_matched` if the files lack users or items.
 
-    It is half of what was measured, as the beginning of the log is not all of it.
+    It is half of the measured share, as the beginning of the log may differ from the
+    rest.
     """
     measured = [
         (description.share, role, description)
@@ -942,8 +960,12 @@ def min_matched_line(users: Description, items: Description) -> list[str]:
 
 
 def check_mapping(folder: str, lines: list[str], settings: list[str]) -> list[str]:
-    """Check the mapping with the code that reads the whole log, and return the result
-    as comments.
+    """Return comments about the mapping from the code that reads the log.
+
+    Args:
+        folder: Folder of the log.
+        lines: Lines of the mapping.
+        settings: Lines with settings of jobs.prepare.
     """
     try:
         log, config = (

@@ -1,4 +1,4 @@
-"""The recurrences of Gated DeltaNet and Mamba2: in chunks, in steps and as a loop over positions; and their mixers."""
+"""Recurrences of Gated DeltaNet and Mamba2: chunks and steps equal a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models.training.optimizers import group_parameters, make_optimizer
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 
 
-def by_loop(
+def run_loop(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -24,7 +24,7 @@ def by_loop(
     beta: Tensor | None,
     memory: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition, head by head and position by position."""
+    """Compute the recurrence by its definition, by head and position."""
     rows, heads, length, width = v.shape
     out = torch.zeros_like(v)
     after = torch.zeros(rows, heads, k.shape[-1], width, dtype=v.dtype)
@@ -49,7 +49,10 @@ def by_loop(
 def inputs(
     length: int, delta: bool, shared: bool, seed: int = 0
 ) -> list[Tensor | None]:
-    """q, k, v, log_decay, beta, memory of 2 rows and 3 heads; keys of length 1, as the delta rule is stable for."""
+    """Return q, k, v, log_decay, beta and memory of 2 rows and 3 heads.
+
+    Keys have length 1, for which the delta rule is stable.
+    """
     torch.manual_seed(seed)
     groups = 1 if shared else 3
     q, k = torch.randn(2, 2, groups, length, 4, dtype=torch.double)
@@ -75,12 +78,12 @@ def inputs(
     seed=st.integers(0, 99),
     remembers=st.booleans(),
 )
-def test_chunks_and_steps_are_the_loop(
+def test_chunks_and_steps_equal_a_loop(
     delta: bool, shared: bool, length: int, chunk: int, seed: int, remembers: bool
 ) -> None:
     q, k, v, log_decay, beta, memory = inputs(length, delta, shared, seed)
     before = memory if remembers else None
-    expected, after = by_loop(q, k, v, log_decay, beta, before)
+    expected, after = run_loop(q, k, v, log_decay, beta, before)
     out, found = gated_recurrence(q, k, v, log_decay, beta, before, chunk=chunk)
     torch.testing.assert_close(out, expected, **EXACT)
     torch.testing.assert_close(found, after, **EXACT)
@@ -96,9 +99,9 @@ def test_chunks_and_steps_are_the_loop(
 
 
 @pytest.mark.parametrize("delta", [True, False])
-def test_gradients_are_those_of_the_loop(delta: bool) -> None:
+def test_gradients_equal_those_of_a_loop(delta: bool) -> None:
     found = []
-    for run in (by_loop, lambda *given: gated_recurrence(*given, chunk=4)):
+    for run in (run_loop, lambda *given: gated_recurrence(*given, chunk=4)):
         given = [
             None if x is None else x.clone().requires_grad_()
             for x in inputs(11, delta, shared=not delta)
@@ -128,8 +131,8 @@ def test_fast_forgetting_over_long_rows_stays_finite(delta: bool) -> None:
     )  # each position alone
 
 
-def test_digits_are_kept_after_fast_forgetting() -> None:
-    """Positions that forget all stand before others that forget little, in one chunk: in float32 as in float64."""
+def test_float32_is_accurate_after_fast_decay() -> None:
+    """Fast and slow decays in one chunk: float32 agrees with float64."""
     q, k, v, log_decay, beta, _ = inputs(40, True, shared=False)
     log_decay[..., :20] = -2000 - torch.rand(2, 3, 20, dtype=torch.double)
     log_decay[..., 20:] = -0.1 * torch.rand(2, 3, 20, dtype=torch.double)
@@ -140,7 +143,7 @@ def test_digits_are_kept_after_fast_forgetting() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_decay_but_for_those_of_time_and_of_the_skip() -> None:
+def test_time_and_skip_parameters_have_no_weight_decay() -> None:
     for mixer, spared in (
         (Mamba2(8, 4, 4, 2, 4, 8), 3),
         (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2),
@@ -166,7 +169,7 @@ def mixers() -> dict[str, RecurrentMixer]:
 
 
 @pytest.mark.parametrize("name", ["gdn", "mamba2"])
-def test_a_mixer_steps_as_it_reads(name: str) -> None:
+def test_mixer_steps_equal_the_forward_pass(name: str) -> None:
     mixer, x = mixers()[name], torch.randn(3, 9, 6, dtype=torch.double)
     with torch.no_grad():
         expected, after = mixer(x)
@@ -180,8 +183,8 @@ def test_a_mixer_steps_as_it_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gdn", "mamba2"])
-def test_a_mixer_passes_over_padding(name: str) -> None:
-    """Rows of 2 and 5 real positions after padding of any content: state and outputs are those without it."""
+def test_mixer_ignores_padding(name: str) -> None:
+    """Rows of 2 and 5 real positions equal rows without padding."""
     mixer, x = mixers()[name], torch.randn(2, 7, 6, dtype=torch.double)
     real = torch.ones(2, 7, 1, dtype=torch.double)
     real[0, :5], real[1, :2] = 0, 0
@@ -201,8 +204,8 @@ def test_a_mixer_passes_over_padding(name: str) -> None:
                 )
 
 
-def test_gated_deltanet_is_its_equations() -> None:
-    """One position after one other, head by head, from the weights."""
+def test_gated_deltanet_follows_its_equations() -> None:
+    """Compute two positions head by head from the weights."""
     mixer, x = mixers()["gdn"], torch.randn(2, 6, dtype=torch.double)
     silu, unit = (
         torch.nn.functional.silu,
@@ -233,7 +236,7 @@ def test_gated_deltanet_is_its_equations() -> None:
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_mamba2_is_its_equations() -> None:
+def test_mamba2_follows_its_equations() -> None:
     mixer, x = mixers()["mamba2"], torch.randn(2, 6, dtype=torch.double)
     silu, softplus = torch.nn.functional.silu, torch.nn.functional.softplus
     with torch.no_grad():
@@ -262,7 +265,7 @@ def test_mamba2_is_its_equations() -> None:
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_heads_that_do_not_fill_the_width_are_refused() -> None:
+def test_head_width_must_divide_the_inner_width() -> None:
     with pytest.raises(
         ValueError, match="head_width 5 does not divide the inner width 12"
     ):

@@ -1,4 +1,4 @@
-"""The recurrence: parallel against step by step and against float64, forward and backward."""
+"""The parallel recurrence equals a step-by-step loop, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DECAYS = torch.tensor([0.5, 0.9, 0.99, 0.999, 0.9999])
 
 
 def step_by_step(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """The definition, in the dtype given."""
+    """Compute the recurrence by its definition, in the dtype of `x`."""
     h, out = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         h = decay * h + x[:, t]
@@ -22,7 +22,7 @@ def step_by_step(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
-    """Per channel, against the channel's largest value, as a sum over thousands of terms is."""
+    """Return whether values agree relative to the largest value of their channel."""
     scale = want.abs().flatten(0, -2).amax(0) if want.ndim > 1 else want.abs()
     return bool(((got - want).abs() <= tolerance * scale.clamp(min=1)).all())
 

@@ -1,4 +1,4 @@
-"""The recurrence in one pass: run by Triton's interpreter, its kernels give what PyTorch's form gives."""
+"""The fused kernels, run by Triton's interpreter, equal the PyTorch form."""
 
 from __future__ import annotations
 

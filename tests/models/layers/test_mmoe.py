@@ -1,4 +1,4 @@
-"""MMoE against a loop over tasks and experts; shapes; tasks that share experts only."""
+"""MMoE equals a loop over tasks and experts; tasks share only the experts."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_draws_are_spread_evenly() -> None:
     keys = torch.arange(200)
-    noise = speculative.Noise(keys, 1).of(None, 2)
+    noise = speculative.Noise(keys, 1).at_level(None, 2)
     drawn = noise.uniform(torch.arange(500).expand(200, -1), "keep")
     assert drawn.mean().item() == pytest.approx(0.5, abs=0.005)
     assert drawn.var().item() == pytest.approx(1 / 12, abs=0.002)

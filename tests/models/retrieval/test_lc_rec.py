@@ -214,7 +214,7 @@ def test_the_prompt_is_held_once_per_user() -> None:
 def test_the_input_is_the_prompt_around_the_codes() -> None:
     model, batch = make(), requests(5)
     tokens, lengths = model.backbone.inputs(batch)
-    place, real = model.backbone.of_history(model.encode(batch))
+    place, real = model.backbone.locate_history(model.encode(batch))
     for row in range(5):
         expected = plain_tokens(model, history_of(batch, row))
         assert tokens[row].tolist() == expected + [0] * (

@@ -70,7 +70,7 @@ def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
         ),
     ]
     history = model.encode(batch)
-    place, real = model.backbone.of_history(history)
+    place, real = model.backbone.locate_history(history)
     kept = model.decoder_input(history)[:, place]
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -95,7 +95,7 @@ def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
 def test_readouts_stand_on_each_other(layers: int) -> None:
     model, batch = taught(readout_layers=layers, **HEADS), requests(4)
     history = model.encode(batch)
-    place, real = model.backbone.of_history(history)
+    place, real = model.backbone.locate_history(history)
     kept = model.decoder_input(history)[:, place]
     found, readout = model.decoder.context(history), model.decoder.readout
     assert len(readout.layers) == layers

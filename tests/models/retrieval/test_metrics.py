@@ -74,7 +74,7 @@ def test_requests_that_repeat_an_item_count_apart():
     assert found["first/examples"] == 1  # the third request of the first batch
     assert found["first/ndcg@10"] == pytest.approx(1 / math.log2(3))
     assert found["ndcg@10"] == pytest.approx((1 + 1 / math.log2(3) + 0.5) / 3)
-    assert [part.tolist() for part in kept.whole()] == [
+    assert [part.tolist() for part in kept.merge()] == [
         [6],
         [pytest.approx(1 / math.log2(3))],
         [1],

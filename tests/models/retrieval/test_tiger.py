@@ -11,7 +11,7 @@ import torch
 
 from models.layers.t5 import _ReluDropout, dropout
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.search.generate import as_transformers
+from models.retrieval.search.generate import to_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
 
 SMALL = {
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_transformers(tiger, end_token):
     labels = tiger.tokens.items[batch["target"]]
     if end_token:
         labels = torch.nn.functional.pad(labels, (0, 1), value=tiger.tokens.end)
-    library = as_transformers(tiger.backbone, tiger.decoder)
+    library = to_transformers(tiger.backbone, tiger.decoder)
     tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
     loss = library(input_ids=tokens, attention_mask=real.long(), labels=labels).loss

@@ -1,4 +1,4 @@
-"""Mapping files: SQL over the columns of a log gives events; what breaks the schema is a reject, nothing is lost."""
+"""Mapping files: SQL gives events, invalid rows are rejected, and no row is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models.item_ids import NULL_WORDS, clean_id
 from models.storage.tables import UserError
 from pipelines.data.reading import read as reading
 from pipelines.data.reading.log import LOG_ROW, Log, load_source, parse_log
-from pipelines.data.reading.read import pieces
+from pipelines.data.reading.read import split_file
 from pipelines.data.reading.rows import as_text, clean_ids
 from pipelines.data.schemas import REJECTS
 
@@ -38,11 +38,11 @@ def plain(**keys: Any) -> Log:
 def read(
     log: Log, folder: Path, size: int | None = None
 ) -> tuple[list[Row], list[Row]]:
-    """Events and rejects of all files; that every row is one or the other is checked on the way."""
+    """Read events and rejects of all files, and check that no row is lost."""
     log, events, rejects = pickle.loads(pickle.dumps(log)), [], []
     users = log.read_users(str(folder), {})
     for number, file in enumerate(log.event_files(str(folder))):
-        for piece in pieces(str(folder / file), log, size) if size else [None]:
+        for piece in split_file(str(folder / file), log, size) if size else [None]:
             places: list[int] = []
             for block in log.read_events(
                 str(folder), file, users.rows if users else None, piece, number
@@ -62,7 +62,7 @@ def of(found: Sequence[Row], *names: str) -> list[tuple]:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """JSON lines, CSV or Parquet by the suffix."""
+    """Write JSON lines, CSV or Parquet by the suffix."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
@@ -75,7 +75,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 def made(
     folder: Path, rows: Sequence[Row], name: str = "log.csv", **keys: Any
 ) -> tuple[list[Row], list[Row]]:
-    """Events and rejects of rows, to each of which a user, an item and a time are given where they lack them."""
+    """Read events and rejects of rows, completed by user, item and time."""
     write(
         folder / name,
         [{"u": "a", "i": f"i{n}", "t": n, **row} for n, row in enumerate(rows)],
@@ -269,7 +269,7 @@ SEARCHES = [
 def test_lists_become_impressions(
     tmp_path: Path, name: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "BLOCK", block if name == "log.csv" else 8 << 20)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", block if name == "log.csv" else 8 << 20)
     rows, shown, dwell, clicked = (
         SEARCHES,
         "shown",
@@ -555,7 +555,7 @@ def test_events_do_not_depend_on_blocks_or_pieces(
         assert found == events
         assert of(lost, "reason", "source") == of(rejects, "reason", "source")
     for block in (500, 4000):
-        monkeypatch.setattr(reading, "BLOCK", block)
+        monkeypatch.setattr(reading, "BLOCK_BYTES", block)
         assert read(log, tmp_path) == (events, rejects)
 
 

@@ -1,4 +1,4 @@
-"""Logs that are unusual and right: ids of any characters, and a user with very many events."""
+"""Unusual valid logs: ids of all characters, and a user with very many events."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows(number: int = 600) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, kind: str, log: list[dict[str, Any]]) -> str:
-    """The log as one file of the kind with its mapping; the path of the mapping."""
+    """Write a log of a kind to a file, and return the path of its mapping."""
     folder.mkdir()
     if kind == "csv":
         with open(folder / "log.csv", "w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Folders in the layouts of H&M, MovieLens-1M and MIND become tables without leakage by their mapping files alone."""
+"""Logs in the layouts of H&M, MovieLens-1M and MIND become tables by a mapping."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCES = Path("jobs/configs/sources")
 def made(
     source: Path | str, raw: Path | str, output: Path | str, **options: Any
 ) -> dict[str, Any]:
-    """The statistics of jobs.prepare by its command line."""
+    """Run jobs.prepare by its command line and return its statistics."""
     words = [
         word for name, value in options.items() for word in (f"--{name}", str(value))
     ]
@@ -50,7 +50,7 @@ def made(
 
 
 def tables_of(name: str, folder: Path, **options: Any) -> tuple[dict[str, Any], str]:
-    """Made and audited in this process; the statistics, and where the tables are."""
+    """Prepare and audit a log in this process; return statistics and tables."""
     folder.mkdir(exist_ok=True)
     raw, output = MAKERS[name](folder / "raw"), str(folder / "tables")
     statistics = made(SOURCES / f"{name}.yaml", raw, output, **options)
@@ -234,7 +234,7 @@ def test_hm_to_recommendations_by_its_mapping_alone(
 
 
 def fresh_hm(folder: Path) -> Path:
-    """Two customers after the log of `hm`: one buys what was never sold before, and what is not in the catalogue."""
+    """Write two later customers of `hm`, with a new item and an unknown item."""
     fresh = folder / "fresh"
     fresh.mkdir()
     rows = [

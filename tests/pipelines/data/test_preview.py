@@ -1,4 +1,4 @@
-"""The beginning of a log, before Ray starts: what is wrong with its description, and what `--dry-run` shows."""
+"""The first rows of a log: errors of a mapping, and the output of `--dry-run`."""
 
 from __future__ import annotations
 

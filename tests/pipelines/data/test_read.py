@@ -1,5 +1,4 @@
-"""Raw files to frames: as Python's own readers read them, whole, in blocks, in pieces and compressed; every line is
-a row or named as broken."""
+"""Raw files equal the output of Python's readers, whole, in pieces and compressed."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from hypothesis import strategies as st
 
 from models.storage.tables import UserError
 from pipelines.data.reading import read
-from pipelines.data.reading.read import ROW, Files, pieces, read_frames
+from pipelines.data.reading.read import ROW, Files, read_frames, split_file
 
 Found = tuple[list[tuple], list[tuple[int, str, str]]]
 
@@ -41,23 +40,26 @@ many = settings(
 
 @contextmanager
 def blocks(size: int) -> Iterator[None]:
-    """Text in blocks of so many bytes."""
+    """Set the number of bytes per block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "BLOCK", size)
+        patch.setattr(read, "BLOCK_BYTES", size)
         yield
 
 
 def frames(
     path: Path, files: Files, columns: Sequence[str], size: int | None = None
 ) -> Found:
-    """All rows and broken lines, in pieces of `size` bytes if given; numbers must count both without a gap."""
+    """Read all rows and broken lines, in pieces of `size` bytes if given.
+
+    Checks that the numbers of rows have no gap.
+    """
     rows, broken = [], []
-    for piece in pieces(str(path), files, size) if size else [None]:
+    for piece in split_file(str(path), files, size) if size else [None]:
         numbers = []
         for frame in read_frames(str(path), files, columns, None, piece):
             assert not frame.missing or size
             numbers += [*frame.rows[ROW], *(number for number, *_ in frame.broken)]
-            rows += frame.whole.select(columns).rows()
+            rows += frame.with_missing.select(columns).rows()
             broken += frame.broken
         assert sorted(numbers) == list(range(len(numbers)))
     return rows, broken
@@ -94,7 +96,7 @@ TABLES = st.integers(2, 3).flatmap(
 
 
 def is_like_rows(row: Sequence[str], **dialect: Any) -> bool:
-    """Whether a row of several lines may be rows with a stray quote: each line as wide as the row."""
+    """Return whether each line of a row has as many columns as the row."""
     lines = written([row], **dialect).rstrip("\r\n").split("\n")
     return len(lines) > 1 and all(
         line.count(dialect["delimiter"]) == len(row) - 1 for line in lines
@@ -226,7 +228,7 @@ def test_a_compressed_file_whatever_its_name(
         assert found == [(f"ü{n}", str(n), n) for n in range(500)]
         digests.append(digest.hexdigest())
     assert digests[0] == digests[1] == hashlib.sha256(content.encode()).hexdigest()
-    assert pieces(str(tmp_path / name), Files(), 10) == [None]
+    assert split_file(str(tmp_path / name), Files(), 10) == [None]
 
 
 @many
@@ -331,7 +333,7 @@ KINDS: list[st.SearchStrategy] = [
 
 @st.composite
 def objects(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Objects of which each key has values of one type, or none."""
+    """Draw objects whose values have one type per key, or are null."""
     kinds = draw(st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)))
     return draw(
         st.lists(
@@ -422,7 +424,7 @@ def test_arrays_keyed_files_and_lines_of_text(tmp_path: Path) -> None:
         "\ufeff\n "
         + json.dumps([{"a": n, "b": {"c": [n]}} for n in range(300)], indent=1)
     )
-    assert pieces(str(tmp_path / "log.json"), Files(), 100) == [None]
+    assert split_file(str(tmp_path / "log.json"), Files(), 100) == [None]
     assert frames(tmp_path / "log.json", Files(), ["a", "b"])[0] == [
         (n, {"c": [n]}) for n in range(300)
     ]
@@ -471,7 +473,7 @@ def test_the_types_of_parquet(tmp_path: Path) -> None:
         tuple(value.decode() if isinstance(value, bytes) else value for value in row)
         for row in right
     ]
-    parts = pieces(str(path), Files(), 300)
+    parts = split_file(str(path), Files(), 300)
     assert [part.start for part in parts if part] == [
         0,
         *(part.end for part in parts[:-1] if part),
@@ -498,7 +500,7 @@ def test_the_digest_is_of_what_is_parsed(tmp_path: Path) -> None:
 
     def digest(path: Path, size: int | None = None) -> str:
         made = hashlib.sha256()
-        for piece in pieces(str(path), Files(), size) if size else [None]:
+        for piece in split_file(str(path), Files(), size) if size else [None]:
             list(read_frames(str(path), Files(), ["a", "b"], made, piece))
         return made.hexdigest()
 
@@ -625,7 +627,7 @@ def test_columns_that_are_missing_are_named_with_the_nearest(tmp_path: Path) -> 
         )
         assert list(frame.missing) == ["usr"]
         assert "'user'" in frame.missing["usr"]
-        assert frame.whole["usr"].to_list() == [None]
+        assert frame.with_missing["usr"].to_list() == [None]
     assert frames(tmp_path / "log.csv", Files(), ["item.1", "item"]) == (
         [("j", "i")],
         [],

@@ -1,4 +1,4 @@
-"""A first mapping of a folder without one: what it guesses makes tables, and what it cannot guess it asks or says."""
+"""A suggested mapping makes tables, and asks about doubtful guesses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ms(n: int) -> int:
 
 
 def table(names: str, *columns: Callable[[int], object], by: str = ",") -> str:
-    """CSV of users, items and more columns, each a function of the row's number."""
+    """Return CSV of users, items and further columns, functions of the row."""
     rows = [
         by.join(str(column(n)) for column in (user, item, *columns)) for n in range(N)
     ]
@@ -50,7 +50,7 @@ def parquet(**columns: Any) -> bytes:
 def checked(
     folder: Path, files: dict[str, str | bytes], kind: str | None = None
 ) -> tuple[str, Any]:
-    """The mapping of a folder of these files, as text and as it is read; it reads the first of them without rejects."""
+    """Suggest a mapping for files, and check that their first rows are accepted."""
     for name, content in files.items():
         (folder / name).write_bytes(
             content if isinstance(content, bytes) else content.encode()
@@ -409,7 +409,7 @@ def test_a_user_with_gaps_is_asked_about(tmp_path: Path) -> None:
 
 
 def test_no_time_is_a_feature(tmp_path: Path) -> None:
-    """The time of events is not that of births and updates."""
+    """Times of births and updates are not the time of events."""
     days = [
         lambda n: f"2023-01-{n % 9 + 1:02d}",
         lambda n: f"2024-01-{n % 9 + 1:02d} 10:00",

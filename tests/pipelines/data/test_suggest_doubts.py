@@ -1,4 +1,4 @@
-"""What a suggested mapping says of guesses that could be others, and of the files beside the log."""
+"""Doubts in a suggested mapping, and files beside the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONGITUDES = [-74 + item / 1013 for item in ITEMS]
 
 
 def csv(*columns: Sequence[object], names: str = "", by: str = ",") -> str:
-    """Return CSV of the columns, without a header where there are no names."""
+    """Return CSV of the columns, without a header if `names` is empty."""
     rows = [by.join(map(str, row)) for row in zip(*columns, strict=True)]
     return "\n".join([*([names] if names else []), *rows]) + "\n"
 
@@ -445,7 +445,7 @@ def test_an_item_clicked_of_a_list_is_an_outcome(tmp_path: Path) -> None:
 
 
 def rows_of(names: str, word: str) -> str:
-    """Return a file of 60 things with ids that count up."""
+    """Return a file of 60 rows with ids that count up."""
     return names + "\n" + "".join(f"{n},{word} number {n}\n" for n in range(60))
 
 

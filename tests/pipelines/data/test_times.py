@@ -1,4 +1,4 @@
-"""Times of a log: every unit and format gives the milliseconds that Python's datetime gives."""
+"""Times of a log in all units and formats equal those of Python's datetime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.data.reading.log import parse_log
-from pipelines.data.reading.times import EPOCH, FIRST_MS, LAST_MS, Time, moments
+from pipelines.data.reading.times import (
+    EPOCH,
+    MAX_TIME_MS,
+    MIN_TIME_MS,
+    Time,
+    parse_times,
+)
 
 MOMENTS = st.datetimes(datetime(1980, 1, 2), datetime(2099, 12, 30))
 ZONES = [
@@ -31,9 +37,9 @@ many = settings(max_examples=60)
 
 
 def read(values: Any, **time: Any) -> list[int | str]:
-    """Milliseconds, or the reason why there are none."""
+    """Return milliseconds, or the reason of a reject."""
     series = values if isinstance(values, pl.Series) else pl.Series(values)
-    made, reason = moments(series, Time("t", **time), "t")
+    made, reason = parse_times(series, Time("t", **time), "t")
     return [
         why or value
         for value, why in zip(made.to_list(), reason.to_list(), strict=True)
@@ -104,7 +110,7 @@ def test_formats_as_python_reads_them(written: str, data: st.DataObject) -> None
             continue
         expected = right(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
         assert made == expected or (
-            isinstance(made, str) and not FIRST_MS <= expected <= LAST_MS
+            isinstance(made, str) and not MIN_TIME_MS <= expected <= MAX_TIME_MS
         )
 
 
@@ -154,7 +160,7 @@ def test_zones(found: list[datetime], zone: str, written: str | None) -> None:
 
 
 def test_both_hours_of_a_change() -> None:
-    """In autumn the first of both is taken; an hour that spring leaves out is read as Python does."""
+    """The first of two equal hours is used; a missing hour is read as Python does."""
     autumn, spring = "2023-10-29 02:30:00", "2023-03-26 02:30:00"
     berlin = ZoneInfo("Europe/Berlin")
     for written in (None, "%Y-%m-%d %H:%M:%S"):
@@ -205,7 +211,7 @@ def test_numbers_of_every_unit(
 
 
 @many
-@given(st.lists(st.integers(FIRST_MS, LAST_MS), min_size=1))
+@given(st.lists(st.integers(MIN_TIME_MS, MAX_TIME_MS), min_size=1))
 def test_float_seconds_to_the_millisecond(values: list[int]) -> None:
     seconds = [value / 1000 for value in values]
     assert read(seconds, unit="s") == values
@@ -334,5 +340,5 @@ def test_a_label_that_is_known_in_the_future_is_rejected(tmp_path: Path) -> None
 def test_a_wrong_unit_names_the_one_that_fits(
     values: list[Any], unit: str, hint: str
 ) -> None:
-    _, reasons = moments(pl.Series(values), Time("t", unit=unit), "t")
+    _, reasons = parse_times(pl.Series(values), Time("t", unit=unit), "t")
     assert hint in reasons[0]

@@ -138,7 +138,7 @@ def state(folder: str, query: str, document: str) -> tuple[np.ndarray, np.ndarra
 def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     tables: str, bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_texts, "PAIRS_PER_PART", 100)
+    monkeypatch.setattr(log_texts, "MAX_PART_PAIRS", 100)
     config = TextConfig(max_tokens=24, batch_size=7, workers=1, query_condition="joint")
     said: list[str] = []
     made = encode_log(tables, str(tmp_path), bert, config, say=said.append)

@@ -1,4 +1,4 @@
-"""Embeddings: texts of items, encoders in Ray Data against direct encoding, TF-IDF, PCA."""
+"""Embeddings of items: encoders in Ray Data equal direct encoding; TF-IDF and PCA."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import (
     encode_texts,
     encoder_version,
+    fit_pca,
     fit_tfidf,
     item_texts,
-    pca,
     tfidf_embeddings,
 )
 
@@ -53,7 +53,7 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random BERT of width 16 with a vocabulary of WORDS, saved as `transformers` saves it."""
+    """Save a random BERT of width 16 with the vocabulary WORDS."""
     folder = tmp_path_factory.mktemp("bert")
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     (folder / "vocab.txt").write_text("\n".join(tokens))
@@ -75,7 +75,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def directly(folder: str, text: str, pooling: str, max_tokens: int = 12) -> np.ndarray:
-    """One text on its own, with no padding at all."""
+    """Encode a text alone, without padding."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModel.from_pretrained(folder).eval(),
@@ -298,8 +298,8 @@ def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_given_by_ranges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (whole,) = tfidf_embeddings(TEXTS * 3, 9)
-    monkeypatch.setattr(embed, "FIT_TEXTS", 100)
-    monkeypatch.setattr(embed, "RANGE", 50)
+    monkeypatch.setattr(embed, "MAX_FIT_TEXTS", 100)
+    monkeypatch.setattr(embed, "ITEMS_PER_RANGE", 50)
     ranges = list(tfidf_embeddings(TEXTS * 3, 9))
     assert [len(vectors) for vectors in ranges] == [50, 50, 26]
     sampled = np.concatenate(ranges)
@@ -320,7 +320,7 @@ def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
     vectors = (
         generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10)) + 3
     ).astype(np.float32)
-    ours = pca(vectors, 4, whiten).project(vectors)
+    ours = fit_pca(vectors, 4, whiten).project(vectors)
     theirs = PCA(4, whiten=whiten, svd_solver="full").fit_transform(
         vectors.astype(np.float64)
     )
@@ -328,12 +328,14 @@ def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
     np.testing.assert_allclose(ours, theirs * signs, atol=1e-3)
     if whiten:
         np.testing.assert_allclose(np.cov(ours.T), np.eye(4), atol=1e-3)
-    np.testing.assert_array_equal(ours, pca(vectors.copy(), 4, whiten).project(vectors))
+    np.testing.assert_array_equal(
+        ours, fit_pca(vectors.copy(), 4, whiten).project(vectors)
+    )
 
 
 def test_pca_wider_than_the_vectors_span_is_an_error() -> None:
     vectors = np.repeat(np.random.default_rng(0).normal(size=(50, 2)), 3, axis=1)
     with pytest.raises(UserError, match="--pca 3 is more than the 2 dimensions"):
-        pca(vectors, 3)
+        fit_pca(vectors, 3)
     with pytest.raises(UserError, match="0 dimensions"):
-        pca(np.ones((5, 3)), 1)
+        fit_pca(np.ones((5, 3)), 1)

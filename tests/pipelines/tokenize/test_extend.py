@@ -1,4 +1,4 @@
-"""SIDs of items that came later: old codes and codebooks stay, new items get the nearest codes that are free."""
+"""SIDs of new items: old codes do not change, new items get the nearest free codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from models.storage.tables import (
 from pipelines.data.schemas import items_schema
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import read_embeddings
-from pipelines.data.sids.extend import DRIFT, Embedder, describe_drift, extend
+from pipelines.data.sids.extend import MAX_DRIFT, Embedder, describe_drift, extend
 from pipelines.data.sids.own_embeddings import read_own
 from pipelines.data.sids.tokenize import read_codes, tokenize
 
@@ -127,7 +127,7 @@ def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
     assert (
         len(
             describe_drift(
-                {**measured, "error_new": 1.01 * DRIFT * measured["error_old"]}
+                {**measured, "error_new": 1.01 * MAX_DRIFT * measured["error_old"]}
             )
         )
         == 2

@@ -1,4 +1,4 @@
-"""The training of codes whose worker is lost: it starts anew a few times, and ends with the same."""
+"""A training of codes with a lost worker starts again and gives the same codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RQVAE = TokenizerConfig(
 
 @contextlib.contextmanager
 def killing(times: int) -> Iterator[set[int]]:
-    """Sends SIGKILL to so many workers that train, one after the other; gives their process ids."""
+    """Kill training workers one after the other, and return their process ids."""
     killed, over = set[int](), threading.Event()
 
     def kill() -> None:
@@ -79,6 +79,6 @@ def test_a_lost_training_of_codes_starts_anew(
     assert len(killed) == 1
     assert np.array_equal(codes, expected)
     assert again == lines
-    with killing(tokenize.TRIES), pytest.raises(ray.exceptions.RayError) as lost:
+    with killing(tokenize.MAX_STARTS), pytest.raises(ray.exceptions.RayError) as lost:
         train_codes(EMBEDDINGS, RQVAE, str)
     assert str(faults.explain(lost.value)).startswith("a process of Ray was lost")

@@ -1,4 +1,4 @@
-"""Embeddings of the user's own: each item gets its row, whatever the file's layout; what does not fit is one line."""
+"""Own embeddings: items get their rows in all layouts; invalid files are refused."""
 
 from __future__ import annotations
 

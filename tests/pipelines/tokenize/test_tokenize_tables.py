@@ -1,4 +1,4 @@
-"""`embeddings`, `sids` and `trie`: what they say of each other, and when they are made again."""
+"""Tables `embeddings`, `sids` and `trie`: manifests, and when they are rewritten."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from models.storage.tables import (
 from pipelines.data.schemas import SIDS, TRIE, items_schema
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import read_embeddings
-from pipelines.data.sids.tokenize import read_codes, tokenize, train_items
+from pipelines.data.sids.tokenize import find_train_items, read_codes, tokenize
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
@@ -88,11 +88,11 @@ def test_items_of_training_requests_are_targets_and_what_came_before_them(
                     *user["item_index"][: request["history_end"]],
                     request["candidates"][0],
                 }
-    assert train_items(sequences).tolist() == sorted(expected)
+    assert find_train_items(sequences).tolist() == sorted(expected)
 
 
 def check_paths(trie: str, codes: np.ndarray) -> None:
-    """Every path of the trie is an item with these codes."""
+    """Check that the paths of the trie are the items' codes."""
     rows = read_table(trie).to_pylist()
     edges = {(row["level"], row["child"]): row for row in rows}
     assert [(r["level"], r["child"]) for r in rows] == sorted(edges)
@@ -270,7 +270,7 @@ def test_items_of_one_text_take_two_conflict_codes_or_leave_no_sids_behind(
         )
         for line in said
     )
-    monkeypatch.setattr(codes, "LEVELS", 1)
+    monkeypatch.setattr(codes, "MAX_CONFLICT_LEVELS", 1)
     with pytest.raises(UserError, match=r"280 items share the codes.*at most 256"):
         run(items, tmp_path / "sids", pca_width=0, embed=EmbedConfig(svd=2))
     assert not has_manifest(str(tmp_path / "sids/sids"))

@@ -1,4 +1,4 @@
-"""Beam search against brute force, on any trie, with any ties."""
+"""Beam search equals brute force on random tries, with ties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from models.retrieval.search.trie import Trie
 
 @dataclass
 class TableScorer:
-    """Looks log-probabilities up by prefix: level l in a table (B, prefixes of length l, C_l)."""
+    """A scorer that looks up log-probabilities by prefix.
+
+    The table of level l is (B, prefixes of length l, C_l).
+    """
 
     tables: list[Tensor]
     prefix: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -50,7 +53,7 @@ class TableScorer:
 
 @st.composite
 def problems(draw):
-    """(scorer, trie, codes): whole-number scores, so that many are equal and sums are exact."""
+    """Draw (scorer, trie, codes) with integer scores, for exact sums and ties."""
     sizes, codes = draw(catalogues())
     users = draw(st.integers(1, 3))
     values = draw(
@@ -68,8 +71,10 @@ def problems(draw):
 
 
 def expected_beam(scorer, codes, user, k, beam, among=None):
-    """Beam search in plain Python: the best prefixes of each level, ties to the lexicographically first; of the codes
-    `among` alone where they are given."""
+    """Run beam search in plain Python, over the codes `among` if given.
+
+    Ties go to the lexicographically first prefix.
+    """
     among = codes if among is None else among
     kept = [()]
     levels = len(codes[0])
@@ -84,7 +89,7 @@ def expected_beam(scorer, codes, user, k, beam, among=None):
 
 
 def subset(codes, seed):
-    """(N,) bool of some of the items, and their codes."""
+    """Draw a mask (N,) of some items, and their codes."""
     items = torch.rand(len(codes), generator=torch.Generator().manual_seed(seed)) < 0.5
     return items, [
         code for code, there in zip(codes, items.tolist(), strict=True) if there
@@ -155,7 +160,7 @@ def test_without_the_trie_only_items_are_left_in_the_end(problem, k):
 
 
 def test_a_tuple_whose_every_bigram_exists_is_not_an_item():
-    """A table of position bigrams would admit (0, 0, 1): 0 -> 0 and 0 -> 1 both occur. No item has it."""
+    """A table of bigrams would admit (0, 0, 1), but no item has these codes."""
     codes = [(0, 0, 0), (1, 0, 1)]
     trie = Trie(torch.tensor(codes), (2, 2, 2))
     likes = [torch.full((1, n, 2), -5.0) for n in (1, 2, 4)]

@@ -1,4 +1,4 @@
-"""The compiled kernels do what PyTorch does, and their absence changes no result."""
+"""The compiled kernels equal PyTorch, and results do not depend on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.cpu import kernels
-from models.cpu.matmul import TOLERANCE, Packed
+from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.trie import Trie
@@ -50,7 +50,7 @@ in_both_builds = pytest.mark.usefixtures("build")
 
 
 def fresh() -> CDLL | None:
-    """The kernels as a new process gets them."""
+    """Load the kernels as a new process does."""
     return kernels._library.__wrapped__(os.environ.get("CXX") or "c++")
 
 
@@ -58,7 +58,7 @@ def fresh() -> CDLL | None:
 def small_source(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Kernels that do nothing, built at once: for tests of how they are kept."""
+    """Replace the source by kernels that do nothing, which compile quickly."""
     source = tmp_path_factory.mktemp("source") / "kernels.cpp"
     source.write_text(
         "\n".join(f'extern "C" void {name}() {{}}' for name in kernels.ARGUMENTS)
@@ -207,7 +207,7 @@ def test_log_softmax_part(width):
 def test_the_compiled_beam_search_is_that_of_pytorch(
     catalogue, children, keep, beam, width, even, seed, some
 ):
-    """Against the definition of beam search over heads in float64; with `even` outputs many scores are equal."""
+    """Compare with the definition in float64; with `even`, many scores tie."""
     sizes, codes = catalogue
     trie, users = Trie(torch.tensor(codes), sizes), 3
     heads, layers = [], []
@@ -223,7 +223,7 @@ def test_the_compiled_beam_search_is_that_of_pytorch(
     hidden = numbers(users, len(sizes) * width, seed=seed + 50)
 
     class Heads:
-        """A `Scorer`."""
+        """A `Scorer` over heads in float64."""
 
         def start(self) -> Tensor:
             self.rows = torch.zeros(users, 1, 0, dtype=torch.long)
@@ -293,8 +293,10 @@ def search_by_definition(
     keep: int,
     children: bool,
 ) -> list[int]:
-    """Items that beam search finds where all codes, or all children, of a prefix are as probable as each other: `logs`
-    by their number. Of equal scores the lower codes come first."""
+    """Return the items of a beam search with equally likely codes per prefix.
+
+    `logs` are the logarithms by number of codes. Ties go to lower codes.
+    """
     beams = {(): torch.zeros_like(logs[1])}
     for level, size in enumerate(sizes):
         scores = {}
@@ -377,7 +379,7 @@ def test_processes_that_build_at_once_do_not_disturb_each_other(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ThreadPoolExecutor(4) as pool:
-        (path,) = set(pool.map(lambda _: kernels._built("c++"), range(4)))
+        (path,) = set(pool.map(lambda _: kernels._build_library("c++"), range(4)))
     assert list((tmp_path / "trieline").iterdir()) == [path]  # nothing half-made
 
 
@@ -438,7 +440,7 @@ def test_a_broken_compiler_is_one_line(command, monkeypatch, tmp_path):
 
 @needs_compiler
 def test_no_address_goes_to_a_kernel_unchecked():
-    """Each is off by one thing; with it the kernel would read or write what is not its own."""
+    """Each case has one wrong argument with which a kernel would leave its memory."""
     begin = torch.tensor([0, 2, 5])
     qkv, bias = numbers(5, 24), numbers(2, 3, 3)
     for edges in ([0, 2, 6], [1, 2, 5], [0, 6, 5], [0, 2, 4], []):
@@ -508,10 +510,10 @@ def test_a_search_of_what_does_not_fit_is_refused():
         {"sizes": [2, 4]},
         {"hidden": numbers(2, 9)},
     ]
-    for part in range(5):
-        wrong.append(
-            {"heads": [heads[0], (*heads[1][:part], numbers(1), *heads[1][part + 1 :])]}
-        )
+    wrong += [
+        {"heads": [heads[0], (*heads[1][:part], numbers(1), *heads[1][part + 1 :])]}
+        for part in range(5)
+    ]
     wrong += [
         {"trie": [trie[0], (trie[1][0][:-1], trie[1][1])]},
         {"trie": [trie[0], (trie[1][0].int(), trie[1][1])]},
@@ -545,7 +547,7 @@ def test_of_no_users_there_is_nothing():
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_packed_products(with_bias):
     weight, bias = numbers(30, 20), numbers(30, seed=1) if with_bias else None
-    packed = Packed(weight, bias)
+    packed = PackedLinear(weight, bias)
     x, other = numbers(4, 7, 20, seed=2), numbers(4, 7, 30, seed=3)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias)
     for context in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
@@ -556,7 +558,9 @@ def test_packed_products(with_bias):
                 (packed(x, add=other), exact + other),
             ):
                 assert found.shape == (4, 7, 30)
-                assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+                assert (
+                    found - expected
+                ).abs().max() < MAX_RELATIVE_ERROR * expected.abs().max()
     given_grad = x.clone().requires_grad_()
     packed(given_grad, add=other).sum().backward()
     torch.testing.assert_close(given_grad.grad, weight.sum(0).expand_as(x))

@@ -1,4 +1,4 @@
-"""The encoder for inference gives the states of training's, whatever the lengths, and follows the weights."""
+"""The inference encoder equals the training encoder for all lengths and weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.cpu import kernels, t5_packed
-from models.cpu.t5_packed import buckets
+from models.cpu.t5_packed import make_buckets
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
@@ -70,15 +70,15 @@ def test_states_are_those_of_the_padded_encoder(
         0, 20, (len(lengths), width), generator=torch.Generator().manual_seed(0)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(t5_packed, "TOKENS", most_tokens)
-        patch.setattr(t5_packed, "WASTE", waste)
+        patch.setattr(t5_packed, "MAX_PIECE_TOKENS", most_tokens)
+        patch.setattr(t5_packed, "MAX_BUCKET_PADDING", waste)
         if not compiled:
             patch.setattr(kernels, "library", lambda: None)
         states, padding = (
-            MODEL.packed()(tokens, lengths),
+            MODEL.packed_encoder()(tokens, lengths),
             padding_mask(lengths, width, torch.float32),
         )
-        found = buckets(lengths)
+        found = make_buckets(lengths)
     real = torch.arange(width) < lengths[:, None]
     torch.testing.assert_close(
         states[real], padded(MODEL, tokens, lengths)[real], rtol=1e-4, atol=1e-5
@@ -100,8 +100,8 @@ def test_it_follows_the_weights_and_is_kept_while_they_stay():
     model = t5(1)
     tokens, lengths = torch.randint(0, 20, (3, 9)), torch.tensor([9, 4, 6])
     real = torch.arange(9) < lengths[:, None]
-    first = model.packed()
-    assert model.packed() is first
+    first = model.packed_encoder()
+    assert model.packed_encoder() is first
 
     def fused_steps():
         model.train()
@@ -121,11 +121,11 @@ def test_it_follows_the_weights_and_is_kept_while_they_stay():
         fused_steps,
     ]
     for change in changes:
-        before = model.packed()
+        before = model.packed_encoder()
         change()
-        assert model.packed() is not before
+        assert model.packed_encoder() is not before
         with torch.no_grad():
-            states = model.packed()(tokens, lengths)
+            states = model.packed_encoder()(tokens, lengths)
             torch.testing.assert_close(
                 states[real], padded(model, tokens, lengths)[real], rtol=1e-4, atol=1e-5
             )
@@ -134,8 +134,8 @@ def test_it_follows_the_weights_and_is_kept_while_they_stay():
 def test_it_is_no_part_of_what_is_saved_or_copied():
     model = t5(1)
     names = set(model.state_dict())
-    made = model.packed()
+    made = model.packed_encoder()
     assert set(model.state_dict()) == names
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.packed() is not made
-        assert twin.packed().encoder is twin.encoder
+        assert twin.packed_encoder() is not made
+        assert twin.packed_encoder().encoder is twin.encoder

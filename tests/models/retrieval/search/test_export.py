@@ -1,4 +1,4 @@
-"""An exported student recommends as the model that it was made of, for any batch and length."""
+"""An exported student recommends like the model, for all batches and lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast path finds what the plain path finds, in the same order."""
+"""The fast path finds the items of the plain path in the same order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models.cpu import kernels
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
-from models.retrieval.tokenizers.codes import with_conflict_levels
+from models.retrieval.tokenizers.codes import add_conflict_levels
 from models.retrieval.tokenizers.published import read_published
 
 SHARED = Path(__file__).parents[4] / "../shared/data"
@@ -43,7 +43,7 @@ CLOSE = 1e-4
 def student(
     codes: Tensor, sizes: tuple[int, ...], seed: int = 0, **options: Any
 ) -> SidMlp:
-    """A student with random weights, its scores far from uniform."""
+    """Build a student with random weights whose scores are far from uniform."""
     torch.manual_seed(seed)
     config = SidMlpConfig(**{"teacher_model": TEACHER, **SMALL, **options})
     model = SidMlp(config, Catalogue.from_codes(codes, sizes))
@@ -56,7 +56,7 @@ def student(
 def same(
     model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
 ) -> None:
-    """Scores equal by rank up to rounding; items equal in order, but where scores by rank leave it to rounding."""
+    """Check scores up to rounding, and items unless rounding decides their order."""
     items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
     found, fast = model.recommend(batch, k, beam=beam, path="fast", scores=scores)
     torch.testing.assert_close(fast, plain, rtol=CLOSE, atol=CLOSE)
@@ -94,7 +94,10 @@ def test_any_trie(catalogue, scores, k, beam, seed):
 
 
 def table_7(items: int) -> Tensor:
-    """Codes that branch as published catalogues do: 256 first codes, uneven, mostly single from the third on."""
+    """Return codes that branch like published catalogues.
+
+    There are 256 first codes; prefixes mostly have one child from the third level on.
+    """
     return random_codes(items, torch.Generator().manual_seed(0))
 
 
@@ -124,10 +127,10 @@ def test_the_shape_of_a_real_catalogue(
     ],
 )
 def test_real_catalogues(published):
-    """Semantic IDs as they were published, with a last code that tells apart the items that share one."""
+    """Use published semantic IDs with a conflict code."""
     codes = np.array(list(read_published(str(SHARED / published))[0].values()))
     if len(np.unique(codes, axis=0)) < len(codes):
-        codes = with_conflict_levels(codes)
+        codes = add_conflict_levels(codes)
     model = student(
         torch.from_numpy(codes), tuple(int(size) for size in codes.max(0) + 1)
     )
@@ -137,7 +140,7 @@ def test_real_catalogues(published):
 
 @pytest.mark.long
 def test_a_trained_student():
-    """Some hundred steps from a random teacher's states towards the first item of the history."""
+    """Train a hundred steps towards the first item of the history."""
     model = student(table_7(500), (256, 256, 256, 256), alpha=0.0)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], 3e-3, fused=True
@@ -160,7 +163,7 @@ def test_a_trained_student():
 
 @pytest.mark.parametrize("scores", ["children", "codebook"])
 def test_equal_scores_are_broken_alike(scores):
-    """Heads that know nothing: scores are equal wherever the numbers of children are, to the last bit."""
+    """Zero heads give scores that tie to the last bit for equal numbers of children."""
     model = student(table_7(300), (256, 256, 256, 256))
     for head in model.decoder.heads:
         torch.nn.init.zeros_(head[-1].weight)
@@ -190,7 +193,7 @@ def test_one_item_and_bad_sizes():
 
 
 def test_without_counting_it_is_the_same_search(real_shape, monkeypatch):
-    """As on a GPU and in an exported program: no shape depends on what is found."""
+    """No shape depends on values, as on a GPU and in an exported program."""
     batch = requests(20, 6000)
     expected = {
         scores: real_shape.recommend(batch, 10, scores=scores)

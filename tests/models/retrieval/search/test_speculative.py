@@ -1,4 +1,4 @@
-"""Speculative search: strict is beam search whatever the draft says, relaxed draws what the target gives."""
+"""Strict speculative search equals beam search; relaxed search samples the target."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.speculative import (
-    Found,
     Speculation,
+    SpeculativeResult,
     Tree,
     speculative_search,
 )
@@ -27,7 +27,7 @@ from models.retrieval.search.trie import Trie
 
 @dataclass
 class TableTarget:
-    """The target of a `TableScorer`; counts its passes and what they cover."""
+    """The target of a `TableScorer`, which counts its passes and their prefixes."""
 
     scorer: TableScorer
     passes: list[tuple[list[int], int, int]] = field(default_factory=list)
@@ -52,7 +52,7 @@ def search(
     k: int,
     how: Speculation,
     keys: Tensor | None = None,
-) -> tuple[Found, TableTarget]:
+) -> tuple[SpeculativeResult, TableTarget]:
     verifier = TableTarget(target)
 
     def drafts(rows: Tensor) -> TableScorer:
@@ -66,7 +66,7 @@ def search(
 def random_tables(
     like: TableScorer, generator: torch.Generator, closeness: float
 ) -> TableScorer:
-    """A draft: the target's tables but for noise."""
+    """Return a draft: the target's tables with noise."""
     noisy = [
         t + (1 - closeness) * 50 * torch.randn(t.shape, generator=generator)
         for t in like.tables
@@ -96,7 +96,7 @@ def test_strict_is_beam_search_with_any_draft(
     closeness: float,
     some: int | None,
 ) -> None:
-    """Items, scores and ties, of targets with many equal scores and some that are -inf; of all items and of some."""
+    """Targets have ties and scores of -inf; the search covers all or some items."""
     scorer, trie, codes = problem
     allowed = None if some is None else trie.edges_to(subset(codes, some)[0])
     if children and any(table.isinf().any() for table in scorer.tables):
@@ -127,7 +127,7 @@ AMONG = TINY.edges_to(torch.tensor(SOME))
 
 
 def tables(seed: int, spread: float = 1.0) -> list[Tensor]:
-    """Log-probabilities of one request, by prefix."""
+    """Return log-probabilities of one request by prefix."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((1, 3), (3, 3), (9, 2))
     return [
@@ -139,8 +139,11 @@ def tables(seed: int, spread: float = 1.0) -> list[Tensor]:
 def law(
     of: list[Tensor], beam: int, codes: list[tuple[int, int, int]]
 ) -> dict[frozenset[tuple[int, ...]], float]:
-    """By enumeration: the chance of each set of items, where every step draws `beam` pairs without replacement from
-    the softmax over all pairs of a beam and a code that `codes` have."""
+    """Enumerate the probability of each set of items under the target.
+
+    Every step samples `beam` pairs without replacement from the softmax over all pairs
+    of a beam and a code in `codes`.
+    """
     scorer = TableScorer(of)
     states = {frozenset({()}): 1.0}
     for level in range(3):
@@ -162,7 +165,7 @@ def law(
 def deviation(
     target: list[Tensor], draft: list[Tensor], how: Speculation, seed: int = 0
 ) -> float:
-    """How many standard deviations chi-square is above what the law of the target gives it."""
+    """Return by how many standard deviations chi-square exceeds its expectation."""
     many = [
         TableScorer([table.expand(SAMPLES, -1, -1) for table in of])
         for of in (target, draft)
@@ -217,12 +220,12 @@ def deviation(
 def test_relaxed_follows_the_law_of_the_target(
     how: Speculation, draft: list[Tensor]
 ) -> None:
-    """Of any draft, under the exact rule; of one draft for one beam, and with none, under the published one."""
+    """All drafts follow it by the exact rule, one beam also by the published rule."""
     assert abs(deviation(tables(1), draft, how)) < 4
 
 
 def test_the_published_rule_is_no_draw_from_the_target() -> None:
-    """Four drafts for two beams, each accepted by itself: what stays is not drawn from the target's distribution."""
+    """Four drafts for two beams: the accepted pairs do not follow the target."""
     assert deviation(tables(1), tables(2), Speculation(2, 4, 4, rule="published")) > 20
     assert (
         deviation(tables(1), tables(2), Speculation(2, 4, 4, rule="exact"), seed=1) < 4
@@ -254,7 +257,7 @@ def test_a_draft_that_equals_the_target_is_accepted_more_often(rule: Any) -> Non
 def test_rows_do_not_see_each_other(
     problem: Any, keyed: bool, rule: Any, k: int
 ) -> None:
-    """A request finds alone what it finds in a batch, drawn or not, and each item once."""
+    """A request gets the same results alone and in a batch, without repeated items."""
     scorer, trie, codes = problem
     draft = random_tables(scorer, torch.Generator().manual_seed(1), 0.9)
     users = len(scorer.tables[0])

@@ -1,4 +1,4 @@
-"""Top-k against a stable sort, with any ties, and what is done where a row has none."""
+"""Top-k equals a stable sort, with and without ties."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.search.topk import _first_of_equals, select, top_k
+from models.retrieval.search.topk import _select_all_passes, select, top_k
 
 
 @settings(max_examples=200)
@@ -37,7 +37,7 @@ def test_as_a_stable_sort_has_it(
         chosen = order[:, :k].sort(1).values
         assert torch.equal(select(scores, k), chosen)
         assert torch.equal(
-            _first_of_equals(scores, k), chosen
+            _select_all_passes(scores, k), chosen
         )  # what a GPU does for all rows
 
 
@@ -46,5 +46,5 @@ def test_nan_is_not_hidden() -> None:
         [[1.0, torch.nan, 2.0, torch.nan], [1.0, 1.0, 1.0, torch.nan]]
     )
     for k in (1, 2, 3):
-        for position in (select(scores, k), _first_of_equals(scores, k)):
+        for position in (select(scores, k), _select_all_passes(scores, k)):
             assert scores.gather(1, position).isnan().any(1).all()

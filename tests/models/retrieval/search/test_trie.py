@@ -1,4 +1,4 @@
-"""The trie holds the catalogue's codes, all of them and nothing else."""
+"""The trie contains exactly the catalogue's codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.storage.tables import UserError
 
 @st.composite
 def catalogues(draw):
-    """(sizes, codes): up to 4 levels of up to 4 codes; from one item to all, so also one child everywhere."""
+    """Draw (sizes, codes) of up to 4 levels of up to 4 codes, from one item to all."""
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     every = list(itertools.product(*map(range, sizes)))
     codes = draw(
@@ -27,7 +27,7 @@ def catalogues(draw):
 @settings(max_examples=60)
 @given(catalogues())
 def test_it_is_the_trie_of_the_codes_and_finds_each_item(catalogue):
-    """Its edges level by level, as the `trie` table has them; and every tuple, also those outside of the codebooks."""
+    """Check edges level by level, and the lookup of all tuples inside and outside."""
     sizes, codes = catalogue
     trie, expected = Trie(torch.tensor(codes), sizes), []
     for level in range(len(sizes)):

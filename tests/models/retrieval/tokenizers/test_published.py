@@ -1,4 +1,4 @@
-"""Published SIDs: both layouts, plain and gzipped, and what is refused."""
+"""Published SIDs: both layouts, plain and gzipped, and invalid files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.retrieval.tokenizers.published import (
-    codes_of,
+    catalogue_codes,
     parse_published,
     read_published,
 )
@@ -42,8 +42,8 @@ def test_ids_are_bare_of_white_space_as_in_the_items_table() -> None:
 
 
 def test_codes_follow_the_catalogue_and_other_ids_are_left_out() -> None:
-    assert codes_of(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
-    assert codes_of(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
+    assert catalogue_codes(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
+    assert catalogue_codes(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
 
 
 def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
@@ -51,7 +51,7 @@ def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
         UserError,
         match=r"SIDs of 2 items, but none for 2 of the catalogue's 3 \(such as 'c'\)",
     ):
-        codes_of(CODES, ["a", "c", "d"], "f.csv")
+        catalogue_codes(CODES, ["a", "c", "d"], "f.csv")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""k-means, RQ-KMeans and RQ-VAE: planted clusters, initialisation, dead codes, even codes, seeds."""
+"""k-means, RQ-KMeans and RQ-VAE: clusters, initialisation, dead codes, seeds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from models.retrieval.tokenizers.rqkmeans import (
     Progress,
     encode,
     kmeans,
+    limit_progress,
     nearest,
-    paced,
 )
 from models.retrieval.tokenizers.rqvae import Rqvae, spread, transport
 from models.storage.tables import UserError
@@ -26,7 +26,7 @@ BRANCHES = (4, 3, 2)
 
 
 def finish(training: Generator[Progress, None, Any]) -> Any:
-    """What a training gives in the end."""
+    """Run a training and return its result."""
     while True:
         try:
             next(training)
@@ -37,7 +37,10 @@ def finish(training: Generator[Progress, None, Any]) -> Any:
 def planted(
     per_leaf: int = 8, width: int = 16, seed: int = 0
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Points around a tree of centres whose spread shrinks tenfold per level, and their path in it."""
+    """Return points around a tree of centres, and their paths.
+
+    The spread of the centres shrinks tenfold per level.
+    """
     generator = torch.Generator().manual_seed(seed)
     points, paths = [], []
     level_offsets = [
@@ -92,7 +95,7 @@ def test_more_codes_than_items_is_an_error_that_names_both() -> None:
 def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_codes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rqkmeans, "BLOCK", 128)
+    monkeypatch.setattr(rqkmeans, "BLOCK_ROWS", 128)
     generator = torch.Generator().manual_seed(3)
     truth = 20 * torch.randn(8, 6, generator=generator)
     vectors = truth[torch.randint(8, (1000,), generator=generator)] + torch.randn(
@@ -303,7 +306,7 @@ def test_impossible_settings_are_refused(
 
 
 def messages(found: list[str], steps: int) -> Generator[Progress, None, str]:
-    """A training of one step that says what it does within it, a thing each."""
+    """Yield progress within the only step of a training."""
     for number in range(steps):
         yield Progress(0, 1, f"part {number}", within=True)
     found.append("trained")
@@ -317,7 +320,11 @@ def test_what_is_within_a_step_is_shown_every_30_seconds() -> None:
 
     def watched() -> Generator[Progress, None, None]:
         made.append(
-            (yield from paced(messages([], 6), clock=lambda: float(next(time))))
+            (
+                yield from limit_progress(
+                    messages([], 6), clock=lambda: float(next(time))
+                )
+            )
         )
 
     shown = [progress.message for progress in watched()]

@@ -1,4 +1,4 @@
-"""PSID against brute force, the conflict code and measures."""
+"""PSID equals brute force; conflict codes and measures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.retrieval.tokenizers.codes import (
+    add_conflict_levels,
     branching,
     collision_groups,
-    collisions,
     conflict_ranks,
-    level_measures,
-    with_conflict_levels,
+    measure_collisions,
+    measure_levels,
 )
 from models.retrieval.tokenizers.config import PsidConfig
 from models.retrieval.tokenizers.psid import assign
@@ -38,7 +38,7 @@ def quantized(
 def ranked(
     vector: np.ndarray, codebooks: np.ndarray, width: int
 ) -> list[tuple[int, ...]]:
-    """All candidates of one item, best first, one tuple at a time."""
+    """Return all candidates of an item, best first."""
     found = []
     for codes in itertools.product(*(range(len(book)) for book in codebooks)):
         residual, cost, ranks = vector, 0.0, []
@@ -128,14 +128,14 @@ def test_conflict_code_is_the_rank_among_equals_in_item_order(
         expected.append(seen.get(row, 0))
         seen[row] = expected[-1] + 1
     assert conflict_ranks(codes).tolist() == expected
-    assert len(np.unique(with_conflict_levels(codes), axis=0)) == len(rows)
+    assert len(np.unique(add_conflict_levels(codes), axis=0)) == len(rows)
 
 
 def test_more_items_of_equal_codes_than_a_codebook_has_take_two_conflict_levels() -> (
     None
 ):
     codes = np.array([[1, 2]] * 257 + [[3, 4]])
-    one, two = with_conflict_levels(codes[1:]), with_conflict_levels(codes)
+    one, two = add_conflict_levels(codes[1:]), add_conflict_levels(codes)
     assert one[-2:].tolist() == [[1, 2, 255], [3, 4, 0]]
     assert two[[0, 255, 256, 257]].tolist() == [
         [1, 2, 0, 0],
@@ -148,12 +148,12 @@ def test_more_items_of_equal_codes_than_a_codebook_has_take_two_conflict_levels(
 
 def test_conflict_overflow_is_an_error_with_group_size_limit_and_remedy() -> None:
     codes = np.array([[3, 4]] + [[1, 2]] * 10)
-    assert with_conflict_levels(codes[:-1], limit=3).shape == (10, 4)
+    assert add_conflict_levels(codes[:-1], limit=3).shape == (10, 4)
     with pytest.raises(
         UserError,
         match=r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9 .*psid",
     ):
-        with_conflict_levels(codes, limit=3)
+        add_conflict_levels(codes, limit=3)
 
 
 @pytest.mark.parametrize("size", [3, 2**16, 2**40])
@@ -172,7 +172,7 @@ def test_groups_are_those_of_equal_rows_also_where_the_codes_exceed_an_integer(
 @given(code_rows)
 def test_collisions_and_levels_agree_with_counting(rows: list[tuple[int, ...]]) -> None:
     codes = np.array(rows)
-    found = collisions(codes)
+    found = measure_collisions(codes)
     assert found["collision_rate"] == pytest.approx(
         sum(rows.count(row) > 1 for row in rows) / len(rows)
     )
@@ -185,7 +185,7 @@ def test_collisions_and_levels_agree_with_counting(rows: list[tuple[int, ...]]) 
     assert branching(codes) == [
         after / before for before, after in itertools.pairwise(prefixes)
     ]
-    for level, measures in enumerate(level_measures(codes, [4] * codes.shape[1])):
+    for level, measures in enumerate(measure_levels(codes, [4] * codes.shape[1])):
         column = codes[:, level].tolist()
         shares = [column.count(code) / len(rows) for code in set(column)]
         assert measures["used"] == len(shares)
