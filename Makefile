@@ -1,5 +1,6 @@
 # make quickstart [DATA=folder [SOURCE=mapping.yaml]]   the whole flow, on a simulated log or on a real one
-# make test                       every test
+# make test                       unit and property tests, and a real run of each thing a user does: 8 minutes on 2 quiet cores
+# make test-all                   everything else: kills, faults, S3, two-node clusters and random examples
 # make test-fast                  those that start no Ray, no server and no training
 # make test-ray RAY=2.60.0        those of data and training with another version of Ray
 # make docs-check                 the pages: their commands run, their links lead somewhere, results are the kept runs'
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup quickstart test test-fast test-ray docs-check lint encoder clean
+.PHONY: setup quickstart test test-all test-fast test-ray docs-check lint encoder clean
 
 setup: $(DONE)
 
@@ -35,7 +36,10 @@ quickstart: $(DONE)
 
 # Two workers at once, each with the files of its own: much of a run is waiting for processes to start.
 test: $(DONE)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not exhaustive'
+
+test-all: $(DONE)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m exhaustive
 
 test-fast: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not long'

@@ -107,6 +107,7 @@ def industrial(folder: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_retrieval_and_sweeps(
     here: Path,
     ray_local: None,
@@ -131,6 +132,7 @@ def test_retrieval_and_sweeps(
         assert found["examples"] == 60
 
 
+@pytest.mark.exhaustive
 def test_search_and_serving(
     here: Path,
     ray_local: None,

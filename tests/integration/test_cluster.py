@@ -31,7 +31,7 @@ from training_tables import write_tables
 from models.storage.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")

@@ -35,6 +35,8 @@ from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences import own_features
 from pipelines.data.settings import read_config
 
+pytestmark = pytest.mark.exhaustive
+
 BEGIN, DAY = 1_700_000_000, 86_400
 ACTIONS: dict[str, Any] = {
     "files": "day-*.jsonl",

@@ -13,7 +13,7 @@ import pytest
 
 from tests import faults
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from pipelines.training.run import train
 from pipelines.training.settings import RayOptions
 from tuning.sweep import best_trial
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 

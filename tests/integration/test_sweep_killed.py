@@ -26,6 +26,8 @@ from tuning.grid import Scheduler
 from tuning.halving import make_scheduler
 from tuning.trial import EPOCH, TRIAL, VALUE
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 MODEL = {
     "name": "sasrec",

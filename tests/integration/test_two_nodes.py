@@ -25,7 +25,7 @@ from models.storage.tables import open_uri
 from pipelines.training.record import read_record
 from tests import faults
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 HOLD_CPUS = """
 import sys, ray

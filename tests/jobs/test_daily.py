@@ -121,6 +121,7 @@ def results(folder: Path) -> dict[str, Any]:
     return {"tables": tables, "codes": codes, "models": models, "days": of_day}
 
 
+@pytest.mark.exhaustive
 def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     draw, found, took, said = random.Random(seed), [], 2.0, ""
@@ -170,6 +171,7 @@ def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) ->
     assert tracking.metric_name("running/recall@10") in run.data.metrics
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(
     tmp_path: Path,
 ) -> None:
@@ -206,6 +208,7 @@ def write_sales(folder: Path, day: int) -> None:
     (folder / f"sales-{day}.csv").write_text("customer,article,at\n" + "".join(rows))
 
 
+@pytest.mark.exhaustive
 def test_days_follow_a_mapping_that_was_guessed_from_one_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +257,7 @@ def test_a_model_without_gradients_is_computed_anew_each_day(tmp_path: Path) -> 
     assert models[0].hashes["sequences"] != models[1].hashes["sequences"]
 
 
+@pytest.mark.exhaustive
 def test_a_model_below_the_best_without_training_is_not_registered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +324,7 @@ def test_what_is_wrong_with_a_step_is_said_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_after_tables_were_made_anew_a_model_begins_anew_and_goes_on(
     tmp_path: Path,
 ) -> None:

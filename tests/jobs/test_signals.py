@@ -20,7 +20,7 @@ import torch
 from pipelines import tracking
 from tuning.grid import dotted
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 STOPPED = "stopped; the same line again goes on from what is finished\n"

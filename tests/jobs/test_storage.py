@@ -18,6 +18,8 @@ from models.storage import tables
 from models.storage.tables import UserError, commit, open_uri
 from models.storage.uri import check_writable
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 
 

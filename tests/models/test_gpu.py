@@ -162,6 +162,7 @@ def test_what_reads_a_value_back_is_seen(without_values):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF["retrieval"])
+@pytest.mark.exhaustive
 def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
     bare, batch = retrieval_model(name)
     teacher = getattr(bare, "_teacher", ())
@@ -225,6 +226,7 @@ def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF["search"])
+@pytest.mark.exhaustive
 def test_no_step_of_search_waits(name, search_log, without_values):
     model, examples = search_model(
         name, search_log, **({} if name == "base" else {"num_layers": 1})
@@ -258,6 +260,7 @@ def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsDat
 @pytest.mark.parametrize(
     ("name", "tied"), [*((name, True) for name in OF["actions"]), ("attn_lfa", False)]
 )
+@pytest.mark.exhaustive
 def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values):
     model, examples = actions_model(name, feed, num_layers=1)
     batch = next(examples.epoch(5, seed=1, epoch=0, pad_to_buckets=True))

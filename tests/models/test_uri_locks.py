@@ -16,6 +16,8 @@ from models.storage import locks
 from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import UserError, open_uri
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 
 HOLDS = """

@@ -156,6 +156,7 @@ def test_trials_train_as_jobs_train_does(world: World) -> None:
         torch.testing.assert_close(value, expected[name])
 
 
+@pytest.mark.exhaustive
 def test_trials_stopped_early_keep_their_best(world: World) -> None:
     found = [(outcome.status, outcome.epochs) for outcome in world.swept.outcomes]
     assert found == [
@@ -241,6 +242,7 @@ def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
     assert best_trial("runs/elsewhere") == "runs/elsewhere"
 
 
+@pytest.mark.exhaustive
 def test_a_trial_that_was_told_to_stop_and_killed_does_not_go_on(world: World) -> None:
     record = world.folder / "runs/halved" / world.swept.outcomes[1].name / "run.json"
     noted = json.loads(record.read_text())
@@ -261,6 +263,7 @@ def kill_holder(lock: Path) -> None:
     raise AssertionError(f"nobody holds {lock}")
 
 
+@pytest.mark.exhaustive
 def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
     kills: list[str] = []
 
@@ -310,6 +313,7 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
     assert len(client.get_metric_history(healed.info.run_id, "val/ndcg_at_10")) == 4
 
 
+@pytest.mark.exhaustive
 def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
     world: World,
 ) -> None:
@@ -359,6 +363,7 @@ def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
     )
 
 
+@pytest.mark.exhaustive
 def test_the_command_says_last_that_trials_failed(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,6 +388,7 @@ def test_the_command_says_last_that_trials_failed(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> None:
     tables, sids = write_tables(world.folder / "taught")
     teacher, away = world.folder / "tiger", world.folder / "away"
@@ -429,6 +435,7 @@ def measured(world: World, **fields: Any) -> Grid:
     )
 
 
+@pytest.mark.exhaustive
 def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     asha = Scheduler(name="asha", grace=1, reduction=2)
     two = grid(
@@ -455,6 +462,7 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     assert max(point.value for point in history) == pytest.approx(ahead.value)
 
 
+@pytest.mark.exhaustive
 def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
     ray_local: None, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
@@ -481,6 +489,7 @@ def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
     assert not list((tmp_path / "runs/replaced").glob("*/step-*"))
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
     each = measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]})
     swept = world.sweep(each, name="measured", smoke=True)

@@ -200,6 +200,7 @@ def test_retrieval(
 @pytest.mark.long
 @few
 @given(logs, st.sampled_from([12, 100]), st.booleans(), st.booleans())
+@pytest.mark.exhaustive
 def test_search(
     tmp_path_factory: pytest.TempPathFactory,
     log: Any,
@@ -246,6 +247,7 @@ def test_results_that_nothing_orders_stay_as_the_log_has_them(tmp_path: Path) ->
 @pytest.mark.long
 @few
 @given(logs, st.sampled_from([12, 100]), st.integers(0, 9))
+@pytest.mark.exhaustive
 def test_actions(
     tmp_path_factory: pytest.TempPathFactory, log: Any, most: int, twice: int
 ) -> None:
@@ -287,12 +289,14 @@ SMALL = {"kind": "retrieval", "core": 2, "split": {"kind": "temporal"}}
 
 
 @pytest.mark.usefixtures("ray_local")
+@pytest.mark.exhaustive
 def test_several_partitions(tmp_path: Path) -> None:
     check(tmp_path, days(), source_of(False, False), SMALL | {"partitions": 3})
     assert len(read_manifest(str(tmp_path / "grown/events")).files) == 3
 
 
 @pytest.mark.usefixtures("ray_local")
+@pytest.mark.exhaustive
 def test_only_partitions_that_get_rows_are_written(tmp_path: Path) -> None:
     source, events = source_of(False, False), str(tmp_path / "grown/events")
     write(tmp_path, 0, days(1)[0])
@@ -404,6 +408,7 @@ prepare(source_of(False, False), str(folder), str(folder / "grown"), config, rep
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_killed_it_leaves_the_version_before(tmp_path: Path) -> None:
     source, files = source_of(False, False), days(2)
     write(tmp_path, 0, files[0])
@@ -425,6 +430,7 @@ def test_killed_it_leaves_the_version_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("switched", range(1, 5))
 @pytest.mark.parametrize("first", [True, False])
+@pytest.mark.exhaustive
 def test_stopped_between_two_manifests_the_same_line_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, switched: int
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_user_error_of_a_read_is_one_line_and_not_tried_again(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("ray_local")
+@pytest.mark.exhaustive
 def test_a_read_whose_worker_dies_is_run_again_and_counts_once(tmp_path: Path) -> None:
     assert exchanged(3, 3, str(tmp_path), "worker") == expected(3)
     assert len(list(tmp_path.iterdir())) == 2
@@ -282,6 +283,7 @@ def size(_: int, rows: pa.Table) -> tuple[int, int]:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_log_larger_than_the_object_store_goes_through_the_disk() -> None:
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -16,6 +16,8 @@ from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from tests.audited import broken
 
+pytestmark = pytest.mark.exhaustive
+
 HOUR, BEGIN = 3_600_000, 1_600_000_000_000
 Row = dict[str, Any]
 

@@ -46,6 +46,8 @@ from pipelines.data.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 
+pytestmark = pytest.mark.exhaustive
+
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
 )

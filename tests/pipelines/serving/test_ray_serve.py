@@ -199,6 +199,7 @@ def test_a_batch_answers_as_single_requests_and_none_fails_by_its_neighbours(
         assert counts == [*range(1, BATCH + 1)]
 
 
+@pytest.mark.exhaustive
 def test_a_replica_follows_an_alias_and_answers_meanwhile(
     made: tuple[Served, list[dict[str, Any]], Served],
     folder: Path,

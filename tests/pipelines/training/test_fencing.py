@@ -30,7 +30,7 @@ from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
 from pipelines.training.worker import Task, WorkerContext, perform
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 MODEL = {
     "name": "sasrec",

@@ -30,6 +30,8 @@ from pipelines.training.settings import RayOptions
 from tuning.grid import Grid
 from tuning.sweep import Options, sweep
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[3]
 MODEL = {
     "name": "sasrec",

@@ -26,6 +26,8 @@ from pipelines.training import run as runs
 from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[3]
 MODEL = {
     "name": "sasrec",

@@ -38,6 +38,8 @@ from pipelines.training.run import Trained, train
 from pipelines.training.settings import RayOptions
 from pipelines.training.worker import Task, WorkerContext, perform
 
+pytestmark = pytest.mark.exhaustive
+
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "retrieval": (
         {

@@ -17,7 +17,7 @@ from models.training.fit import FitConfig
 from pipelines.training.run import train
 from pipelines.training.settings import RayOptions
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 MODEL = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 FIT = {"batch_size": 8, "max_epochs": 3, "patience": 0, "seed": 3}
