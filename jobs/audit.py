@@ -1,4 +1,4 @@
-"""Proves tables free of leakage: recomputes every rule from the events with code of its own.
+"""Prove tables free of leakage: recompute every rule from the events with separate code.
 
     python -m jobs.audit --tables TABLES
 
@@ -27,7 +27,7 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Audits and prints; raises UserError where a rule is broken."""
+    """Audit tables and print the report; raise UserError for a violation."""
     from pipelines.data.audit.rules import audit, report
 
     start = time.monotonic()

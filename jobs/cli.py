@@ -9,6 +9,7 @@ A job is a dataclass of options and a function of it:
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import re
@@ -21,12 +22,12 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from jobs.options import parse
+from jobs.options import parse, read_mapping, say_loading, to_words
 from models.config import pluralize
 from models.storage.tables import UserError
 from models.storage.uri import check_buckets_first
@@ -40,13 +41,13 @@ TRACEBACK = "TRIELINE_TRACEBACK"
 """Environment variable that shows tracebacks, and on a cluster all that workers print."""
 
 STARTS = 3
-"""How often the start of a local Ray is tried: it gives its processes 30 seconds, which a busy machine may not have."""
+"""Attempts to start a local Ray, which gives its processes 30 seconds; a busy machine may need longer."""
 
 
 def start_ray(num_cpus: int | None = None) -> None:
-    """Connects to the cluster that this job was submitted to (RAY_ADDRESS), else starts a local Ray.
+    """Connect to the cluster that this job was submitted to (RAY_ADDRESS), or start a local Ray.
 
-    Never joins a Ray that happens to run on this machine. A local one listens on loopback alone.
+    A Ray that happens to run on this machine is never joined. A local Ray listens on loopback alone.
     """
     say_loading("ray")
     import ray
@@ -56,7 +57,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     if ray.is_initialized():
         return
     main = threading.current_thread() is threading.main_thread()
-    # While processes are forked Python drops exceptions, and nothing is begun that is to be let go of: a stop ends it.
+    # Python drops exceptions while it forks processes, so a signal ends this process at once.
     before = (
         {
             number: signal.signal(number, leave)
@@ -105,8 +106,13 @@ def _start_ray(num_cpus: int | None) -> None:
 
 
 def preflight(**places: str | None) -> None:
-    """For a job that was submitted to a cluster (RAY_ADDRESS): joins it, and refuses before any work places, by the
-    options that name them, that its other nodes do not reach. Nothing without one: a job starts its own Ray later."""
+    """Join the cluster that this job was submitted to, and refuse paths that its other nodes do not reach.
+
+    Does nothing without a cluster (RAY_ADDRESS), as a job starts its own Ray later.
+
+    Args:
+        places: Paths by the options that name them.
+    """
     if not os.environ.get("RAY_ADDRESS"):
         return
     start_ray()
@@ -117,21 +123,28 @@ def preflight(**places: str | None) -> None:
 
 
 def check_cpus(workers: int, each: float, remedy: str) -> None:
-    """UserError where the Ray that a job starts here has never room for so many workers of `each` CPUs; a cluster's
-    CPUs are known once it is joined."""
-    here = os.cpu_count() or 1
-    if not os.environ.get("RAY_ADDRESS") and workers > (
-        fits := int(here / each) if each else workers
-    ):
-        raise UserError(
-            f"{pluralize(workers, 'worker')} need{'s' * (workers == 1)} {workers * each:g} CPUs, {each:g} CPU for "
-            f"each; this machine has {here}, room for {fits}; {remedy}, or submit the job to a cluster "
-            f"(docs/cluster.md)"
-        )
+    """Raise UserError if a local Ray has no room for the workers.
+
+    The CPUs of a cluster are checked once the job has joined it.
+
+    Args:
+        workers: Number of workers.
+        each: CPUs of each worker.
+        remedy: What the user can do.
+    """
+    cpus = os.cpu_count() or 1
+    room = int(cpus / each) if each else workers
+    if os.environ.get("RAY_ADDRESS") or workers <= room:
+        return
+    need = "needs" if workers == 1 else "need"
+    raise UserError(
+        f"{pluralize(workers, 'worker')} {need} {workers * each:g} CPUs, {each:g} CPU for each; this machine has "
+        f"{cpus}, room for {room}; {remedy}, or submit the job to a cluster (docs/cluster.md)"
+    )
 
 
 def join_cluster(address: str) -> None:
-    """Connects to a cluster that is there; UserError at once where nobody answers or there is no token."""
+    """Connect to a running cluster; raise UserError at once if nobody answers or the token is missing."""
     check_address(address)
     check_token(address)
     import ray
@@ -162,11 +175,11 @@ TOKEN = (
     "make one where the cluster is started (ray get-auth-token --generate), copy it here to ~/.ray/auth_token or into "
     "RAY_AUTH_TOKEN, and export RAY_AUTH_MODE=token"
 )
-"""What to do where a cluster's token is missing."""
+"""Remedy for a missing token."""
 
 
 def check_address(address: str) -> None:
-    """UserError for a RAY_ADDRESS that is none, or at which nobody answers within seconds."""
+    """Raise UserError for an invalid RAY_ADDRESS, or if nobody answers at it within seconds."""
     if address in ("auto", "local"):
         return
     shape = re.fullmatch(
@@ -188,8 +201,8 @@ def check_address(address: str) -> None:
         ) from error
 
 
-def token() -> str:
-    """The token of this client, as Ray finds it; empty where there is none."""
+def read_token() -> str:
+    """Return this client's token, where Ray looks for it; empty if there is none."""
     if given := os.environ.get("RAY_AUTH_TOKEN"):
         return given.strip()
     path = Path(
@@ -199,15 +212,15 @@ def token() -> str:
 
 
 def check_token(address: str) -> None:
-    """UserError where the cluster wants a token and this client has none, or another one: Ray would wait for long.
+    """Raise UserError if the cluster wants another token than this client's, as Ray would wait for long.
 
-    Where the environment does not say whether there is authentication, the cluster is asked.
+    The cluster is asked if the environment does not say whether it authenticates.
     """
     import grpc
 
     from pipelines.ray_inside import probe_token
 
-    given, mode = token(), os.environ.get("RAY_AUTH_MODE", "").lower()
+    given, mode = read_token(), os.environ.get("RAY_AUTH_MODE", "").lower()
     if mode == "token" and not given:
         raise UserError(
             f"there is no token for the Ray cluster at RAY_ADDRESS={address}; {TOKEN}"
@@ -259,9 +272,11 @@ def set_ray_defaults() -> None:
 
 
 def catch_signals() -> None:
-    """Let SIGINT and SIGTERM stop the job. The first one lets a training save a checkpoint, and is elsewhere a
-    KeyboardInterrupt, so that the job lets go of what it holds; a second one ends it at once. So does the first one
-    after `GRACE`, as Python drops exceptions in some places."""
+    """Let SIGINT and SIGTERM stop the job.
+
+    The first signal lets a training save a checkpoint; elsewhere it raises KeyboardInterrupt, so that the job releases
+    its locks. A second signal, or `GRACE` seconds after the first one, ends the process at once.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGTERM, _interrupt)
@@ -279,56 +294,42 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 GRACE = 25.0
-"""Seconds that a stopped job has for its last words to MLflow: less than the 30 that Kubernetes gives."""
+"""Seconds that a stopped job has to end its MLflow run: less than the 30 of Kubernetes."""
 
 
-def kept_traceback(error: BaseException) -> str:
-    """Where the traceback of an error is that one line stands for: in a file, and on the terminal if TRIELINE_TRACEBACK
-    is set."""
-    told = "".join(traceback.format_exception(error))
+def save_traceback(error: BaseException) -> str:
+    """Write the traceback of an error to a file, and to stderr if TRIELINE_TRACEBACK is set.
+
+    Returns:
+        The end of the error's line, which names the file.
+    """
+    text = "".join(traceback.format_exception(error))
     if os.environ.get(TRACEBACK):
-        sys.stderr.write(told)
+        sys.stderr.write(text)
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="trieline-", suffix=".log", delete=False
         ) as file:
-            file.write(told)
+            file.write(text)
         return f" (traceback in {file.name})"
-    except OSError:  # there is no room for it
+    except OSError:  # the disk is full
         return " (TRIELINE_TRACEBACK=1 shows the traceback)"
 
 
-def output_is_read() -> bool:
-    """Whether something still reads what is printed; else what is printed from now on goes nowhere."""
+def is_output_closed() -> bool:
+    """Return whether the reader of stdout is gone; if so, discard further output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), select.POLLOUT)
-    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
-    if gone:
+    events = [event for _, event in output.poll(0)]
+    is_closed = any(event & (select.POLLERR | select.POLLHUP) for event in events)
+    if is_closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return not gone
+    return is_closed
 
 
 def line(module: str, **options: str) -> str:
-    """A command to run next, quoted for a shell."""
-    return shlex.join(
-        [
-            "python",
-            "-m",
-            module,
-            *(
-                word
-                for key, value in options.items()
-                for word in (f"--{key}", str(value))
-            ),
-        ]
-    )
-
-
-def say_loading(*packages: str) -> None:
-    """Print which packages are imported next, unless the first one is imported already. Importing them takes seconds,
-    on a busy machine a minute."""
-    if packages[0] not in sys.modules:
-        print(f"loading {', '.join(packages)}", flush=True)
+    """Return the command line of a job, quoted for a shell."""
+    return shlex.join(["python", "-m", module, *to_words(options)])
 
 
 def runs_beside(output: str) -> str:
@@ -343,48 +344,75 @@ def runs_beside(output: str) -> str:
 
 
 def options_for(job: ModuleType, argv: Sequence[str]) -> Any:
-    """The options of a job's module that a command line gives."""
-    return job.parse(argv) if hasattr(job, "parse") else parse(job.Config, argv)
+    """Build the configuration of a job from a command line."""
+    if hasattr(job, "parse"):
+        return job.parse(argv)
+    return parse(job.Config, argv, job.__name__)
+
+
+def config_from_options(job: ModuleType, options: Mapping[str, Any]) -> Any:
+    """Build the configuration of a job from nested options, as its config file has them."""
+    values = read_mapping(job.Config, options, job.__name__)
+    if hasattr(job, "build_config"):
+        return job.build_config(values)
+    return values.build(job.Config)
+
+
+def run_job(name: str, options: Mapping[str, Any]) -> Any:
+    """Run a job in this process, printed as the command line to repeat it.
+
+    Args:
+        name: Name of the job, such as `train`.
+        options: Nested options of the job.
+    """
+    words = shlex.join(to_words(options))
+    print(f"$ python -m jobs.{name} {words}", flush=True)
+    job = importlib.import_module(f"jobs.{name}")
+    return job.run(config_from_options(job, options))
 
 
 def main(
     run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | None = None
 ) -> NoReturn:
-    """Parses the command line, runs the job, and exits: 0 when done, 1 with one line for a UserError or a fault
-    of the machines (`pipelines/faults.py`), 130 and 143 when SIGINT or SIGTERM stopped it, 141 as other commands where
-    what reads its output is gone (`| head`).
+    """Parse the command line, run the job, and exit.
 
-    `parse_()` is for jobs whose options are more than those of `config`.
+    The exit code is 0 for success, 1 after a UserError or an infrastructure failure (`pipelines/faults.py`), 130 or 143
+    after SIGINT or SIGTERM, and 141 if the reader of the output is gone (`| head`).
+
+    Args:
+        run: Function of the job, in the job's module.
+        config: The dataclass of its options.
+        parse_: Build the configuration of a job with further options.
     """
     catch_signals()
     set_ray_defaults()
     check_buckets_first()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for those who watch a file or a pipe
+    # so that a file or a pipe can be watched
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:
-        run(parse_() if parse_ else parse(config))
+        run(parse_() if parse_ else parse(config, module=run.__module__))
         sys.stdout.flush()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(
-                number, lambda *_: os._exit(0)
-            )  # all is done but for what Python and Ray tidy up
-        gc.freeze()  # else the last collection goes through all of PyTorch's and MLflow's objects, for seconds
+            signal.signal(number, lambda *_: os._exit(0))  # only cleaning up is left
+        # else the last collection visits all objects of PyTorch and MLflow, for seconds
+        gc.freeze()
     except BaseException as error:
-        if _signals:  # whatever has become of KeyboardInterrupt on its way
-            leave(_signals[0])  # what Ray has started ends with the process
+        if _signals:  # KeyboardInterrupt may have become another error
+            leave(_signals[0])  # Ray's processes end with this one
         if not isinstance(error, Exception):
             raise
-        if isinstance(error, BrokenPipeError) and not output_is_read():
+        if isinstance(error, BrokenPipeError) and is_output_closed():
             sys.exit(141)
-        known = find_user_error(error)
-        fault = None if known else explain(error)
-        if known is None and fault is None:
+        user_error = find_user_error(error)
+        fault = None if user_error else explain(error)
+        if user_error is None and fault is None:
             traceback.print_exc()
             sys.exit(1)
-        # The line says what is wrong; Ray would add the errors of tasks that came to nothing for the same reason.
+        # Ray would add the errors of other tasks that failed for the same reason.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        said = known or f"{fault}{kept_traceback(error)}"
-        print(f"error: {' '.join(str(said).split())}", file=sys.stderr)
+        message = user_error or f"{fault}{save_traceback(error)}"
+        print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
         sys.stderr.flush()
         sys.exit(1)
     sys.exit(0)

@@ -1,25 +1,25 @@
-"""A day of a growing log: its files join the tables, yesterday's model is measured on it, and training goes on.
+"""Add a day to a growing log: append its files, measure the running model on it, and continue the training.
 
     python -m jobs.daily --config shop_daily.yaml
 
 The file has the options of the jobs that run, as docs/days.md shows: append, audit, semantic IDs or texts of new items,
-the evaluation of the running model on the new day before anything is trained on it, training from its weights,
-evaluation, comparison, and registration where no metric falls by more than is set. The day's model is the running one
-from then on if it is accepted. A step that is done is not done again, so a run that was stopped goes on.
+evaluation of the running model on the new day before anything is trained on it, training from its weights, evaluation,
+comparison, and registration if no metric drops by more than `max_drop`. An accepted model is the running one from then
+on. Finished steps are not repeated, so a run that was stopped continues.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli
-from models.config import hint
+from jobs.options import merge_options
+from models.config import did_you_mean
 from models.storage.inputs import Inputs
 from models.storage.locks import hold_lock
 from models.storage.tables import UserError, has_manifest, join, read_manifest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipelines import tracking
 
 DAYS = "days.json"
-"""In the output folder: what was found on each day."""
+"""File of the output folder with a record of each day."""
 
 
 @dataclass
@@ -37,20 +37,20 @@ class Config:
     """Options."""
 
     output: str
-    """Folder for all: tables, sids or text, runs, and `days.json`."""
+    """Folder for tables, sids or text, runs, and `days.json`."""
     prepare: dict[str, Any]
     """Options of jobs.prepare; the split has to be by time, such as `split: {val_days: 1, test_days: 1}`."""
     train: dict[str, Any]
-    """Options of jobs.train, the first day's."""
-    go_on: dict[str, Any] = field(default_factory=dict)
-    """Those that win from the second day on, such as `fit: {replay_fraction: 0.2, max_epochs: 3}`."""
+    """Options of jobs.train on the first day."""
+    continue_training: dict[str, Any] = field(default_factory=dict)
+    """Options of jobs.train that win from the second day on, such as `fit: {replay_fraction: 0.2, max_epochs: 3}`."""
     tokenize: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.tokenize, for models of semantic IDs."""
     encode: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.encode, for models that read text."""
-    fall: dict[str, float] = field(default_factory=dict)
-    """By metric of which larger is better: the share by which it may be below that of the running model on the new day;
-    by default 0.05 of `fit.metric`."""
+    max_drop: dict[str, float] = field(default_factory=dict)
+    """By metric of which larger is better: the largest share by which it may be below that of the running model on the
+    new day; by default 0.05 for `fit.metric`."""
     register: str | None = None
     """Name of the model in MLflow's registry that accepted ones become versions of; by default none is registered."""
 
@@ -58,45 +58,21 @@ class Config:
     """Register a model that is below the best model without training on the day, too."""
 
     def __post_init__(self) -> None:
-        for metric, share in self.fall.items():
+        for metric, share in self.max_drop.items():
             if not 0 <= share <= 1:
                 raise ValueError(
-                    f"fall.{metric} is {share}, it must be from 0 to 1, such as 0.05"
+                    f"max_drop.{metric} is {share}, it must be from 0 to 1, such as 0.05"
                 )
 
 
-def words(options: dict[str, Any], prefix: str = "--") -> Iterator[str]:
-    """The options as a command line gives them."""
-    for name, value in options.items():
-        if isinstance(value, dict) and value:
-            yield from words(value, f"{prefix}{name}.")
-        else:
-            for each in value if isinstance(value, list) else [value]:
-                yield from (
-                    f"{prefix}{name}",
-                    str(each).lower() if isinstance(each, bool) else str(each),
-                )
-
-
-def merged(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Nested options, of which later ones win."""
-    both = {
-        name: merged(options[name], value)
-        for name, value in later.items()
-        if isinstance(value, dict) and isinstance(options.get(name), dict)
-    }
-    return options | later | both
-
-
-def lowest(value: float, share: float) -> float:
-    """What a metric may fall to from a value, of either sign."""
+def lowest_accepted(value: float, share: float) -> float:
+    """Return the lowest value that a metric of either sign may drop to from `value`."""
     return value - share * abs(value)
 
 
-def parsed(job: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """(module of a job, what it makes of the options); UserError for what is wrong with them."""
-    module = importlib.import_module(f"jobs.{job}")
-    return module, cli.options_for(module, [*words(options)])
+def build_config(job: str, options: dict[str, Any]) -> Any:
+    """Build the configuration of a job, or raise UserError for invalid options."""
+    return cli.config_from_options(importlib.import_module(f"jobs.{job}"), options)
 
 
 def read_ancestry(uri: str) -> list[str]:
@@ -106,28 +82,31 @@ def read_ancestry(uri: str) -> list[str]:
 
 
 class Day:
-    """What is done with the log as it stands."""
+    """The jobs of one day of the log."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.output = config, absolute(config.output)
-        self.tables, self.runs = join(self.output, "tables"), join(self.output, "runs")
-        read = {"sids": config.tokenize, "text": config.encode}
-        self.read = {"tables": self.tables} | {
-            name: join(self.output, name) for name, asked in read.items() if asked
-        }
+        self.config = config
+        self.output = absolute(config.output)
+        self.tables = join(self.output, "tables")
+        self.runs = join(self.output, "runs")
+        self.inputs = {"tables": self.tables}
+        if config.tokenize:
+            self.inputs["sids"] = join(self.output, "sids")
+        if config.encode:
+            self.inputs["text"] = join(self.output, "text")
         self.days: list[dict[str, Any]] = []
 
     def check(self) -> None:
-        """UserError for what is wrong with the options of a job, before any work."""
+        """Raise UserError for invalid options of any job, before any work."""
         for job, options in (
-            ("prepare", self.preparing()),
-            ("tokenize", self.making("sids")),
-            ("encode", self.making("text")),
-            ("train", self.training("first", None)),
-            ("train", self.training("next", {"checkpoint": self.runs})),
+            ("prepare", self.prepare_options()),
+            ("tokenize", self.tokenize_options()),
+            ("encode", self.encode_options()),
+            ("train", self.train_options("first", None)),
+            ("train", self.train_options("next", {"checkpoint": self.runs})),
         ):
             if options:
-                parsed(job, options)
+                build_config(job, options)
         from models import registry
 
         name = self.model_name()
@@ -139,7 +118,7 @@ class Day:
             )
 
     def read_days(self) -> None:
-        """Reads what was found before."""
+        """Read the records of the days before."""
         try:
             self.days = read_json(join(self.output, DAYS)) or []
         except ValueError as error:
@@ -147,29 +126,36 @@ class Day:
                 f"{join(self.output, DAYS)} is damaged ({error}); give it back, or remove it"
             ) from error
 
-    def preparing(self) -> dict[str, Any]:
+    def prepare_options(self) -> dict[str, Any]:
+        """Return the options of jobs.prepare."""
         return {**self.config.prepare, "output": self.tables, "append": True}
 
-    def making(self, what: str) -> dict[str, Any]:
-        """Options for semantic IDs or texts; none where the model reads none."""
-        if what not in self.read:
+    def tokenize_options(self) -> dict[str, Any]:
+        """Return the options of jobs.tokenize; none for a model without semantic IDs."""
+        output = self.inputs.get("sids")
+        if not output:
             return {}
-        asked, place = (
-            self.config.tokenize if what == "sids" else self.config.encode,
-            self.read[what],
-        )
-        options = {**asked, "tables": self.tables, "output": place}
-        if what == "text":
-            return options | ({"overwrite": True} if self.text_is_old() else {})
-        if not has_manifest(join(place, "sids")):
+        options = {**self.config.tokenize, "tables": self.tables, "output": output}
+        if not has_manifest(join(output, "sids")):
             return options
-        made_of = read_manifest(join(place, "sids"), "sids").info["items_hash"]
-        goes_on = made_of in read_ancestry(join(self.tables, "items"))
-        return options | ({"extend": place} if goes_on else {"overwrite": True})
+        items_hash = read_manifest(join(output, "sids"), "sids").info["items_hash"]
+        if items_hash in read_ancestry(join(self.tables, "items")):
+            return {**options, "extend": output}
+        return {**options, "overwrite": True}
+
+    def encode_options(self) -> dict[str, Any]:
+        """Return the options of jobs.encode; none for a model that reads no text."""
+        output = self.inputs.get("text")
+        if not output:
+            return {}
+        options = {**self.config.encode, "tables": self.tables, "output": output}
+        return {**options, "overwrite": True} if self.text_is_old() else options
 
     def text_is_old(self) -> bool:
-        """Return whether the tables of text were made from other tables than those of the day."""
-        made = [join(self.read["text"], name) for name in ("items", "queries", "pairs")]
+        """Return whether the tables of text were made from other tables than the day's."""
+        made = [
+            join(self.inputs["text"], name) for name in ("items", "queries", "pairs")
+        ]
         inputs = [read_manifest(uri).inputs for uri in made if has_manifest(uri)]
         return any(
             of[name] != read_manifest(join(self.tables, name)).hash
@@ -178,34 +164,45 @@ class Day:
             if name != "encoder"
         )
 
-    def training(self, name: str, running: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the options of jobs.train. A model without gradients begins anew."""
+    def train_options(
+        self, name: str, running: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the options of jobs.train. A model without gradients begins anew.
+
+        Args:
+            name: Name of the run.
+            running: Record of the day whose model is continued, or None.
+        """
         from models import registry
 
-        options = {**self.config.train, **self.read, "storage": self.runs, "name": name}
-
+        options = {**self.config.train, **self.inputs}
+        options |= {"storage": self.runs, "name": name}
         if running is None or not registry.find(self.model_name()).trains_by_gradient:
             return options
-        return merged(options, {**self.config.go_on, "init": running["checkpoint"]})
+        return merge_options(
+            options, {**self.config.continue_training, "init": running["checkpoint"]}
+        )
 
     def model_name(self) -> str:
-        """Return the name of the model, which files of options may hold."""
-        options = {**self.config.train, **self.read, "storage": self.runs, "name": "x"}
-        return str(parsed("train", options)[1].model["name"])
+        """Return the name of the model, which config files may hold."""
+        from models import registry
 
-    def do(self, job: str, options: dict[str, Any]) -> Any:
-        """Runs a job in this process, printed as the line to repeat it."""
-        print(f"\n$ python -m jobs.{job} {shlex.join(words(options))}", flush=True)
-        module, given = parsed(job, options)
-        return module.run(given)
+        options = {**self.config.train, **self.inputs}
+        options |= {"storage": self.runs, "name": "any"}
+        return registry.find_by_config(build_config("train", options).model).name
 
-    def note(self, day: dict[str, Any], **found: Any) -> None:
-        """Keeps what a step has found, so that it is not done again."""
-        day |= found
+    def run_job(self, job: str, options: dict[str, Any]) -> Any:
+        """Run a job in this process, printed as the line to repeat it."""
+        print()
+        return cli.run_job(job, options)
+
+    def save(self, day: dict[str, Any], **values: Any) -> None:
+        """Save results of a step in the record of a day, so that it is not repeated."""
+        day |= values
         write_file(join(self.output, DAYS), json.dumps(self.days, indent=2).encode())
 
     def begin(self) -> dict[str, Any]:
-        """The record of the day that the tables end with, named by its date and their version."""
+        """Return the record of the last day in the tables, named by its date and their version."""
         sequences = read_manifest(join(self.tables, "sequences"), "sequences")
         split = sequences.info["split"]
         if "test_start_ms" not in split:
@@ -215,36 +212,38 @@ class Day:
             )
         date = datetime.fromtimestamp(split["test_start_ms"] / 1000, UTC).date()
         name = f"{date}-{sequences.hash[:8]}"
-        found = next((day for day in self.days if day["name"] == name), None)
-        if found is None:
-            self.days.append(found := {"name": name})
-        return found
+        for day in self.days:
+            if day["name"] == name:
+                return day
+        self.days.append({"name": name})
+        return self.days[-1]
 
     def run(self) -> None:
-        """Does what is left to do of the day."""
+        """Run the jobs that are left for the day."""
         self.read_days()
-        self.do("prepare", self.preparing())
+        self.run_job("prepare", self.prepare_options())
         day = self.begin()
         if "accepted" in day:
             self.explain_idle(day["name"])
             return
         if "audited" not in day:
-            self.do("audit", {"tables": self.tables})
-            self.note(day, audited=True)
-        for what, job in (("sids", "tokenize"), ("text", "encode")):
-            if options := self.making(what):
-                self.do(job, options)
-        self.check_fall()
+            self.run_job("audit", {"tables": self.tables})
+            self.save(day, audited=True)
+        if options := self.tokenize_options():
+            self.run_job("tokenize", options)
+        if options := self.encode_options():
+            self.run_job("encode", options)
+        self.check_max_drop()
         running = self.measure_running(day)
-        trained = self.do("train", self.training(day["name"], running))
+        trained = self.run_job("train", self.train_options(day["name"], running))
         if "after" not in day:
-            self.note(
+            self.save(
                 day,
                 checkpoint=trained.checkpoint,
-                after=self.measured(trained.checkpoint),
+                after=self.measure(trained.checkpoint),
             )
         if "floors" not in day:
-            self.note(day, floors=self.compare_with_floors(trained.checkpoint))
+            self.save(day, floors=self.compare_with_floors(trained.checkpoint))
         self.judge(day, trained.run)
 
     def explain_idle(self, name: str) -> None:
@@ -284,7 +283,8 @@ class Day:
         for options, floors in zip(rankings, all_floors, strict=True):
             if not floors:
                 continue
-            result = self.do("evaluate", {"checkpoint": where, **self.read, **options})
+            evaluate = {"checkpoint": where, **self.inputs, **options}
+            result = self.run_job("evaluate", evaluate)
             verdicts.append(judge_result(result, floors, about.fit["metric"]))
         if verdicts and verdicts[0]["repeats"] < REPEATS:
             verdicts.reverse()
@@ -294,7 +294,7 @@ class Day:
         """Measure the running model on the day.
 
         Returns:
-            The record of its day; None without a running model, and where it cannot go on with the tables, as after
+            The record of its day; None if there is no running model, or it cannot continue with the tables, as after
             `jobs.prepare --overwrite`. A model is then trained anew.
         """
         from models.loaded_model import read_versions
@@ -310,104 +310,134 @@ class Day:
         where = running["checkpoint"]
         about = checkpoint.read(where)
         try:
-            versions = read_versions(about.name, Inputs(**self.read))
+            versions = read_versions(about.name, Inputs(**self.inputs))
             checkpoint.check(about, where, versions, extending=True)
-            before = self.measured(where)
+            before = self.measure(where)
         except checkpoint.OtherTablesError as error:
             print(
                 f"\n{running['name']} cannot go on, so a model is trained anew: {error}"
             )
-            self.note(day, anew=str(error))
+            self.save(day, anew=str(error))
             return None
-        self.note(day, running=running["name"], before=before)
+        self.save(day, running=running["name"], before=before)
         return running
 
-    def check_fall(self) -> None:
-        """UserError for a metric of `fall` that the model does not have, before it is trained."""
+    def check_max_drop(self) -> None:
+        """Raise UserError for a metric of `max_drop` that the model does not have."""
         from models import registry
         from models.loaded_model import load_catalogue
 
         name = self.model_name()
-        catalogue = load_catalogue(name, Inputs(**self.read))
+        catalogue = load_catalogue(name, Inputs(**self.inputs))
         known = registry.find(name).metric_names(catalogue)
-        for metric in self.config.fall:
+        for metric in self.config.max_drop:
             if metric not in known:
                 raise UserError(
-                    f"fall.{metric} is no metric of '{name}'; {hint(metric, known)}"
+                    f"max_drop.{metric} is no metric of '{name}'; {did_you_mean(metric, known)}"
                 )
 
-    def measured(self, where: str) -> dict[str, float]:
-        """Metrics of a checkpoint on the day, which is the test split."""
-        found = self.do("evaluate", {"checkpoint": where, **self.read, "split": "test"})
-        return {
-            name: value for name, value in found.metrics.items() if value == value
-        }  # NaN is no JSON
+    def measure(self, checkpoint: str) -> dict[str, float]:
+        """Return the metrics of a checkpoint on the day, which is the test split."""
+        options = {"checkpoint": checkpoint, **self.inputs, "split": "test"}
+        metrics = self.run_job("evaluate", options).metrics
+        return {name: value for name, value in metrics.items() if not isnan(value)}
 
     def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
-        """Compares with the running model, and registers the day's where it may take its place."""
-        from models import registry
+        """Compare the day's model with the running one, and register it if it is accepted."""
         from models.storage import checkpoint
         from pipelines import tracking
-        from pipelines.comparison.floors import BELOW, describe_verdict
-        from pipelines.serving.registered_model import register
 
         before, after = day.get("before", {}), day["after"]
         about = checkpoint.read(day["checkpoint"])
-        fall = self.config.fall or {about.fit["metric"]: 0.05}
-        undefined = [name for name in fall if name not in after]
-        low = [
-            name
-            for name, share in fall.items()
-            if name in before
-            and name in after
-            and after[name] < lowest(before[name], share)
-        ]
-        if before and len(undefined) == len(fall):
-            low = undefined
+        max_drop = self.config.max_drop or {about.fit["metric"]: 0.05}
+        undefined = [name for name in max_drop if name not in after]
+        dropped = find_drops(before, after, max_drop)
+        running = day.get("running", "none")
         logger = tracking.Logger(run)
-        logger.update(
-            {f"running/{name}": value for name, value in before.items()}, about.step
-        )
-        logger.tag(accepted=str(not low).lower(), running=day.get("running", "none"))
+        on_day = {f"running/{name}": value for name, value in before.items()}
+        logger.update(on_day, about.step)
+        logger.tag(accepted=str(not dropped).lower(), running=running)
+        self.print_comparison(day, about.name, max_drop)
+        if undefined:
+            print(
+                f"note: {', '.join(undefined)} has no value on this day, and is not compared"
+            )
+        if dropped and dropped == undefined:
+            print(
+                "not accepted: no metric of max_drop has a value; the running model stays"
+            )
+        elif dropped:
+            print(
+                f"not accepted: {', '.join(dropped)} dropped by more than max_drop allows; the running model stays"
+            )
+        else:
+            self.register(day, run, about.fit["metric"])
+        self.save(day, accepted=not dropped)
         print(
-            f"\n{day['name']}, beside {day.get('running', 'no running model')} on the same day"
+            f"next: {cli.line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}"
         )
-        shown = registry.find(about.name).shown_metrics
-        for name in dict.fromkeys([*fall, *shown]):
+
+    def print_comparison(
+        self, day: dict[str, Any], model: str, max_drop: dict[str, float]
+    ) -> None:
+        """Print the metrics of the day's model and of the running model."""
+        from models import registry
+        from pipelines.comparison.floors import describe_verdict
+
+        before, after = day.get("before", {}), day["after"]
+        running = day.get("running", "no running model")
+        print(f"\n{day['name']}, beside {running} on the same day")
+        for name in dict.fromkeys([*max_drop, *registry.find(model).shown_metrics]):
             if name in after:
                 was = f"{before[name]:.4f} to " if name in before else ""
                 print(f"  {name:<12}  {was}{after[name]:.4f}")
         for verdict in day.get("floors", []):
             print(f"  {describe_verdict(verdict)}")
+
+    def register(self, day: dict[str, Any], run: tracking.RunRef, metric: str) -> None:
+        """Register an accepted model, unless it is below the best model without training."""
+        from pipelines.comparison.floors import BELOW
+        from pipelines.serving.registered_model import register
+
+        if not self.config.register:
+            return
         below = [v for v in day.get("floors", [])[:1] if v["verdict"] == BELOW]
-        if undefined:
-            print(
-                f"note: {', '.join(undefined)} has no value on this day, and is not compared"
-            )
-        if low and low == undefined:
-            print(
-                "not accepted: no metric of fall has a value; the running model stays"
-            )
-        elif low:
-            print(
-                f"not accepted: {', '.join(low)} fell by more than fall allows; the running model stays"
-            )
-        elif below and self.config.register and not self.config.register_below_floor:
+        if below and not self.config.register_below_floor:
             print(
                 f"not registered: it is below {below[0]['floor']}, a model without "
                 f"training; register_below_floor: true registers it"
             )
-        elif self.config.register:
-            version = register(run, self.config.register, about.fit["metric"])
-            print(f"registered: version {version.version} of {self.config.register}")
-        self.note(day, accepted=not low)
-        print(
-            f"next: {cli.line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}"
-        )
+            return
+        version = register(run, self.config.register, metric)
+        print(f"registered: version {version.version} of {self.config.register}")
+
+
+def find_drops(
+    before: dict[str, float], after: dict[str, float], max_drop: dict[str, float]
+) -> list[str]:
+    """Return the metrics by which a model is not accepted.
+
+    A metric without a value is not compared, unless no metric has a value.
+
+    Args:
+        before: Metrics of the running model on the day; empty if there is none.
+        after: Metrics of the day's model.
+        max_drop: Largest share by which each metric may drop.
+    """
+    undefined = [name for name in max_drop if name not in after]
+    if before and len(undefined) == len(max_drop):
+        return undefined
+    return [
+        name
+        for name, share in max_drop.items()
+        if name in before
+        and name in after
+        and after[name] < lowest_accepted(before[name], share)
+    ]
 
 
 def run(config: Config) -> None:
-    """The day, which no other process may do meanwhile."""
+    """Run the jobs of the day, under a lock."""
     day = Day(config)
     day.check()
     check_writable(config.output)

@@ -1,4 +1,4 @@
-"""Texts of a log to embeddings: of its items; of a search log also queries, and the pairs that were shown.
+"""Encode the texts of a log: its items; of a search log also the queries, and the pairs that were shown.
 
     python -m jobs.encode --tables TABLES --encoder minilm --output TEXT
 
@@ -39,7 +39,7 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Encodes, and prints what was made and what to run next."""
+    """Encode the texts, and print the result and the next command."""
     started = time.monotonic()
     cli.say_loading("ray")
     from pipelines.data.sids.texts import encode_log

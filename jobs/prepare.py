@@ -17,13 +17,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from pyarrow import fs
 
 from jobs import cli
-from jobs.options import Given, check_whole, read
+from jobs.options import Values, exit_with_help, read_values
 from models.config import pluralize
 from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, open_uri
@@ -56,26 +56,36 @@ class Config:
     """Join the files of events that are new to the tables that are there, if any; items keep their numbers."""
     dry_run: bool = False
     """Read the first rows of the log, print what becomes of them, and end."""
+    log: Any = field(default=None, metadata={"hidden": True})
+    """The raw log that the source file describes."""
+
+    def __post_init__(self) -> None:
+        if self.append and (self.overwrite or self.settings.catalogue):
+            other = "--overwrite" if self.overwrite else "--catalogue"
+            raise UserError(
+                f"--append and {other} are both given; --append keeps the tables and their items: leave one out"
+            )
 
 
-def run(given: Given) -> dict[str, object]:
-    """Prepares the tables and prints what was made and what to run next."""
+def build_config(values: Values) -> Config:
+    """Build the options of jobs.prepare over the defaults of the source file."""
+    values.check_required()
+    options = dict(values.content)
+    given = options.pop("settings", {})
+    log, defaults = load_source(options["source"])
+
+    def label(key: str) -> str:
+        name = key.removeprefix("prepare.")
+        return values.labels.get(f"settings.{name}", f"'{key}'")
+
+    settings = read_config(defaults, given, named=label)
+    return Config(**options, settings=settings, log=log)
+
+
+def run(config: Config) -> dict[str, object]:
+    """Prepare the tables, and print the result and the next command."""
     begin = time.perf_counter()
-    of_job = {f.name for f in fields(Config)}
-    options, asked = (
-        {k: v for k, v in given.values.items() if (k in of_job) is own}
-        for own in (True, False)
-    )
-    source, defaults = load_source(options["source"])
-    settings = read_config(
-        defaults, asked, named=lambda key: given.named(key.removeprefix("prepare."))
-    )
-    config = Config(**options, settings=settings)
-    if config.append and (config.overwrite or settings.catalogue):
-        other = "--overwrite" if config.overwrite else "--catalogue"
-        raise UserError(
-            f"--append and {other} are both given; --append keeps the tables and their items: leave one out"
-        )
+    source, settings = config.log, config.settings
     print(f"reading {config.input}", flush=True)
     require_folders(input=config.input, catalogue=settings.catalogue)
     cli.preflight(
@@ -143,7 +153,7 @@ class Suggestion:
 
 
 def run_suggestion(config: Suggestion) -> None:
-    """Prints or writes a first source file, without Ray."""
+    """Print or write a first source file, without Ray."""
     require_folders(suggest=config.suggest)
     text = suggest(config.suggest, config.kind).text
     if config.output is None:
@@ -161,18 +171,17 @@ def run_suggestion(config: Suggestion) -> None:
     )
 
 
-def parse(argv: Sequence[str] | None = None) -> Given | Suggestion:
-    """The command line; `--suggest` has options of its own."""
+def parse(argv: Sequence[str] | None = None) -> Config | Suggestion:
+    """Build the configuration from a command line; `--suggest` has options of its own."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.split("=")[0] == "--suggest" for word in argv):
-        return cli.parse(Suggestion, argv)
-    given = read(Config, argv)
-    check_whole(Config, given)
-    return given
+        return cli.parse(Suggestion, argv, __name__)
+    exit_with_help(Config, argv, __name__)
+    return build_config(read_values(Config, [], argv))
 
 
-def main(config: Given | Suggestion) -> None:
-    """What the command line asks for."""
+def main(config: Config | Suggestion) -> None:
+    """Prepare tables or suggest a mapping, as the command line says."""
     if isinstance(config, Suggestion):
         run_suggestion(config)
     else:

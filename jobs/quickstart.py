@@ -15,16 +15,16 @@ and is printed as such before it runs, so each can be repeated on its own.
 
 from __future__ import annotations
 
-import importlib
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NoReturn
 
-from jobs import cli, simulate, time_budget
+from jobs import cli, simulate, time_budget, train
+from jobs.options import merge_options
 from jobs.time_budget import Schedule
 from models.config import check_positive, pluralize
 from models.storage.input_folders import require_folders
@@ -48,7 +48,7 @@ class Trained:
     """Its name in the registry."""
     configs: tuple[str, ...]
     """Files under `jobs/configs`, without their ending; later ones win."""
-    options: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.train that win over the files."""
     name: str = ""
     """Name of the run; by default the model's."""
@@ -60,54 +60,39 @@ class Trained:
 
 @dataclass(frozen=True)
 class Flow:
-    """What is done with audited tables of a kind."""
+    """Models and further tables of a kind of log."""
 
     models: tuple[Trained, ...]
     """In the order of training; a teacher comes before its student."""
     extra: str = ""
-    """What models need beside the tables, and the option for it: `sids`, `text` or nothing."""
+    """Option that names the further tables: `sids`, `text` or nothing."""
     events: int = 1
-    """Events of the simulated log per event that is asked for."""
-    simulate: tuple[str, ...] = ()
+    """Events of the simulated log per event of `--events`."""
+    simulate: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.simulate beside its size."""
 
 
-SMALL = (
-    "--model.num_layers",
-    "2",
-    "--fit.batch_size",
-    "16",
-    "--fit.lr",
-    "0.0005",
-    "--fit.patience",
-    "0",
-)
-NO_ACTIONS = (*SMALL, "--model.action_weight", "0")
-# Base in the steps of search/history.yaml, so that what it lacks beside QGS is the history
-STEPS = (
-    "--model.batch_unit",
-    "requests",
-    "--fit.batch_size",
-    "512",
-    "--fit.optimizer",
-    "adamw",
-    "--fit.lr",
-    "0.002",
-    "--fit.weight_decay",
-    "0.01",
-    "--fit.schedule",
-    "cosine",
-    "--fit.warmup_steps",
-    "10000",
-    "--fit.warmup_share",
-    "0.05",
-    "--fit.patience",
-    "0",
-)
-ONE = (
-    "--ray.threads",
-    "1",
-)  # small steps lose more to a second thread than it takes from them
+SMALL: dict[str, Any] = {
+    "model": {"num_layers": 2},
+    "fit": {"batch_size": 16, "lr": 0.0005, "patience": 0},
+}
+NO_ACTIONS = merge_options(SMALL, {"model": {"action_weight": 0}})
+# Base in the steps of search/history.yaml, so that it lacks only the history beside QGS
+STEPS = {
+    "model": {"batch_unit": "requests"},
+    "fit": {
+        "batch_size": 512,
+        "optimizer": "adamw",
+        "lr": 0.002,
+        "weight_decay": 0.01,
+        "schedule": "cosine",
+        "warmup_steps": 10_000,
+        "warmup_share": 0.05,
+        "patience": 0,
+    },
+}
+# small steps lose more to a second thread than it takes from them
+ONE_THREAD = {"ray": {"threads": 1}}
 FLOWS = {
     "retrieval": Flow(
         (
@@ -115,9 +100,9 @@ FLOWS = {
             Trained("own_items", ("own_items",)),
             Trained("item_knn", ("item_knn",)),
             Trained("ease", ("ease",)),
-            Trained("sasrec", ("sasrec",), ONE, epochs=60),
-            Trained("tiger", ("tiger_small",), ONE, epochs=35),
-            Trained("sid_mlp", ("sid_mlp_small",), ONE, teacher="tiger"),
+            Trained("sasrec", ("sasrec",), ONE_THREAD, epochs=60),
+            Trained("tiger", ("tiger_small",), ONE_THREAD, epochs=35),
+            Trained("sid_mlp", ("sid_mlp_small",), ONE_THREAD, teacher="tiger"),
         ),
         extra="sids",
     ),
@@ -131,7 +116,7 @@ FLOWS = {
             Trained("qgs", ("qgs", "search/small", "search/history"), epochs=6),
         ),
         extra="text",
-        simulate=("--taste", "class", "--disliked_click", "0.05"),
+        simulate={"taste": "class", "disliked_click": 0.05},
     ),
     "actions": Flow(
         (
@@ -188,33 +173,32 @@ class Config:
 
 
 class Steps:
-    """Runs commands in this process one after the other, each printed as the line to repeat it."""
+    """Runs jobs in this process one after the other, each printed as the line to repeat it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.number = 0
         self.started = time.monotonic()
 
-    def run(self, title: str, job: str, *argv: str) -> Any:
+    def run(self, title: str, job: str, options: dict[str, Any]) -> Any:
+        """Run a job with some options."""
         self.number += 1
         elapsed = time.monotonic() - self.started
         print(
             f"\n[{self.number}/{self.count}] {title}   ({elapsed:.0f} s so far)",
             flush=True,
         )
-        print(f"$ python -m jobs.{job} {shlex.join(argv)}", flush=True)
-        module = importlib.import_module(f"jobs.{job}")
-        return module.run(cli.options_for(module, argv))
+        return cli.run_job(job, options)
 
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a flow reads and writes."""
+    """Folders that a flow reads and writes."""
 
     dataset: str
     """Name of the dataset."""
     family: str
-    """What its mapping file makes."""
+    """Kind of tables that its mapping file makes."""
     source: str
     """Mapping file of the log."""
     raw: Path
@@ -222,44 +206,47 @@ class Folders:
     tables: str
     """Folder of the tables."""
     extra: str
-    """Folder of what models need beside them: semantic IDs or text embeddings."""
+    """Folder of semantic IDs or text embeddings."""
     runs: str
     """Folder of the runs."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training as a command line."""
+    """The options of a training."""
 
     name: str
     """Name of the run."""
-    inputs: tuple[str, ...]
-    """Options that name what the model reads, for jobs.train and jobs.evaluate."""
-    words: tuple[str, ...]
+    inputs: dict[str, str]
+    """Folders that the model reads, for jobs.train and jobs.evaluate."""
+    options: dict[str, Any]
     """Options of jobs.train, without those of its `Schedule`."""
 
 
-def run_of(config: Config, folders: Folders, trained: Trained) -> Run:
-    """Return the training of a model as a command line."""
+def plan_run(config: Config, folders: Folders, trained: Trained) -> Run:
+    """Return the options that a model is trained with."""
     from models import registry
 
     model_class = registry.find(trained.model)
     seed = f"-{config.seed}" if config.seed != SEED else ""
     seeded = model_class.trains_by_gradient or model_class.stops_early
     name = (trained.name or trained.model) + (seed if seeded else "")
-    inputs = ["--tables", folders.tables]
+    inputs = {"tables": folders.tables}
     if FLOWS[folders.family].extra:
-        for option in model_class.extra_inputs:
-            inputs += [f"--{option}", folders.extra]
-    words = []
-    for file in trained.configs:
-        words += ["--config", str(CONFIGS / f"{file}.yaml")]
-    words += [*inputs, "--storage", folders.runs, "--name", name, *trained.options]
+        inputs |= dict.fromkeys(model_class.extra_inputs, folders.extra)
+    options: dict[str, Any] = {
+        "config": [str(CONFIGS / f"{file}.yaml") for file in trained.configs],
+        **inputs,
+        "storage": folders.runs,
+        "name": name,
+    }
+    options = merge_options(options, trained.options)
     if trained.teacher:
-        words += ["--model.teacher", f"{folders.runs}/{trained.teacher}{seed}"]
+        teacher = f"{folders.runs}/{trained.teacher}{seed}"
+        options = merge_options(options, {"model": {"teacher": teacher}})
     if seeded:
-        words += ["--fit.seed", str(config.seed)]
-    return Run(name, tuple(inputs), tuple(words))
+        options = merge_options(options, {"fit": {"seed": config.seed}})
+    return Run(name, inputs, options)
 
 
 def measure(
@@ -272,23 +259,23 @@ def measure(
     """Train a model, and evaluate it on test."""
     from models import registry
 
-    run = run_of(config, folders, trained)
-    name, where = run.name, run.inputs
-    steps.run(
-        f"{'Distil' if trained.teacher else 'Train'} {name}",
-        "train",
-        *run.words,
-        *schedule.training.get(name, []),
-    )
-    checkpoint = ["--checkpoint", f"{folders.runs}/{name}", *schedule.evaluation]
-    evaluate = [*checkpoint, *where, "--split", "test"]
-    steps.run(f"Evaluate {name} on test", "evaluate", *evaluate)
+    run = plan_run(config, folders, trained)
+    training = merge_options(run.options, schedule.training.get(run.name, {}))
+    verb = "Distil" if trained.teacher else "Train"
+    steps.run(f"{verb} {run.name}", "train", training)
+    evaluate = {
+        "checkpoint": f"{folders.runs}/{run.name}",
+        **schedule.evaluation,
+        **run.inputs,
+        "split": "test",
+    }
+    steps.run(f"Evaluate {run.name} on test", "evaluate", evaluate)
     if registry.find(trained.model).ranks == "catalogue":
-        title = f"Evaluate {name} on test, known items left out"
-        steps.run(title, "evaluate", *evaluate, "--unseen", "true")
+        title = f"Evaluate {run.name} on test, known items left out"
+        steps.run(title, "evaluate", {**evaluate, "unseen": True})
 
 
-def steps_of(trained: Trained) -> int:
+def count_steps(trained: Trained) -> int:
     """Return the number of commands that train and evaluate a model."""
     from models import registry
 
@@ -298,14 +285,16 @@ def steps_of(trained: Trained) -> int:
 def make_schedule(
     config: Config, folders: Folders, models: Sequence[Trained], steps: Steps
 ) -> Schedule:
-    """Choose how much each model is trained: as `--epochs` says, as an earlier start of the same flow chose, or what
-    fits the time budget by timed steps of each model. Print what was chosen."""
+    """Choose how much each model is trained, and print the choice.
+
+    `--epochs` decides, then an earlier start of the same flow, then the time budget by timed steps of each model.
+    """
     from models import registry
 
     learned = [one for one in models if registry.find(one.model).trains_by_gradient]
-    runs = [run_of(config, folders, one) for one in learned]
+    runs = [plan_run(config, folders, one) for one in learned]
     if config.epochs or not runs:
-        epochs = ["--fit.max_epochs", str(config.epochs)]
+        epochs = {"fit": {"max_epochs": config.epochs}}
         return Schedule({run.name: epochs for run in runs})
     tables = read_manifest(join(folders.tables, "sequences"), "sequences").hash
     file = Path(folders.runs).parent / f"schedule-{config.seed}.json"
@@ -317,13 +306,14 @@ def make_schedule(
     probes = []
     with TemporaryDirectory(prefix="trieline-") as scratch:
         for one, run in zip(learned, runs, strict=True):
-            words = [*run.words]
+            options = run.options
             if one.teacher:
-                words += ["--model.teacher", f"{scratch}/{one.teacher}"]
-            taught = any(other.teacher == one.model for other in learned)
-            save = f"{scratch}/{one.model}" if taught else None
-            options = cli.options_for(importlib.import_module("jobs.train"), words)
-            probes.append(time_budget.probe(options, save))
+                teacher = f"{scratch}/{one.teacher}"
+                options = merge_options(options, {"model": {"teacher": teacher}})
+            is_teacher = any(other.teacher == one.model for other in learned)
+            save = f"{scratch}/{one.model}" if is_teacher else None
+            training = cli.config_from_options(train, options)
+            probes.append(time_budget.probe(training, save))
     schedule, lines = time_budget.make_schedule(
         {run.name: probe for run, probe in zip(runs, probes, strict=True)},
         [one.epochs for one in learned],
@@ -340,17 +330,18 @@ def make_schedule(
 def split_sizes(tables: str) -> time_budget.SplitSizes:
     """Return the sizes of the test split, by which its evaluation is planned."""
     rows = read_manifest(join(tables, "sequences"), "sequences").rows
-    return time_budget.SplitSizes(rows, parts(tables)["train"], parts(tables)["test"])
+    counts = count_requests(tables)
+    return time_budget.SplitSizes(rows, counts["train"], counts["test"])
 
 
-def parts(tables: str) -> dict[str, int]:
-    """How many requests, of a feed impressions, training, validation and test have."""
+def count_requests(tables: str) -> dict[str, int]:
+    """Return the number of requests per split, for a feed of impressions."""
     info = read_manifest(join(tables, "sequences"), "sequences").info
     return dict(info.get("requests") or info["events"])
 
 
 def locate(config: Config) -> Folders:
-    """Where everything is; UserError for a log that is not there, that cannot be guessed at, or of another family."""
+    """Return the folders of a flow, or raise UserError for a log that is missing, unclear or of another family."""
     if config.source and not config.data:
         raise UserError(
             f"--source is {config.source}, which describes a real log; give its folder with --data"
@@ -366,7 +357,7 @@ def locate(config: Config) -> Folders:
         else KINDS[config.family or "retrieval"].source
     )
     home = Path(config.output).absolute() / name
-    source = config.source or mapping_of(config, name, home)
+    source = config.source or find_mapping(config, name, home)
     if not Path(source).is_file():
         raise UserError(
             f"there is no mapping file {source} for {config.data}; leave out --source for a first one"
@@ -388,8 +379,14 @@ def locate(config: Config) -> Folders:
     )
 
 
-def mapping_of(config: Config, name: str, home: Path) -> str:
-    """The mapping file of a log that is named after its folder, else the guess at it, made where there is none yet."""
+def find_mapping(config: Config, name: str, home: Path) -> str:
+    """Return the mapping file that is named after a log's folder, or write a suggested one.
+
+    Args:
+        config: Options of the quickstart.
+        name: Name of the log's folder.
+        home: Folder for everything that is made.
+    """
     stems = [f"{name}_{config.family}", name] if config.family else [name]
     known = [CONFIGS / "sources" / f"{stem}.yaml" for stem in stems]
     if found := next((file for file in known if file.is_file()), None):
@@ -440,104 +437,101 @@ def refuse_doubts(config: Config, name: str, doubts: list[str]) -> NoReturn:
 
 
 def published_sids(folder: Path) -> Path | None:
-    """The file of published semantic IDs in a raw folder, if it has one."""
+    """Return the file of published semantic IDs in a raw folder, or None."""
     found = sorted([*folder.glob("*index*.json*"), *folder.glob("published_sids.csv*")])
     return found[0] if found else None
 
 
 def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
-    """Makes what models need beside the tables; whether there is anything to make it from."""
-    encode, output = (
-        ["--tables", folders.tables, "--encoder", config.encoder],
-        ["--output", folders.extra],
-    )
+    """Make the semantic IDs or text embeddings of a flow.
+
+    Returns:
+        Whether the log has anything to make them from.
+    """
+    output = {"tables": folders.tables, "output": folders.extra}
     items = read_manifest(join(folders.tables, "items"), "items")
+    has_texts = bool(items.info["texts"])
     if FLOWS[folders.family].extra == "text":
-        if items.info["texts"]:
-            steps.run("Texts to embeddings", "encode", *encode, *output)
-        return bool(items.info["texts"])
-    if items.info["texts"]:
+        if has_texts:
+            encode = {"encoder": config.encoder, **output}
+            steps.run("Texts to embeddings", "encode", encode)
+        return has_texts
+    if has_texts:
         # for few items two levels and the code of duplicates: a quarter fewer tokens, learned in fewer epochs
-        size = ["--rqkmeans.levels", "2" if items.rows <= 16_384 else "3"]
-        size += ["--rqkmeans.codebook_size", str(codebook_size(items.rows))]
-        steps.run(
-            "Items to semantic IDs",
-            "tokenize",
-            *encode,
-            "--tokenizer",
-            "rqkmeans",
-            *size,
-            *output,
-        )
-    elif config.data and (published := published_sids(folders.raw)):
-        codes = ["--tokenizer", "published", "--published", str(published)]
-        steps.run(
-            "Published semantic IDs",
-            "tokenize",
-            "--tables",
-            folders.tables,
-            *codes,
-            *output,
-        )
-    else:
+        levels = 2 if items.rows <= 16_384 else 3
+        size = {"levels": levels, "codebook_size": codebook_size(items.rows)}
+        tokenize = {
+            "encoder": config.encoder,
+            "tokenizer": "rqkmeans",
+            "rqkmeans": size,
+            **output,
+        }
+        steps.run("Items to semantic IDs", "tokenize", tokenize)
+        return True
+    published = published_sids(folders.raw) if config.data else None
+    if not published:
         return False
+    tokenize = {"tokenizer": "published", "published": str(published), **output}
+    steps.run("Published semantic IDs", "tokenize", tokenize)
     return True
 
 
 def codebook_size(items: int) -> int:
-    """Codes per level: a power of two that 8 items or more share each, at most the usual 256."""
+    """Return the codes per level: a power of two, with 8 items or more per code, at most 256."""
     return min(256, 2 ** max(1, (items // 8).bit_length() - 1))
 
 
-def run(config: Config) -> None:
-    """Runs the flow."""
-    cli.say_loading("torch", "ray", "mlflow")
-    folders = locate(config)  # what is wrong with the log is said before the imports
-    from models import registry
-    from pipelines.tracking import resolve_uri
+def simulate_log(config: Config, folders: Folders, steps: Steps) -> None:
+    """Simulate the raw log of a family."""
+    flow, simulated = FLOWS[folders.family], KINDS[folders.family].simulated
+    options = {
+        "output": str(folders.raw),
+        "users": config.users,
+        "items": config.items,
+        "events": config.events * flow.events,
+        **flow.simulate,
+        "seed": SEED,
+    }
+    if simulated != simulate.Config.kind:
+        options = {"kind": simulated, **options}
+    steps.run("Simulate a raw log", "simulate", options)
 
-    kind, flow = KINDS[folders.family], FLOWS[folders.family]
-    cli.preflight(output=config.output)
-    steps = Steps(
-        count=3 + (not config.data) + bool(flow.extra) + sum(map(steps_of, flow.models))
-    )
-    if not config.data:
-        events = str(config.events * flow.events)
-        size = [
-            "--users",
-            str(config.users),
-            "--items",
-            str(config.items),
-            "--events",
-            events,
-        ]
-        chosen = (
-            [] if kind.simulated == simulate.Config.kind else ["--kind", kind.simulated]
-        )
-        log = [
-            *chosen,
-            "--output",
-            str(folders.raw),
-            *size,
-            *flow.simulate,
-            "--seed",
-            str(SEED),
-        ]
-        steps.run("Simulate a raw log", "simulate", *log)
-    log = [
-        "--source",
-        folders.source,
-        "--input",
-        str(folders.raw),
-        "--output",
-        folders.tables,
-    ]
-    steps.run("Raw log to tables", "prepare", *log)
-    if empty := [name for name in ("val", "test") if not parts(folders.tables)[name]]:
+
+def prepare_tables(folders: Folders, steps: Steps) -> None:
+    """Make tables of the raw log, and audit them."""
+    prepare = {
+        "source": folders.source,
+        "input": str(folders.raw),
+        "output": folders.tables,
+    }
+    steps.run("Raw log to tables", "prepare", prepare)
+    sizes = count_requests(folders.tables)
+    if empty := [name for name in ("val", "test") if not sizes[name]]:
         raise UserError(
             f"{folders.source} leaves nothing for {' and '.join(empty)}; see the warnings above"
         )
-    steps.run("Prove the tables free of leakage", "audit", "--tables", folders.tables)
+    audit = {"tables": folders.tables}
+    steps.run("Prove the tables free of leakage", "audit", audit)
+
+
+def run(config: Config) -> None:
+    """Run the flow."""
+    cli.say_loading("torch", "ray", "mlflow")
+    folders = locate(config)  # before the imports, as the log may be wrong
+    from models import registry
+    from pipelines.tracking import resolve_uri
+
+    flow = FLOWS[folders.family]
+    cli.preflight(output=config.output)
+    steps = Steps(
+        count=3
+        + (not config.data)
+        + bool(flow.extra)
+        + sum(map(count_steps, flow.models))
+    )
+    if not config.data:
+        simulate_log(config, folders, steps)
+    prepare_tables(folders, steps)
     models = flow.models
     if flow.extra and not make_extra(config, folders, steps):
         models = tuple(
@@ -546,7 +540,7 @@ def run(config: Config) -> None:
             if flow.extra not in registry.find(model.model).extra_inputs
         )
         left_out = set(flow.models) - set(models)
-        steps.count -= 1 + sum(map(steps_of, left_out))
+        steps.count -= 1 + sum(map(count_steps, left_out))
         made = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
         print(
             f"note: {folders.source} names no texts of items to make {made} of; models of these are left out"
@@ -557,16 +551,8 @@ def run(config: Config) -> None:
     uri = resolve_uri(None, folders.runs)  # where the trainings logged
     page = Path(folders.runs).parent / "compare.html"
     experiment = f"{folders.family}/{folders.dataset}"
-    steps.run(
-        "Compare",
-        "compare",
-        "--experiment",
-        experiment,
-        "--html",
-        str(page),
-        "--tracking_uri",
-        uri,
-    )
+    compare = {"experiment": experiment, "html": str(page), "tracking_uri": uri}
+    steps.run("Compare", "compare", compare)
     label = (
         ""
         if config.data

@@ -1,4 +1,4 @@
-"""Writes a simulated raw log with known causes, to try the other commands on.
+"""Write a simulated raw log with known causes, to try the other commands on.
 
     python -m jobs.simulate --output raw --users 1500 --items 400 --events 15000
     python -m jobs.simulate --kind search --output raw_search --query_driven 0.5
@@ -48,7 +48,7 @@ class Options:
         self.settings()
 
     def settings(self) -> Settings:
-        """Settings of the simulated log."""
+        """Return the settings of the simulated log."""
         return SIMULATED[self.kind].settings(
             **{name: getattr(self, name) for name in _options(self.kind)}
         )
@@ -65,12 +65,12 @@ Config.__doc__, Config.__module__ = Options.__doc__, __name__
 
 
 def _options(kind: str) -> list[str]:
-    """Names of the settings of a simulated log."""
+    """Return the names of the settings of a kind of simulated log."""
     return [field.name for field in fields(SIMULATED[kind].settings)]
 
 
 def run(config: Any) -> None:
-    """Writes the log, unless the folder holds it already."""
+    """Write the log, unless the folder holds it already."""
     kind, settings = SIMULATED[config.kind], config.settings()
     size = (
         f"{config.events:,} {settings.unit} of {pluralize(config.users, 'user')} on {pluralize(config.items, 'item')}, "

@@ -14,25 +14,28 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli
-from models.config import naming, pluralize
+from models.config import path_fields, pluralize
 from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
-from models.storage.uri import check_writable
-from pipelines.training.ray_options import FEWER, RayOptions
-from tuning.options import Options
+from models.storage.uri import absolute, check_writable, join
+from pipelines.training.config import FEWER, RayOptions, TrackingOptions
+from tuning.options import Options, SweepConfig
 
 if TYPE_CHECKING:
     from tuning.grid import Grid, Trial
-    from tuning.sweep import Swept
+    from tuning.sweep import SweepResult
 
 TRAINED = ("model.teacher", "model.encoder", "checkpoint")
 """Settings that name a trained model, and so can name a sweep."""
+
+MAX_SHOWN = 20
+"""Largest number of trials that are printed."""
 
 
 @dataclass
@@ -82,8 +85,8 @@ class Config:
                 raise ValueError(f"--{name} is not given; only --dry_run does without")
 
 
-def read(config: Config) -> tuple[Grid, list[Trial]]:
-    """The grid with what the command line says, and its trials."""
+def read_trials(config: Config) -> tuple[Grid, list[Trial]]:
+    """Return the grid with the values of the command line, and its trials."""
     from tuning.grid import load
     from tuning.sweep import best_trial
 
@@ -91,7 +94,7 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
     for key in TRAINED:
         if key in axes:
             axes[key] = [best_trial(value) for value in axes[key]]
-    grid = load(config.grid).varied(config.smoke, axes)
+    grid = load(config.grid).vary(config.smoke, axes)
     if config.samples is not None:
         if config.samples < 1:
             raise UserError(f"--samples is {config.samples}, it must be at least 1")
@@ -106,41 +109,35 @@ def read(config: Config) -> tuple[Grid, list[Trial]]:
         if isinstance(sets.get(key), str):
             sets[key] = best_trial(sets[key])
     trials = grid.trials(sets)
-    if (
-        config.storage
-        and not config.dry_run
-        and all(takes_cache(trial.model) for trial in trials)
-    ):
-        trials = grid.trials(
-            {
-                **sets,
-                "model.teacher_cache": f"{config.storage.rstrip('/')}/teacher_cache",
-            }
-        )
-    return grid, trials
+    if config.dry_run or not all(takes_cache(trial.model) for trial in trials):
+        return grid, trials
+    cache = join(absolute(str(config.storage)), "teacher_cache")
+    return grid, [
+        replace(trial, model=replace(trial.model, teacher_cache=cache))
+        for trial in trials
+    ]
 
 
-def takes_cache(model: dict[str, Any]) -> bool:
-    """Whether the model can keep what its teacher says, for all trials, and is not told otherwise."""
-    from models import registry
+def takes_cache(model: Any) -> bool:
+    """Return whether all trials can share a cache of the teacher's outputs.
 
-    kind: Any = registry.find(str(model["name"])).config_class if model else None
-    if kind is None or "teacher_cache" not in naming(kind, "folder"):
+    Args:
+        model: Config of a trial's model; None in a grid that evaluates.
+    """
+    if model is None or "teacher_cache" not in path_fields(type(model), "folder"):
         return False
-    return kind.has_fixed_outputs and not (
-        model.get("teacher_cache") or model.get("end_to_end")
-    )
+    is_end_to_end = getattr(model, "end_to_end", False)
+    return model.has_fixed_outputs and not (model.teacher_cache or is_end_to_end)
 
 
-def run(config: Config) -> Swept | None:
-    """Runs the sweep and prints its outcome, or the trials alone."""
+def run(config: Config) -> SweepResult | None:
+    """Run the sweep and print its result, or print the trials alone."""
     cli.say_loading("torch", "ray", "mlflow")
-    from pipelines import tracking
     from tuning.sweep import sweep
 
-    grid, trials = read(config)
+    grid, trials = read_trials(config)
     if config.dry_run:
-        show(grid, trials)
+        print_trials(grid, trials)
         return None
     require_folders(tables=config.tables, sids=config.sids, text=config.text)
     check_writable(str(config.storage))
@@ -156,49 +153,21 @@ def run(config: Config) -> Swept | None:
         )
         cli.start_ray()
 
-    swept = sweep(
-        grid,
-        trials,
-        inputs=Inputs(str(config.tables), config.sids, config.text),
-        storage=str(config.storage),
-        name=config.name or grid.name,
-        ray_options=config.ray,
-        options=config.options,
-        tracking_uri=config.tracking_uri,
-        experiment=config.experiment,
-        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]),
-        smoke=config.smoke,
-        say=partial(print, flush=True),
-        start=start,
-    )
-    ranked = sorted(
-        swept.outcomes,
-        key=lambda o: -math.inf if o.value is None else o.value,
-        reverse=True,
-    )
-    for found in ranked[:20]:
-        value = "        -" if found.value is None else f"{found.value:9.4f}"
-        print(
-            f"{value}  {found.status:<9} {found.name}"
-            + (f"  ({found.error})" if found.error else "")
+    try:
+        settings = SweepConfig(
+            inputs=Inputs(str(config.tables), config.sids, config.text),
+            storage=str(config.storage),
+            name=config.name or grid.name,
+            ray=config.ray,
+            options=config.options,
+            tracking=TrackingOptions(config.tracking_uri, config.experiment),
+            command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]),
+            smoke=config.smoke,
         )
-    if len(ranked) > 20:
-        print(f"           and {len(ranked) - 20} more in trials.json")
-    print(
-        f"Swept {pluralize(len(trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s."
-    )
-    incomplete = " (of an incomplete grid)" if swept.failed else ""
-    print(
-        f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}{incomplete}"
-    )
-    print(f"  checkpoint  {swept.best.checkpoint}")
-    print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
-    print(f"  look at it  {tracking.viewer(swept.run.uri)}")
-    shown = (
-        {"sweep": swept.name} if config.smoke else {"experiment": swept.run.experiment}
-    )
-    compare = cli.line("jobs.compare", **shown, tracking_uri=swept.run.uri)
-    print(f"  next        {compare}")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    swept = sweep(grid, trials, settings, say=partial(print, flush=True), start=start)
+    print_result(config, grid, swept)
     if failed := swept.failed:
         raise UserError(
             f"{len(failed)} of {pluralize(len(trials), 'trial')} failed ({failed[0].name}: {failed[0].error}), so the "
@@ -207,14 +176,46 @@ def run(config: Config) -> Swept | None:
     return swept
 
 
-def show(grid: Grid, trials: list[Trial]) -> None:
-    """Prints the trials, and what the paper found with them."""
+def print_result(config: Config, grid: Grid, swept: SweepResult) -> None:
+    """Print the ranked trials of a sweep, the best one, and the command to run next."""
+    from pipelines import tracking
+
+    ranked = sorted(
+        swept.trials,
+        key=lambda trial: -math.inf if trial.value is None else trial.value,
+        reverse=True,
+    )
+    for trial in ranked[:MAX_SHOWN]:
+        value = "        -" if trial.value is None else f"{trial.value:9.4f}"
+        error = f"  ({trial.error})" if trial.error else ""
+        print(f"{value}  {trial.status:<9} {trial.name}{error}")
+    if len(ranked) > MAX_SHOWN:
+        print(f"           and {len(ranked) - MAX_SHOWN} more in trials.json")
+    print(
+        f"Swept {pluralize(len(swept.trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s."
+    )
+    incomplete = " (of an incomplete grid)" if swept.failed else ""
+    print(
+        f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}{incomplete}"
+    )
+    print(f"  checkpoint  {swept.best.checkpoint}")
+    print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
+    print(f"  look at it  {tracking.viewer(swept.run.uri)}")
+    options = {"experiment": swept.run.experiment}
+    if config.smoke:
+        options = {"sweep": swept.name}
+    compare = cli.line("jobs.compare", **options, tracking_uri=swept.run.uri)
+    print(f"  next        {compare}")
+
+
+def print_trials(grid: Grid, trials: list[Trial]) -> None:
+    """Print the trials, and the findings of the paper."""
     print(f"{grid.name}: {grid.source}")
-    for said in [
-        *(f"the paper: {line}" for line in grid.findings),
-        *([f"here: {grid.notes}"] if grid.notes else []),
-    ]:
-        print(f"  {' '.join(said.split())}")
+    notes = [f"the paper: {finding}" for finding in grid.findings]
+    if grid.notes:
+        notes.append(f"here: {grid.notes}")
+    for note in notes:
+        print(f"  {' '.join(note.split())}")
     for trial in trials:
         print(
             f"  {trial.name}  "

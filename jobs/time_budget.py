@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from models.config import duration
-from models.storage.inputs import Inputs
+from models.config import format_duration
 from models.storage.uri import read_json, write_file
 
 if TYPE_CHECKING:
     from models.training_run import TrainingRun
+    from pipelines.training.config import TrainConfig
 
 BUDGET_S = 600.0
 """Seconds that the whole quickstart is to take on this machine."""
@@ -105,7 +105,7 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much one model is trained."""
+    """Epochs and examples of a model's training."""
 
     epochs: int
     """Most epochs."""
@@ -116,14 +116,14 @@ class Plan:
     seconds: float
     """Estimated seconds of all epochs."""
 
-    def options(self, val_requests: int) -> list[str]:
+    def options(self, val_requests: int) -> dict[str, dict[str, int]]:
         """Return the options of jobs.train."""
-        options = ["--fit.max_epochs", str(self.epochs)]
+        fit = {"max_epochs": self.epochs}
         if val_requests > EVAL_EXAMPLES:
-            options += ["--fit.eval_examples", str(EVAL_EXAMPLES)]
+            fit["eval_examples"] = EVAL_EXAMPLES
         if self.examples:
-            options += ["--fit.train_examples", str(self.examples)]
-        return options
+            fit["train_examples"] = self.examples
+        return {"fit": fit}
 
     def describe(self) -> str:
         """Describe the plan in the words of its user."""
@@ -133,18 +133,18 @@ class Plan:
         return f"at most {epochs}"
 
 
-def probe(config: Any, save: str | None = None) -> Probe:
+def probe(config: TrainConfig, save: str | None = None) -> Probe:
     """Time real training steps and one batch of validation.
 
     Args:
-        config: Options of jobs.train.
+        config: The training.
         save: Folder for a checkpoint of the model, which stands in for the teacher of a model that is timed later.
     """
     import torch
 
     from models.evaluation import measure_examples
     from models.storage import checkpoint
-    from models.training_run import TrainingRun
+    from models.training_run import TrainingRun, resolve_training
     from pipelines.training.worker import threads_per_worker
 
     threads = torch.get_num_threads()
@@ -152,8 +152,8 @@ def probe(config: Any, save: str | None = None) -> Probe:
     try:
         began = time.perf_counter()
         fit = replace(config.fit, train_examples=0, log_every_steps=1)
-        inputs = Inputs(config.tables, config.sids, config.text)
-        setup = TrainingRun.build(config.model, fit, inputs)
+        model, inputs = resolve_training(config.model, fit, config.inputs)
+        setup = TrainingRun.build(model, fit, inputs)
         setup_s = time.perf_counter() - began
         if save:
             checkpoint.save(save, setup.model, setup.checkpoint())
@@ -208,7 +208,7 @@ def time_steps(setup: TrainingRun) -> float:
 def share_out(
     probes: Sequence[Probe], most_epochs: Sequence[int], seconds: float
 ) -> list[Plan]:
-    """Plan the trainings of several models within `seconds`, of which every model gets the same share at most.
+    """Plan the trainings of several models within `seconds`, with the same largest share for every model.
 
     Time that a model does not need for its most epochs goes to the others.
     """
@@ -242,16 +242,16 @@ def plan(probe: Probe, most_epochs: int, seconds: float) -> Plan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What was chosen for the trainings and evaluations of a flow, as options of their commands."""
+    """Options of a flow's trainings and evaluations that fit its time budget."""
 
-    training: dict[str, list[str]]
-    """By name of a run: options of jobs.train."""
-    evaluation: list[str] = field(default_factory=list)
+    training: dict[str, dict[str, Any]]
+    """Options of jobs.train, by name of the run."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.evaluate, the same for all models."""
 
     @classmethod
     def read(cls, file: str, tables: str) -> Self | None:
-        """Read what an earlier start chose for tables of this hash; None where there is nothing."""
+        """Read the schedule of an earlier start for tables of this hash, or None."""
         content = read_json(file)
         if content is None or content["tables"] != tables:
             return None
@@ -297,16 +297,18 @@ def make_schedule(
     plans = share_out(speeds, most_epochs, left_s)
     total_s = elapsed_s + fixed_s + sum(plan.seconds for plan in plans)
     lines = [
-        f"the whole takes some {duration(total_s)} on this machine, of which {duration(elapsed_s)} are over; "
+        f"the whole takes some {format_duration(total_s)} on this machine, of which {format_duration(elapsed_s)} are over; "
         f"--epochs N chooses otherwise"
     ]
     for name, plan in zip(probes, plans, strict=True):
-        lines.append(f"  {name:<12}  {plan.describe()}, {duration(plan.seconds)}")
+        lines.append(
+            f"  {name:<12}  {plan.describe()}, {format_duration(plan.seconds)}"
+        )
     if any(probe.val_requests > EVAL_EXAMPLES for probe in speeds):
         lines.append(f"  validation    {EVAL_EXAMPLES:,} requests, the same each time")
-    evaluation: list[str] = []
+    evaluation: dict[str, Any] = {}
     if stride > 1:
-        evaluation = ["--user_stride", str(stride)]
+        evaluation = {"user_stride": stride}
         measured = sizes.test // stride
         lines.append(
             f"  test          every {stride}-th user, some {measured:,} of {sizes.test:,} requests"

@@ -90,8 +90,8 @@ class Config:
         )
 
 
-def summary(sids: Manifest, trie: Manifest) -> list[str]:
-    """Lines that say how good the SIDs are."""
+def describe_quality(sids: Manifest, trie: Manifest) -> list[str]:
+    """Return lines about the quality of the SIDs."""
     info: dict[str, Any] = sids.info
     sizes = info["codebook_sizes"]
     lines = [
@@ -125,7 +125,7 @@ def summary(sids: Manifest, trie: Manifest) -> list[str]:
 
 
 def run(config: Config) -> None:
-    """Make semantic IDs, and print what was made and what to run next."""
+    """Make semantic IDs, and print the result and the next command."""
     started = time.monotonic()
     cli.say_loading("torch", "ray")
     from pipelines.data.sids.embed import embed_origin
@@ -183,7 +183,7 @@ def run(config: Config) -> None:
             own,
         )
     for line in [
-        *summary(sids, trie),
+        *describe_quality(sids, trie),
         *(describe_drift(sids.info["drift"]) if "drift" in sids.info else []),
     ]:
         print(line)

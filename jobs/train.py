@@ -10,94 +10,21 @@ here: one worker in this process, several (--ray.num_workers) on a Ray that is s
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, make_dataclass
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jobs import cli
-from jobs.options import read
 from models.config import pluralize
 from models.storage.input_folders import require_folders
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
 from models.storage.uri import check_writable
 from models.training.fit_config import FitConfig
-from pipelines.training.ray_options import FEWER, RayOptions
+from pipelines.training.config import FEWER, TrainConfig
 
+if TYPE_CHECKING:
+    from pipelines.training.run import Trained
 
-@dataclass
-class Config:
-    """Options."""
-
-    tables: str
-    """TABLES: the folder that jobs.prepare made."""
-    storage: str
-    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is named."""
-    name: str
-    """Name of this run; the same name again continues it."""
-    model: dict[str, Any] = field(default_factory=dict)
-    """The model: `name`, and its own options."""
-    sids: str | None = None
-    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
-    text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
-    fit: FitConfig = field(default_factory=FitConfig)
-    """The training loop."""
-    ray: RayOptions = field(default_factory=RayOptions)
-    """Workers and their resources."""
-    tracking_uri: str | None = None
-    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage folder."""
-    experiment: str | None = None
-    """MLflow experiment; by default family/dataset."""
-    log_model: bool = True
-    """Store the best model in MLflow, with the tables that it needs to be served."""
-    init: str | None = None
-    """A run, or its checkpoint, whose weights it begins with, of tables that these may extend: it goes on with another
-    day. `fit.replay_fraction` then says how much of the days before is trained on again."""
-    overwrite: bool = False
-    """Throw away what the run of this name has made, and train anew."""
-
-
-def options_of(name: str) -> type:
-    """The model's config dataclass with its `name` as one more option."""
-    from models import registry
-
-    config = registry.find(name).config_class
-    about = {"about": f"Which model: one of {', '.join(registry.MODELS)}."}
-    named = make_dataclass(
-        "ModelOptions",
-        [("name", str, field(default=name, metadata=about))],
-        bases=(config,),
-    )
-    named.__doc__, named.__module__ = config.__doc__, config.__module__
-    return named
-
-
-def parse(argv: Sequence[str] | None = None) -> Config:
-    """The command line; the model's options are those of the model that it names, and --help shows them."""
-    argv = sys.argv[1:] if argv is None else argv
-    helping = bool({"--help", "-h"} & set(argv))
-    given = read(
-        Config, [word for word in argv if word not in ("--help", "-h")]
-    ).values.get("model", {})
-    if not helping:
-        cli.say_loading("torch", "ray", "mlflow")
-    from models import registry
-
-    first = next(iter(registry.MODELS))
-    if "name" not in given and not helping:
-        raise UserError(
-            f"no model is named; give a --config that has `model: {{name: ...}}`, or --model.name, with one of "
-            f"{', '.join(registry.MODELS)}"
-        )
-    kind = make_dataclass(
-        "Config", [("model", options_of(given.get("name", first)))], bases=(Config,)
-    )
-    kind.__module__ = __name__
-    config: Any = cli.parse(kind, argv)
-    return Config(**{**vars(config), "model": asdict(config.model)})
+Config = TrainConfig
 
 
 def still_rising(best: int, done: int, fit: FitConfig) -> str:
@@ -139,7 +66,7 @@ def learned_nothing(
     )
 
 
-def describe_floor(config: Config, trained: Any) -> str:
+def describe_floor(config: TrainConfig, trained: Trained) -> str:
     """Return a warning or a note on a training beside the models without training.
 
     They are read from the training's experiment and not computed here.
@@ -166,40 +93,12 @@ def describe_floor(config: Config, trained: Any) -> str:
     )
 
 
-def run(config: Config) -> Any:
-    """Trains and prints what was made; returns it, a `pipelines.training.run.Trained`."""
-    cli.say_loading("torch", "ray", "mlflow")
+def print_result(config: TrainConfig, trained: Trained) -> None:
+    """Print the result of a training, and the commands to run next."""
     from models import registry
     from models.metrics.ranking_metrics import format_metric
     from pipelines import tracking
-    from pipelines.training.run import run_training
-    from pipelines.training.settings import check
 
-    require_folders(tables=config.tables, sids=config.sids, text=config.text)
-    check_writable(config.storage)
-    model_class = registry.find(config.model["name"])
-    checked = check(
-        model=config.model,
-        fit=config.fit,
-        ray_options=config.ray,
-        inputs=Inputs(config.tables, config.sids, config.text),
-        storage=config.storage,
-        name=config.name,
-        tracking_uri=config.tracking_uri,
-        overwrite=config.overwrite,
-        init=config.init,
-    )
-    cli.check_cpus(config.ray.least(checked.workers), config.ray.cpus_per_worker, FEWER)
-    cli.preflight(
-        tables=config.tables, sids=config.sids, text=config.text, storage=config.storage
-    )
-    trained = run_training(
-        checked,
-        experiment=config.experiment,
-        log_model=config.log_model,
-        say=partial(print, flush=True),
-        start=cli.start_ray,
-    )
     best = trained.about
     if trained.already:
         print(
@@ -213,21 +112,40 @@ def run(config: Config) -> Any:
         print(floor, end="")
         if not floor.startswith("warning"):
             print(still_rising(best.epoch, trained.epochs, config.fit), end="")
-    shown = "  ".join(
+    model_class = registry.find(best.name)
+    metrics = "  ".join(
         f"{name} {format_metric(best.metrics.get(name))}"
         for name in model_class.shown_metrics
     )
-    read = {option: vars(config)[option] for option in checked.inputs.given()}
-    evaluate = {"checkpoint": trained.checkpoint, **read, "split": "test"}
+    inputs = config.inputs.select(best.name, model_class.extra_inputs).given()
+    evaluate = {"checkpoint": trained.checkpoint, **inputs, "split": "test"}
     print(
-        f"  best epoch  {best.epoch}: {shown} on val\n"
+        f"  best epoch  {best.epoch}: {metrics} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"
         f"  MLflow run  {trained.run.run_id} in {trained.run.experiment}\n"
         f"  look at it  {tracking.viewer(trained.run.uri)}\n"
         f"  next        {cli.line('jobs.evaluate', **evaluate)}"
     )
+
+
+def run(config: TrainConfig) -> Trained:
+    """Train a model, print the result, and return it."""
+    cli.say_loading("torch", "ray", "mlflow")
+    from pipelines.training.run import run_training
+    from pipelines.training.settings import check_training
+
+    folders = config.inputs.given()
+    require_folders(**folders)
+    check_writable(config.storage)
+    training = check_training(config)
+    ray = training.config.ray
+    cli.check_cpus(ray.fewest_workers, ray.cpus_per_worker, FEWER)
+    cli.preflight(**folders, storage=config.storage)
+    say = partial(print, flush=True)
+    trained = run_training(training, say=say, start=cli.start_ray)
+    print_result(config, trained)
     return trained
 
 
 if __name__ == "__main__":
-    cli.main(run, Config, parse)
+    cli.main(run, Config)

@@ -1,13 +1,13 @@
-"""Reading configurations: YAML files, and the nearest of the known names for one that is unknown.
+"""Read YAML files, build typed configurations, and suggest the nearest key for an unknown one.
 
 content = read_yaml("jobs/configs/sasrec.yaml", "check --config")
-check_known(content, known, lambda key, near: f"unknown key '{key}'; the nearest key is '{near}'")
+fit = build(FitConfig, content["fit"], "fit.")
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,7 +18,7 @@ from models.storage.tables import UserError, open_uri
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the name of `known` that is most like `word`, upper or lower case.
+    """Return the name of `known` that is most like `word`, in upper or lower case.
 
     Args:
         word: An unknown name.
@@ -32,26 +32,25 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(word, by_lower[lower], n=1, cutoff=0.0)[0]
 
 
-ALSO_CALLED = {"device": "use_gpu", "learning_rate": "lr"}
-"""Words that others have for an option, by the last part of its key."""
+SYNONYMS = {"device": "use_gpu", "learning_rate": "lr"}
+"""Names that other projects have for an option, by the last part of its key."""
 
 
-def instead(key: str, known: Iterable[str]) -> str:
-    """Half a sentence that says what to write in place of a key that is not known: the one of the same last part, which
-    another section may have, else the one most like it."""
+def did_you_mean_key(key: str, known: Iterable[str]) -> str:
+    """Return half a sentence that names the nearest of the known keys.
+
+    A key with the same last part, in whatever section, counts as nearest.
+    """
     last, known = key.rsplit(".", 1)[-1], list(known)
     if not known:
         return "it takes no keys"
-    same = [
-        other
-        for other in known
-        if other.rsplit(".", 1)[-1] in (last, ALSO_CALLED.get(last))
-    ]
+    names = (last, SYNONYMS.get(last))
+    same = [other for other in known if other.rsplit(".", 1)[-1] in names]
     return f"the nearest key is '{nearest(key, same or known)}'"
 
 
-def hint(word: str, known: Iterable[str], none: str = "there is none") -> str:
-    """Half a sentence that names the nearest of `known`; `none` where there is nothing to name."""
+def did_you_mean(word: str, known: Iterable[str], none: str = "there is none") -> str:
+    """Return half a sentence that names the nearest of `known`; `none` if it is empty."""
     known = list(known)
     return f"the nearest is '{nearest(word, known)}'" if known else none
 
@@ -66,8 +65,8 @@ def pluralize(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def duration(seconds: float) -> str:
-    """Format a duration as seconds, minutes or hours, whichever reads as a number of two digits or so."""
+def format_duration(seconds: float) -> str:
+    """Format a duration as seconds, minutes or hours, in about two digits."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 100 * 60:
@@ -75,18 +74,21 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h"
 
 
-def naming(config: type, *what: str) -> set[str]:
-    """Options of a config dataclass that name a place: a `checkpoint`, a `folder`, or an `encoder`, which is a folder
-    or a name of the model hub. Their fields declare it: `metadata={"names": "checkpoint"}`."""
-    return {f.name for f in fields(config) if f.metadata.get("names") in what}
+def path_fields(config: type, *kinds: str) -> set[str]:
+    """Return the names of a config's fields that take a path of one of some kinds.
+
+    A kind is `checkpoint`, `folder`, or `encoder`, which is a folder or a name of the model
+    hub. Fields declare it by `metadata={"names": "checkpoint"}`.
+    """
+    return {one.name for one in fields(config) if one.metadata.get("names") in kinds}
 
 
-def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values under dotted names."""
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested values as texts under dotted names."""
     flat: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            flat |= flattened(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = str(value)
     return flat
@@ -95,91 +97,104 @@ def flattened(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 def check_least(
     config: Any, names: Iterable[str], least: float, section: str = ""
 ) -> None:
-    """ValueError for the first of these fields that is below `least`; one that is None is not given. section: what
-    stands before the names in messages, such as `fit.`; the next two take it too."""
+    """Raise ValueError for the first of some fields that is below `least`.
+
+    Args:
+        config: The dataclass instance.
+        names: Names of the fields; None is a valid value of each.
+        least: The smallest valid value.
+        section: Text before the names in messages, such as `fit.`.
+    """
     for name in names:
-        if (value := getattr(config, name)) is not None and not value >= least:
+        value = getattr(config, name)
+        if value is not None and not value >= least:
             raise ValueError(f"{section}{name} is {value}, it must be at least {least}")
 
 
 def check_shares(config: Any, names: Iterable[str], section: str = "") -> None:
-    """ValueError for the first of these fields that is no share from 0 to 1."""
+    """Raise ValueError for the first of some fields that is no share from 0 to 1."""
     for name in names:
-        if not 0 <= (value := getattr(config, name)) <= 1:
+        value = getattr(config, name)
+        if not 0 <= value <= 1:
             raise ValueError(
                 f"{section}{name} is {value}, it is a share and must be between 0 and 1"
             )
 
 
 def check_choices(config: Any, section: str = "") -> None:
-    """ValueError for the first field that is none of the words of its type, such as Literal["adamw", "adagrad"]."""
+    """Raise ValueError for the first field with a Literal type that has another value."""
     for name, kind in get_type_hints(type(config)).items():
-        if get_origin(kind) is Literal and (
-            value := getattr(config, name)
-        ) not in get_args(kind):
+        value = getattr(config, name)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            choices = ", ".join(map(str, get_args(kind)))
             raise ValueError(
-                f"{section}{name} is {value!r}, it must be one of {', '.join(map(str, get_args(kind)))}"
+                f"{section}{name} is {value!r}, it must be one of {choices}"
             )
 
 
 def check_positive(config: Any, names: Iterable[str]) -> None:
-    """ValueError for the first of these fields that is below 1."""
+    """Raise ValueError for the first of some fields that is below 1."""
     check_least(config, names, 1)
 
 
 def check_dropout(config: Any, *names: str) -> None:
-    """ValueError for the first of these fields that is no share of values to drop."""
+    """Raise ValueError for the first of some fields that is no dropout probability."""
     for name in names:
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(
-                f"{name} {getattr(config, name)} is not in [0, 1); give a share"
-            )
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} {value} is not in [0, 1); give a share")
 
 
 def check_known(
-    given: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]
+    names: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]
 ) -> None:
-    """UserError(message(name, nearest)) for the first of `given` that is not among `known`."""
+    """Raise UserError(message(name, nearest)) for the first name that is not in `known`."""
     known = list(known)
-    for name in given:
+    for name in names:
         if name not in known:
             raise UserError(message(name, nearest(name, known) if known else "none"))
 
 
-class OneOfEach(yaml.SafeLoader):
-    """YAML in which no key stands twice: the first would be lost without a word."""
+class UniqueKeyLoader(yaml.SafeLoader):
+    """A YAML loader that refuses a key which stands twice in one mapping."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
     ) -> dict[Any, Any]:
-        seen = set[tuple[str, str]]()
+        """Construct a mapping with distinct keys."""
+        keys = set[tuple[str, str]]()
         for key, _ in node.value:
-            if (key.tag, str(key.value)) in seen:
+            if (key.tag, str(key.value)) in keys:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value!r} stands twice",
                     problem_mark=key.start_mark,
                 )
-            seen.add((key.tag, str(key.value)))
+            keys.add((key.tag, str(key.value)))
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
-    """The mapping in a YAML file at a path or URI; UserError with the remedy where there is none."""
+    """Read the mapping in a YAML file.
+
+    Args:
+        uri: Path or URI of the file.
+        remedy: End of the messages: what the user can do.
+
+    Raises:
+        UserError: if there is no such file, or it holds no mapping.
+    """
     filesystem, path = open_uri(uri)
     try:
         with filesystem.open_input_stream(path) as stream:
-            content = yaml.load(stream.read(), OneOfEach)
+            content = yaml.load(stream.read(), UniqueKeyLoader)
+    except FileNotFoundError as error:
+        raise UserError(f"cannot read {uri} (no such file); {remedy}") from error
     except OSError as error:
-        why = (
-            "no such file"
-            if isinstance(error, FileNotFoundError)
-            else " ".join(str(error).split())
-        )
+        why = " ".join(str(error).split())
         raise UserError(f"cannot read {uri} ({why}); {remedy}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{uri} is not valid YAML: {' '.join(str(error).split())}; {remedy}"
-        ) from error
+        why = " ".join(str(error).split())
+        raise UserError(f"{uri} is not valid YAML: {why}; {remedy}") from error
     if not isinstance(content, dict):
         raise UserError(
             f"{uri} holds {type(content).__name__}, not a mapping; {remedy}"
@@ -188,7 +203,7 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
 
 
 def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
-    """The sections of several YAML files; of what more than one says, the last counts."""
+    """Merge the sections of several YAML files; values of later files win."""
     content: dict[str, Any] = {}
     for uri in uris:
         for name, section in read_yaml(uri, remedy).items():
@@ -201,87 +216,105 @@ def build(
     kind: type,
     content: dict[str, Any],
     where: str = "",
-    named: Callable[[str], str] = "'{}'".format,
+    label: Callable[[str], str] = "'{}'".format,
 ) -> Any:
-    """An instance of the dataclass `kind` from plain values, dataclasses within it too. ValueError names the first key
-    that is unknown, missing or of another type; `where` is what stands before the keys, and `named` how messages call
-    one."""
-    _check_values(kind, content, where, named)
+    """Build a dataclass, and the dataclasses within it, from plain values.
+
+    Args:
+        kind: The dataclass.
+        content: Values by field.
+        where: Text before the keys in messages, such as `fit.`.
+        label: Return how messages call a key.
+
+    Raises:
+        ValueError: for the first key that is unknown, missing or of another type.
+    """
+    _check_values(kind, content, where, label)
     try:
         from pydantic import TypeAdapter, ValidationError
-    except ImportError:  # on a machine with PyTorch alone nothing turns '1e-3' into a number, or refuses 1.5 layers
+    except ImportError:
+        # With PyTorch alone '1e-3' stays a text, and 1.5 layers are not refused.
         return kind(**content)
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
-        faults = sorted(
-            error.errors(), key=lambda fault: fault["type"] == "missing"
-        )  # a mistyped key is missing too
+        # a mistyped key is also missing, so missing ones come last
+        faults = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")
     fault = faults[0]
     if fault["type"] == "value_error":
         raise ValueError(fault["msg"].removeprefix("Value error, "))
-    path, option, default = _follow(kind, fault["loc"])
+    path, option, default = _find_field(kind, fault["loc"])
     key = where + ".".join(path)
     if fault["type"] == "missing":
-        raise ValueError(f"{named(key)} is missing; add such as '{path[-1]}: ...'")
-    quotes = (
-        "; write it in quotes"
-        if str in kinds_of(option) and not isinstance(fault["input"], dict | list)
-        else ""
-    )
+        raise ValueError(f"{label(key)} is missing; add such as '{path[-1]}: ...'")
+    value = fault["input"]
+    is_text = str in union_members(option) and not isinstance(value, dict | list)
+    quotes = "; write it in quotes" if is_text else ""
     raise ValueError(
-        f"{named(key)} is {shown(fault['input'])}, it must be {wanted(option, default)}{quotes}"
+        f"{label(key)} is {format_value(value)}, it must be {expected_type(option, default)}{quotes}"
     )
-
-
-def typed(kind: type, content: dict[str, Any], where: str) -> dict[str, Any]:
-    """The values as the fields of the dataclass take them; ValueError for one that they do not."""
-    built = build(kind, content, where)
-    return {key: getattr(built, key) for key in content}
 
 
 def _check_values(
-    kind: type, content: dict[str, Any], where: str, named: Callable[[str], str]
+    kind: type, content: dict[str, Any], where: str, label: Callable[[str], str]
 ) -> None:
-    """ValueError for an unknown key, and for true or false in the place of a number, which pydantic takes for 1 and 0,
-    or no number in the place of one."""
+    """Raise ValueError for an unknown key, and for a boolean or NaN that should be a number.
+
+    Pydantic takes true and false for 1 and 0.
+    """
     hints = get_type_hints(kind)
-    known = {f.name: f.default for f in fields(kind)}
+    defaults = {one.name: one.default for one in fields(kind)}
     for key, value in content.items():
-        if key not in known:
-            raise ValueError(
-                f"unknown key '{where}{key}'; {instead(f'{where}{key}', [where + k for k in known])}"
+        if key not in defaults:
+            near = did_you_mean_key(
+                f"{where}{key}", [f"{where}{name}" for name in defaults]
             )
+            raise ValueError(f"unknown key '{where}{key}'; {near}")
         option = hints[key]
-        kinds = {option, *kinds_of(option), *get_args(option)}
-        wrong = (
-            isinstance(value, bool)
-            and bool not in kinds
-            and not any(get_origin(k) is Literal for k in kinds)
-        )
-        if kinds & {int, float} and (wrong or str(value).lower() == "nan"):
+        if _is_no_number(option, value):
             raise ValueError(
-                f"{named(where + key)} is {shown(value)}, it must be {wanted(option, known[key])}"
+                f"{label(where + key)} is {format_value(value)}, it must be {expected_type(option, defaults[key])}"
             )
-        for nested in filter(is_dataclass, kinds):
-            many = get_origin(option) is dict and isinstance(value, dict)
-            for name, each in (
-                {f".{k}": each for k, each in value.items()}.items()
-                if many
-                else [("", value)]
-            ):
-                if isinstance(each, dict):
-                    _check_values(nested, each, f"{where}{key}{name}.", named)  # type: ignore[arg-type]
+        for section, name, inner in _sections(option, value):
+            _check_values(section, inner, f"{where}{key}{name}.", label)
 
 
-def _follow(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
-    """The keys of a path that are fields, or names in a mapping; the type that the last one takes, and its default."""
+def _is_no_number(option: Any, value: Any) -> bool:
+    """Return whether a value of a numeric option is a boolean or not a number."""
+    kinds = {option, *union_members(option), *get_args(option)}
+    if not kinds & {int, float}:
+        return False
+    takes_words = bool in kinds or any(get_origin(kind) is Literal for kind in kinds)
+    is_bool = isinstance(value, bool) and not takes_words
+    return is_bool or str(value).lower() == "nan"
+
+
+def _sections(option: Any, value: Any) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """Yield the dataclass, name and values of each section within an option's value."""
+    for kind in {option, *union_members(option), *get_args(option)}:
+        if not is_dataclass(kind) or not isinstance(value, dict):
+            continue
+        if get_origin(option) is not dict:
+            yield kind, "", value
+            continue
+        for name, inner in value.items():
+            if isinstance(inner, dict):
+                yield kind, f".{name}", inner
+
+
+def _find_field(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
+    """Follow a path of keys, as far as it leads to fields or into mappings.
+
+    Returns:
+        The keys, the type of the last one, and its default.
+    """
     keys: list[str] = []
     default: Any = None
     for part in path:
-        within = next(filter(is_dataclass, (kind, *kinds_of(kind))), None)
-        if within is not None and part in (hints := get_type_hints(within)):
-            default = next(f.default for f in fields(within) if f.name == part)  # type: ignore[arg-type]
+        section = next(filter(is_dataclass, (kind, *union_members(kind))), None)
+        hints = get_type_hints(section) if section else {}
+        if section and part in hints:
+            default = next(one.default for one in fields(section) if one.name == part)  # type: ignore[arg-type]
             kind = hints[part]
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
@@ -291,62 +324,48 @@ def _follow(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
     return keys, kind, default
 
 
-def kinds_of(kind: Any) -> list[Any]:
-    """The types that a field takes."""
+def union_members(kind: Any) -> list[Any]:
+    """Return the members of a union type, or the type alone."""
     return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
 
 
-def shown(value: Any) -> str:
-    """A value as YAML has it."""
-    return (
-        "null"
-        if value is None
-        else repr(value).lower()
-        if isinstance(value, bool)
-        else repr(value)
-    )
+def format_value(value: Any) -> str:
+    """Format a value as YAML does."""
+    if value is None:
+        return "null"
+    return repr(value).lower() if isinstance(value, bool) else repr(value)
 
 
-KINDS = {
+TYPE_WORDS = {
     int: "a whole number",
     float: "a number",
     str: "text",
     dict: "a mapping such as '{key: value}'",
 }
-LISTS = {
+ITEM_WORDS = {
     int: "whole numbers such as '[1, 2]'",
     float: "numbers such as '[0.1, 0.2]'",
     str: "names such as '[a, b]'",
 }
 
 
-def wanted(kind: Any, default: Any = None) -> str:
-    """What a field takes, such as `a whole number, such as 20`."""
-    words: list[str] = []
+def expected_type(kind: Any, default: Any = None) -> str:
+    """Describe the values that an option takes: `a whole number, such as 20`."""
+    choices: list[str] = []
     others: list[str] = []
-    for each in kinds_of(kind):
-        if each is bool:
-            words += ["true", "false"]
-        elif get_origin(each) is Literal:
-            words += map(str, get_args(each))
-        elif get_origin(each) is list:
-            others.append(f"a list of {LISTS.get(get_args(each)[0], 'values')}")
-        elif each is not NoneType:
-            others.append(
-                KINDS.get(
-                    get_origin(each) or each,
-                    "a mapping" if is_dataclass(each) else "another one",
-                )
-            )
+    for member in union_members(kind):
+        if member is bool:
+            choices += ["true", "false"]
+        elif get_origin(member) is Literal:
+            choices += map(str, get_args(member))
+        elif get_origin(member) is list:
+            others.append(f"a list of {ITEM_WORDS.get(get_args(member)[0], 'values')}")
+        elif member is not NoneType:
+            other = "a mapping" if is_dataclass(member) else "another one"
+            others.append(TYPE_WORDS.get(get_origin(member) or member, other))
     if not others:
-        return (
-            f"one of {', '.join(words)}"
-            if words[2:] or "true" not in words
-            else "true or false"
-        )
-    example = (
-        f", such as {default}"
-        if isinstance(default, int | float) and default and default is not True
-        else ""
-    )
-    return " or ".join([*words, *others]) + example
+        is_flag = choices == ["true", "false"]
+        return "true or false" if is_flag else f"one of {', '.join(choices)}"
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    example = f", such as {default}" if is_number and default else ""
+    return " or ".join([*choices, *others]) + example

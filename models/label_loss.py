@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import hint
+from models.config import did_you_mean
 from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
@@ -86,7 +86,7 @@ def check_label(name: str, labels: Sequence[str], option: str) -> None:
     if name not in labels:
         raise UserError(
             f"{option} names '{name}', which is no label of the tables; "
-            f"{hint(name, list(labels))}"
+            f"{did_you_mean(name, list(labels))}"
         )
 
 

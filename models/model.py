@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from models.config import instead
+from models.config import did_you_mean_key
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import RequestDataset
 from models.requests import Requests
@@ -113,7 +113,9 @@ class Model(nn.Module):
         known = [f.name for f in fields(cls.config_class)]
         for key in options:
             if key not in known:
-                remedy = instead(f"model.{key}", [f"model.{name}" for name in known])
+                remedy = did_you_mean_key(
+                    f"model.{key}", [f"model.{name}" for name in known]
+                )
                 raise UserError(
                     f"unknown key 'model.{key}' for the model '{cls.name}'; {remedy}"
                 )

@@ -9,8 +9,9 @@ a student can look up its teacher's class.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
-from models.config import hint
+from models.config import did_you_mean
 from models.model import Model
 from models.storage.tables import UserError
 
@@ -62,11 +63,20 @@ def find(name: str) -> type[Model]:
     """
     if name not in MODELS:
         raise UserError(
-            f"unknown model '{name}'; {hint(name, MODELS)}; known are {', '.join(MODELS)}"
+            f"unknown model '{name}'; {did_you_mean(name, MODELS)}; known are {', '.join(MODELS)}"
         )
     module, class_name = MODELS[name].split(":")
     model_class: type[Model] = getattr(importlib.import_module(module), class_name)
     return model_class
+
+
+def find_by_config(config: Any) -> type[Model]:
+    """Return the class of the model that a config belongs to."""
+    module = f"{type(config).__module__}:"
+    # the module of the config usually has the model too, so that no other is imported
+    names = sorted(MODELS, key=lambda name: not MODELS[name].startswith(module))
+    classes = (find(name) for name in names)
+    return next(each for each in classes if each.config_class is type(config))
 
 
 def find_floors(family: str) -> list[str]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config import hint
+from models.config import did_you_mean
 from models.item_ids import parse_item_ids
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.storage.inputs import MADE_BY, Inputs
@@ -59,7 +59,9 @@ class Row(dict[str, Any]):
         found = self.given(name) or {}
         for key in found:
             if key not in known:
-                near = hint(key, known, f"it reads no {name.removeprefix('history_')}")
+                near = did_you_mean(
+                    key, known, f"it reads no {name.removeprefix('history_')}"
+                )
                 raise UserError(
                     f"{name} has '{key}', which the model does not read; {near}"
                 )

@@ -1,4 +1,4 @@
-"""Trains one model with PyTorch and nothing else of this project's dependencies, on any machine.
+"""Train one model with PyTorch and no other dependency of this project, on any machine.
 
     python -m models.train --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
 
@@ -25,7 +25,7 @@ os.environ.setdefault(
 import torch
 
 from models import registry
-from models.config import build, instead, read_configs, typed
+from models.config import build, did_you_mean_key, read_configs
 from models.storage import attempts, checkpoint
 from models.storage.checkpoint import BEST, Checkpoint
 from models.storage.input_folders import require_folders
@@ -43,14 +43,15 @@ from models.training.fit import (
     describe,
     fit,
 )
-from models.training_run import TrainingRun, check_fit
+from models.training.fit_config import check_replay
+from models.training_run import TrainingRun, check_fit, resolve_training
 
 SECTIONS = ["model", "fit", "ray"]
 """Of a config of jobs.train; what `ray` says is for clusters."""
 
 
 def check_same(about: Checkpoint, now: Checkpoint, output: str) -> None:
-    """Refuses to go on with other settings, or with a teacher that was trained anew."""
+    """Raise UserError if a run would continue with other settings, or with another teacher."""
     for part in ("model", "fit"):
         before, wanted = (
             getattr(about, part),
@@ -174,32 +175,34 @@ def main(argv: list[str] | None = None) -> None:
         for section, values in content.items():
             if section not in SECTIONS:
                 raise UserError(
-                    f"unknown key '{section}'; {instead(section, SECTIONS)}"
+                    f"unknown key '{section}'; {did_you_mean_key(section, SECTIONS)}"
                 )
             if not isinstance(values, dict):
                 raise UserError(
                     f"'{section}' is {values!r}, it must be a mapping; correct the config"
                 )
-        chosen = content.get("model", {})
-        name = chosen.pop("name", None)
+        options_of_model = content.get("model", {})
+        name = options_of_model.pop("name", None)
         if name is None:
             raise UserError(
                 f"{options.config[-1]} names no model; give the config that it is read after first"
             )
         try:
-            config = build(FitConfig, content.get("fit", {}), "fit.")
-            options_class = registry.find(name).config_class
-            chosen = {"name": name, **typed(options_class, chosen, "model.")}
+            fit_config = build(FitConfig, content.get("fit", {}), "fit.")
+            check_replay(fit_config, options.init)
+            config_class = registry.find(name).config_class
+            config = build(config_class, options_of_model, "model.")
         except (TypeError, ValueError) as error:
             raise UserError(f"{error}; correct the config") from error
         output = options.output
         init = checkpoint.locate(options.init) if options.init else None
         attempt = attempts.begin(output)
         about = checkpoint.last(output)
+        config, inputs = resolve_training(config, fit_config, inputs, init)
         setup = TrainingRun.build(
-            chosen, config, inputs, device=device, last=about, init=init
+            config, fit_config, inputs, device=device, last=about, init=init
         )
-        check_fit(config, type(setup.model), setup.catalogue, setup.world)
+        check_fit(fit_config, type(setup.model), setup.catalogue)
         for message in setup.messages:
             print(message)
         state = None

@@ -1,6 +1,6 @@
 """One training put together from a config: model, batches and validation, PyTorch only.
 
-    run = TrainingRun.build({"name": "sasrec"}, FitConfig(), Inputs("tables"))
+    run = TrainingRun.build(SASRecConfig(), FitConfig(), Inputs("tables"))
     for event in fit(run.model, run.train, run.validate, run.fit, means=run.means): ...
 
 Used by `python -m models.train` and by the workers of `pipelines/training` alike, so both
@@ -18,12 +18,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from models.build import parse_options
-from models.config import hint
+from models import registry
+from models.config import did_you_mean
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
 from models.evaluation import measure_examples
-from models.loaded_model import select_inputs
+from models.loaded_model import load_catalogue, select_inputs
 from models.model import Model
 from models.own_features import adopt_scales
 from models.storage import checkpoint
@@ -105,7 +105,7 @@ class TrainingRun:
     @classmethod
     def build(
         cls,
-        model: dict[str, Any],
+        config: Any,
         fit: FitConfig,
         inputs: Inputs,
         *,
@@ -118,9 +118,9 @@ class TrainingRun:
         """Load the tables and build a model on them.
 
         Args:
-            model: The model's `name` and options.
+            config: The model's config, resolved (`Model.resolve_config`).
             fit: Options of the training loop.
-            inputs: Where the tables are.
+            inputs: The folders that the model reads.
             device: Device of the model.
             rank: Number of this worker.
             world: Number of workers.
@@ -128,14 +128,10 @@ class TrainingRun:
                 by `resume`.
             init: URI of a checkpoint whose weights a new run begins with.
         """
-        model_class, options = parse_options(model)
+        model_class = registry.find_by_config(config)
         first = None if last or not init else checkpoint.read(init)
         scales, scale_messages = choose_scales(last, first, inputs)
-        catalogue = model_class.load_catalogue(
-            select_inputs(model_class.name, inputs), scales=scales
-        )
-        check_batch(fit, world)
-        config = model_class.resolve_config(options, catalogue)
+        catalogue = model_class.load_catalogue(inputs, scales=scales)
         if not model_class.trains_by_gradient:  # counted in one pass, by one worker
             rank, world = 0, 1
         since = last.learned.get("since", 0) if last else trained_until(first, fit)
@@ -149,7 +145,6 @@ class TrainingRun:
         module = model_class(config, catalogue).to(device)
         messages = []
         if first and init:
-            check_init(first, init, catalogue.versions, model_class)
             changes = load_extended_weights(
                 module, init, first, catalogue.num_items, trains=True
             )
@@ -330,18 +325,56 @@ def choose_scales(
     return adopt_scales(first.learned["scales"], info)
 
 
+def resolve_training(
+    config: Any, fit: FitConfig, inputs: Inputs, init: str | None = None
+) -> tuple[Any, Inputs]:
+    """Resolve a model's config on tables, and check the checkpoint that a run begins with.
+
+    Args:
+        config: The model's config.
+        fit: Options of the training loop.
+        inputs: Where the tables are.
+        init: URI of a checkpoint whose weights a new run begins with.
+
+    Returns:
+        The config with the values that it takes from checkpoints, such as a teacher's
+        sizes, and the folders that the model reads.
+    """
+    model_class = registry.find_by_config(config)
+    catalogue = load_catalogue(model_class.name, inputs)
+    if init:
+        first = checkpoint.read(init)
+        check_init(first, init, catalogue.versions, model_class, fit)
+    resolved = model_class.resolve_config(config, catalogue)
+    return resolved, select_inputs(model_class.name, inputs)
+
+
 def check_init(
     first: Checkpoint,
     init: str,
     versions: Mapping[str, TableVersion],
     model_class: type[Model],
+    fit: FitConfig,
 ) -> None:
-    """Raise UserError if a model on these tables cannot begin with the checkpoint `init`."""
+    """Raise UserError if a training cannot begin with the weights of a checkpoint.
+
+    Args:
+        first: `config.json` of the checkpoint.
+        init: Where the checkpoint is, for messages.
+        versions: Tables of the training.
+        model_class: Class of the training's model.
+        fit: Options of the training loop.
+    """
     if not model_class.trains_by_gradient:
         raise UserError(
             f"'{model_class.name}' is not trained by steps, so it goes on from nothing; leave out --init"
         )
     checkpoint.check(first, init, versions, model_class.name, extending=True)
+    if fit.replay_fraction < 1 and not first.learned.get("until"):
+        raise UserError(
+            f"fit.replay_fraction is {fit.replay_fraction:g}, but the model of --init was not trained up to a time; "
+            f"leave it out, or prepare its tables with a split by time"
+        )
 
 
 def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
@@ -349,21 +382,9 @@ def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
 
     `fit.replay_fraction` leaves a share of the requests before it. 0: all are trained on.
     """
-    share = fit.replay_fraction
-    if share == 1:
+    if first is None or fit.replay_fraction == 1:
         return 0
-    if first is None:
-        raise UserError(
-            f"fit.replay_fraction is {share:g}, but no model is given to go on from; add "
-            "--init, or leave it out"
-        )
-    until = first.learned.get("until")
-    if not until:
-        raise UserError(
-            f"fit.replay_fraction is {share:g}, but the model of --init was not trained up "
-            "to a time; leave it out, or prepare its tables with a split by time"
-        )
-    return int(until)
+    return int(first.learned["until"])
 
 
 def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
@@ -414,32 +435,21 @@ def load_datasets(
     return train, val
 
 
-def check_fit(
-    fit: FitConfig, model_class: type[Model], catalogue: Any, world: int
-) -> None:
-    """Raise UserError if training options do not fit the model or `world` workers."""
-    check_batch(fit, world)
+def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
+    """Raise UserError if the metric or options of validation do not fit the model."""
     name, known = model_class.name, model_class.metric_names(catalogue)
     if fit.metric not in known:
         raise UserError(
             f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
-            f"{hint(fit.metric, known)}; known are {', '.join(known)}"
+            f"{did_you_mean(fit.metric, known)}; known are {', '.join(known)}"
         )
     options = model_class.recommend_options()
     for key in fit.eval_options:
         if key not in options:
             if options:
-                remedy = f"{hint(key, options)}; it takes {', '.join(options)}"
+                remedy = f"{did_you_mean(key, options)}; it takes {', '.join(options)}"
             else:
                 remedy = "it has none"
             raise UserError(
                 f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {remedy}"
             )
-
-
-def check_batch(fit: FitConfig, world: int) -> None:
-    """Raise UserError if `world` workers cannot have equal parts of a batch."""
-    if fit.batch_size % world:
-        raise UserError(
-            f"fit.batch_size {fit.batch_size} does not divide by {world} workers; choose a multiple of {world}"
-        )

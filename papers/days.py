@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib
 import json
 import math
 import operator
@@ -32,7 +31,7 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.harness import describe_origin
 from jobs import cli
-from jobs.daily import words
+from models.build import parse_options
 from models.config import build, read_configs
 from models.evaluation import measure_examples
 from models.loaded_model import LoadedModel
@@ -40,7 +39,7 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig, fit
-from models.training_run import TrainingRun
+from models.training_run import TrainingRun, resolve_training
 from papers.kept import short
 from pipelines.comparison.svg import STYLE, Plot, to_svg
 from pipelines.comparison.table import Table
@@ -70,7 +69,7 @@ class Log:
     fit: dict[str, Any]
     """Options of the training likewise; `max_epochs` of the first one."""
     daily: dict[str, Any]
-    """Options of a day's training likewise, as of `go_on` in jobs.daily."""
+    """Options of a day's training likewise, as of `continue_training` in jobs.daily."""
     last: int
     """Number of the last day, on which the models `in full` have as many steps as `daily`."""
     requests: int = 0
@@ -207,8 +206,8 @@ DAYS = {"kuairand": kuairand_days, "beauty": beauty_days}
 
 def do(job: str, **options: Any) -> None:
     """Run a job in this process."""
-    module = importlib.import_module(f"jobs.{job}")
-    module.run(cli.options_for(module, [*words(options)]))
+    paths = {key: str(v) for key, v in options.items() if isinstance(v, Path)}
+    cli.run_job(job, {**options, **paths})
     torch.set_num_threads(
         1
     )  # a job has its own; small steps lose more to a second one than it takes from them
@@ -312,9 +311,13 @@ class Days:
             return str(place), int(json.loads((place / "steps").read_text()))
         given = self.fit | (self.log.daily if init else {})
         options: FitConfig = build(FitConfig, given, "fit.")
-        setup = TrainingRun.build(
-            dict(self.model), options, self.inputs(day, codes), init=init or None
+        config, inputs = resolve_training(
+            parse_options(self.model)[1],
+            options,
+            self.inputs(day, codes),
+            init or None,
         )
+        setup = TrainingRun.build(config, options, inputs, init=init or None)
         if steps:
             epochs = -(-steps // setup.train.steps(0))
             setup.train.dataset.keep_random(round(steps / epochs * options.batch_size))

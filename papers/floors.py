@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jobs import cli, quickstart
 from jobs.quickstart import Folders, Steps, Trained
@@ -53,17 +54,21 @@ def run(config: Config) -> None:
     )
     trainings = plan_trainings(config)
     steps = Steps(count=1 + bool(config.seeds) + 3 * len(trainings))
-    log = ["--source", source, "--input", config.input, "--output", tables]
-    steps.run("Raw log to tables", "prepare", *log)
+    log = {"source": source, "input": config.input, "output": tables}
+    steps.run("Raw log to tables", "prepare", log)
     if config.seeds:
         quickstart.make_extra(trainings[0][0], folders, steps)
     for quick, trained in trainings:
-        name = quickstart.run_of(quick, folders, trained).name
-        words = ["--experiment", config.experiment or f"retrieval/{config.log}"]
+        name = quickstart.plan_run(quick, folders, trained).name
+        options: dict[str, Any] = {
+            "experiment": config.experiment or f"retrieval/{config.log}"
+        }
         if registry.find(trained.model).trains_by_gradient:
-            words += ["--fit.max_epochs", str(min(trained.epochs, config.epochs))]
-            words += ["--fit.eval_examples", str(EVAL_EXAMPLES)]
-        quickstart.measure(quick, folders, steps, trained, Schedule({name: words}))
+            options["fit"] = {
+                "max_epochs": min(trained.epochs, config.epochs),
+                "eval_examples": EVAL_EXAMPLES,
+            }
+        quickstart.measure(quick, folders, steps, trained, Schedule({name: options}))
 
 
 def plan_trainings(config: Config) -> list[tuple[quickstart.Config, Trained]]:

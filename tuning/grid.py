@@ -1,4 +1,4 @@
-"""A grid file: which settings a sweep tries, and what the paper found there.
+"""Read a grid file: the settings that a sweep tries, and the published results.
 
     trials = load("tuning/grids/sid_mlp_alpha.yaml").trials({"model.teacher": "runs/tiger"})
 
@@ -24,11 +24,10 @@ from models.config import (
     build,
     check_choices,
     check_least,
-    hint,
-    naming,
+    did_you_mean,
+    path_fields,
     read_configs,
     read_yaml,
-    typed,
 )
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
@@ -41,6 +40,9 @@ Point = dict[str, Any]
 
 SEED = "fit.seed"
 """The axis that every grid of trainings has: runs that differ in it alone are one row of a comparison."""
+
+INPUTS = ("sids", "text")
+"""Folders that a point can name beside the tables."""
 
 SMOKE = ("fixed", "axes", "points", "samples", "seeds")
 """What a grid's small variant can change."""
@@ -69,7 +71,7 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of the grid with all that it needs to run."""
+    """A point of the grid, with everything that it needs to run."""
 
     id: str
     """Stable hash of the axes' values."""
@@ -77,30 +79,24 @@ class Trial:
     """Folder and MLflow name: the values in short, and the id."""
     point: Point
     """Values of the axes."""
-    model: dict[str, Any]
-    """`name` and fields of the model's config."""
-    fit: dict[str, Any]
-    """Fields of `FitConfig`."""
+    model: Any
+    """Config of the model; None in a grid of kind evaluate."""
+    fit: FitConfig
+    """Options of the training loop."""
     folders: dict[str, str]
-    """Its own `sids`, `text` or `checkpoint`, where the point names them."""
+    """The trial's `sids`, `text` or `checkpoint`, if the point names them."""
     evaluate: dict[str, Any]
     """Options of the evaluation."""
 
     def inputs(self, shared: Inputs) -> Inputs:
-        """What it works on: its own SIDS or TEXT, or else those of the sweep."""
-        return replace(
-            shared,
-            **{
-                name: self.folders[name]
-                for name in ("sids", "text")
-                if name in self.folders
-            },
-        )
+        """Return the trial's own SIDS or TEXT, beside the folders of the sweep."""
+        own = {name: self.folders[name] for name in INPUTS if name in self.folders}
+        return replace(shared, **own)
 
 
 @dataclass
 class Grid:
-    """What a grid file says."""
+    """The content of a grid file."""
 
     name: str
     """Name of the grid: that of the file."""
@@ -150,15 +146,18 @@ class Grid:
 
     @property
     def keys(self) -> list[str]:
-        """The axes: what differs between trials."""
+        """Keys of the axes."""
         return list(
             dict.fromkeys(
                 [*(key for point in self.points for key in point), *self.axes]
             )
         )
 
-    def varied(self, smoke: bool, axes: dict[str, list[Any]] | None = None) -> Grid:
-        """The grid with its smoke settings, and with axes that the user gives; any grid can be repeated over seeds."""
+    def vary(self, smoke: bool, axes: dict[str, list[Any]] | None = None) -> Grid:
+        """Return the grid with its smoke settings, and with the values of axes that the user gives.
+
+        Any grid can be repeated over seeds.
+        """
         grid = self
         if smoke:
             nested = {
@@ -168,7 +167,7 @@ class Grid:
             grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
         for key in axes or {}:
             if key not in grid.axes and key != SEED:
-                near = hint(key, grid.axes, "it has none")
+                near = did_you_mean(key, grid.axes, "it has none")
                 raise UserError(
                     f"the grid {self.name} has no axis '{key}' to give values to; {near}"
                 )
@@ -188,7 +187,7 @@ class Grid:
         return grid
 
     def all_points(self) -> list[Point]:
-        """The points of the whole grid, the last axis running fastest."""
+        """Return the points of the whole grid, with the last axis running fastest."""
         columns = [self.points] if self.points else []
         done: set[str] = set()
         for key in self.axes:
@@ -226,9 +225,13 @@ class Grid:
         ]
 
     def trials(self, sets: Point | None = None) -> list[Trial]:
-        """The trials, in the grid's order; `sets` are settings of all of them that go over the file's.
+        """Return the trials, in the grid's order.
 
-        Raises UserError for an empty grid, an axis that the model does not have, or a value that it refuses.
+        Args:
+            sets: Settings of all trials, which win over the file's.
+
+        Raises:
+            UserError: for an empty grid, an axis that the model does not have, or a value that it refuses.
         """
         for key in sets or {}:
             if key in self.keys:
@@ -236,7 +239,11 @@ class Grid:
                     f"'{key}' is an axis of the grid {self.name}; give --axes.{key} '[...]' instead"
                 )
         files = [self.config] if isinstance(self.config, str) else self.config or []
-        base = {**dotted(read_configs(files, EXAMPLE)), **self.fixed, **(sets or {})}
+        base = {
+            **flatten_sections(read_configs(files, EXAMPLE)),
+            **self.fixed,
+            **(sets or {}),
+        }
         points = self.all_points()
         if self.samples is not None and self.samples < len(points):
             points = [
@@ -251,76 +258,78 @@ class Grid:
         return made
 
     def _trial(self, settings: Point, point: Point) -> Trial:
-        parts: dict[str, dict[str, Any]] = (
-            {"model": {}, "fit": {}} if self.kind == "train" else {"evaluate": {}}
-        )
-        places = (
-            ("sids", "text") if self.kind == "train" else ("sids", "text", "checkpoint")
-        )
+        """Build the trial of a point.
+
+        Args:
+            settings: Values of all settings, by dotted key.
+            point: Values of the axes alone.
+        """
+        is_training = self.kind == "train"
+        sections: dict[str, dict[str, Any]] = {"model": {}, "fit": {}, "evaluate": {}}
+        used = ("model", "fit") if is_training else ("evaluate",)
+        names = INPUTS if is_training else (*INPUTS, "checkpoint")
         folders: dict[str, str] = {}
         for key, value in settings.items():
             head, _, tail = key.partition(".")
-            if tail and head in parts:
-                parts[head][tail] = value
-            elif key in places:
+            if tail and head in used:
+                sections[head][tail] = value
+            elif key in names:
                 folders[key] = absolute(value)  # as trials run in other folders
             else:
-                known = ", ".join([*(f"{part}.…" for part in parts), *places])
+                known = ", ".join([*(f"{section}.…" for section in used), *names])
                 raise UserError(
                     f"the grid {self.name} of kind {self.kind} has no use for '{key}'; it takes {known}"
                 )
-        model, fit = parts.get("model", {}), parts.get("fit", {})
-        if self.kind == "train":
-            self._check(model, fit)
-        elif "checkpoint" not in folders:
+        if not is_training and "checkpoint" not in folders:
             raise UserError(
                 "a grid of kind evaluate needs checkpoints; give --axes.checkpoint '[RUN, ...]'"
             )
-        id_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
+        hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
         return Trial(
-            id_,
-            f"{short(point)}-{id_}",
-            point,
-            model,
-            fit,
-            folders,
-            parts.get("evaluate", {}),
+            id=hash_[:8],
+            name=f"{format_point(point)}-{hash_[:8]}",
+            point=point,
+            model=self._build_model(sections["model"]) if is_training else None,
+            fit=self._build_fit(sections["fit"]) if is_training else FitConfig(),
+            folders=folders,
+            evaluate=sections["evaluate"],
         )
 
-    def _check(self, model: dict[str, Any], fit: dict[str, Any]) -> None:
-        """Raises UserError where model or training have no such option or value; makes the model's paths absolute."""
-        if "name" not in model:
+    def _build_model(self, options: dict[str, Any]) -> Any:
+        """Build a model's config, with absolute paths."""
+        if "name" not in options:
             raise UserError(
                 f"the grid {self.name} names no model; give it a config, or fixed.model.name"
             )
-        config = registry.find(str(model["name"])).config_class
-        places, encoders = (
-            naming(config, "checkpoint", "folder"),
-            naming(config, "encoder"),
-        )
-        for key, value in model.items():
-            if key in places | encoders and isinstance(value, str) and value:
-                model[key] = (
-                    absolute(value) if key in places else resolve_encoder_path(value)
-                )
+        config_class = registry.find(str(options.pop("name"))).config_class
+        folders = path_fields(config_class, "checkpoint", "folder")
+        encoders = path_fields(config_class, "encoder")
+        for key, value in options.items():
+            if key in folders and isinstance(value, str) and value:
+                options[key] = absolute(value)
+            elif key in encoders and isinstance(value, str) and value:
+                options[key] = resolve_encoder_path(value)
+        return self._build(config_class, options, "model.")
+
+    def _build_fit(self, options: dict[str, Any]) -> FitConfig:
+        """Build the options of the training loop, whose metric is the grid's."""
         metric = self.metric.removeprefix("val/")
-        if fit.setdefault("metric", metric) != metric:
+        if options.setdefault("metric", metric) != metric:
             raise UserError(
-                f"fit.metric is {fit['metric']}, the grid {self.name} ranks by {self.metric}; leave it out"
+                f"fit.metric is {options['metric']}, the grid {self.name} ranks by {self.metric}; leave it out"
             )
+        fit: FitConfig = self._build(FitConfig, options, "fit.")
+        return fit
+
+    def _build(self, kind: type, options: dict[str, Any], where: str) -> Any:
         try:
-            model |= typed(
-                config,
-                {key: value for key, value in model.items() if key != "name"},
-                "model.",
-            )
-            fit |= typed(FitConfig, fit, "fit.")
+            return build(kind, options, where)
         except ValueError as error:
             raise UserError(f"the grid {self.name}: {error}") from error
 
 
 def load(path: str) -> Grid:
-    """The grid of a YAML file; UserError where it is not one."""
+    """Read the grid of a YAML file."""
     content = {"name": Path(path).stem, **read_yaml(path, EXAMPLE)}
     named = content.get("config") or []
     content["config"] = [
@@ -334,8 +343,8 @@ def load(path: str) -> Grid:
     return grid
 
 
-def dotted(content: dict[str, Any]) -> Point:
-    """The settings of `model` and `fit` of a config under dotted keys, other parts as they are."""
+def flatten_sections(content: dict[str, Any]) -> Point:
+    """Return the settings of a config's sections under dotted keys."""
     flat: Point = {}
     for key, value in content.items():
         flat |= (
@@ -346,8 +355,8 @@ def dotted(content: dict[str, Any]) -> Point:
     return flat
 
 
-def short(point: Point) -> str:
-    """The values in a few characters that can name a folder, such as `alpha-0.7`."""
+def format_point(point: Point) -> str:
+    """Format values in a few characters that can name a folder: `alpha-0.7`."""
     words = []
     for key, value in point.items():
         shown = (

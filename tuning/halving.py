@@ -1,4 +1,4 @@
-"""Which trials are stopped early: Ray's ASHA, which goes on after a kill as it would have without one."""
+"""Stop trials early by Ray's ASHA, which continues after a kill as it would have without one."""
 
 from __future__ import annotations
 
@@ -12,41 +12,50 @@ from models.storage.tables import join
 from pipelines import tracking
 from pipelines.training.record import read_record
 from tuning.grid import Scheduler
-from tuning.trial import EPOCH, TRIAL, VALUE, Plan
+from tuning.trial import EPOCH, TRIAL, VALUE, SweepSpec
 
 
 class Halving(AsyncHyperBandScheduler):
-    """Ray's ASHA, its rungs keyed by the trial's own name where Ray's ids change with every start of Tune."""
+    """Ray's ASHA with rungs keyed by the trial's name, as Ray's ids change with every start of Tune."""
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        super().on_trial_add(tune_controller, named(trial))
+        """Add a trial."""
+        super().on_trial_add(tune_controller, with_stable_id(trial))
 
     def on_trial_result(
         self, tune_controller: Any, trial: Any, result: dict[str, Any]
     ) -> str:
-        return super().on_trial_result(tune_controller, named(trial), result)
+        """Decide on a trial after a report."""
+        return super().on_trial_result(tune_controller, with_stable_id(trial), result)
 
     def on_trial_complete(
         self, tune_controller: Any, trial: Any, result: dict[str, Any]
     ) -> None:
-        super().on_trial_complete(tune_controller, named(trial), result)
+        """Note the last report of a trial."""
+        super().on_trial_complete(tune_controller, with_stable_id(trial), result)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        super().on_trial_remove(tune_controller, named(trial))
+        """Remove a trial."""
+        super().on_trial_remove(tune_controller, with_stable_id(trial))
 
 
-def name_of(trial: Any) -> str:
-    """What Tune calls a trial."""
+def trial_name(trial: Any) -> str:
+    """Return the name of Tune's trial."""
     return str(trial.config[TRIAL])
 
 
-def named(trial: Any) -> Any:
-    """What the scheduler sees of a trial: its name in place of Ray's id."""
-    return SimpleNamespace(trial_id=name_of(trial))
+def with_stable_id(trial: Any) -> Any:
+    """Return a trial for the scheduler, with its name as its id."""
+    return SimpleNamespace(trial_id=trial_name(trial))
 
 
 def make_scheduler(scheduler: Scheduler, max_epochs: int) -> TrialScheduler:
-    """Ray's scheduler for what the grid says."""
+    """Return Ray's scheduler for that of a grid.
+
+    Args:
+        scheduler: The grid's scheduler.
+        max_epochs: Epochs of a trial that is not stopped.
+    """
     if scheduler.name == "none":
         return FIFOScheduler()
     return Halving(
@@ -63,8 +72,15 @@ def make_scheduler(scheduler: Scheduler, max_epochs: int) -> TrialScheduler:
 def replay(
     scheduler: TrialScheduler, past: list[tuple[int, int, float, str]]
 ) -> set[str]:
-    """Tells the scheduler what trials reported before an interruption, (milliseconds, epoch, value, name), in order of
-    time; returns the names of those that it stops."""
+    """Report results from before an interruption to the scheduler, in order of time.
+
+    Args:
+        scheduler: The scheduler.
+        past: Reports: milliseconds, epoch, value, and name of the trial.
+
+    Returns:
+        Names of the trials that the scheduler stops.
+    """
     stopped = set()
     for name in {name for *_, name in past}:
         scheduler.on_trial_add(None, SimpleNamespace(config={TRIAL: name}))  # type: ignore[arg-type]
@@ -79,15 +95,15 @@ def replay(
     return stopped
 
 
-def past_reports(plan: Plan) -> list[tuple[int, int, float, str]]:
-    """What the trials reported before this call, up to the checkpoints that they go on from."""
-    found = []
-    for name in plan.trials:
-        folder = join(plan.folder, name)
+def past_reports(spec: SweepSpec) -> list[tuple[int, int, float, str]]:
+    """Return the reports of trials before this call, up to the checkpoints that they continue from."""
+    reports = []
+    for name in spec.trials:
+        folder = join(spec.folder, name)
         if not read_record(folder) or not (last := checkpoint.last(folder)):
             continue
         curves = tracking.read_curves(join(folder, last.folder))
         ends = [step for step, *_ in curves.get("epoch", [])]
-        for step, value, time_ms in curves.get(f"val/{plan.metric}", []):
-            found.append((time_ms, 1 + sum(end < step for end in ends), value, name))
-    return found
+        for step, value, time_ms in curves.get(f"val/{spec.metric}", []):
+            reports.append((time_ms, 1 + sum(end < step for end in ends), value, name))
+    return reports

@@ -1,8 +1,8 @@
-"""A sweep: the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is its command.
+"""Run the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is the command.
 
 `STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values; finished trials and the reports that
 the scheduler needs (`tuning/halving.py`) are read from there. `trials.json` beside them lists the trials of the last
-call and the best one. Tune's own folder is never read, and removed when the sweep has ended.
+call and the best one. Tune's own folder is never read, and is removed when the sweep has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import sha256
 from typing import Any
 
@@ -30,7 +31,7 @@ os.environ.setdefault(
 )  # it would end a sweep as if it were done
 os.environ.setdefault(
     "RAY_AIR_NEW_OUTPUT", "0"
-)  # the ledger below says what there is to say
+)  # the reporter below says what there is to say
 
 import ray
 from pyarrow import fs
@@ -39,14 +40,13 @@ from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
 from models import registry
-from models.config import hint, pluralize
+from models.config import did_you_mean, pluralize
+from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import format_metric
 from models.storage import checkpoint
 from models.storage.checkpoint import BEST
-from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, open_uri
 from models.storage.uri import absolute, write_file
-from models.training.fit import FitConfig
 from pipelines import cluster, tracking
 from pipelines.evaluation.checks import check_evaluation
 from pipelines.evaluation.record import load_test_metrics
@@ -54,26 +54,26 @@ from pipelines.ray_inside import has_autoscaler
 from pipelines.training.record import read_record
 from pipelines.training.run import (
     check_cluster,
+    check_continues,
     dataset_name,
-    held,
-    resources,
+    lock_run,
     wants_gpu,
+    worker_resources,
 )
-from pipelines.training.settings import RayOptions, check_name
-from pipelines.training.settings import check as check_training
+from pipelines.training.settings import CheckedTraining, check_training
 from tuning.grid import Grid, Trial
-from tuning.halving import Halving, make_scheduler, name_of, past_reports, replay
-from tuning.options import Options
+from tuning.halving import Halving, make_scheduler, past_reports, replay, trial_name
+from tuning.options import SweepConfig
 from tuning.trial import (
     EPOCH,
     ERROR,
-    PATIENCE,
+    LOCK_TIMEOUT_S,
     TRIAL,
     VALUE,
-    Plan,
+    SweepSpec,
     is_done,
     run_trial,
-    stop,
+    stop_trial,
 )
 
 logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(
@@ -82,8 +82,8 @@ logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(
 
 
 @dataclass
-class Outcome:
-    """A trial, as `trials.json` lists it."""
+class TrialResult:
+    """The result of a trial, as `trials.json` lists it."""
 
     trial: str
     """Stable id."""
@@ -106,363 +106,410 @@ class Outcome:
 
 
 @dataclass
-class Swept:
-    """What a sweep made."""
+class SweepResult:
+    """The result of a sweep."""
 
     name: str
     """Name of the sweep."""
     folder: str
-    """Its folder."""
+    """The sweep's folder."""
     run: tracking.RunRef
-    """Its MLflow run."""
-    outcomes: list[Outcome]
+    """The sweep's MLflow run."""
+    trials: list[TrialResult]
     """All trials, in the grid's order."""
-    best: Outcome
-    """The best of those that have a value; of an incomplete grid where trials failed."""
+    best: TrialResult
+    """The best trial with a value; if trials failed, the best of an incomplete grid."""
     seconds: float
     """Time of this call."""
     results: tune.ResultGrid | None = None
-    """Tune's of the trials that ran in this call; None where the sweep was finished before."""
+    """Tune's results of the trials that ran in this call; None if the sweep was finished before."""
 
     @property
-    def failed(self) -> list[Outcome]:
+    def failed(self) -> list[TrialResult]:
         """Trials that failed, so that the grid is incomplete."""
-        return [outcome for outcome in self.outcomes if outcome.status == "failed"]
+        return [trial for trial in self.trials if trial.status == "failed"]
 
 
-class Ledger(Callback):
-    """Follows the trials: says how they come on, ends those that are stopped, notes the errors of those that fail."""
+class TrialReporter(Callback):
+    """Prints the progress of trials, ends stopped trials, and collects the errors of failed trials."""
 
-    def __init__(self, plan: Plan, done: int, say: Callable[[str], None]) -> None:
-        self.plan, self.done, self.say = plan, done, say
+    def __init__(self, spec: SweepSpec, done: int, say: Callable[[str], None]) -> None:
+        self.spec, self.done, self.say = spec, done, say
         self.errors: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tune writes its callbacks down, to read them where it resumes, which is not done here."""
+        """Return a state without the function `say`, as Tune saves its callbacks."""
         return {**self.__dict__, "say": None}
 
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
     ) -> None:
+        """Print a validation of a trial, or collect its error."""
         if ERROR in result:
-            self.errors[name_of(trial)] = result[ERROR]
+            self.errors[trial_name(trial)] = result[ERROR]
         elif VALUE in result:
             self.say(
-                f"  {name_of(trial)}  epoch {result[EPOCH]:>3}  {self.plan.grid.metric} "
+                f"  {trial_name(trial)}  epoch {result[EPOCH]:>3}  {self.spec.grid.metric} "
                 f"{format_metric(result[VALUE])}"
             )
 
     def on_trial_complete(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
-        one = self.plan.trials[name_of(trial)]
+        """End a trial that Tune has ended."""
+        one = self.spec.trials[trial_name(trial)]
         if one.name not in self.errors:
-            with suppress(
-                UserError, OSError
-            ):  # its workers go on, and replace their checkpoints: else at the end
-                stop(one, self.plan)
-        self.count(one)
+            # its workers may still replace checkpoints; if so, it ends with the sweep
+            with suppress(UserError, OSError):
+                stop_trial(one, self.spec)
+        self.print_result(one)
 
     def on_trial_error(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
-        one = self.plan.trials[name_of(trial)]
+        """Collect the error of a trial that Tune gave up."""
+        one = self.spec.trials[trial_name(trial)]
         lines = str(trial.get_pickled_error() or "").strip().splitlines()
         self.errors[one.name] = (
             lines[-1].strip() if lines else "the process of the trial was lost"
         )
-        self.count(one)
+        self.print_result(one)
 
-    def count(self, trial: Trial) -> None:
-        """Says what has become of a trial that ended."""
+    def print_result(self, trial: Trial) -> None:
+        """Print the result of a trial that ended."""
         self.done += 1
-        found = outcome(trial, self.plan, self.errors)
-        value = (
-            f"  {self.plan.grid.metric} {found.value:.4f}"
-            if found.value is not None
-            else ""
-        )
-        why = f": {found.error}" if found.error else ""
+        result = collect_result(trial, self.spec, self.errors)
+        value = ""
+        if result.value is not None:
+            value = f"  {self.spec.grid.metric} {result.value:.4f}"
+        why = f": {result.error}" if result.error else ""
         self.say(
-            f"[{self.done}/{len(self.plan.trials)}] {found.name} {found.status}{value}{why}"
+            f"[{self.done}/{len(self.spec.trials)}] {result.name} {result.status}{value}{why}"
         )
 
 
 def sweep(
     grid: Grid,
     trials: list[Trial],
+    config: SweepConfig,
     *,
-    inputs: Inputs,
-    storage: str,
-    name: str,
-    ray_options: RayOptions,
-    options: Options,
-    tracking_uri: str | None = None,
-    experiment: str | None = None,
-    command: str = "",
-    smoke: bool = False,
     say: Callable[[str], None] = print,
     start: Callable[[], None] = lambda: None,
-) -> Swept:
-    """Run the trials of the grid that are not finished.
+) -> SweepResult:
+    """Run the trials of a grid that are not finished.
 
-    Ray must be started, or `start` starts it where trials are to run. Comparisons of the experiment leave the trials of
-    a `smoke` sweep out. Failed trials are in the result (`Swept.failed`), which does not raise for them.
+    Failed trials are in the result (`SweepResult.failed`), which does not raise for them.
+
+    Args:
+        grid: The grid.
+        trials: Its trials.
+        config: Tables, storage and resources of the trials.
+        say: Called with lines of progress.
+        start: Start Ray if trials are to run; by default Ray runs already.
 
     Raises:
         UserError: before anything is started, if tables, models or settings do not fit, the metric is not measured, or
             MLflow does not answer; at the end, if no trial has a value.
     """
     began = time.monotonic()
-    check_name(name)
-    storage = absolute(storage)
-    workers, test = (
-        (1, False)
-        if grid.kind == "evaluate"
-        else (ray_options.num_workers, options.test)
-    )
-    threads = ray_options.threads or (
-        0 if grid.kind == "evaluate" else max(1, int(ray_options.cpus_per_worker))
-    )
-    plan = Plan(
-        grid,
-        {t.name: t for t in trials},
-        inputs,
-        join(storage, name),
-        tracking.resolve_uri(tracking_uri, storage),
-        replace(ray_options, threads=threads),
-        test,
-        command,
-    )
-    family, hashes = check(plan)
-    plan = replace(
-        plan,
-        experiment=experiment_of(plan, experiment)
-        or f"{family}/{dataset_name(inputs.tables)}",
-        hashes=hashes,
-    )
-    pending = [trial for trial in trials if not is_done(trial, plan)]
-    tracking.connect(plan.uri)
-    with held(storage, name, PATIENCE):
+    spec = check_spec(make_spec(grid, trials, config), config)
+    pending = [trial for trial in trials if not is_done(trial, spec)]
+    tracking.connect(spec.uri)
+    with lock_run(config.storage, config.name, LOCK_TIMEOUT_S):
         if pending:
             start()
-            tracking.check_nodes(plan.uri, sum(node["Alive"] for node in ray.nodes()))
-            check_cluster(ray_options, workers, wants_gpu(ray_options))
-        run = open_run(plan, options, smoke)
-        plan = replace(plan, parent=run.run_id)
-        if pending:  # the folder stands for no best trial until the sweep has ended
-            write_trials(plan.folder, [outcome(trial, plan, {}) for trial in trials])
-        ledger, results = Ledger(plan, len(trials) - len(pending), say), None
+            tracking.check_nodes(spec.uri, sum(node["Alive"] for node in ray.nodes()))
+            workers = 1 if grid.kind == "evaluate" else config.ray.num_workers
+            check_cluster(config.ray, workers, wants_gpu(config.ray))
+        run = open_run(spec, config)
+        spec = replace(spec, parent=run.run_id)
+        if pending:  # the folder has no best trial until the sweep has ended
+            results = [collect_result(trial, spec, {}) for trial in trials]
+            write_trials(spec.folder, results)
+        num_done = len(trials) - len(pending)
+        reporter = TrialReporter(spec, num_done, say)
+        say(
+            f"{pluralize(len(trials), 'trial')} of {grid.name}, {num_done} done before; metric {grid.metric}"
+        )
+        tune_results = None
         try:
-            say(
-                f"{pluralize(len(trials), 'trial')} of {grid.name}, {len(trials) - len(pending)} done before; metric "
-                f"{grid.metric}"
-            )
             if pending:
-                results = run_pending(
-                    plan, pending, options.concurrency, workers, ledger
+                tune_results = run_pending(
+                    spec, pending, config.options.concurrency, reporter
                 )
                 for trial in pending:
-                    if trial.name not in ledger.errors:
-                        stop(trial, plan)
-            found = [outcome(trial, plan, ledger.errors) for trial in trials]
-            best = close(plan, run, found)
+                    if trial.name not in reporter.errors:
+                        stop_trial(trial, spec)
+            results = [collect_result(one, spec, reporter.errors) for one in trials]
+            best = close(spec, run, results)
         except KeyboardInterrupt:
             ray.shutdown()  # ends the trials
             say(
                 "trials that were running continue from their last checkpoint: the end of an epoch, or "
                 "fit.checkpoint_every_steps"
             )
-            close(plan, run, [outcome(trial, plan, ledger.errors) for trial in trials])
+            results = [collect_result(one, spec, reporter.errors) for one in trials]
+            close(spec, run, results)
             raise
         except BaseException:
             tracking.Logger(run).end("FAILED")
             raise
-    if left := sum(o.status == "unfinished" for o in found):
+    best = require_best(best, results, config)
+    seconds = time.monotonic() - began
+    return SweepResult(
+        config.name, spec.folder, run, results, best, seconds, tune_results
+    )
+
+
+def require_best(
+    best: TrialResult | None, results: list[TrialResult], config: SweepConfig
+) -> TrialResult:
+    """Return the best trial, or raise UserError if trials are left or none has a value."""
+    left = sum(result.status == "unfinished" for result in results)
+    if left:
         raise UserError(
-            f"the sweep '{name}' stopped with {left} of {len(trials)} trials to do; the same line goes on"
+            f"the sweep '{config.name}' stopped with {left} of {len(results)} trials to do; the same line goes on"
         )
     if best is None:
-        why = next((f" ({o.name}: {o.error})" for o in found if o.error), "")
+        errors = [f" ({one.name}: {one.error})" for one in results if one.error]
         raise UserError(
-            f"no trial of the sweep {plan.folder} has a value; mend what failed, then run the same line, or with other "
-            f"settings another --name{why}"
+            f"no trial of the sweep {config.folder} has a value; mend what failed, then run the same line, or with "
+            f"other settings another --name{''.join(errors[:1])}"
         )
-    return Swept(name, plan.folder, run, found, best, time.monotonic() - began, results)
+    return best
 
 
-def check(plan: Plan) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the family of the models, and by trial the hashes of the tables that it reads. Nothing is written.
+def make_spec(grid: Grid, trials: list[Trial], config: SweepConfig) -> SweepSpec:
+    """Return the specification of a sweep, before it is checked."""
+    threads = config.ray.threads
+    if not threads and grid.kind == "train":
+        threads = max(1, int(config.ray.cpus_per_worker))
+    return SweepSpec(
+        grid=grid,
+        trials={trial.name: trial for trial in trials},
+        inputs=config.inputs,
+        folder=config.folder,
+        uri=tracking.resolve_uri(config.tracking.tracking_uri, config.storage),
+        ray=replace(config.ray, threads=threads),
+        test=config.options.test and grid.kind == "train",
+        command=config.command,
+    )
+
+
+def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
+    """Check the trials of a sweep, and return it with its experiment and checked trainings.
+
+    Nothing is written.
 
     Raises:
         UserError: if a trial cannot run with its settings and tables.
     """
+    if spec.grid.kind == "train":
+        first = next(iter(spec.trials.values()))
+        family = registry.find_by_config(first.model).family
+    else:
+        family, hashes = check_evaluations(spec)
+        spec = replace(spec, hashes=hashes)
+    experiment = find_experiment(spec, config.tracking.experiment)
+    new_experiment = f"{family}/{dataset_name(spec.inputs.tables)}"
+    spec = replace(spec, experiment=experiment or new_experiment)
+    if spec.grid.kind == "evaluate":
+        return spec
+    trainings = check_trainings(spec)
+    hashes = {name: training.hashes for name, training in trainings.items()}
+    return replace(spec, trainings=trainings, hashes=hashes)
+
+
+def check_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
+    """Check the trials of a grid that trains, and return their trainings by name.
+
+    Nothing is written. The catalogue of a model is loaded once for all trials.
+
+    Raises:
+        UserError: if a trial could not train.
+    """
+    load = cache(load_catalogue)
+    trainings = {}
+    for name, trial in spec.trials.items():
+        remedy = f"choose another --name, or remove {spec.folder}/{name} to begin this trial anew"
+        training = check_training(spec.train_config(trial), remedy, load)
+        record = read_record(training.config.folder)
+        if record and record["status"] != "opening":
+            check_continues(training, record)
+        trainings[name] = training
+    return trainings
+
+
+def check_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]]:
+    """Check the trials of a grid that evaluates checkpoints. Nothing is written.
+
+    Returns:
+        The family of the models, and by trial the hashes of the tables that it reads.
+
+    Raises:
+        UserError: if a trial could not be measured.
+    """
     family, hashes = "", {}
-    for trial in plan.trials.values():
-        own = trial.inputs(plan.inputs)
-        if plan.grid.kind == "train":
-            checked = check_training(
-                model=trial.model,
-                fit=FitConfig(**trial.fit),
-                ray_options=plan.ray,
-                inputs=own,
-                storage=plan.folder,
-                name=trial.name,
-                tracking_uri=plan.uri,
-                remedy=f"choose another --name, or remove {plan.folder}/{trial.name} to begin this trial anew",
-            )
-            family = checked.model_class.family
-            hashes[trial.name] = checked.hashes
-            continue
-        options = {
-            key: value for key, value in trial.evaluate.items() if key != "batch_size"
-        }
-        about = check_evaluation(trial.folders["checkpoint"], own, options).about
-        known, metric = (
-            [*about.metrics, "users_per_s", "peak_memory_mb"],
-            plan.grid.metric.removeprefix("test/"),
-        )
+    metric = spec.grid.metric.removeprefix("test/")
+    for trial in spec.trials.values():
+        options = dict(trial.evaluate)
+        options.pop("batch_size", None)
+        inputs = trial.inputs(spec.inputs)
+        checkpoint_ = trial.folders["checkpoint"]
+        about = check_evaluation(checkpoint_, inputs, options).about
+        known = [*about.metrics, "users_per_s", "peak_memory_mb"]
         if metric not in known:
             raise UserError(
-                f"the metric of the grid {plan.grid.name} is {plan.grid.metric}, which is not measured; "
-                f"{hint(metric, known)}; known are {', '.join(known)}"
+                f"the metric of the grid {spec.grid.name} is {spec.grid.metric}, which is not measured; "
+                f"{did_you_mean(metric, known)}; known are {', '.join(known)}"
             )
-        if (noted := read_record(join(plan.folder, trial.name))) and noted.get(
-            "evaluate"
-        ) != trial.evaluate:
+        record = read_record(join(spec.folder, trial.name))
+        if record and record.get("evaluate") != trial.evaluate:
             raise UserError(
-                f"{trial.name} was measured with other options in {plan.folder}; choose another --name"
+                f"{trial.name} was measured with other options in {spec.folder}; choose another --name"
             )
         family = registry.find(about.name).family
         hashes[trial.name] = about.hashes
     return family, hashes
 
 
-def experiment_of(plan: Plan, given: str | None) -> str | None:
-    """The experiment that the sweep's trials are in, or for a new one the given one; UserError where it is another one,
-    or at another place."""
-    noted = [read_record(join(plan.folder, name)) for name in plan.trials]
-    for run in (
-        tracking.RunRef(**record["tracking"])
-        for record in noted
-        if record and "tracking" in record
-    ):
-        if run.uri != plan.uri or given not in (None, run.experiment):
+def find_experiment(spec: SweepSpec, given: str | None) -> str | None:
+    """Return the experiment of the sweep's trials, or the given one for a new sweep.
+
+    Raises:
+        UserError: if the trials are in another experiment, or at another tracking URI.
+    """
+    records = [read_record(join(spec.folder, name)) for name in spec.trials]
+    for record in records:
+        if not record or "tracking" not in record:
+            continue
+        run = tracking.RunRef(**record["tracking"])
+        if run.uri != spec.uri or given not in (None, run.experiment):
             raise UserError(
-                f"the trials in {plan.folder} are in the experiment {run.experiment} at {run.uri}, not in "
-                f"{given or run.experiment} at {plan.uri}; give --tracking_uri and --experiment as before, or choose "
+                f"the trials in {spec.folder} are in the experiment {run.experiment} at {run.uri}, not in "
+                f"{given or run.experiment} at {spec.uri}; give --tracking_uri and --experiment as before, or choose "
                 f"another --name"
             )
         return run.experiment
     return given
 
 
-def open_run(plan: Plan, options: Options, smoke: bool = False) -> tracking.RunRef:
+def open_run(spec: SweepSpec, config: SweepConfig) -> tracking.RunRef:
     """Return the MLflow run of the sweep in this folder, or open a new one."""
-    key, client, grid = (
-        sha256(plan.folder.encode()).hexdigest(),
-        tracking.connect(plan.uri),
-        plan.grid,
-    )
-    begun = any(read_record(join(plan.folder, name)) for name in plan.trials)
-    place = client.get_experiment_by_name(plan.experiment)
-    there = (
-        client.search_runs(
-            [place.experiment_id], f"tags.`{tracking.KEY_TAG}` = '{key}'"
-        )
-        if place
-        else []
-    )
-    for found in there:
-        if not found.data.params:  # it was being made when the sweep was killed
-            client.delete_run(found.info.run_id)
-        elif (
-            begun or found.info.status != "FINISHED"
-        ):  # else the folder of a sweep that ended is gone
-            run = tracking.RunRef(plan.uri, plan.experiment, found.info.run_id)
-            tracking.reopen(run)
-            return run
+    key = sha256(spec.folder.encode()).hexdigest()
+    run = reopen_run(spec, key)
+    if run:
+        return run
+    grid = spec.grid
     tags = {
         tracking.KIND_TAG: "sweep",
         "sweep.grid": grid.name,
         "sweep.axes": json.dumps(grid.keys),
         "sweep.metric": grid.metric,
-        "command": plan.command,
+        "command": spec.command,
         "mlflow.source.name": "jobs.sweep",
         tracking.KEY_TAG: key,
-        tracking.FOLDER_TAG: plan.folder,
-        **({tracking.SMOKE_TAG: "true"} if smoke else {}),
+        tracking.FOLDER_TAG: spec.folder,
     }
-    config = {
-        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(plan.trials)},
-        "tables": plan.inputs.tables,
-        "ray": asdict(plan.ray),
-        "options": asdict(options),
+    if config.smoke:
+        tags[tracking.SMOKE_TAG] = "true"
+    params = {
+        "sweep": {"grid": grid.name, "source": grid.source, "trials": len(spec.trials)},
+        "tables": spec.inputs.tables,
+        "ray": asdict(spec.ray),
+        "options": asdict(config.options),
     }
-    shared = set.intersection(*(set(read.items()) for read in plan.hashes.values()))
-    storage, _, name = plan.folder.rpartition("/")
+    shared = set.intersection(*(set(read.items()) for read in spec.hashes.values()))
     return tracking.open_run(
-        plan.uri,
-        plan.experiment,
-        name,
-        storage,
-        config=config,
+        spec.uri,
+        spec.experiment,
+        config.name,
+        config.storage,
+        config=params,
         hashes=dict(sorted(shared)),
         tags=tags,
     )
 
 
+def reopen_run(spec: SweepSpec, key: str) -> tracking.RunRef | None:
+    """Return the MLflow run of a sweep that was begun before, or None.
+
+    Args:
+        spec: The sweep.
+        key: Value of the run's tag `tracking.KEY_TAG`.
+    """
+    client = tracking.connect(spec.uri)
+    has_trials = any(read_record(join(spec.folder, name)) for name in spec.trials)
+    experiment = client.get_experiment_by_name(spec.experiment)
+    if not experiment:
+        return None
+    query = f"tags.`{tracking.KEY_TAG}` = '{key}'"
+    for run in client.search_runs([experiment.experiment_id], query):
+        if not run.data.params:  # the sweep was killed while the run was opened
+            client.delete_run(run.info.run_id)
+        elif has_trials or run.info.status != "FINISHED":
+            reference = tracking.RunRef(spec.uri, spec.experiment, run.info.run_id)
+            tracking.reopen(reference)
+            return reference
+        # else the folder of a sweep that ended was removed
+    return None
+
+
 def run_pending(
-    plan: Plan, pending: list[Trial], concurrency: int, workers: int, ledger: Ledger
+    spec: SweepSpec,
+    pending: list[Trial],
+    concurrency: int,
+    reporter: TrialReporter,
 ) -> tune.ResultGrid | None:
-    """Runs the trials that are not done through Tune."""
-    epochs = max(int(trial.fit.get("max_epochs", 1)) for trial in plan.trials.values())
-    scheduler = make_scheduler(plan.grid.scheduler, epochs)
+    """Run the trials that are not done through Tune."""
+    epochs = max(trial.fit.max_epochs for trial in spec.trials.values())
+    scheduler = make_scheduler(spec.grid.scheduler, epochs)
     if isinstance(scheduler, Halving):
-        stopped = replay(scheduler, past_reports(plan))
+        stopped = replay(scheduler, past_reports(spec))
         for trial in pending:
-            if trial.name in stopped:  # and was killed before it heard
-                stop(trial, plan)
+            if trial.name in stopped:  # it was killed before it was told
+                stop_trial(trial, spec)
         pending = [trial for trial in pending if trial.name not in stopped]
     if not pending:
         return None
-    each = resources(plan.ray, wants_gpu(plan.ray))
+    each = worker_resources(spec.ray, wants_gpu(spec.ray))
     needs = tune.PlacementGroupFactory([each])
-    if plan.ray.label_selector:
-        selectors = [plan.ray.label_selector]
+    if spec.ray.label_selector:
+        selectors = [spec.ray.label_selector]
         needs = tune.PlacementGroupFactory([each], bundle_label_selector=selectors)
-    if plan.grid.kind == "evaluate":
+    if spec.grid.kind == "evaluate":
         concurrency = 1  # it measures how fast they are
+    workers = spec.workers
     if workers > 1:  # the trial's own process waits for its workers
         needs = tune.PlacementGroupFactory([{"memory": WAITING_TRIAL_BYTES}])
         concurrency = concurrency or waiting_trials(each, workers)
     points = [
-        {TRIAL: t.name} | {key: t.point.get(key) for key in plan.grid.keys}
+        {TRIAL: t.name} | {key: t.point.get(key) for key in spec.grid.keys}
         for t in pending
     ]
     results = tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, plan=plan), needs),
+        tune.with_resources(tune.with_parameters(run_trial, spec=spec), needs),
         param_space={
             key: tune.choice([point[key] for point in points]) for key in points[0]
         },
         tune_config=tune.TuneConfig(
             scheduler=scheduler,
             # one process for many trials, but not where a trial waits for workers, which end with its process
-            reuse_actors=plan.grid.kind == "train" and workers == 1,
+            reuse_actors=spec.grid.kind == "train" and workers == 1,
             search_alg=BasicVariantGenerator(points, max_concurrent=concurrency),
             num_samples=len(points),
-            trial_name_creator=name_of,
-            trial_dirname_creator=name_of,
+            trial_name_creator=trial_name,
+            trial_dirname_creator=trial_name,
         ),
         run_config=tune.RunConfig(
             name="tune",
-            storage_path=plan.folder,
+            storage_path=spec.folder,
             verbose=0,
-            callbacks=[ledger],
-            failure_config=tune.FailureConfig(max_failures=plan.ray.max_failures),
+            callbacks=[reporter],
+            failure_config=tune.FailureConfig(max_failures=spec.ray.max_failures),
         ),
     ).fit()
-    filesystem, path = open_uri(join(plan.folder, "tune"))
+    filesystem, path = open_uri(join(spec.folder, "tune"))
     if filesystem.get_file_info(path).type == fs.FileType.Directory:
         filesystem.delete_dir(path)
     return results
@@ -485,49 +532,57 @@ def waiting_trials(each: dict[str, float], workers: int) -> int:
     return max(room, WAITING_TRIALS if has_autoscaler() else 1)
 
 
-def outcome(trial: Trial, plan: Plan, errors: dict[str, str]) -> Outcome:
-    """What has become of a trial; `errors` are those of this call."""
-    folder = join(plan.folder, trial.name)
-    noted = read_record(folder)
-    made = Outcome(
-        trial.id, trial.name, trial.point, "unfinished", error=errors.get(trial.name)
-    )
-    made.run_id = noted["tracking"]["run_id"] if noted and "tracking" in noted else None
-    if made.error:
-        made.status = "failed"
-    elif noted and noted["status"] == "finished":
-        made.status = "stopped" if noted.get("stopped") else "finished"
-        if plan.grid.kind == "evaluate":
-            made.value, made.checkpoint = (
-                noted["values"].get(plan.grid.metric),
-                trial.folders["checkpoint"],
-            )
-        else:
-            made.checkpoint, made.epochs = join(folder, BEST), noted["epochs"]
-            made.value = checkpoint.read(made.checkpoint).metrics.get(plan.metric)
-    return made
+def collect_result(
+    trial: Trial, spec: SweepSpec, errors: dict[str, str]
+) -> TrialResult:
+    """Return the result of a trial so far.
+
+    Args:
+        trial: The trial.
+        spec: The sweep.
+        errors: Errors of the trials that failed in this call, by name.
+    """
+    folder = join(spec.folder, trial.name)
+    record = read_record(folder)
+    error = errors.get(trial.name)
+    result = TrialResult(trial.id, trial.name, trial.point, "unfinished", error=error)
+    if record and "tracking" in record:
+        result.run_id = record["tracking"]["run_id"]
+    if error:
+        result.status = "failed"
+        return result
+    if not record or record["status"] != "finished":
+        return result
+    result.status = "stopped" if record.get("stopped") else "finished"
+    if spec.grid.kind == "evaluate":
+        result.value = record["values"].get(spec.grid.metric)
+        result.checkpoint = trial.folders["checkpoint"]
+    else:
+        result.checkpoint, result.epochs = join(folder, BEST), record["epochs"]
+        result.value = checkpoint.read(result.checkpoint).metrics.get(spec.metric)
+    return result
 
 
-def find_best(outcomes: list[Outcome]) -> Outcome | None:
+def find_best(results: list[TrialResult]) -> TrialResult | None:
     """Return the best trial of the settings with the largest mean, or None if no trial has a value.
 
     Settings are compared over the seeds that all of them have a value for, so that a failed seed neither helps nor
     harms its settings. Settings without any value are left out. Where no seed is common to the others, as in a grid
     that draws seeds at random, each setting's mean is over its own seeds.
     """
-    with_value = [outcome for outcome in outcomes if outcome.value is not None]
+    with_value = [result for result in results if result.value is not None]
     values: dict[str, dict[Any, float]] = {}
-    for outcome in with_value:
-        seeds = values.setdefault(tracking.settings_of(outcome.point), {})
-        seeds[outcome.point.get("fit.seed")] = outcome.value or 0.0
+    for result in with_value:
+        seeds = values.setdefault(tracking.settings_of(result.point), {})
+        seeds[result.point.get("fit.seed")] = result.value or 0.0
     if not values:
         return None
     shared = set.intersection(*(set(seeds) for seeds in values.values()))
 
-    def rank(outcome: Outcome) -> tuple[float, float]:
-        seeds = values[tracking.settings_of(outcome.point)]
+    def rank(result: TrialResult) -> tuple[float, float]:
+        seeds = values[tracking.settings_of(result.point)]
         mean = statistics.fmean(seeds[seed] for seed in shared or seeds)
-        return mean, outcome.value or 0.0
+        return mean, result.value or 0.0
 
     return max(with_value, key=rank)
 
@@ -536,19 +591,19 @@ TRIALS = "trials.json"
 """File of a sweep's folder, and artifact of its MLflow run: `complete`, the name of the `best` trial, and `trials`."""
 
 
-def describe_trials(outcomes: list[Outcome]) -> dict[str, Any]:
+def describe_trials(results: list[TrialResult]) -> dict[str, Any]:
     """Return the content of `trials.json`."""
-    best = find_best(outcomes)
+    best = find_best(results)
     return {
-        "complete": all(o.status in ("finished", "stopped") for o in outcomes),
+        "complete": all(o.status in ("finished", "stopped") for o in results),
         "best": best.name if best else None,
-        "trials": [asdict(outcome) for outcome in outcomes],
+        "trials": [asdict(result) for result in results],
     }
 
 
-def write_trials(folder: str, outcomes: list[Outcome]) -> None:
+def write_trials(folder: str, results: list[TrialResult]) -> None:
     """Write `trials.json` into the sweep's folder."""
-    content = json.dumps(describe_trials(outcomes), indent=2)
+    content = json.dumps(describe_trials(results), indent=2)
     write_file(join(folder, TRIALS), content.encode())
 
 
@@ -579,17 +634,19 @@ def best_trial(folder: str) -> str:
     return join(place, swept["best"])
 
 
-def close(plan: Plan, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome | None:
-    """Write the outcomes to MLflow and the sweep's folder, and end the sweep's run.
+def close(
+    spec: SweepSpec, run: tracking.RunRef, results: list[TrialResult]
+) -> TrialResult | None:
+    """Write the results to MLflow and the sweep's folder, and end the sweep's run.
 
     Returns:
         The best trial, or None if no trial has a value.
     """
-    write_trials(plan.folder, outcomes)
-    tracking.log_yaml(run, asdict(plan.grid), "grid.yaml")
-    tracking.log_json(run, describe_trials(outcomes), TRIALS)
-    logger, best = tracking.Logger(run), find_best(outcomes)
-    counts = Counter(outcome.status for outcome in outcomes)
+    write_trials(spec.folder, results)
+    tracking.log_yaml(run, asdict(spec.grid), "grid.yaml")
+    tracking.log_json(run, describe_trials(results), TRIALS)
+    logger, best = tracking.Logger(run), find_best(results)
+    counts = Counter(result.status for result in results)
     if best and best.run_id and best.value is not None:
         best_run = tracking.RunRef(run.uri, run.experiment, best.run_id)
         logged = tracking.connect(run.uri).get_run(best.run_id).data.metrics
@@ -599,20 +656,18 @@ def close(plan: Plan, run: tracking.RunRef, outcomes: list[Outcome]) -> Outcome 
             f"best/{tracking.shown_name(name).removeprefix('best/')}": logged[name]
             for name in names
         }
-        logger.update(values | {plan.grid.metric: best.value}, len(outcomes))
+        logger.update(values | {spec.grid.metric: best.value}, len(results))
         logger.tag(**{tracking.BEST_TAG: best.run_id})
     incomplete = counts["failed"] + counts["unfinished"]
-    told = (
-        f"{incomplete} of {len(outcomes)} trials have no result" if incomplete else ""
-    )
+    told = f"{incomplete} of {len(results)} trials have no result" if incomplete else ""
     logger.tag(**{tracking.INCOMPLETE_TAG: told})
     # every status, as one of an earlier call may be of no trial any more
     statuses = ("finished", "stopped", "failed", "unfinished")
     logger.update(
-        {f"trials/{status}": counts[status] for status in statuses}, len(outcomes)
+        {f"trials/{status}": counts[status] for status in statuses}, len(results)
     )
     # found by their parent: a trial that was killed may not have noted its run yet
-    tracking.end_trials(run, {o.run_id for o in outcomes if o.status == "failed"})
+    tracking.end_trials(run, {o.run_id for o in results if o.status == "failed"})
     failed = counts["failed"] or best is None
     status = "FAILED" if failed else "FINISHED"
     logger.end("KILLED" if counts["unfinished"] else status)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
-from models.config import hint
+from models.config import did_you_mean
 from models.item_ids import parse_item_id
 from models.own_features import CATEGORY, NUMBER
 from models.ragged import concat_columns
@@ -116,7 +116,7 @@ class NewItems:
                 if name not in ("item_id", *self.names):
                     raise UserError(
                         f"new_items has '{name}' of '{item}', which the model does not read; "
-                        f"{hint(name, self.names, 'it reads nothing of items but their ids')}"
+                        f"{did_you_mean(name, self.names, 'it reads nothing of items but their ids')}"
                     )
             found[item] = post
         return found

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models.config import duration
+from models.config import format_duration
 from models.storage.tables import UserError
 from models.training import fsdp
 from models.training.cuda_graphs import Graphs, compiled
@@ -798,4 +798,4 @@ def describe(event: Event, config: FitConfig, counted: Counted = REQUESTS) -> st
         return f"{done}\n{event.why}" if event.why else done
     if event.seconds_left is None:
         return line
-    return f"{line}  at most {duration(event.seconds_left)} left"
+    return f"{line}  at most {format_duration(event.seconds_left)} left"

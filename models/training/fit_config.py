@@ -10,7 +10,7 @@ from models.config import check_choices, check_least, check_shares
 
 @dataclass
 class FitConfig:
-    """How a model is trained."""
+    """Options of the training loop."""
 
     optimizer: Literal["adamw", "adagrad"] = "adamw"
     """AdamW, or Adagrad as search models are published with (Sec. 4.1 of QGS: lr 0.01, batch 100)."""
@@ -21,15 +21,15 @@ class FitConfig:
     warmup_steps: int = 10_000
     """Steps in which the learning rate rises linearly to `lr` (10,000 in TIGER's published set-up)."""
     warmup_share: float = 0.1
-    """The warm-up takes at most this share of all planned steps, so that small data gets a short one."""
+    """Largest share of all planned steps that the warm-up takes, so that small data gets a short one."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: fall to 0 along a half cosine by the last planned step, or stay."""
+    """Learning rate after the warm-up: it decays to 0 along a half cosine by the last planned step, or is constant."""
     batch_size: int = 256
-    """Examples per step, over all workers together: requests or users, as the model trains on."""
+    """Examples per step, over all workers together: requests or users, by the model's unit."""
     eval_batch_size: int = 256
     """Requests per validation batch and worker."""
     max_epochs: int = 150
-    """Passes over the training data at most; also fixes the length of the schedule."""
+    """Largest number of passes over the training data; also fixes the length of the schedule."""
     patience: int = 20
     """Stop after this many validations (not epochs) in a row without a better `metric`; 0 never stops early."""
     eval_every_epochs: int = 1
@@ -37,12 +37,12 @@ class FitConfig:
     eval_every_steps: int = 0
     """Steps between validations within an epoch, for long epochs; 0: at the ends of epochs alone."""
     train_examples: int = 0
-    """Train on this many of the examples, drawn once and the same in every epoch; 0 takes all."""
+    """Number of examples to train on, drawn once and the same in every epoch; 0 takes all."""
     replay_fraction: float = 1.0
-    """Share of the examples of the model of --init that is trained on again, beside all newer ones; drawn once, the same
-    in every epoch."""
+    """Fraction of the examples that the model of --init was trained on to train on again, beside all newer examples;
+    drawn once, the same in every epoch."""
     eval_examples: int = 0
-    """Validate on at most this many requests, the same ones each time; 0 takes all."""
+    """Largest number of requests to validate on, the same ones each time; 0 takes all."""
     eval_options: dict[str, Any] = field(default_factory=dict)
     """Options of the model's `recommend` in validation, such as `beam: 20` for TIGER."""
     metric: str = "ndcg@10"
@@ -50,8 +50,8 @@ class FitConfig:
     clip_norm: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """auto: on one GPU a step is captured as a CUDA graph once per shape of its batches and replayed. Batches are padded
-    to few shapes then, so that dropout draws other numbers. off: no graphs."""
+    """On one GPU a step is captured as a CUDA graph once per shape of its batches and replayed (auto), or not (off).
+    Auto pads batches to few shapes, so that dropout draws other numbers."""
     compile: bool = False
     """Whether torch.compile fuses the model's kernels on a GPU, at half a minute per shape of its batches; results
     differ by rounding."""
@@ -91,3 +91,11 @@ class FitConfig:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
         check_shares(self, ["warmup_share", "replay_fraction"], "fit.")
         check_choices(self, "fit.")
+
+
+def check_replay(fit: FitConfig, init: str | None) -> None:
+    """Raise ValueError if old requests are left out, and no model is given that was trained on them."""
+    if fit.replay_fraction < 1 and not init:
+        raise ValueError(
+            f"fit.replay_fraction is {fit.replay_fraction:g}, but no model is given to go on from; add --init, or leave it out"
+        )

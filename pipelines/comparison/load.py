@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models import registry
-from models.config import flattened, hint
+from models.config import did_you_mean, flatten
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
 from pipelines import tracking
@@ -69,7 +69,7 @@ def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None)
     """Return the metric that rows are compared by (see `compare`)."""
     measured = {name.split("/", 1)[1] for row in rows for name in row.measured()}
     if metric is not None and metric not in measured:
-        near = hint(metric, sorted(measured), "none is evaluated yet")
+        near = did_you_mean(metric, sorted(measured), "none is evaluated yet")
         raise UserError(
             f"no run of {selection.title} has the metric '{metric}' on val or test; {near}"
         )
@@ -234,7 +234,7 @@ def default_params(params: dict[str, str]) -> dict[str, str]:
             for f in fields(config)
         }
         known = {name: value for name, value in values.items() if value is not MISSING}
-        defaults |= flattened(known, prefix)
+        defaults |= flatten(known, prefix)
     parents = {
         name.rsplit(".", depth)[0]
         for name in params

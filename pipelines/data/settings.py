@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from models.config import build, check_known, instead
+from models.config import build, check_known, did_you_mean_key
 from models.storage.tables import UserError, check_output, join, read_manifest
 from models.storage.uri import check_writable
 from pipelines.data.engine import RayDataConfig
@@ -74,7 +74,9 @@ def _merge_layers(
         check_known(
             layer,
             known,
-            lambda key, near: f"unknown key 'prepare.{key}'; {instead(key, known)}",
+            lambda key, near: (
+                f"unknown key 'prepare.{key}'; {did_you_mean_key(key, known)}"
+            ),
         )
         for key, value in layer.items():
             if key in sections:

@@ -20,7 +20,7 @@ from models.retrieval.recommend import history_to_give
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
+from models.training_run import TrainingRun, resolve_training
 from pipelines.evaluation.record import pop_per_user
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
@@ -56,9 +56,9 @@ def measure_floors(
     floors: list[list[Floor]] = [[] for _ in rankings]
     for name in registry.find_floors(registry.find(model).family):
         batch_size = BATCH_SIZES[registry.find(name).example_unit]
-        floor = TrainingRun.build(
-            {"name": name}, FitConfig(batch_size=batch_size), inputs
-        )
+        fit = FitConfig(batch_size=batch_size)
+        config, read = resolve_training(registry.find(name).config_class(), fit, inputs)
+        floor = TrainingRun.build(config, fit, read)
         floor.fit_counts()
         for options, measured in zip(rankings, floors, strict=True):
             measured.append(measure_floor(floor, name, inputs, split, options))

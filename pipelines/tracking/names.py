@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from models.config import hint
+from models.config import did_you_mean
 
 PARENT_TAG = "mlflow.parentRunId"
 """MLflow's own tag of a child run with the id of its parent."""
@@ -97,7 +97,7 @@ def unknown(what: str, name: str, uri: str, known: Iterable[str]) -> str:
     """
     names = sorted(set(known) - {"Default"})
     if what != "experiment":
-        return f"there is no {what} '{name}' at {uri}; {hint(name, names)}"
+        return f"there is no {what} '{name}' at {uri}; {did_you_mean(name, names)}"
     there = f"there are {', '.join(names)}" if names else "no experiment is there"
-    near = f"; {hint(name, names)}" if len(names) > 1 else ""
+    near = f"; {did_you_mean(name, names)}" if len(names) > 1 else ""
     return f"the experiment '{name}' is not at {uri}; {there}{near}"

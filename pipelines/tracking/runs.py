@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
 
-from models.config import flattened
+from models.config import flatten
 from models.storage.locks import hold_lock
 from models.storage.tables import UserError, code_version, git, submission_id
 from pipelines.tracking.names import (
@@ -170,7 +170,7 @@ def command_line() -> str:
 def log_params(client: MlflowClient, run_id: str, config: dict[str, Any]) -> None:
     """Log every value of a nested config as a param of a run."""
     params = [
-        Param(key, value[:MAX_PARAM_LENGTH]) for key, value in flattened(config).items()
+        Param(key, value[:MAX_PARAM_LENGTH]) for key, value in flatten(config).items()
     ]
     for start in range(0, len(params), PARAMS):
         client.log_batch(run_id, params=params[start : start + PARAMS])

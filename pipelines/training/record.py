@@ -1,17 +1,17 @@
-"""What a training notes in its run's folder: what it is, whether it is finished, and where MLflow has it."""
+"""`run.json`, the record of a run: its settings, tables and status, and its MLflow run."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from models.config import flattened
+from models.config import flatten
 from models.storage.checkpoint import BEST
 from models.storage.tables import UserError, join
 from models.storage.uri import absolute, read_json, write_file
 
 RUN = "run.json"
-"""In a run's folder: its record."""
+"""Name of the record in a run's folder."""
 
 MAY_CHANGE = {
     "log_every_steps",
@@ -19,15 +19,20 @@ MAY_CHANGE = {
     "checkpoint_every_steps",
     "ray.num_workers",
 }
-"""Options, of `fit` where nothing else is named, that a continued run may change: what it ends with stays the same."""
+"""Options, of `fit` by default, that a continued run may change, as its results stay the same."""
 
 
 def read_record(folder: str) -> dict[str, Any] | None:
-    """`run.json`, or None for a name that has no run."""
+    """Return the record of the run in a folder, or None if the folder has none.
+
+    Raises:
+        UserError: if the record is damaged.
+    """
     try:
-        if (found := read_json(join(folder, RUN))) is None:
+        content = read_json(join(folder, RUN))
+        if content is None:
             return None
-        record = dict(found)
+        record = dict(content)
         status = record.get("status")
         if not isinstance(status, str) or not isinstance(
             record.get("opening" if status == "opening" else "tracking"), dict
@@ -41,7 +46,7 @@ def read_record(folder: str) -> dict[str, Any] | None:
 
 
 def find_checkpoint(uri: str) -> str:
-    """The checkpoint at `uri`, or the best one of the run whose folder it is."""
+    """Return the checkpoint at `uri`, or the best checkpoint of the run in that folder."""
     uri = absolute(uri).rstrip("/")
     record = read_record(uri)
     if record is None:
@@ -54,33 +59,45 @@ def find_checkpoint(uri: str) -> str:
 
 
 def write_record(folder: str, record: dict[str, Any]) -> None:
+    """Write the record of the run in a folder."""
     write_file(join(folder, RUN), json.dumps(record, indent=2, sort_keys=True).encode())
 
 
-def is_longer(record: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether a finished run is to go on for more epochs."""
+def is_longer(record: dict[str, Any], max_epochs: int) -> bool:
+    """Return whether a finished run is to continue for more epochs."""
     return (
         record["status"] == "finished"
-        and config["fit"]["max_epochs"] > record["config"]["fit"]["max_epochs"]
+        and max_epochs > record["config"]["fit"]["max_epochs"]
     )
 
 
 def check_same(
-    record: dict[str, Any], config: dict[str, Any], hashes: dict[str, str], remedy: str
+    record: dict[str, Any],
+    identity: dict[str, Any],
+    hashes: dict[str, str],
+    remedy: str,
 ) -> None:
-    """Refuses to continue a run with other settings or tables; `remedy` is what the user can do then."""
-    model, wanted = record["config"]["model"]["name"], config["model"]["name"]
-    if model != wanted:
-        raise UserError(f"the run is of the model '{model}', not '{wanted}'; {remedy}")
-    before, now = flattened(record["config"]), flattened(config)
-    if is_longer(record, config):
+    """Raise UserError if a run would continue with other settings or tables.
+
+    Args:
+        record: The run's `run.json`.
+        identity: Settings of the training (`CheckedTraining.identity`).
+        hashes: Hashes of its tables.
+        remedy: What the user can do then.
+    """
+    model, expected = record["config"]["model"]["name"], identity["model"]["name"]
+    if model != expected:
+        raise UserError(
+            f"the run is of the model '{model}', not '{expected}'; {remedy}"
+        )
+    before, now = flatten(record["config"]), flatten(identity)
+    if is_longer(record, identity["fit"]["max_epochs"]):
         before["fit.max_epochs"] = now["fit.max_epochs"]
     for key in sorted(before.keys() | now.keys()):
-        if key.removeprefix("fit.") not in MAY_CHANGE and (was := before.get(key)) != (
-            given := now.get(key)
-        ):
+        may_change = key.removeprefix("fit.") in MAY_CHANGE
+        if not may_change and before.get(key) != now.get(key):
             raise UserError(
-                f"the run was started with {key} {was}, not {given}; {remedy}"
+                f"the run was started with {key} {before.get(key)}, not {now.get(key)}; {remedy}"
             )
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:

@@ -1,22 +1,23 @@
-"""A training run under a fixed storage folder and name, so that it can be continued.
+"""Run a training under a fixed storage folder and name, so that it can be continued.
 
-Workers are those of a `TorchTrainer`; one worker that is not on a cluster trains in this process, as starting Ray and a
-trainer costs 30 s of processor time whatever it trains.
+Workers are those of a `TorchTrainer`. A single worker that is not on a cluster trains in this process, as starting Ray
+and a trainer takes 30 s of processor time.
 
-`STORAGE/NAME/` holds `run.json` (what the run is and whether it is finished), the checkpoints to resume
-from (`step-*`, the last one and the best one) and, when it is done, `best/`: the weights to use.
+`STORAGE/NAME/` holds `run.json` (settings and status), the checkpoints to resume from (`step-*`, the last one and the
+best one) and, when the run is finished, `best/`: the weights to use.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,11 +50,10 @@ from models.storage.tables import (
     read_manifest,
     submission_id,
 )
-from models.training.fit import FitConfig
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
+from pipelines.training.config import FEWER, RayOptions, TrainConfig
 from pipelines.training.fencing import FencedTorchConfig
-from pipelines.training.ray_options import FEWER, RayOptions
 from pipelines.training.record import (
     RUN,
     check_same,
@@ -61,7 +61,7 @@ from pipelines.training.record import (
     read_record,
     write_record,
 )
-from pipelines.training.settings import Checked, check
+from pipelines.training.settings import CheckedTraining
 from pipelines.training.stop import STOP_REQUEST
 from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
 
@@ -78,13 +78,13 @@ UNRESPONSIVE_S = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
 RETRY_PAUSE_S = 5.0
 """Seconds between the loss of workers and their next start."""
 
-LOOK, WORD = 5.0, 30.0
-"""Seconds after which it is looked again whether a training waits for a node, and after which it is said again."""
+PENDING_CHECK_S, PENDING_REPEAT_S = 5.0, 30.0
+"""Seconds between two checks whether workers wait for resources, and between two lines about it."""
 
 
 @dataclass
 class Trained:
-    """What a run made."""
+    """The result of a training."""
 
     name: str
     """Name of the run."""
@@ -95,248 +95,273 @@ class Trained:
     run: tracking.RunRef
     """The MLflow run."""
     epochs: int
-    """Epochs done."""
+    """Epochs of the run."""
     seconds: float
     """Time of this call."""
     already: bool = False
     """Whether the run was finished before, so that nothing was done."""
 
 
-def train(
-    *,
-    model: dict[str, Any],
-    fit: FitConfig,
-    ray_options: RayOptions,
-    inputs: Inputs,
-    storage: str,
-    name: str,
-    tracking_uri: str | None = None,
-    overwrite: bool = False,
-    **how: Any,
-) -> Trained:
-    """`run_training` with what `check` makes of the settings."""
-    checked = check(
-        model=model,
-        fit=fit,
-        ray_options=ray_options,
-        inputs=inputs,
-        storage=storage,
-        name=name,
-        tracking_uri=tracking_uri,
-        overwrite=overwrite,
-    )
-    return run_training(checked, **how)
+@dataclass(frozen=True)
+class TrialContext:
+    """Settings of a training that is a trial of a sweep; the defaults are for any other training."""
+
+    parent_run: str | None = None
+    """Id of the sweep's MLflow run, whose child the trial's run is."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Further tags of the MLflow run."""
+    on_checkpoint: Callable[[Checkpoint], Any] | None = None
+    """Called with every checkpoint. One worker then trains in this process on a cluster too. A SystemExit that the
+    function raises leaves the run as it is, to be continued or concluded."""
+    callbacks: Sequence[UserCallback] = ()
+    """Ray Train's callbacks of a training with several workers."""
+    lock_timeout_s: float = 0
+    """Seconds to wait for another process that holds the run."""
 
 
 def run_training(
-    checked: Checked,
+    training: CheckedTraining,
     *,
-    experiment: str | None = None,
-    parent_run: str | None = None,
-    log_model: bool = True,
     say: Callable[[str], None] = print,
-    tags: dict[str, str] | None = None,
-    heard: Callable[[Checkpoint], Any] | None = None,
-    callbacks: Sequence[UserCallback] = (),
-    wait: float = 0,
     start: Callable[[], None] | None = None,
+    trial: TrialContext = TrialContext(),
 ) -> Trained:
-    """Trains one model, or continues or finds finished the run of this name. One worker trains in this process, but on
-    a cluster (RAY_ADDRESS); for others Ray must be started, or `start` starts it.
+    """Train a model, continue the run of this name, or find that it is finished.
 
-    Raises UserError for what the user can mend, before anything is started or written where that is possible.
-    `parent_run` is a sweep's MLflow run; `log_model` also stores the best model there, with the tables that it needs to
-    be served.
+    One worker trains in this process unless the job was submitted to a cluster.
 
-    With `heard` one worker trains in this process on a cluster too. It is told of every checkpoint; a SystemExit that
-    it raises leaves the run as it is, to be continued or concluded. `callbacks` are Ray Train's, of other runs. `tags`
-    are further tags of the MLflow run. A run that another process holds is waited for that many seconds.
+    Args:
+        training: The training.
+        say: Called with lines of progress.
+        start: Start Ray if workers need it; by default Ray runs already.
+        trial: Settings of a trial of a sweep.
+
+    Raises:
+        UserError: for what the user can correct, if possible before anything is started
+            or written.
     """
     began = time.monotonic()
-    model_class, ray_options, config, hashes = (
-        checked.model_class,
-        checked.ray,
-        checked.config,
-        checked.hashes,
-    )
-    name, storage, folder = checked.name, checked.storage, checked.folder
-    inputs, uri, workers = checked.inputs, checked.uri, checked.workers
-    here = workers == 1 and bool(heard or not os.environ.get("RAY_ADDRESS"))
-    for note in checked.notes:
+    config = training.config
+    for note in training.notes:
         say(f"note: {note}")
-    with held(storage, name, wait):
-        record = None if checked.overwrite else read_record(folder)
+    with lock_run(config.storage, config.name, trial.lock_timeout_s):
+        record = None if config.overwrite else read_record(config.folder)
         if record and record["status"] != "opening":
-            check_same(record, config, hashes, checked.remedy)
-            run = tracking.RunRef(**record["tracking"])
-            if experiment and experiment != run.experiment:
-                raise UserError(
-                    f"the run '{name}' is in the experiment {run.experiment}, not {experiment}; leave out "
-                    f"--experiment, or {checked.remedy}"
-                )
-            if record["status"] == "finished" and not is_longer(record, config):
-                about = checkpoint.read(join(folder, BEST))
-                return Trained(
-                    name,
-                    join(folder, BEST),
-                    about,
-                    run,
-                    record["epochs"],
-                    0.0,
-                    already=True,
-                )
-        if start and not here:
-            with ThreadPoolExecutor(
-                1
-            ) as thread:  # to make a new store takes as long as to start a local Ray
-                reached = (
-                    None
-                    if ray.is_initialized()
-                    else thread.submit(tracking.connect, uri)
-                )
-                start()
-            if reached:
-                with tracking.warn_if_slow(uri, say):
-                    reached.result()
-        use_gpu = wants_gpu(ray_options) and model_class.trains_by_gradient
-        if not here:
-            if parent_run is None:  # the sweep has looked already
-                check_cluster(ray_options, workers, use_gpu)
-            tracking.check_nodes(uri, sum(node["Alive"] for node in ray.nodes()))
-        elif use_gpu and not torch.cuda.is_available():
-            raise UserError(
-                "ray.use_gpu is true, and this machine has no GPU that PyTorch finds; leave it out"
-            )
-        if checked.overwrite:
-            remove(folder, say)
-        if record is None or record["status"] == "opening":
-            if record:
-                tracking.discard(record["opening"])
-            experiment = (
-                experiment or f"{model_class.family}/{dataset_name(inputs.tables)}"
-            )
-            opening = tracking.opening(uri, experiment)
-            write_record(folder, {"status": "opening", "opening": opening})
-            settings = {**config, **inputs.given(), "ray": asdict(ray_options)}
-            labels = {
-                **(tags or {}),
-                tracking.KEY_TAG: opening["key"],
-                tracking.FOLDER_TAG: folder,
-            }
-            labels |= (
-                {tracking.SIMULATED_TAG: "true"} if is_simulated(inputs.tables) else {}
-            )
-            with tracking.warn_if_slow(uri, say):
-                run = tracking.open_run(
-                    uri,
-                    experiment,
-                    name,
-                    storage,
-                    config=settings,
-                    hashes=hashes,
-                    parent=parent_run,
-                    tags=labels,
-                )
-            if inputs.sids:  # what the tokenizer measured stands beside what a model makes of its codes
-                tracking.Logger(run).update(
-                    figures(
-                        read_manifest(join(inputs.sids, "sids"), "sids").info, "sids"
-                    ),
-                    0,
-                )
-            created = datetime.now(UTC).isoformat(timespec="seconds")
-            record = {
-                "config": config,
-                "hashes": hashes,
-                "tracking": run.to_dict(),
-                "status": "running",
-                "created": created,
-                "inputs": inputs.given(),
-                "given": checked.given,
-                "code": code_version(),
-                "submission_id": submission_id(),
-            }
-            write_record(folder, record)
-        else:
-            if is_longer(record, config):
-                epochs = config["fit"]["max_epochs"]
-                say(
-                    f"note: {name} goes on to epoch {epochs}, with the learning rates of that schedule from here"
-                )
-                record = {**record, "config": config, "status": "running"}
-                write_record(folder, record)
-                again = {
-                    "model": "",
-                    tracking.WEIGHTS_TAG: "",
-                }  # logged and measured anew
-                tracking.Logger(run).tag(
-                    **{"fit.max_epochs": str(epochs), **again}
-                )  # params never change
-            tracking.reopen(run)
-            record = {**record, "inputs": inputs.given()}  # tables may have moved
-            record = note_code(folder, record, run, say)
-
-        attempt = attempts.begin(folder)
-        task = Task(
-            config["model"],
-            config["fit"],
-            folder,
-            inputs.given(),
-            run.to_dict(),
-            ray_options.threads,
-            checked.init,
-            ray_options.fsdp,
-            hashes,
+            check_continues(training, record)
+            if record["status"] == "finished" and not is_longer(
+                record, config.fit.max_epochs
+            ):
+                return load_finished(config, record)
+        in_process = config.ray.num_workers == 1 and bool(
+            trial.on_checkpoint or not os.environ.get("RAY_ADDRESS")
         )
+        if start and not in_process:
+            start_cluster(str(config.tracking.tracking_uri), start, say)
+        use_gpu = wants_gpu(config.ray) and training.model_class.trains_by_gradient
+        check_resources(training, in_process, use_gpu, trial)
+        if config.overwrite:
+            delete_run(config.folder, say)
+        if record is None or record["status"] == "opening":
+            record = open_run(training, record, trial, say)
+        else:
+            record = reopen_run(training, record, say)
+        run = tracking.RunRef(**record["tracking"])
+        attempt = attempts.begin(config.folder)
+        task = Task(config, training.hashes, run)
         try:
-            if here:
-                task.attempt = str(attempts.start(folder, attempt))
-                device = torch.device("cuda" if use_gpu else "cpu")
-                report = heard or (lambda about: None)
-                perform(task, WorkerContext(0, 1, device, 1, report, say))
-                if STOP_REQUEST.requested:
-                    raise KeyboardInterrupt
+            if in_process:
+                train_here(task, attempt, use_gpu, trial.on_checkpoint, say)
             else:
-                run_workers(
-                    task,
-                    attempt,
-                    storage,
-                    name,
-                    workers,
-                    use_gpu,
-                    ray_options,
-                    say,
-                    callbacks,
+                run_workers(task, attempt, use_gpu, say, trial.callbacks)
+            attempts.require_job(config.folder, attempt)
+            last = checkpoint.last(config.folder)
+            if last is None:
+                raise RuntimeError(
+                    f"the run in {config.folder} ended without a checkpoint"
                 )
-            attempts.require_job(folder, attempt)
-            if (last := checkpoint.last(folder)) is None:
-                raise RuntimeError(f"the run in {folder} ended without a checkpoint")
-            if log_model and model_class.logs_every_run:
+            log_model = config.tracking.log_model
+            if log_model and training.model_class.logs_every_run:
                 say("logging the model to MLflow")
-            about = conclude(folder, record, last, log_model)
-        except SystemExit:  # told to stop where it stands
-            raise
-        except attempts.SupersededError:  # the other job has the MLflow run
-            raise
+            about = conclude(config.folder, record, last, log_model)
+        except (SystemExit, attempts.SupersededError):
+            raise  # a sweep stops the trial where it stands, or another job has the run
         except BaseException as error:
-            tracking.Logger(run).end(
-                "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            )
+            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            tracking.Logger(run).end(status)
             raise
+    best = join(config.folder, BEST)
+    seconds = time.monotonic() - began
+    return Trained(config.name, best, about, run, last.epoch, seconds)
+
+
+def check_continues(training: CheckedTraining, record: dict[str, Any]) -> None:
+    """Raise UserError if a run was begun with other settings, tables or experiment."""
+    check_same(record, training.identity, training.hashes, training.remedy)
+    config, before = training.config, record["tracking"]["experiment"]
+    if config.tracking.experiment not in (None, "", before):
+        raise UserError(
+            f"the run '{config.name}' is in the experiment {before}, not {config.tracking.experiment}; leave out "
+            f"--experiment, or {training.remedy}"
+        )
+
+
+def load_finished(config: TrainConfig, record: dict[str, Any]) -> Trained:
+    """Return the result of a run that was finished before."""
+    best = join(config.folder, BEST)
     return Trained(
-        name, join(folder, BEST), about, run, last.epoch, time.monotonic() - began
+        name=config.name,
+        checkpoint=best,
+        about=checkpoint.read(best),
+        run=tracking.RunRef(**record["tracking"]),
+        epochs=record["epochs"],
+        seconds=0.0,
+        already=True,
     )
 
 
-def note_code(
+def start_cluster(
+    tracking_uri: str, start: Callable[[], None], say: Callable[[str], None]
+) -> None:
+    """Start Ray, and meanwhile MLflow's store: making a new one takes as long."""
+    with ThreadPoolExecutor(1) as thread:
+        is_running = ray.is_initialized()
+        store = None if is_running else thread.submit(tracking.connect, tracking_uri)
+        start()
+    if store:
+        with tracking.warn_if_slow(tracking_uri, say):
+            store.result()
+
+
+def check_resources(
+    training: CheckedTraining, in_process: bool, use_gpu: bool, trial: TrialContext
+) -> None:
+    """Raise UserError if the workers can never have their resources."""
+    config = training.config
+    if not in_process:
+        if trial.parent_run is None:  # the sweep has checked the cluster already
+            check_cluster(config.ray, config.ray.num_workers, use_gpu)
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        tracking.check_nodes(str(config.tracking.tracking_uri), nodes)
+    elif use_gpu and not torch.cuda.is_available():
+        raise UserError(
+            "ray.use_gpu is true, and this machine has no GPU that PyTorch finds; leave it out"
+        )
+
+
+def open_run(
+    training: CheckedTraining,
+    opening: dict[str, Any] | None,
+    trial: TrialContext,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Open the MLflow run of a new training, and write `run.json`.
+
+    Args:
+        training: The training.
+        opening: `run.json` of a run that was killed while its MLflow run was opened.
+        trial: Settings of a trial of a sweep.
+        say: Called with lines of progress.
+
+    Returns:
+        The content of `run.json`.
+    """
+    config, identity = training.config, training.identity
+    if opening:
+        tracking.discard(opening["opening"])
+    inputs, uri = config.inputs, str(config.tracking.tracking_uri)
+    dataset = f"{training.model_class.family}/{dataset_name(inputs.tables)}"
+    experiment = config.tracking.experiment or dataset
+    opened = tracking.opening(uri, experiment)
+    write_record(config.folder, {"status": "opening", "opening": opened})
+    tags = {
+        **trial.tags,
+        tracking.KEY_TAG: opened["key"],
+        tracking.FOLDER_TAG: config.folder,
+    }
+    if is_simulated(inputs.tables):
+        tags[tracking.SIMULATED_TAG] = "true"
+    with tracking.warn_if_slow(uri, say):
+        run = tracking.open_run(
+            uri,
+            experiment,
+            config.name,
+            config.storage,
+            config={**identity, **inputs.given(), "ray": asdict(config.ray)},
+            hashes=training.hashes,
+            parent=trial.parent_run,
+            tags=tags,
+        )
+    if inputs.sids:  # metrics of the tokenizer stand beside those of the model
+        info = read_manifest(join(inputs.sids, "sids"), "sids").info
+        tracking.Logger(run).update(collect_numbers(info, "sids"), 0)
+    record = {
+        "config": identity,
+        "hashes": training.hashes,
+        "tracking": run.to_dict(),
+        "status": "running",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "inputs": inputs.given(),
+        "given": training.model_class.config_to_dict(training.given_model),
+        "code": code_version(),
+        "submission_id": submission_id(),
+    }
+    write_record(config.folder, record)
+    return record
+
+
+def reopen_run(
+    training: CheckedTraining, record: dict[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Continue the MLflow run of a training, and update `run.json`.
+
+    Returns:
+        The content of `run.json`.
+    """
+    config, run = training.config, tracking.RunRef(**record["tracking"])
+    if is_longer(record, config.fit.max_epochs):
+        epochs = config.fit.max_epochs
+        say(
+            f"note: {config.name} goes on to epoch {epochs}, with the learning rates of that schedule from here"
+        )
+        record = {**record, "config": training.identity, "status": "running"}
+        write_record(config.folder, record)
+        # MLflow's params never change; the model is logged and measured anew
+        tags = {
+            "fit.max_epochs": str(epochs),
+            "model": "",
+            tracking.WEIGHTS_TAG: "",
+        }
+        tracking.Logger(run).tag(**tags)
+    tracking.reopen(run)
+    record = {**record, "inputs": config.inputs.given()}  # tables may have moved
+    return record_code(config.folder, record, run, say)
+
+
+def train_here(
+    task: Task,
+    attempt: Attempt,
+    use_gpu: bool,
+    on_checkpoint: Callable[[Checkpoint], Any] | None,
+    say: Callable[[str], None],
+) -> None:
+    """Train with one worker in this process."""
+    task.attempt = str(attempts.start(task.config.folder, attempt))
+    device = torch.device("cuda" if use_gpu else "cpu")
+    report = on_checkpoint or (lambda about: None)
+    perform(task, WorkerContext(0, 1, device, 1, report, say))
+    if STOP_REQUEST.requested:
+        raise KeyboardInterrupt
+
+
+def record_code(
     folder: str,
     record: dict[str, Any],
     run: tracking.RunRef,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return the record of a run that goes on, with the code and the job that it goes on with.
+    """Return the record of a continued run with the code and the job that continue it.
 
-    A run that goes on with other code says so, also in MLflow: its results are those of no single version.
+    A run that continues with other code says so, also in MLflow: its results are those of no single version.
     """
     before, code = record.get("code", "unknown"), code_version()
     if code != before:
@@ -344,11 +369,9 @@ def note_code(
     record = {**record, "code": code, "submission_id": submission_id()}
     write_record(folder, record)
     logger = tracking.Logger(run)
-    for tag, value in (
-        (tracking.CODE_TAG, code),
-        (tracking.SUBMISSION_TAG, submission_id()),
-    ):
-        values = [one for one in logger.tags.get(tag, "").split(", ") if one]
+    tags = {tracking.CODE_TAG: code, tracking.SUBMISSION_TAG: submission_id()}
+    for tag, value in tags.items():
+        values = [part for part in logger.tags.get(tag, "").split(", ") if part]
         if value and value not in values[-1:]:
             logger.tag(**{tag: ", ".join([*values, value])})
     return record
@@ -361,33 +384,35 @@ def conclude(
     log_model: bool = False,
     **more: Any,
 ) -> Checkpoint:
-    """Ends the run at its checkpoint `last`: its best one is published, MLflow told, and `run.json` says finished.
+    """End a run: publish its best checkpoint, log the result to MLflow, and finish `run.json`.
 
-    `more` is noted in `run.json` too. Returns what the best checkpoint says.
+    Args:
+        folder: The run's folder.
+        record: The content of `run.json`.
+        last: The run's last checkpoint.
+        log_model: Whether to store the best model in MLflow.
+        more: Further values for `run.json`.
+
+    Returns:
+        The best checkpoint's `config.json`.
     """
-    run = tracking.RunRef(**record["tracking"])
+    run, best = tracking.RunRef(**record["tracking"]), join(folder, BEST)
     about = checkpoint.read(checkpoint.publish(folder, last))
     curves = tracking.read_curves(join(folder, last.folder))
     logger = tracking.Logger(run, curves)  # a trial that was stopped may owe points
+    eval_seconds = last.timing.get("eval_seconds", 0.0)
     values = {
         "best/epoch": last.best["epoch"],
-        **{f"best/{name}": v for name, v in about.metrics.items()},
+        **{f"best/{name}": value for name, value in about.metrics.items()},
+        "train/steps": last.step,
+        "train/total_seconds": last.timing["train_seconds"] + eval_seconds,
     }
-    values["train/steps"] = last.step
-    values["train/total_seconds"] = last.timing["train_seconds"] + last.timing.get(
-        "eval_seconds", 0.0
-    )
     logger.update(values, last.step)
-    logger.tag(checkpoint=join(folder, BEST))
+    logger.tag(checkpoint=best)
     tracking.log_curves(run, curves)
-    if (
-        log_model
-        and registry.find(about.name).logs_every_run
-        and not logger.tags.get("model")
-    ):
-        logger.tag(
-            model=package.log_model(run, join(folder, BEST), Inputs(**record["inputs"]))
-        )
+    is_served = registry.find(about.name).logs_every_run
+    if log_model and is_served and not logger.tags.get("model"):
+        logger.tag(model=package.log_model(run, best, Inputs(**record["inputs"])))
     logger.end()
     write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})
     return about
@@ -396,54 +421,24 @@ def conclude(
 def run_workers(
     task: Task,
     attempt: Attempt,
-    storage: str,
-    name: str,
-    workers: int,
     use_gpu: bool,
-    options: RayOptions,
     say: Callable[[str], None],
     callbacks: Sequence[UserCallback] = (),
 ) -> None:
-    """Runs the workers to the end."""
-    fewest = options.least(workers)
-    each = resources(options, use_gpu)
+    """Train with workers of Ray Train, which continue after losses."""
+    options, folder = task.config.ray, task.config.folder
+    needs = worker_resources(options, use_gpu)
     os.environ[UNRESPONSIVE_S] = str(options.hang_minutes * 60)
-    failures, reached = 0, -1
+    failures, furthest_step = 0, -1
     while True:
-        # Ray would try an error of the user's again; what is lost is tried again here, where it can be said. Lines come
-        # by an actor anew, as it may have been lost too.
-        with shown(say, lambda: waiting(workers, each)) as progress:
-            trainer = TorchTrainer(
-                worker,
-                train_loop_config={
-                    "task": asdict(task),
-                    "progress": progress,
-                    "watch": os.environ[WATCH] != "0",
-                },
-                torch_config=FencedTorchConfig(
-                    "nccl" if use_gpu else "gloo",
-                    timeout_s=round(options.hang_minutes * 60),
-                    folder=task.folder,
-                    attempt=str(attempt),
-                ),
-                scaling_config=ScalingConfig(  # type: ignore[call-arg]  # label_selector is of version 2
-                    num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
-                    use_gpu=use_gpu,
-                    resources_per_worker=each,
-                    placement_strategy=options.placement_strategy,
-                    accelerator_type=options.accelerator_type or None,
-                    label_selector=options.label_selector or None,
-                ),
-                run_config=RunConfig(
-                    name=name,
-                    storage_path=storage,
-                    failure_config=FailureConfig(max_failures=0),
-                    callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
-                ),
-            )
-            thread = ThreadPoolExecutor(
-                1
-            )  # in the main one, Ray Train would take SIGINT for itself
+        # Ray would repeat an error of the user, so losses are retried here. The actor of
+        # the progress is new each time, as it may have been lost too.
+        with stream_progress(
+            say, lambda: pending_resources(options.num_workers, needs)
+        ) as progress:
+            trainer = make_trainer(task, attempt, use_gpu, progress, callbacks)
+            # in the main thread, Ray Train would take SIGINT for itself
+            thread = ThreadPoolExecutor(1)
             training = thread.submit(trainer.fit)
             try:
                 training.result()
@@ -452,27 +447,78 @@ def run_workers(
                 save_before_stop(progress, training)
                 raise
             except TrainingFailedError as error:
-                if mistake := faults.find_user_error(error):
-                    raise mistake from error
-                step = last_step(task.folder)
-                failures = 1 if step > reached else failures + 1
-                reached = max(step, reached)
+                user_error = faults.find_user_error(error)
+                if user_error:
+                    raise user_error from error
+                step = last_step(folder)
+                failures = 1 if step > furthest_step else failures + 1
+                furthest_step = max(step, furthest_step)
                 if failures > options.max_failures or faults.is_permanent(error):
                     raise
-                why = faults.explain(error) or faults.first_line(
-                    list(faults.iter_causes(error))[-1]
-                )
-                tries = f"{failures} of {options.max_failures} times"
-                say(
-                    f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}"
-                )
+                say(describe_retry(error, failures, options.max_failures))
                 time.sleep(RETRY_PAUSE_S)
             finally:
                 thread.shutdown(wait=False)
 
 
+def make_trainer(
+    task: Task,
+    attempt: Attempt,
+    use_gpu: bool,
+    progress: Any,
+    callbacks: Sequence[UserCallback],
+) -> TorchTrainer:
+    """Return Ray's trainer of a training.
+
+    Args:
+        task: The training.
+        attempt: Number of the job.
+        use_gpu: Whether each worker has a GPU.
+        progress: Actor of the class `Progress`.
+        callbacks: Ray Train's callbacks.
+    """
+    config, options = task.config, task.config.ray
+    workers, fewest = options.num_workers, options.fewest_workers
+    return TorchTrainer(
+        worker,
+        train_loop_config={
+            "task": pickle.dumps(task),
+            "progress": progress,
+            "watch": os.environ[WATCH] != "0",
+        },
+        torch_config=FencedTorchConfig(
+            "nccl" if use_gpu else "gloo",
+            timeout_s=round(options.hang_minutes * 60),
+            folder=config.folder,
+            attempt=str(attempt),
+        ),
+        scaling_config=ScalingConfig(  # type: ignore[call-arg]  # label_selector is of version 2
+            num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
+            use_gpu=use_gpu,
+            resources_per_worker=worker_resources(options, use_gpu),
+            placement_strategy=options.placement_strategy,
+            accelerator_type=options.accelerator_type or None,
+            label_selector=options.label_selector or None,
+        ),
+        run_config=RunConfig(
+            name=config.name,
+            storage_path=config.storage,
+            failure_config=FailureConfig(max_failures=0),
+            callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
+        ),
+    )
+
+
+def describe_retry(error: BaseException, failures: int, max_failures: int) -> str:
+    """Return a note on a loss of workers after which the training continues."""
+    cause = list(faults.iter_causes(error))[-1]
+    why = faults.explain(error) or faults.first_line(cause)
+    tries = f"{failures} of {max_failures} times"
+    return f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}"
+
+
 def save_before_stop(progress: Any, training: Future[Any]) -> None:
-    """Let workers that train save a checkpoint, and wait for it; return at once where none of them trains yet."""
+    """Let workers that train save a checkpoint, and wait for it; return at once if none of them trains yet."""
     with suppress(RayError):
         if not ray.get(progress.stop.remote()):
             return
@@ -489,45 +535,55 @@ def last_step(folder: str) -> int:
     return last.step if last else 0
 
 
-def waiting(workers: int, each: dict[str, float]) -> str | None:
-    """What the workers wait for, while the cluster has not room for them all; None also where Ray does not answer."""
-    ours = [{kind: float(need) for kind, need in each.items() if need}] * workers
+def pending_resources(workers: int, needs: dict[str, float]) -> str | None:
+    """Describe the resources that the workers wait for.
+
+    Args:
+        workers: Number of workers.
+        needs: Resources of each of them.
+
+    Returns:
+        A line, or None if they do not wait or Ray does not answer.
+    """
+    bundle = {kind: float(need) for kind, need in needs.items() if need}
     try:
         groups = ray.util.placement_group_table().values()
-        waits = [
-            group for group in groups if group["state"] in ("PENDING", "RESCHEDULING")
+        pending = [
+            list(group["bundles"].values())
+            for group in groups
+            if group["state"] in ("PENDING", "RESCHEDULING")
         ]
-        if not any(list(group["bundles"].values()) == ours for group in waits):
+        if [bundle] * workers not in pending:
             return None
-        there, free = ray.cluster_resources(), ray.available_resources()
+        total, free = ray.cluster_resources(), ray.available_resources()
     except RayError:
         return None
     has = ", ".join(
-        f"{there.get(kind, 0):g} {kind}s, of which {free.get(kind, 0):g} are free"
-        for kind in ours[0]
+        f"{total.get(kind, 0):g} {kind}s, of which {free.get(kind, 0):g} are free"
+        for kind in bundle
     )
-    asked = ", ".join(f"{kind}: {need:g}" for kind, need in ours[0].items())
-    return f"waiting for {workers} x {{{asked}}}; the cluster has {has}"
+    each = ", ".join(f"{kind}: {need:g}" for kind, need in bundle.items())
+    return f"waiting for {workers} x {{{each}}}; the cluster has {has}"
 
 
-def held(storage: str, name: str, wait: float = 0) -> AbstractContextManager[None]:
-    """Keeps other processes from the run (`hold_lock`)."""
+def lock_run(
+    storage: str, name: str, timeout_s: float = 0
+) -> AbstractContextManager[None]:
+    """Hold the lock of a run, and refuse if another process holds it."""
     busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
-    return hold_lock(tracking.lock_of(join(storage, name)), busy, wait)
+    return hold_lock(tracking.lock_of(join(storage, name)), busy, timeout_s)
 
 
 def wants_gpu(options: RayOptions) -> bool:
-    """Whether workers take GPUs; auto: if the cluster has any, or without one this machine."""
+    """Return whether workers take GPUs; auto: if the cluster has any, or without Ray this machine."""
     if options.use_gpu != "auto":
         return options.use_gpu
-    return (
-        bool(ray.cluster_resources().get("GPU", 0))
-        if ray.is_initialized()
-        else torch.cuda.is_available()
-    )
+    if ray.is_initialized():
+        return bool(ray.cluster_resources().get("GPU", 0))
+    return torch.cuda.is_available()
 
 
-def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
+def worker_resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
     """Return the resources that Ray reserves for each worker."""
     needs: dict[str, float] = {"CPU": options.cpus_per_worker}
     if use_gpu:
@@ -540,13 +596,14 @@ def resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
 
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
-    """Refuses what the cluster can never give, where it would be waited for for ever."""
+    """Raise UserError if the cluster never has room for the workers, which would wait for ever."""
     remedy = f"{FEWER}, or give --ray.use_gpu false" if use_gpu else FEWER
-    cluster.check_room(options.least(workers), resources(options, use_gpu), remedy)
+    fewest = min(options.min_workers or workers, workers)
+    cluster.check_room(fewest, worker_resources(options, use_gpu), remedy)
 
 
 def is_simulated(tables: str) -> bool:
-    """Whether the mapping file says that the log is simulated."""
+    """Return whether the mapping file says that the log is simulated."""
     uri = join(tables, "events")
     return has_manifest(uri) and bool(
         read_manifest(uri, "events").config.get("source", {}).get("simulated")
@@ -554,7 +611,7 @@ def is_simulated(tables: str) -> bool:
 
 
 def dataset_name(tables: str) -> str:
-    """Name of the dataset: what the sequences' manifest says, else the folder's name."""
+    """Return the dataset's name from the manifest of the sequences, else the folder's name."""
     manifest = read_manifest(join(tables, "sequences"), "sequences")
     for content in (manifest.info, manifest.config):
         if isinstance(content.get("dataset"), str):
@@ -563,37 +620,36 @@ def dataset_name(tables: str) -> str:
     return parts[-2] if parts[-1] == "tables" and len(parts) > 1 else parts[-1]
 
 
-def figures(content: Any, name: str) -> dict[str, float]:
-    """The numbers in nested content, each under the path to it."""
+def collect_numbers(content: Any, name: str) -> dict[str, float]:
+    """Return the numbers in nested content, each under the path to it."""
     if isinstance(content, int | float):
         return {name: float(content)}
-    pairs = (
-        content.items()
-        if isinstance(content, dict)
-        else enumerate(content)
-        if isinstance(content, list)
-        else ()
-    )
-    return {
-        path: value
-        for key, part in pairs
-        for path, value in figures(part, f"{name}/{key}").items()
-    }
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(content, dict):
+        pairs = content.items()
+    elif isinstance(content, list):
+        pairs = enumerate(content)
+    numbers: dict[str, float] = {}
+    for key, part in pairs:
+        numbers |= collect_numbers(part, f"{name}/{key}")
+    return numbers
 
 
-def remove(folder: str, say: Callable[[str], None]) -> None:
-    """Remove what a run's folder holds, and its MLflow run from comparisons.
+def delete_run(folder: str, say: Callable[[str], None]) -> None:
+    """Delete the content of a run's folder, and its MLflow run.
 
-    The number of its last attempt stays, as a worker of that attempt may still be alive. Raises UserError for a folder
-    that holds something else.
+    The number of its last attempt stays, as a worker of that attempt may still be alive.
+
+    Raises:
+        UserError: if the folder holds something else.
     """
     filesystem, path = open_uri(folder)
-    there = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    entries = [entry for entry in there if entry.base_name != attempts.ATTEMPT]
+    infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    entries = [info for info in infos if info.base_name != attempts.ATTEMPT]
     record: dict[str, Any] | None
     try:
         record = read_record(folder)
-    except UserError:  # damaged, so a run's all the same
+    except UserError:  # a damaged record is still that of a run
         record = {}
         say(
             f"note: {folder}/{RUN} is damaged and does not tell the MLflow run, which stays in comparisons"
@@ -610,7 +666,7 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
                 tracking.delete(tracking.RunRef(**record["tracking"]))
         except UserError as error:
             say(f"note: {error}")
-    for entry in entries:  # run.json last, or what is left is nobody's
+    for entry in entries:  # run.json last, as it marks the folder as a run's
         if entry.type == fs.FileType.Directory:
             filesystem.delete_dir(entry.path)
         elif entry.base_name != RUN:
@@ -619,64 +675,87 @@ def remove(folder: str, say: Callable[[str], None]) -> None:
         filesystem.delete_file(f"{path}/{RUN}")
 
 
-@contextmanager
-def shown(
-    say: Callable[[str], None],
-    waits: Callable[[], str | None] = lambda: None,
-) -> Iterator[Any]:
-    """An actor to which rank 0 tells its progress, and a thread here that hands it on to `say`.
+class ProgressReader:
+    """Hands the lines of a `Progress` actor on to the driver's output."""
 
-    What the workers wait for, which `waits` tells, is said too.
-    The actor is on the driver's node, whose loss ends the training anyway; where it is lost all the same, only its
-    lines are.
-    """
-    on_this_node = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
-    progress = Progress.options(scheduling_strategy=on_this_node).remote()  # type: ignore[attr-defined]
-    done = threading.Event()
-    seen, lost = 0, False
+    def __init__(
+        self,
+        progress: Any,
+        say: Callable[[str], None],
+        describe_pending: Callable[[], str | None],
+    ) -> None:
+        self.progress, self.say = progress, say
+        self.describe_pending = describe_pending
+        self.num_lines, self.is_lost = 0, False
+        self.stopped = threading.Event()
 
-    def pump(timeout: float | None = None) -> None:
-        nonlocal seen, lost
-        if lost:
+    def read(self, timeout_s: float | None = None) -> None:
+        """Hand on the new lines."""
+        if self.is_lost:
             return
         try:
-            lines = ray.get(progress.since.remote(seen), timeout=timeout)
+            new = self.progress.since.remote(self.num_lines)
+            lines = ray.get(new, timeout=timeout_s)
         except RayError as error:
-            lost = True
-            say(
+            self.is_lost = True
+            self.say(
                 f"note: no more progress is shown, as the actor that tells it is lost ({type(error).__name__})"
             )
             return
         for line in lines:
-            seen += 1
-            say(line)
+            self.num_lines += 1
+            self.say(line)
 
-    def work() -> None:
-        looked, said = time.monotonic(), -math.inf
-        while not done.wait(0.5):
-            pump()
+    def run(self) -> None:
+        """Hand on lines until `stopped` is set, and name resources that the workers wait for."""
+        checked_at, said_at = time.monotonic(), -math.inf
+        while not self.stopped.wait(0.5):
+            self.read()
             now = time.monotonic()
-            if not lost and now - looked >= LOOK:
-                looked = now
-                line = "" if now - said < WORD or is_alive() else waits()
-                if line:
-                    said = now
-                    say(line)
+            if self.is_lost or now - checked_at < PENDING_CHECK_S:
+                continue
+            checked_at = now
+            if now - said_at < PENDING_REPEAT_S or self.is_alive():
+                continue
+            line = self.describe_pending()
+            if line:
+                said_at = now
+                self.say(line)
 
-    def is_alive() -> bool:
+    def is_alive(self) -> bool:
+        """Return whether a worker is alive; true if Ray does not answer."""
         try:
-            return bool(ray.get(progress.is_alive.remote(), timeout=60))
+            return bool(ray.get(self.progress.is_alive.remote(), timeout=60))
         except RayError:
-            return True  # nothing is known, so nothing is said
+            return True
 
-    thread = threading.Thread(target=work, daemon=True, name="progress")
+
+@contextmanager
+def stream_progress(
+    say: Callable[[str], None],
+    describe_pending: Callable[[], str | None] = lambda: None,
+) -> Iterator[Any]:
+    """Start an actor for rank 0's lines of progress, and a thread that hands them on.
+
+    The actor is on the driver's node, whose loss ends the training anyway. If only the actor is lost, its lines are.
+
+    Args:
+        say: Called with each line.
+        describe_pending: Return a line about resources that workers wait for, or None.
+
+    Yields:
+        The actor, of the class `Progress`.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    on_this_node = NodeAffinitySchedulingStrategy(node, soft=False)
+    progress = Progress.options(scheduling_strategy=on_this_node).remote()  # type: ignore[attr-defined]
+    reader = ProgressReader(progress, say, describe_pending)
+    thread = threading.Thread(target=reader.run, daemon=True, name="progress")
     thread.start()
     try:
         yield progress
     finally:
-        done.set()
+        reader.stopped.set()
         thread.join(timeout=10)
-        pump(timeout=60)
+        reader.read(timeout_s=60)
         ray.kill(progress)

@@ -1,185 +1,180 @@
-"""The settings of a training, checked as far as that goes before Ray starts."""
+"""Check a training as far as possible before Ray starts, and resolve what its model takes from checkpoints."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from models import registry
 from models.build import parse_options
-from models.config import naming
+from models.config import path_fields
 from models.loaded_model import load_catalogue
 from models.model import Model
 from models.storage import checkpoint
 from models.storage.input_folders import CHECKPOINT
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest
-from models.storage.uri import absolute
 from models.text.text_encoder import resolve_encoder_path
-from models.training.fit import FitConfig
-from models.training_run import check_fit, check_init, trained_until
+from models.training_run import check_fit, check_init
 from pipelines.tracking import resolve_uri
-from pipelines.training.ray_options import RayOptions
-from pipelines.training.record import check_same, read_record
+from pipelines.training.config import TrainConfig
+from pipelines.training.record import read_record
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedTraining:
     """A training that may begin."""
 
-    name: str
-    """Name of the run."""
-    storage: str
-    """Folder of all runs, absolute."""
-    model_class: type[Model]
-    """Class of the model."""
-    config: dict[str, Any]
-    """What the run is continued with: `model`, with what it takes from checkpoints that it names, `fit` and `ray`."""
-    given: dict[str, Any]
-    """The model as it was asked for."""
-    fit: FitConfig
-    """The training loop."""
-    ray: RayOptions
-    """Workers and their resources."""
-    inputs: Inputs
-    """What the model reads."""
+    config: TrainConfig
+    """Its configuration, with everything resolved: sizes of a teacher, checkpoints, the tracking URI, the number of
+    workers, and the folders that the model reads."""
+    given_model: Any
+    """Config of the model before it was resolved."""
     hashes: dict[str, str]
-    """Of the tables that it reads."""
-    init: str | None
-    """The checkpoint whose weights it begins with."""
-    uri: str
-    """MLflow's tracking URI."""
-    overwrite: bool
-    """Whether what the run of this name has made is thrown away."""
-    notes: list[str]
-    """What is worth saying before the training."""
+    """Hashes of the tables that the model reads."""
     remedy: str
-    """What to do where the run of this name is another one."""
+    """What the user can do if the run of this name has other settings."""
+    init_weights: str | None = None
+    """SHA-256 of the weights that it begins with."""
+    notes: list[str] = field(default_factory=list)
+    """Messages to show before the training."""
 
     @property
-    def folder(self) -> str:
-        """The run's folder."""
-        return join(self.storage, self.name)
+    def model_class(self) -> type[Model]:
+        """The model's class."""
+        return registry.find_by_config(self.config.model)
 
     @property
-    def workers(self) -> int:
-        """Training processes."""
-        return int(self.config["ray"]["num_workers"])
+    def identity(self) -> dict[str, Any]:
+        """Settings that a continued run must have in common, as `run.json` holds them."""
+        identity: dict[str, Any] = {
+            "model": self.model_class.config_to_dict(self.config.model),
+            "fit": asdict(self.config.fit),
+            "ray": {"num_workers": self.config.ray.num_workers},
+        }
+        return identity | {"init": self.init_weights} if self.init_weights else identity
 
 
-def check(
-    *,
-    model: dict[str, Any],
-    fit: FitConfig,
-    ray_options: RayOptions,
-    inputs: Inputs,
-    storage: str,
-    name: str,
-    tracking_uri: str | None = None,
-    overwrite: bool = False,
+def check_training(
+    config: TrainConfig,
     remedy: str = "",
-    init: str | None = None,
-) -> Checked:
-    """The training, or UserError for what the user can mend and is known without Ray. Nothing is written.
+    load: Callable[[str, Inputs], Any] = load_catalogue,
+) -> CheckedTraining:
+    """Check a training against its tables and checkpoints. Nothing is written.
 
-    `model` holds the model's `name` and fields; `remedy` is what to do where the run of this name is another one.
+    Args:
+        config: The training.
+        remedy: What the user can do if the run of this name has other settings.
+        load: Load the catalogue of a model.
+
+    Raises:
+        UserError: for what the user can correct and is known without Ray.
     """
-    check_name(name)
-    storage = absolute(storage)
-    remedy = (
-        remedy or f"choose another --name, or --overwrite the run '{name}' in {storage}"
+    remedy = remedy or (
+        f"choose another --name, or --overwrite the run '{config.name}' in {config.storage}"
     )
-    uri = resolve_uri(tracking_uri, storage)
-    model_class = registry.find(model["name"])
-    check_checkpoints(model, model_class, storage)
-    encoders = naming(model_class.config_class, "encoder")
-    model = {
-        key: resolve_encoder_path(value) if key in encoders else value
-        for key, value in model.items()
-    }
-    catalogue = load_catalogue(model["name"], inputs)
-    record = None if overwrite else read_record(join(storage, name))
-    _, asked = parse_options(model)
-    given = model_class.config_to_dict(asked)
-    try:
-        resolved = model_class.resolve_config(asked, catalogue)
-        model = model_class.config_to_dict(resolved)
-    except UserError:
-        if not record or record["status"] != "finished" or record.get("given") != given:
-            raise
-        model = record["config"][
-            "model"
-        ]  # a finished run no longer needs the checkpoints that it was made from
-    if ray_options.fsdp and not model_class.supports_fsdp:
-        cut = ", ".join(
-            name for name in registry.MODELS if registry.find(name).supports_fsdp
-        )
+    model_class = registry.find_by_config(config.model)
+    name = model_class.name
+    tracking_uri = resolve_uri(config.tracking.tracking_uri, config.storage)
+    check_checkpoint_names(config)
+    model = locate_encoders(config.model)
+    catalogue = load(name, config.inputs)
+    record = None if config.overwrite else read_record(config.folder)
+    resolved = resolve_model(model, catalogue, record)
+    if config.ray.fsdp and not model_class.supports_fsdp:
+        sharded = [
+            other for other in registry.MODELS if registry.find(other).supports_fsdp
+        ]
         raise UserError(
-            f"ray.fsdp is true, but '{model['name']}' is not trained in shards; {cut} are; leave it out"
+            f"ray.fsdp is true, but '{name}' is not trained in shards; {', '.join(sharded)} are; leave it out"
         )
-    workers = ray_options.num_workers if model_class.trains_by_gradient else 1
-    for count in range(ray_options.least(workers), workers + 1):
-        check_fit(fit, model_class, catalogue, count)
-    config: dict[str, Any] = {
-        "model": model,
-        "fit": asdict(fit),
-        "ray": {"num_workers": workers},
-    }
-    first = None
+    ray = config.ray
+    if not model_class.trains_by_gradient:
+        ray = replace(ray, num_workers=1, min_workers=0)
+    check_fit(config.fit, model_class, catalogue)
+    for workers in range(ray.fewest_workers, ray.num_workers + 1):
+        check_batch(config.fit.batch_size, workers)
+    init, init_weights = config.init, None
     if init:
         init = checkpoint.locate(init)
-        first = checkpoint.read(init)
-        check_init(first, init, catalogue.versions, model_class)
-        config["init"] = first.sha256[checkpoint.WEIGHTS]
-    trained_until(first, fit)
-    notes = []
-    if record is None:
-        about_log = read_manifest(inputs.sequences, "sequences").info
-        if unread := model_class.list_unread(about_log):
-            notes = [
-                f"'{model['name']}' reads items and their order, of these tables not the {'; '.join(unread)}"
-            ]
-    elif record["status"] != "opening":
-        check_same(record, config, catalogue.hashes, remedy)
-    inputs = inputs.select(model_class.name, model_class.extra_inputs)
-    return Checked(
-        name,
-        storage,
-        model_class,
-        config,
-        given,
-        fit,
-        ray_options,
-        inputs,
-        catalogue.hashes,
-        init,
-        uri,
-        overwrite,
-        notes,
-        remedy,
+        about = checkpoint.read(init)
+        check_init(about, init, catalogue.versions, model_class, config.fit)
+        init_weights = about.sha256[checkpoint.WEIGHTS]
+    return CheckedTraining(
+        config=replace(
+            config,
+            model=resolved,
+            ray=ray,
+            inputs=config.inputs.select(name, model_class.extra_inputs),
+            init=init,
+            tracking=replace(config.tracking, tracking_uri=tracking_uri),
+        ),
+        given_model=model,
+        hashes=catalogue.hashes,
+        remedy=remedy,
+        init_weights=init_weights,
+        notes=[] if record else describe_unread_columns(model_class, config.inputs),
     )
 
 
-def check_name(name: str) -> None:
-    if not name or name in (".", "..", "mlartifacts") or "/" in name:
+def check_batch(batch_size: int, workers: int) -> None:
+    """Raise UserError if workers cannot have equal parts of a batch."""
+    if batch_size % workers:
         raise UserError(
-            f"the run's name is '{name}'; it names a folder, so give a word without '/'"
+            f"fit.batch_size {batch_size} does not divide by {workers} workers; choose a multiple of {workers}"
         )
 
 
-def check_checkpoints(
-    model: dict[str, Any], model_class: type[Model], storage: str
-) -> None:
-    """UserError where an option that takes a run's folder has the name of a run in this storage."""
-    for option in naming(model_class.config_class, "checkpoint"):
-        given = str(model.get(option) or "")
-        if (
-            not given
-            or "/" in given
-            or any(CHECKPOINT.matches(place) for place in (given, join(given, "best")))
-        ):
+def check_checkpoint_names(config: TrainConfig) -> None:
+    """Raise UserError if a run is named where its folder is needed."""
+    for option in path_fields(type(config.model), "checkpoint"):
+        path = str(getattr(config.model, option) or "")
+        folders = (path, join(path, "best"))
+        if not path or "/" in path or any(map(CHECKPOINT.matches, folders)):
             continue
-        if CHECKPOINT.matches(run := join(storage, given)):
+        run = join(config.storage, path)
+        if CHECKPOINT.matches(run):
             raise UserError(
-                f"model.{option} is {given}, the name of a run; give the run's folder, which is {run}"
+                f"model.{option} is {path}, the name of a run; give the run's folder, which is {run}"
             )
+
+
+def locate_encoders(model: Any) -> Any:
+    """Return a model's config with absolute paths of its text encoders."""
+    encoders = path_fields(type(model), "encoder")
+    return replace(
+        model, **{name: resolve_encoder_path(getattr(model, name)) for name in encoders}
+    )
+
+
+def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> Any:
+    """Return a model's config with the values that it takes from checkpoints.
+
+    A finished run of the same config no longer needs the checkpoints that it was made from.
+
+    Args:
+        model: The config.
+        catalogue: The model's catalogue.
+        record: `run.json` of the run, or None for a new run.
+    """
+    model_class = registry.find_by_config(model)
+    try:
+        return model_class.resolve_config(model, catalogue)
+    except UserError:
+        given = model_class.config_to_dict(model)
+        is_finished = record is not None and record["status"] == "finished"
+        if not record or not is_finished or record.get("given") != given:
+            raise
+        return parse_options(record["config"]["model"])[1]
+
+
+def describe_unread_columns(model_class: type[Model], inputs: Inputs) -> list[str]:
+    """Return a note on the columns of the tables that a model does not read."""
+    info = read_manifest(inputs.sequences, "sequences").info
+    unread = model_class.list_unread(info)
+    if not unread:
+        return []
+    return [
+        f"'{model_class.name}' reads items and their order, of these tables not the {'; '.join(unread)}"
+    ]

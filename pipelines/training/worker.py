@@ -1,16 +1,17 @@
-"""What each training worker runs: the loop of `models.training.fit`, its events turned into checkpoints, reports and metrics.
+"""Run the training loop in a worker, and turn its events into checkpoints, reports and metrics.
 
-Every rank reports at the same events. Rank 0 has saved the checkpoint before, logs to MLflow and tells the driver of
-its progress.
+Every rank reports at the same events. Rank 0 saves the checkpoint before, logs to MLflow and sends progress to the
+driver.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +24,13 @@ from ray import train
 from ray.exceptions import RayError
 from ray.train.torch import get_device
 
+from models import registry
 from models.config import pluralize
 from models.loaded_model import require_tables
 from models.metrics.ranking_metrics import format_metric
 from models.storage import attempts, checkpoint
 from models.storage.attempts import UNNUMBERED, Attempt
 from models.storage.checkpoint import Checkpoint
-from models.storage.inputs import Inputs
 from models.storage.uri import join
 from models.training.fit import (
     ASK,
@@ -37,7 +38,6 @@ from models.training.fit import (
     STOP,
     EpochEvent,
     Event,
-    FitConfig,
     StepEvent,
     StillEvent,
     best_of,
@@ -47,6 +47,7 @@ from models.training.fit import (
 )
 from models.training_run import TrainingRun
 from pipelines import tracking
+from pipelines.training.config import TrainConfig
 from pipelines.training.fencing import worker_attempt
 from pipelines.training.stop import STOP_REQUEST
 
@@ -123,347 +124,382 @@ NOTICE_S = 2.0
 
 @dataclass
 class Task:
-    """What the driver tells the workers."""
+    """A training as the driver hands it to its workers, which trust it."""
 
-    model: dict[str, Any]
-    """`name` and fields of the model's config."""
-    fit: dict[str, Any]
-    """Fields of `FitConfig`."""
-    folder: str
-    """The run's folder, absolute or a URI: its checkpoints, from the last of which it goes on."""
-    inputs: dict[str, str]
-    """Fields of `Inputs`."""
-    tracking: dict[str, str] | None
-    """The MLflow run as `RunRef` fields."""
-    threads: int
-    """Threads per worker; 0 shares out the machine's cores among its workers."""
-    init: str | None = None
-    """The checkpoint whose weights it begins with."""
-    fsdp: bool = False
-    """Whether the model is cut over the workers."""
-    hashes: dict[str, str] = field(default_factory=dict)
+    config: TrainConfig
+    """The checked training."""
+    hashes: dict[str, str]
     """Hashes of the tables that the driver checked."""
+    run: tracking.RunRef | None
+    """The MLflow run."""
     attempt: str = str(UNNUMBERED)
     """Number of this attempt at the training (`models/storage/attempts.py`)."""
 
 
 def threads_per_worker(option: int, workers_here: int) -> int:
-    """Threads for PyTorch. Ray starts workers with OMP_NUM_THREADS=1, which idles the other cores."""
+    """Return the number of PyTorch's threads.
+
+    Ray starts workers with OMP_NUM_THREADS=1, which idles the other cores.
+
+    Args:
+        option: The given number; 0 divides the machine's cores among its workers.
+        workers_here: Number of workers on this machine.
+    """
     return option or max(1, len(os.sched_getaffinity(0)) // workers_here)
 
 
 @dataclass
 class WorkerContext:
-    """Where a worker stands among the others, and whom it tells."""
+    """Rank, device and reporting callbacks of one training worker."""
 
     rank: int
-    """Its number, from 0."""
+    """Number of the worker, from 0."""
     world: int
     """Number of workers."""
     device: torch.device
-    """Where its model is."""
+    """Device of the worker's model."""
     workers_here: int
     """Workers on this machine, which share its cores."""
     report: Callable[[Checkpoint], Any]
-    """Hears of every checkpoint, on every rank."""
+    """Called with every checkpoint, on every rank."""
     say: Callable[[str], Any]
-    """Tells the driver of the progress; called by rank 0."""
+    """Send a line of progress to the driver; called by rank 0."""
     heartbeat: Heartbeat | None = None
     """Learns from the driver of a stop, if the driver is another process."""
     uploads: checkpoint.Uploads = field(default_factory=checkpoint.Uploads)
     """Takes checkpoints to a storage elsewhere."""
-    warned: Callable[[], bool] | None = None
+    has_new_notice: Callable[[], bool] | None = None
     """Return whether there is a new notice that a node of the training is to be taken away; a collective of all
-    workers. None where nodes are not taken away with notice."""
+    workers. None if nodes are not taken away with notice."""
 
 
 def worker(config: dict[str, Any]) -> None:
-    """A worker of Ray Train. `config` is {"task": fields of a Task, "progress": actor, "watch": whether nodes may be
-    taken away with notice}: plain values, as Ray's controller reads them too, and a Task would have it load this module
-    with all of PyTorch and MLflow."""
-    task = Task(**config["task"])
+    """Run a worker of Ray Train.
+
+    Args:
+        config: `task` is a pickled `Task`, as Ray's controller reads the values too and would load PyTorch and MLflow
+            for a `Task`; `progress` is an actor; `watch` says whether nodes may be taken away with notice.
+    """
+    task: Task = pickle.loads(config["task"])
     task.attempt = worker_attempt()
-    context = train.get_context()
+    ray_context = train.get_context()
     leaving: list[str] = []
 
     def report(about: Checkpoint) -> None:
         train.report({"epoch": about.epoch, "step": about.step, **about.metrics})
 
-    def warned() -> bool:
-        found = train.get_preemption_info()
-        fresh = [
-            node
-            for node in (found.preempted_node_ids if found else [])
-            if node not in leaving
-        ]
-        leaving.extend(fresh)
-        return bool(fresh)
+    def has_new_notice() -> bool:
+        info = train.get_preemption_info()
+        nodes = info.preempted_node_ids if info else []
+        new = [node for node in nodes if node not in leaving]
+        leaving.extend(new)
+        return bool(new)
 
     heartbeat = Heartbeat(config["progress"])
-    place = WorkerContext(
-        context.get_world_rank(),
-        context.get_world_size(),
-        get_device(),
-        context.get_local_world_size(),
-        report,
-        config["progress"].say.remote,
-        heartbeat,
-        warned=warned if config["watch"] else None,
+    context = WorkerContext(
+        rank=ray_context.get_world_rank(),
+        world=ray_context.get_world_size(),
+        device=get_device(),
+        workers_here=ray_context.get_local_world_size(),
+        report=report,
+        say=config["progress"].say.remote,
+        heartbeat=heartbeat,
+        has_new_notice=has_new_notice if config["watch"] else None,
     )
-    perform(task, place)
-    if heartbeat.stopping and place.rank == 0:
+    perform(task, context)
+    if heartbeat.stopping and context.rank == 0:
         ray.get(config["progress"].note_saved.remote())
 
 
-def perform(task: Task, place: WorkerContext) -> None:
-    """Train, from the last checkpoint in the run's folder where there is one, to the end or until
-    a stop is requested."""
-    torch.set_num_threads(threads_per_worker(task.threads, place.workers_here))
-    inputs = Inputs(**task.inputs)
-    require_tables(task.model["name"], inputs, task.hashes)
-    about = find_last_checkpoint(task.folder, place)
-    setup = TrainingRun.build(
-        task.model,
-        FitConfig(**task.fit),
-        inputs,
-        device=place.device,
-        rank=place.rank,
-        world=place.world,
-        last=about,
-        init=task.init,
+def perform(task: Task, worker: WorkerContext) -> None:
+    """Train from the run's last checkpoint, to the end or until a stop is requested."""
+    config = task.config
+    threads = threads_per_worker(config.ray.threads, worker.workers_here)
+    torch.set_num_threads(threads)
+    name = registry.find_by_config(config.model).name
+    require_tables(name, config.inputs, task.hashes)
+    last = find_last_checkpoint(config.folder, worker)
+    run = TrainingRun.build(
+        config.model,
+        config.fit,
+        config.inputs,
+        device=worker.device,
+        rank=worker.rank,
+        world=worker.world,
+        last=last,
+        init=config.init,
     )
-    setup.check_metric()
+    run.check_metric()
     # again: both the hashes and the tables may have changed while they were read
-    require_tables(task.model["name"], inputs, task.hashes)
-    state = setup.resume(task.folder, about) if about else None
-    if place.rank == 0:
-        parameters = sum(p.numel() for p in setup.model.parameters())
-        place.say(
-            f"{pluralize(place.world, 'worker')} on {place.device.type}, "
-            f"{pluralize(torch.get_num_threads(), 'thread')} each; "
-            f"{pluralize(parameters, 'parameter')}"
-        )
-        train, val = (
-            dataset.num_requests - dataset.num_without_history
-            for dataset in (setup.train.dataset, setup.val)
-        )
-        requests = f"{train:,} training and {val:,} validation {setup.val.counted} here"
-        place.say(f"{requests}, {pluralize(setup.train.steps(0), 'step')} per epoch")
-        for message in setup.messages:
-            place.say(message)
-        parts = setup.model.parameter_counts()
-        if parts:
-            place.say(
-                "parameters: "
-                + ", ".join(f"{name} {number:,}" for name, number in parts.items())
-            )
-        if about is not None:
-            inside = bool(state and state["cursor"]["step_in_epoch"])
-            where = "in" if inside else "after"
-            place.say(f"continuing {where} epoch {about.epoch}, step {about.step}")
+    require_tables(name, config.inputs, task.hashes)
+    state = run.resume(config.folder, last) if last else None
+    if worker.rank == 0:
+        for line in describe_run(run, worker, last, state):
+            worker.say(line)
     with ExitStack() as stack:
-        stack.callback(place.uploads.wait)  # also where a sweep stops the training
-        log = None
-        if place.rank == 0 and task.tracking:
-            run = tracking.RunRef(**task.tracking)
-            tracking.mark_reachable(run.uri)
-            gpu = (
-                torch.cuda.get_device_name(place.device)
-                if place.device.type == "cuda"
-                else ""
-            )
-            with tracking.warn_if_slow(run.uri, place.say):
-                log = tracking.Logger(
-                    run,
-                    tracking.read_curves(join(task.folder, about.folder))
-                    if about
-                    else None,
-                    partial(
-                        attempts.require_current,
-                        task.folder,
-                        Attempt.parse(task.attempt),
-                    ),
-                )
-                log.tag(
-                    hardware=tracking.hardware(f"{place.world} x {gpu}" if gpu else "")
-                )
-            stack.enter_context(tracking.system_metrics(run))
-            log.log(
-                {
-                    "train/parameters": parameters,
-                    **{f"parameters/{name}": n for name, n in parts.items()},
-                },
-                0,
-            )
-        if setup.model.trains_by_gradient:
+        stack.callback(worker.uploads.wait)  # also if a sweep stops the training
+        logger = None
+        if worker.rank == 0 and task.run:
+            logger = open_logger(task, task.run, run, worker, last)
+            stack.enter_context(tracking.system_metrics(task.run))
+        if run.model.trains_by_gradient:
             try:
                 with STOP_REQUEST.awaited():
-                    by_gradient(setup, task, state, about, place, log)
+                    train_sgd(run, task, state, last, worker, logger)
             except SystemExit:  # a sweep stops the training
-                if log:
+                if logger:
                     with suppress(attempts.SupersededError):
-                        log.flush()
+                        logger.flush()
                 raise
-        elif about is None:
-            by_counts(setup, task, place, log)
-        if log and (waited := log.flush()) >= 1:
-            place.say(f"waited {waited:.0f} s for MLflow to take the metrics")
+        elif last is None:
+            fit_counts(run, task, worker, logger)
+        waited_s = logger.flush() if logger else 0.0
+        if waited_s >= 1:
+            worker.say(f"waited {waited_s:.0f} s for MLflow to take the metrics")
 
 
-def find_last_checkpoint(folder: str, place: WorkerContext) -> Checkpoint | None:
-    """Return the checkpoint that all workers go on from: the last one that rank 0 finds."""
-    last = [checkpoint.last(folder) if place.rank == 0 else None]
-    if place.world > 1:
-        dist.broadcast_object_list(last, device=place.device)
+def describe_run(
+    run: TrainingRun,
+    worker: WorkerContext,
+    last: Checkpoint | None,
+    state: dict[str, Any] | None,
+) -> Iterator[str]:
+    """Yield lines about a training before its first step.
+
+    Args:
+        run: The training.
+        worker: Its first worker.
+        last: The checkpoint that it continues from, or None.
+        state: State of that checkpoint, or None.
+    """
+    yield (
+        f"{pluralize(worker.world, 'worker')} on {worker.device.type}, "
+        f"{pluralize(torch.get_num_threads(), 'thread')} each; "
+        f"{pluralize(count_parameters(run), 'parameter')}"
+    )
+    in_training, in_validation = (
+        dataset.num_requests - dataset.num_without_history
+        for dataset in (run.train.dataset, run.val)
+    )
+    requests = f"{in_training:,} training and {in_validation:,} validation {run.val.counted} here"
+    yield f"{requests}, {pluralize(run.train.steps(0), 'step')} per epoch"
+    yield from run.messages
+    parts = run.model.parameter_counts()
+    if parts:
+        counts = ", ".join(f"{name} {number:,}" for name, number in parts.items())
+        yield f"parameters: {counts}"
+    if last is not None:
+        in_epoch = bool(state and state["cursor"]["step_in_epoch"])
+        where = "in" if in_epoch else "after"
+        yield f"continuing {where} epoch {last.epoch}, step {last.step}"
+
+
+def count_parameters(run: TrainingRun) -> int:
+    """Return the number of the model's parameters."""
+    return sum(parameter.numel() for parameter in run.model.parameters())
+
+
+def open_logger(
+    task: Task,
+    mlflow_run: tracking.RunRef,
+    run: TrainingRun,
+    worker: WorkerContext,
+    last: Checkpoint | None,
+) -> tracking.Logger:
+    """Open the logger of the MLflow run, with the curves up to the last checkpoint."""
+    folder = task.config.folder
+    tracking.mark_reachable(mlflow_run.uri)
+    is_gpu = worker.device.type == "cuda"
+    gpu = torch.cuda.get_device_name(worker.device) if is_gpu else ""
+    curves = tracking.read_curves(join(folder, last.folder)) if last else None
+    attempt = Attempt.parse(task.attempt)
+    with tracking.warn_if_slow(mlflow_run.uri, worker.say):
+        logger = tracking.Logger(
+            mlflow_run, curves, partial(attempts.require_current, folder, attempt)
+        )
+        gpus = f"{worker.world} x {gpu}" if gpu else ""
+        logger.tag(hardware=tracking.hardware(gpus))
+    parts = run.model.parameter_counts()
+    sizes = {f"parameters/{name}": number for name, number in parts.items()}
+    logger.log({"train/parameters": count_parameters(run), **sizes}, 0)
+    return logger
+
+
+def find_last_checkpoint(folder: str, worker: WorkerContext) -> Checkpoint | None:
+    """Return the run's last checkpoint as rank 0 finds it, the same for all workers."""
+    last = [checkpoint.last(folder) if worker.rank == 0 else None]
+    if worker.world > 1:
+        dist.broadcast_object_list(last, device=worker.device)
     return last[0]
 
 
-def by_gradient(
-    setup: TrainingRun,
-    task: Task,
-    state: dict[str, Any] | None,
-    before: Checkpoint | None,
-    place: WorkerContext,
-    log: tracking.Logger | None,
-) -> None:
-    """Runs `fit` to its end."""
-    blocks = setup.model.fsdp_blocks() if task.fsdp else []
-    spent = (
-        dict(before.timing) if before else {"train_seconds": 0.0, "eval_seconds": 0.0}
-    )
-    heartbeat = place.heartbeat
-    asked_at = -math.inf
-    if heartbeat:
-        heartbeat.trains = True
+class StopRequests:
+    """Requests to stop a training loop, from a signal, the driver or a node that is taken away."""
 
-    def stopping() -> bool:
+    def __init__(self, worker: WorkerContext) -> None:
+        self.worker = worker
+        self.asked_at = -math.inf
+
+    def should_stop(self) -> bool:
+        """Return whether the job is to stop."""
+        heartbeat = self.worker.heartbeat
         return STOP_REQUEST.requested or bool(heartbeat and heartbeat.stopping)
 
-    def wanted() -> int:
-        """Return STOP for a stop, on rank 0 ASK where it is time to ask for notices about nodes, else CONTINUE."""
-        nonlocal asked_at
-        if stopping():
+    def next_action(self) -> int:
+        """Return STOP, CONTINUE, or on rank 0 ASK if it is time to ask for notices about nodes."""
+        if self.should_stop():
             return STOP
         now = time.monotonic()
-        if place.warned is None or place.rank != 0 or now - asked_at < NOTICE_S:
+        is_early = now - self.asked_at < NOTICE_S
+        if self.worker.has_new_notice is None or self.worker.rank != 0 or is_early:
             return CONTINUE
-        asked_at = now
+        self.asked_at = now
         return ASK
 
-    def warned() -> bool:
-        """Ask all workers for a new notice that a node is to be taken away."""
-        is_new = bool(place.warned and place.warned())
-        if is_new and place.rank == 0:
-            place.say("a node is to be taken away: saving a checkpoint")
+    def ask_for_notice(self) -> bool:
+        """Ask for a new notice that a node is to be taken away; all workers ask together."""
+        is_new = bool(self.worker.has_new_notice and self.worker.has_new_notice())
+        if is_new and self.worker.rank == 0:
+            self.worker.say("a node is to be taken away: saving a checkpoint")
         return is_new
 
-    setup.should_stop = stopping
+
+def train_sgd(
+    run: TrainingRun,
+    task: Task,
+    state: dict[str, Any] | None,
+    last: Checkpoint | None,
+    worker: WorkerContext,
+    logger: tracking.Logger | None,
+) -> None:
+    """Run the training loop to its end, and turn its events into checkpoints, metrics and lines."""
+    timing = {"train_seconds": 0.0, "eval_seconds": 0.0}
+    if last:
+        timing = dict(last.timing)
+    if worker.heartbeat:
+        worker.heartbeat.trains = True
+    requests = StopRequests(worker)
+    run.should_stop = requests.should_stop
     for event in fit(
-        setup.model,
-        setup.train,
-        setup.validate,
-        setup.fit,
-        means=setup.means,
-        lr_multipliers=setup.lr_multipliers,
-        blocks=blocks,
+        run.model,
+        run.train,
+        run.validate,
+        run.fit,
+        means=run.means,
+        lr_multipliers=run.lr_multipliers,
+        blocks=run.model.fsdp_blocks() if task.config.ray.fsdp else [],
         state=state,
-        device=setup.device,
-        rank=place.rank,
-        world=place.world,
-        wanted=wanted,
-        warned=warned,
+        device=run.device,
+        rank=worker.rank,
+        world=worker.world,
+        wanted=requests.next_action,
+        warned=requests.ask_for_notice,
     ):
+        if worker.rank == 0:
+            for line in describe_event(event, run):
+                worker.say(line)
         if isinstance(event, StillEvent):
-            if place.rank == 0:
-                place.say(describe(event, setup.fit, setup.counted))
             continue
-        if log and not event.interrupted:
-            log.log(
-                step_metrics(event)
-                if isinstance(event, StepEvent)
-                else epoch_metrics(event),
-                event.step,
-            )
-            log.log(validation_metrics(event), event.step)
+        if logger and not event.interrupted:
+            log_event(logger, event)
         if not event.state:
             continue
-        spent["eval_seconds"] += event.eval_seconds
+        timing["eval_seconds"] += event.eval_seconds
         if isinstance(event, EpochEvent):
-            spent["train_seconds"] += event.seconds
-            spent["examples_per_s"] = event.examples_per_s
-        if place.rank == 0 and (event.metrics or isinstance(event, EpochEvent)):
-            place.say(describe(event, setup.fit, setup.counted))
-        if place.rank == 0 and event.interrupted:
-            place.say(f"stopping: saving a checkpoint of step {event.step}")
-        about = setup.checkpoint(
+            timing["train_seconds"] += event.seconds
+            timing["examples_per_s"] = event.examples_per_s
+        about = run.checkpoint(
             epoch=event.epoch,
             step=event.step,
             metrics=defined(event.metrics),
             best=best_of(event.state),
-            timing=spent,
-            tracking=task.tracking or {},
+            timing=timing,
+            tracking=task.run.to_dict() if task.run else {},
             attempt=task.attempt,
         )
-        about.follow(before)
-        before = about
-        hand_in(setup, task, about, event.state, place, log)
+        about.follow(last)
+        last = about
+        save_and_report(run, task, about, event.state, worker, logger)
 
 
-def by_counts(
-    setup: TrainingRun, task: Task, place: WorkerContext, log: tracking.Logger | None
+def describe_event(event: Event | StillEvent, run: TrainingRun) -> Iterator[str]:
+    """Yield lines of progress about an event of the training loop."""
+    if isinstance(event, StillEvent):
+        yield describe(event, run.fit, run.counted)
+        return
+    if not event.state:
+        return
+    if event.metrics or isinstance(event, EpochEvent):
+        yield describe(event, run.fit, run.counted)
+    if event.interrupted:
+        yield f"stopping: saving a checkpoint of step {event.step}"
+
+
+def fit_counts(
+    run: TrainingRun, task: Task, worker: WorkerContext, logger: tracking.Logger | None
 ) -> None:
-    """One pass over the training data for a model without gradients."""
+    """Fit a model without gradients in one pass over the training data, and save it."""
     began = time.perf_counter()
-    setup.fit_counts()
+    run.fit_counts()
     seconds = time.perf_counter() - began
-    sums, count = setup.validate(setup.model)
-    metrics = setup.means(sums) if count else {}
-    if log:
-        log.log({f"val/{name}": value for name, value in metrics.items()}, 1)
-        log.log({"val/examples": count, "train/seconds": seconds}, 1)
-    place.say(
-        f"counted in {seconds:.1f} s  val {setup.fit.metric} {format_metric(metrics.get(setup.fit.metric))}"
+    sums, count = run.validate(run.model)
+    metrics = run.means(sums) if count else {}
+    if logger:
+        logger.log({f"val/{name}": value for name, value in metrics.items()}, 1)
+        logger.log({"val/examples": count, "train/seconds": seconds}, 1)
+    value = metrics.get(run.fit.metric)
+    worker.say(
+        f"counted in {seconds:.1f} s  val {run.fit.metric} {format_metric(value)}"
     )
-    best = {"value": metrics.get(setup.fit.metric), "epoch": 1, "step": 1}
-    about = setup.checkpoint(
+    about = run.checkpoint(
         epoch=1,
         step=1,
         metrics=defined(metrics),
-        best=best,
+        best={"value": value, "epoch": 1, "step": 1},
         timing={"train_seconds": seconds},
-        tracking=task.tracking or {},
+        tracking=task.run.to_dict() if task.run else {},
         attempt=task.attempt,
     )
     about.follow(None)
-    hand_in(setup, task, about, None, place, log)
+    save_and_report(run, task, about, None, worker, logger)
 
 
-def hand_in(
-    setup: TrainingRun,
+def save_and_report(
+    run: TrainingRun,
     task: Task,
     about: Checkpoint,
     state: dict[str, Any] | None,
-    place: WorkerContext,
-    log: tracking.Logger | None,
+    worker: WorkerContext,
+    logger: tracking.Logger | None,
 ) -> None:
-    """Save the checkpoint, with the curves up to it, and report it.
+    """Save a checkpoint, with the curves up to it, and report it.
 
     Rank 0 saves; of a sharded model the other ranks write their shards. The checkpoint may still be on its way to the
     storage when every rank reports it.
     """
-    curves = {tracking.CURVES: tracking.curves_to_bytes(log.curves)} if log else {}
+    folder = task.config.folder
+    curves = {}
+    if logger:
+        curves[tracking.CURVES] = tracking.curves_to_bytes(logger.curves)
     shards: list[checkpoint.WrittenFile] = []
     if state and "weights" in state:
-        shards = checkpoint.write_shards(task.folder, about, state, place.rank)
-    if place.rank == 0:
-        checkpoint.keep(
-            task.folder, setup.model, about, state, place.uploads, shards, curves
-        )
-    place.report(about)
+        shards = checkpoint.write_shards(folder, about, state, worker.rank)
+    if worker.rank == 0:
+        checkpoint.keep(folder, run.model, about, state, worker.uploads, shards, curves)
+    worker.report(about)
+
+
+def log_event(logger: tracking.Logger, event: Event) -> None:
+    """Log the metrics of an event of the training loop."""
+    if isinstance(event, StepEvent):
+        logger.log(step_metrics(event), event.step)
+    elif isinstance(event, EpochEvent):
+        logger.log(epoch_metrics(event), event.step)
+    logger.log(validation_metrics(event), event.step)
 
 
 def step_metrics(event: StepEvent) -> dict[str, float]:
-    """What is logged every `log_every_steps`."""
+    """Return the metrics that are logged every `log_every_steps`."""
     return {
         "train/loss": event.loss,
         "train/lr": event.lr,
@@ -475,7 +511,7 @@ def step_metrics(event: StepEvent) -> dict[str, float]:
 
 
 def epoch_metrics(event: EpochEvent) -> dict[str, float]:
-    """What is logged at the end of an epoch."""
+    """Return the metrics that are logged at the end of an epoch."""
     return {
         "epoch": event.epoch,
         "train/epoch_loss": event.loss,
@@ -484,10 +520,11 @@ def epoch_metrics(event: EpochEvent) -> dict[str, float]:
 
 
 def validation_metrics(event: Event) -> dict[str, float]:
-    """What a validation found."""
-    metrics = {f"val/{name}": value for name, value in event.metrics.items()}
-    return (
-        {**metrics, "val/examples": event.examples, "val/seconds": event.eval_seconds}
-        if metrics
-        else {}
-    )
+    """Return the metrics of a validation; nothing for an event without one."""
+    if not event.metrics:
+        return {}
+    return {
+        **{f"val/{name}": value for name, value in event.metrics.items()},
+        "val/examples": event.examples,
+        "val/seconds": event.eval_seconds,
+    }

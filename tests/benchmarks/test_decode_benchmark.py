@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from training_tables import write_tables
+from trainings import build_training
 
 from benchmarks import decode, harness
 from models.retrieval.data import PAD, RetrievalDataset
@@ -17,7 +18,6 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
 from models.training.memory import resident_peak_mb
-from models.training_run import TrainingRun
 
 
 def test_the_catalogue_branches_like_the_papers():
@@ -106,7 +106,7 @@ def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
             "head_width": 8,
         },
     ):
-        setup = TrainingRun.build(model, FitConfig(batch_size=8), Inputs(tables, sids))
+        setup = build_training(model, FitConfig(batch_size=8), Inputs(tables, sids))
         checkpoint.save(
             tmp_path / model["name"], setup.model, setup.checkpoint(epoch=1)
         )

@@ -48,7 +48,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     # Trainings are by this process: a worker of Ray takes ten seconds to start, and test_train.py has one.
-    here_alone = partial(training.run_training, heard=lambda about: None)
+    here_alone = partial(
+        training.run_training,
+        trial=training.TrialContext(on_checkpoint=lambda about: None),
+    )
     monkeypatch.setattr(training, "run_training", here_alone)
     before = os.environ.pop("MLFLOW_TRACKING_URI", None)
     yield tmp_path

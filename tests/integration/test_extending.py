@@ -20,6 +20,7 @@ import pytest
 import search_tables
 import torch
 import training_tables
+from trainings import build_training
 
 from models.build import build_model
 from models.retrieval.data import Catalogue
@@ -28,7 +29,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 
 pytestmark = pytest.mark.long
 
@@ -167,7 +167,8 @@ from jobs import cli
 from pipelines.training import run as training
 
 by_ray = training.run_training
-here = partial(training.run_training, heard=lambda about: None)
+in_process = training.TrialContext(on_checkpoint=lambda about: None)
+here = partial(training.run_training, trial=in_process)
 for job, *words in json.loads(sys.argv[1]):
     print("$", *words, flush=True)
     training.run_training = by_ray if job == "train by Ray" else here
@@ -220,7 +221,7 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
         "num_encoder_layers": 1,
         "num_decoder_layers": 1,
     }
-    teacher = TrainingRun.build(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
+    teacher = build_training(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
     checkpoint.save(home / "tiger", teacher.model, teacher.checkpoint(epoch=1))
     small, runs = (
         ["--tables", tables, "--sids", sids],

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import torch
 from torch import nn
+from trainings import build_training
 
 from models.loaded_model import LoadedModel
 from models.own_features import OwnFeatures, adopt_scales
@@ -137,7 +138,7 @@ class Growing:
         """Set a training up, save its weights as they are before the first step, and return it."""
         fit = FitConfig(batch_size=4)
         place = str(self.folder / init) if init else None
-        setup = TrainingRun.build(model, fit, self.tables, init=place)
+        setup = build_training(model, fit, self.tables, init=place)
         where = str(self.folder / name)
         checkpoint.save(where, setup.model, setup.checkpoint(epoch=1))
         return setup

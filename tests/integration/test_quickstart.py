@@ -6,10 +6,12 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import quickstart
+from jobs.options import merge_options
 from jobs.quickstart import FLOWS, SMALL, Trained
 from models.storage.tables import UserError
 from pipelines.comparison.runs import select
@@ -17,16 +19,8 @@ from pipelines.comparison.runs import select
 ROOT = Path(__file__).parents[2]
 
 
-SMALLER = (
-    *SMALL,
-    "--model.width",
-    "16",
-    "--model.num_layers",
-    "1",
-    "--model.num_heads",
-    "2",
-    "--model.ffn",
-    "16",
+SMALLER = merge_options(
+    SMALL, {"model": {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16}}
 )
 FLOWN = {
     "search": (Trained("qgs", ("qgs", "search/small")), "simulated_search", "gauc"),
@@ -231,13 +225,15 @@ def test_runs_are_compared_where_they_were_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
-    lines: list[tuple[str, ...]] = []
-    made = quickstart.Steps.run
+    jobs: list[tuple[str, dict[str, Any]]] = []
+    run_step = quickstart.Steps.run
 
-    def run(self: quickstart.Steps, title: str, *words: str) -> None:
-        lines.append(words)
-        if words[0] in ("simulate", "prepare"):
-            made(self, title, *words)
+    def run(
+        self: quickstart.Steps, title: str, job: str, options: dict[str, Any]
+    ) -> None:
+        jobs.append((job, options))
+        if job in ("simulate", "prepare"):
+            run_step(self, title, job, options)
 
     monkeypatch.setattr(quickstart.Steps, "run", run)
     quickstart.run(
@@ -251,5 +247,6 @@ def test_runs_are_compared_where_they_were_logged(
         )
     )
     assert "ssh -L 8000:localhost:8000 HOST" in capsys.readouterr().out
-    assert lines[-1][0] == "compare"
-    assert lines[-1][-2:] == ("--tracking_uri", "http://server:5000")
+    job, options = jobs[-1]
+    assert job == "compare"
+    assert options["tracking_uri"] == "http://server:5000"

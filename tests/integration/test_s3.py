@@ -15,13 +15,13 @@ import pytest
 import torch
 from pyarrow import fs
 from safetensors.torch import load_file
+from trainings import train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import file_info, read_manifest
 from models.training.fit import FitConfig
-from pipelines.training.run import train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
 from tuning.sweep import best_trial
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
@@ -167,14 +167,14 @@ def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_o
     train(
         model=MODEL,
         fit=FitConfig(**FIT),
-        ray_options=RayOptions(threads=1),
+        ray=RayOptions(threads=1),
         inputs=Inputs(f"{world.here}/tables"),
         storage=f"{world.here}/runs",
         name="one",
         tracking_uri=world.store,
         experiment="retrieval/disk",
         log_model=False,
-        heard=lambda about: None,
+        on_checkpoint=lambda about: None,
     )
     said = world.run(
         line,
@@ -204,7 +204,7 @@ def test_a_sweep_and_its_comparison(world: World) -> None:
         "--experiment retrieval/rates",
         "compare --experiment retrieval/rates --tracking_uri {store} --markdown {here}/compare.md",
     )
-    assert "Swept 2 trials of rates" in said
+    assert "SweepResult 2 trials of rates" in said
     assert best_trial(f"{world.s3}/runs/rates").startswith(f"{world.s3}/runs/rates/lr-")
     told = (world.here / "compare.md").read_text()
     assert "sasrec" in told

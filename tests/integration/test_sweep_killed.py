@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
+from trainings import build_training
 
 from jobs import cli
 from jobs import sweep as job
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
-from models.training_run import TrainingRun
 from pipelines import tracking
 from tuning.grid import Scheduler
 from tuning.halving import make_scheduler
@@ -50,7 +50,7 @@ ASHA: dict[str, Any] = {"name": "asha", "grace": 3, "reduction": 2}
 def train_undisturbed(tables: str, lr: float) -> list[float]:
     """Return the validation metric of an undisturbed training by epoch."""
     config = FitConfig(**FIT, lr=lr)
-    setup = TrainingRun.build(MODEL, config, Inputs(tables))
+    setup = build_training(MODEL, config, Inputs(tables))
     events = fit(setup.model, setup.train, setup.validate, config, means=setup.means)
     return [event.metrics["ndcg@10"] for event in events if event.metrics]
 

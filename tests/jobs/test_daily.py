@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from jobs import cli, simulate
-from jobs.daily import Config, lowest, run, words
+from jobs.daily import Config, lowest_accepted, run
+from jobs.options import to_words
 from models.storage import checkpoint
 from models.storage.tables import read_manifest
 from pipelines import tracking
@@ -61,8 +62,8 @@ def config_of(folder: Path, **more: Any) -> Path:
             "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8},
             "fit": {"max_epochs": 2},
         },
-        "go_on": {"fit": {"replay_fraction": 0.2, "max_epochs": 1}},
-        "fall": {"recall@10": 1.0},
+        "continue_training": {"fit": {"replay_fraction": 0.2, "max_epochs": 1}},
+        "max_drop": {"recall@10": 1.0},
         "register": "simulated",
     }
     (folder / "daily.yaml").write_text(yaml.safe_dump(content | more))
@@ -182,8 +183,8 @@ def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(
     add(tmp_path, 2)
     low = config_of(
         tmp_path,
-        fall={"ndcg@10": 0.0},
-        go_on={"fit": {"lr": 1.0, "max_epochs": 1, "warmup_share": 0}},
+        max_drop={"ndcg@10": 0.0},
+        continue_training={"fit": {"lr": 1.0, "max_epochs": 1, "warmup_share": 0}},
     )
     said = done(low)
     first, second = json.loads((tmp_path / "out/days.json").read_text())
@@ -191,7 +192,7 @@ def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(
         True,
         second["after"]["ndcg@10"] >= second["before"]["ndcg@10"],
     )
-    assert ("not accepted: ndcg@10 fell" in said) is not second["accepted"]
+    assert ("not accepted: ndcg@10 dropped" in said) is not second["accepted"]
     add(tmp_path, 3)
     done(good)
     *_, third = json.loads((tmp_path / "out/days.json").read_text())
@@ -245,7 +246,7 @@ def test_a_model_without_gradients_is_computed_anew_each_day(tmp_path: Path) -> 
         train={"config": str(ROOT / "jobs/configs/ease.yaml")},
         tokenize={},
         register=None,
-        fall={"recall@10": 1.0},
+        max_drop={"recall@10": 1.0},
     )
     for number in (1, 2):
         add(tmp_path, *range(number + 1))
@@ -292,8 +293,8 @@ def test_a_model_below_the_best_without_training_is_not_registered(
 
 
 def test_a_metric_of_either_sign_falls_by_a_share() -> None:
-    assert lowest(0.5, 0.1) == 0.45
-    assert lowest(-0.5, 0.1) == -0.55
+    assert lowest_accepted(0.5, 0.1) == 0.45
+    assert lowest_accepted(-0.5, 0.1) == -0.55
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_a_metric_of_either_sign_falls_by_a_share() -> None:
             "fit.epochs",
         ),
         ({"tokenize": {"tokenizer": "rqkmean"}}, "rqkmean"),
-        ({"fall": {"ndcg@10": 2}}, "fall.ndcg@10"),
+        ({"max_drop": {"ndcg@10": 2}}, "max_drop.ndcg@10"),
         ({"tokenise": {}}, "the nearest key is 'tokenize'"),
     ],
 )
@@ -337,7 +338,7 @@ def test_after_tables_were_made_anew_a_model_begins_anew_and_goes_on(
     options = yaml.safe_load(config.read_text())["prepare"]
     options |= {"output": str(tmp_path / "out/tables"), "overwrite": True}
     subprocess.run(
-        [sys.executable, "-m", "jobs.prepare", *words(options)],
+        [sys.executable, "-m", "jobs.prepare", *to_words(options)],
         cwd=ROOT,
         check=True,
     )

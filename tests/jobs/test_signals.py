@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from pipelines import tracking
-from tuning.grid import dotted
+from tuning.grid import flatten_sections
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
@@ -35,7 +35,9 @@ MODEL = {
 GRID = {
     "name": "rates",
     "source": "a test",
-    "fixed": dotted({"model": MODEL, "fit": {"batch_size": 8, "patience": 0}}),
+    "fixed": flatten_sections(
+        {"model": MODEL, "fit": {"batch_size": 8, "patience": 0}}
+    ),
     "axes": {"fit.lr": [0.01, 0.001]},
 }
 
@@ -317,7 +319,7 @@ def test_a_sweep(
         text=True,
     )
     assert again.returncode == 0, again.stderr
-    assert "Swept 2 trials of rates" in again.stdout
+    assert "SweepResult 2 trials of rates" in again.stdout
     assert set(status(store).values()) == {"FINISHED"}
 
 

@@ -10,7 +10,8 @@ import yaml
 
 from jobs import cli
 from jobs import sweep as job
-from pipelines.training.settings import RayOptions
+from models import registry
+from pipelines.training.config import RayOptions
 from tuning.grid import load
 
 GRIDS = Path(__file__).parents[2] / "tuning/grids"
@@ -37,10 +38,10 @@ def test_keys_below_model_fit_and_axes_are_free() -> None:
     assert (config.model, config.fit) == ({"teacher": "runs/tiger"}, {"lr": 5e-4})
     assert config.axes == {"model.alpha": [0, 1.0]}
     assert config.ray == RayOptions(threads=2)
-    grid, trials = job.read(config)
-    assert [trial.model["alpha"] for trial in trials] == [0, 1.0]
-    assert {trial.fit["lr"] for trial in trials} == {5e-4}
-    assert trials[0].model["head_width"] == 512  # of the base config
+    grid, trials = job.read_trials(config)
+    assert [trial.model.alpha for trial in trials] == [0, 1.0]
+    assert {trial.fit.lr for trial in trials} == {5e-4}
+    assert trials[0].model.head_width == 512  # of the base config
     assert grid.published
 
 
@@ -56,12 +57,13 @@ def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
         for key in left_open
         for word in (f"--axes.{key}", f"[{tmp_path}/a, {tmp_path}/b]")
     ]
-    trials = job.read(cli.options_for(job, ["--grid", str(path), *words]))[1]
+    trials = job.read_trials(cli.options_for(job, ["--grid", str(path), *words]))[1]
     assert trials
     for trial in trials:
-        if trial.model.get("name") in ("earn", "nezha", "lc_rec_nezha"):
-            assert not trial.model.get("teacher_cache")
-        if trial.model.get("name") in (
+        name = registry.find_by_config(trial.model).name if trial.model else ""
+        if name in ("earn", "nezha", "lc_rec_nezha"):
+            assert not trial.model.teacher_cache
+        if name in (
             "sid_mlp",
             "gdn",
             "mamba2",
@@ -69,7 +71,7 @@ def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
             "atspeed_s",
             "lc_rec_sid_mlp",
         ):
-            assert trial.model["teacher_cache"] or path.stem == "beam"
+            assert trial.model.teacher_cache or path.stem == "beam"
 
 
 def test_a_dry_run_prints_the_trials(

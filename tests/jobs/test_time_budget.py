@@ -53,10 +53,7 @@ def test_where_no_epoch_fits_a_share_of_the_requests_is_trained_on() -> None:
     assert (plan.epochs, plan.examples, plan.share) == (1, 350, 0.35)
     assert plan.seconds == pytest.approx(3.5)
     assert plan.describe() == "1 epoch of 35% of the training requests"
-    assert plan.options(100) == [
-        *("--fit.max_epochs", "1"),
-        *("--fit.train_examples", "350"),
-    ]
+    assert plan.options(100) == {"fit": {"max_epochs": 1, "train_examples": 350}}
 
 
 def test_validations_count_as_time_and_large_ones_are_cut() -> None:
@@ -64,10 +61,8 @@ def test_validations_count_as_time_and_large_ones_are_cut() -> None:
     assert slow_to_rank.epoch_s == pytest.approx(10 + EVAL_EXAMPLES * 0.005)
     (plan,) = share_out([slow_to_rank], [30], seconds=100)
     assert plan.epochs == 5
-    assert plan.options(slow_to_rank.val_requests)[-2:] == [
-        "--fit.eval_examples",
-        str(EVAL_EXAMPLES),
-    ]
+    options = plan.options(slow_to_rank.val_requests)
+    assert options["fit"]["eval_examples"] == EVAL_EXAMPLES
 
 
 def test_a_large_test_split_is_measured_on_fewer_users_and_all_stays_in_the_budget() -> (
@@ -79,8 +74,7 @@ def test_a_large_test_split_is_measured_on_fewer_users_and_all_stays_in_the_budg
         "tiger": speed(0.025, 8539, 0.0006, 139_953),
     }
     schedule, lines = make_schedule(probes, [30, 35], sizes, others=4, elapsed_s=120)
-    _, stride = schedule.evaluation
-    assert 1 < int(stride) <= sizes.users // LEAST_USERS
+    assert 1 < schedule.evaluation["user_stride"] <= sizes.users // LEAST_USERS
     assert lines[0].startswith("the whole takes some 10 min on this machine")
     assert set(schedule.training) == {"sasrec", "tiger"}
     assert any("of the training requests" in line for line in lines)
@@ -91,8 +85,8 @@ def test_a_small_test_split_is_measured_whole() -> None:
     schedule, lines = make_schedule(
         {"sasrec": speed()}, [30], sizes, others=1, elapsed_s=20
     )
-    assert schedule.evaluation == []
-    assert schedule.training["sasrec"][:2] == ["--fit.max_epochs", "30"]
+    assert schedule.evaluation == {}
+    assert schedule.training["sasrec"]["fit"]["max_epochs"] == 30
     assert not any("test" in line for line in lines)
 
 
@@ -101,14 +95,14 @@ def test_late_tables_leave_trainings_half_of_the_budget() -> None:
     schedule, _ = make_schedule(
         {"slow": speed()}, [1000], sizes, others=0, elapsed_s=10 * BUDGET_S
     )
-    assert schedule.training["slow"][1] == str(int(BUDGET_S / 2 / 10))
+    assert schedule.training["slow"]["fit"]["max_epochs"] == int(BUDGET_S / 2 / 10)
 
 
 def test_the_same_line_goes_on_with_the_schedule_of_the_same_tables(
     tmp_path: Path,
 ) -> None:
     file = str(tmp_path / "schedule.json")
-    schedule = Schedule({"sasrec": ["--fit.max_epochs", "3"]}, ["--user_stride", "2"])
+    schedule = Schedule({"sasrec": {"fit": {"max_epochs": 3}}}, {"user_stride": 2})
     assert Schedule.read(file, "hash") is None
     schedule.write(file, "hash")
     assert Schedule.read(file, "hash") == schedule

@@ -17,7 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jobs.train import learned_nothing, parse, still_rising
+from jobs import cli
+from jobs import train as job
+from jobs.train import learned_nothing, still_rising
+from models import registry
+from models.retrieval.sasrec import SASRecConfig
 from models.storage import checkpoint
 from models.training.fit import FitConfig
 from pipelines import tracking
@@ -200,14 +204,12 @@ def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(CONFIG))
     line = ["--config", str(config), "--tables", "t", "--storage", "s", "--name", "n"]
-    parsed = parse(
-        [*line, "--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"]
+    parsed = cli.options_for(
+        job,
+        [*line, "--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"],
     )
-    assert [parsed.model[key] for key in ("name", "dim", "num_layers")] == [
-        "sasrec",
-        16,
-        3,
-    ]
+    assert isinstance(parsed.model, SASRecConfig)
+    assert (parsed.model.dim, parsed.model.num_layers) == (16, 3)
     assert (parsed.fit.lr, parsed.fit.max_epochs, parsed.ray.num_workers) == (
         0.5,
         10,
@@ -220,5 +222,6 @@ def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
 )
 def test_shipped_configs_are_valid(name: str) -> None:
     line = ["--tables", "t", "--storage", "s", "--name", "n"]
-    parsed = parse(["--config", str(ROOT / f"jobs/configs/{name}.yaml"), *line])
-    assert parsed.model["name"] == name
+    config = ["--config", str(ROOT / f"jobs/configs/{name}.yaml")]
+    parsed = cli.options_for(job, [*config, *line])
+    assert registry.find_by_config(parsed.model).name == name

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from search_tables import write_search
+from trainings import build_training
 
 from jobs import cli
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def made(
     """Tables of retrieval with their semantic IDs, tables of search with text, and a storage with a TIGER's run."""
     home = tmp_path_factory.mktemp("wrong")
     tiger = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}
-    setup = TrainingRun.build(tiger, FitConfig(batch_size=8), Inputs(*small))
+    setup = build_training(tiger, FitConfig(batch_size=8), Inputs(*small))
     checkpoint.save(home / "runs/teacher/best", setup.model, setup.checkpoint(epoch=1))
     (home / "runs/teacher/run.json").write_text("{}")
     (home / "log.csv").write_text("user,item,ms\na,b,1600000000000\n")

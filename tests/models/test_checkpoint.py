@@ -16,6 +16,7 @@ import torch
 from pyarrow import fs
 from torch import nn
 from training_tables import write_tables
+from trainings import build_training
 
 from models.build import build_model, load_model
 from models.retrieval.data import Catalogue
@@ -25,7 +26,6 @@ from models.storage.tables import TableVersion, UserError, add_seal, check_seal
 from models.storage.uri import open_uri
 from models.train import main
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {
@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tables, sids = write_tables(folder / "small")
     other, other_sids = write_tables(folder / "other", items=20)
     for name, model in {"sasrec": SASREC, "tiger": TIGER}.items():
-        setup = TrainingRun.build(model, FitConfig(batch_size=8), Inputs(tables, sids))
+        setup = build_training(model, FitConfig(batch_size=8), Inputs(tables, sids))
         checkpoint.save(
             folder / name,
             setup.model,

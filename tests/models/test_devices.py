@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from trainings import build_training
 
 from models import registry
 from models.metrics.ranking_metrics import Histogram
@@ -191,7 +192,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "lc_rec": LC_REC,
         "sid_mlp_pp_encoder": teacher,
     }.items():
-        setup = TrainingRun.build({"name": name, **model}, FIT, inputs["retrieval"])
+        setup = build_training({"name": name, **model}, FIT, inputs["retrieval"])
         checkpoint.save(made[name], setup.model, setup.checkpoint())
     return {**inputs, **made}
 
@@ -207,9 +208,7 @@ def set_up_small(
         model["teacher"] = data[config.default_teacher]
     if name == "sid_mlp_pp":
         model["encoder"] = data["sid_mlp_pp_encoder"]
-    return TrainingRun.build(
-        model, fit, data[registry.find(name).family], device=device
-    )
+    return build_training(model, fit, data[registry.find(name).family], device=device)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from models.config import duration
+from models.config import format_duration
 from models.storage.tables import UserError
 from models.training.fit import (
     ASK,
@@ -315,7 +315,7 @@ def test_the_time_left_counts_steps_and_validations_of_all_epochs() -> None:
     ("seconds", "text"), [(7.4, "7 s"), (99.0, "99 s"), (300, "5 min"), (1e4, "3 h")]
 )
 def test_durations_are_in_the_unit_that_reads_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_validation_every_n_epochs_and_at_the_end() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from trainings import build_training
 
 from jobs.evaluate import Config, describe_first, run
 from models.metrics.ranking_metrics import format_metric
@@ -65,7 +66,7 @@ def repeats(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def setup_of(model: dict[str, Any], inputs: Inputs, **fit: Any) -> TrainingRun:
-    return TrainingRun.build(model, FitConfig(batch_size=4, **fit), inputs)
+    return build_training(model, FitConfig(batch_size=4, **fit), inputs)
 
 
 def test_a_retrieval_metric_without_requests_is_refused_before_training(

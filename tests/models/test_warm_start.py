@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainings import build_training
 
 from models.loaded_model import LoadedModel
 from models.storage import checkpoint
@@ -142,7 +143,7 @@ def test_what_is_said_of_old_items_stays(days: Any, tmp_path: Path, name: str) -
     begin, more = days
     inputs = begin(KIND[name])
     uri = trained(
-        TrainingRun.build(MODELS[name], config_of(name), inputs), tmp_path / "one"
+        build_training(MODELS[name], config_of(name), inputs), tmp_path / "one"
     )
     before = LoadedModel.load(uri, inputs)
     examples = before.load_examples(inputs, "test")
@@ -165,7 +166,7 @@ def test_training_goes_on_with_what_is_newer(
 ) -> None:
     begin, more = days
     uri = trained(
-        TrainingRun.build(MODELS[name], config_of(name), begin(KIND[name])),
+        build_training(MODELS[name], config_of(name), begin(KIND[name])),
         tmp_path / "one",
     )
     until = checkpoint.read(uri).learned["until"]
@@ -174,7 +175,7 @@ def test_training_goes_on_with_what_is_newer(
 
     def learned_from(replay_fraction: float) -> list[int]:
         """Times of the requests or events that an epoch learns from."""
-        setup = TrainingRun.build(
+        setup = build_training(
             MODELS[name],
             config_of(name, replay_fraction=replay_fraction),
             grown,
@@ -206,10 +207,10 @@ def test_training_goes_on_with_what_is_newer(
 def test_weights_begin_as_they_were(days: Any, tmp_path: Path, name: str) -> None:
     begin, more = days
     uri = trained(
-        TrainingRun.build(MODELS[name], config_of(name), begin(KIND[name])),
+        build_training(MODELS[name], config_of(name), begin(KIND[name])),
         tmp_path / "one",
     )
-    setup = TrainingRun.build(MODELS[name], config_of(name), more(KIND[name]), init=uri)
+    setup = build_training(MODELS[name], config_of(name), more(KIND[name]), init=uri)
     table = "item.weight" if name == "sasrec" else "items.tables.0.weight"
     old, now = (
         LoadedModel.load(uri, Inputs(f"{tmp_path}/tables")).model.state_dict()[table],
@@ -238,32 +239,28 @@ def test_weights_begin_as_they_were(days: Any, tmp_path: Path, name: str) -> Non
 def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
     begin, _ = days
     inputs, model = begin("retrieval"), MODELS["sasrec"]
-    uri = trained(
-        TrainingRun.build(model, config_of("sasrec"), inputs), tmp_path / "one"
-    )
+    uri = trained(build_training(model, config_of("sasrec"), inputs), tmp_path / "one")
     with pytest.raises(
         UserError,
         match=r"fit.replay_fraction is 0.5, but no model is given to go on from; add --init",
     ):
-        TrainingRun.build(model, config_of("sasrec", replay_fraction=0.5), inputs)
+        build_training(model, config_of("sasrec", replay_fraction=0.5), inputs)
     with pytest.raises(
         UserError,
         match=r"nothing is newer than what .* was trained on; .* raise fit.replay_fraction",
     ):
-        TrainingRun.build(
-            model, config_of("sasrec", replay_fraction=0), inputs, init=uri
-        )
+        build_training(model, config_of("sasrec", replay_fraction=0), inputs, init=uri)
     with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):
-        TrainingRun.build({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
+        build_training({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
     with pytest.raises(
         UserError,
         match=r"does not fit the model: .* is of \(8,\) there and of \(16,\) here",
     ):
-        TrainingRun.build({**model, "dim": 16}, config_of("sasrec"), inputs, init=uri)
+        build_training({**model, "dim": 16}, config_of("sasrec"), inputs, init=uri)
     with pytest.raises(
         UserError, match=r"position.weight is of \(50, 8\) there and of \(60, 8\) here"
     ):
-        TrainingRun.build(
+        build_training(
             {**model, "max_history": 60}, config_of("sasrec"), inputs, init=uri
         )
     for day in range(3):
@@ -272,4 +269,4 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="is a checkpoint of the model 'sasrec', not of 'attn_lfa'"
     ):
-        TrainingRun.build(MODELS["attn_lfa"], config_of("attn_lfa"), other, init=uri)
+        build_training(MODELS["attn_lfa"], config_of("attn_lfa"), other, init=uri)

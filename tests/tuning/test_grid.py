@@ -11,7 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.retrieval.sasrec import SASRecConfig
 from models.storage.tables import UserError
+from models.training.fit_config import FitConfig
 from tuning.grid import Grid, Point, load
 
 GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
@@ -71,22 +73,14 @@ def test_settings_go_over_each_other(tmp_path: Path) -> None:
             seeds=[7],
             axes={"model.dim": [32, 64]},
         )
-        .varied(False)
+        .vary(False)
         .trials({"model.dropout": 0.3})
     )
-    assert [trial.model["dim"] for trial in made] == [32, 64]
-    assert made[0].model == {
-        "name": "sasrec",
-        "dim": 32,
-        "num_layers": 2,
-        "dropout": 0.3,
-    }
-    assert made[0].fit == {
-        "lr": 1.0,
-        "eval_options": {"k": 5},
-        "seed": 7,
-        "metric": "ndcg@10",
-    }
+    assert [trial.model.dim for trial in made] == [32, 64]
+    assert made[0].model == SASRecConfig(dim=32, num_layers=2, dropout=0.3)
+    assert made[0].fit == FitConfig(
+        lr=1.0, eval_options={"k": 5}, seed=7, metric="ndcg@10"
+    )
     assert made[0].point == {"model.dim": 32}
 
 
@@ -97,7 +91,7 @@ def test_paths_are_made_absolute_and_the_point_stays() -> None:
         "model.teacher_cache": "",
     }
     (taught,) = grid(base={}, fixed=student, axes={"fit.lr": [0.1]}).trials()
-    assert (taught.model["teacher"], taught.model["teacher_cache"]) == (
+    assert (taught.model.teacher, taught.model.teacher_cache) == (
         str(Path("runs/tiger").absolute()),
         "",
     )
@@ -118,12 +112,12 @@ def test_encoders_that_are_folders_are_made_absolute(
         axes={"model.pretrained": ["bert", "minilm", ""]},
         metric="val/gauc",
     ).trials()
-    assert [trial.model["pretrained"] for trial in made] == [
+    assert [trial.model.pretrained for trial in made] == [
         str(tmp_path / "bert"),
         "minilm",
         "",
     ]
-    assert made[0].model["item_tower"] == "google/bert"
+    assert made[0].model.item_tower == "google/bert"
     assert made[0].point == {"model.pretrained": "bert"}
 
 
@@ -138,21 +132,21 @@ def test_ids_are_of_the_values_alone() -> None:
 
 
 def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
-    made = grid(axes={}, seeds=[1, 2]).varied(False)
+    made = grid(axes={}, seeds=[1, 2]).vary(False)
     assert made.keys == ["fit.seed"]
-    assert [trial.fit["seed"] for trial in made.trials()] == [1, 2]
-    repeated = grid(axes={"model.dim": [8]}, seeds=[1, 2]).varied(
+    assert [trial.fit.seed for trial in made.trials()] == [1, 2]
+    repeated = grid(axes={"model.dim": [8]}, seeds=[1, 2]).vary(
         False, {"fit.seed": [3, 4]}
     )
     assert [trial.point for trial in repeated.trials()] == [
         {"model.dim": 8, "fit.seed": seed} for seed in (3, 4)
     ]
-    assert grid().varied(True, {"fit.seed": [3]}).trials()[0].fit["seed"] == 3
+    assert grid().vary(True, {"fit.seed": [3]}).trials()[0].fit.seed == 3
     pairs = grid(
         axes={"fit.lr": [0.1, 0.2], "fit.seed": [5, 6], "model.dim": [8, 4]},
         together=[["fit.lr", "fit.seed"]],
     )
-    found = [(t.fit["lr"], t.fit["seed"], t.model["dim"]) for t in pairs.trials()]
+    found = [(t.fit.lr, t.fit.seed, t.model.dim) for t in pairs.trials()]
     assert found == [(0.1, 5, 8), (0.1, 5, 4), (0.2, 6, 8), (0.2, 6, 4)]
     crossed = grid(
         points=[{"model.dim": 8}, {"model.num_layers": 1}], axes={"fit.seed": [1, 2]}
@@ -240,8 +234,8 @@ def test_a_setting_of_an_axis_is_refused() -> None:
         UserError,
         match=r"has no axis 'fit.l' to give values to; the nearest is 'fit.lr'",
     ):
-        grid().varied(False, {"fit.l": [1]})
-    assert [t.fit["lr"] for t in grid().varied(False, {"fit.lr": [3]}).trials()] == [3]
+        grid().vary(False, {"fit.l": [1]})
+    assert [t.fit.lr for t in grid().vary(False, {"fit.lr": [3]}).trials()] == [3]
 
 
 def test_files_are_read_with_care(tmp_path: Path) -> None:
@@ -275,7 +269,7 @@ def test_files_are_read_with_care(tmp_path: Path) -> None:
 def test_documented_grids_are_whole(path: Path) -> None:
     for smoke in (False, True):
         one = load(str(path))
-        one = one.varied(
+        one = one.vary(
             smoke,
             {
                 key: [f"{key}-a", f"{key}-b"]
@@ -288,7 +282,7 @@ def test_documented_grids_are_whole(path: Path) -> None:
         assert one.name == path.stem
         assert one.source
         if smoke and one.kind == "train":
-            assert max(trial.fit["max_epochs"] for trial in trials) <= 3
+            assert max(trial.fit.max_epochs for trial in trials) <= 3
         points = (
             {key for point in one.points for key in point}
             | set(one.axes)

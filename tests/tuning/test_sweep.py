@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from training_tables import write_tables
+from trainings import build_training, make_sweep
 
 from jobs import cli
 from jobs import sweep as job
@@ -26,13 +27,13 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import load_test_metrics
-from pipelines.training.settings import RayOptions
-from tuning.grid import Grid, Point, Scheduler, dotted
-from tuning.sweep import Options, Outcome, Swept, best_trial, find_best, sweep
+from pipelines.training.config import RayOptions
+from tuning.grid import Grid, Point, Scheduler, flatten_sections
+from tuning.options import Options
+from tuning.sweep import SweepResult, TrialResult, best_trial, find_best, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,20 +69,21 @@ class World:
     folder: Path
     tables: str
     lines: list[str]
-    swept: Swept
+    swept: SweepResult
 
-    def sweep(self, grid: Grid, **changes: Any) -> Swept:
-        arguments: dict[str, Any] = {
+    def sweep(self, grid: Grid, **changes: Any) -> SweepResult:
+        say = changes.pop("say", self.lines.append)
+        settings: dict[str, Any] = {
             "inputs": Inputs(self.tables),
             "storage": str(self.folder / "runs"),
             "name": "halved",
-            "ray_options": RayOptions(threads=1),
+            "ray": RayOptions(threads=1),
             "options": Options(concurrency=1),
-            "say": self.lines.append,
         }
-        return sweep(grid, grid.trials(), **{**arguments, **changes})
+        config = make_sweep(**{**settings, **changes})
+        return sweep(grid, grid.trials(), config, say=say)
 
-    def children(self, swept: Swept) -> dict[str, Any]:
+    def children(self, swept: SweepResult) -> dict[str, Any]:
         """MLflow runs of the sweep's trials, by the point's JSON."""
         client = tracking.connect(swept.run.uri)
         experiment = client.get_experiment_by_name(swept.run.experiment)
@@ -99,7 +101,7 @@ def grid(
     fixed: Point | None = None,
     **fields: Any,
 ) -> Grid:
-    settings = {**dotted({"model": model, "fit": fit}), **(fixed or {})}
+    settings = {**flatten_sections({"model": model, "fit": fit}), **(fixed or {})}
     axes = {"fit.lr": [0.03, 0.01, 0.0001]}
     return Grid(
         **{"name": "g", "source": "a test", "fixed": settings, "axes": axes, **fields}
@@ -158,13 +160,13 @@ def test_trials_train_as_jobs_train_does(world: World) -> None:
 
 @pytest.mark.exhaustive
 def test_trials_stopped_early_keep_their_best(world: World) -> None:
-    found = [(outcome.status, outcome.epochs) for outcome in world.swept.outcomes]
+    found = [(outcome.status, outcome.epochs) for outcome in world.swept.trials]
     assert found == [
         ("finished", 4),
         ("stopped", 2),
         ("stopped", 1),
     ]  # 0.01 is ahead after one epoch, not after two
-    for outcome in world.swept.outcomes[1:]:
+    for outcome in world.swept.trials[1:]:
         about = checkpoint.read(str(outcome.checkpoint))
         assert about.epoch == outcome.epochs
         assert about.metrics["ndcg@10"] == outcome.value
@@ -178,7 +180,7 @@ def test_the_axes_are_tunes_own_parameters(world: World) -> None:
         result.config["trial"]: (result.config["fit.lr"], result.metrics["epoch"])
         for result in found
     }  # type: ignore[index]
-    names = [outcome.name for outcome in world.swept.outcomes]
+    names = [outcome.name for outcome in world.swept.trials]
     assert shown == dict(zip(names, [(0.03, 4), (0.01, 2), (0.0001, 1)], strict=True))
 
 
@@ -208,7 +210,7 @@ def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
         assert run.data.tags["trieline.kind"] == "trial"
         assert run.data.params["fit.lr"] == str(json.loads(point)["fit.lr"])
         epochs = next(
-            o.epochs for o in world.swept.outcomes if o.run_id == run.info.run_id
+            o.epochs for o in world.swept.trials if o.run_id == run.info.run_id
         )
         assert (
             len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == epochs
@@ -226,10 +228,10 @@ def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
         world.sweep(HALVED, inputs=Inputs(other))
     again = world.sweep(HALVED)
     assert again.results is None
-    assert (again.run, again.best, again.outcomes) == (
+    assert (again.run, again.best, again.trials) == (
         world.swept.run,
         world.swept.best,
-        world.swept.outcomes,
+        world.swept.trials,
     )
     assert len(world.children(again)) == 3
     with pytest.raises(
@@ -244,12 +246,12 @@ def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
 
 @pytest.mark.exhaustive
 def test_a_trial_that_was_told_to_stop_and_killed_does_not_go_on(world: World) -> None:
-    record = world.folder / "runs/halved" / world.swept.outcomes[1].name / "run.json"
+    record = world.folder / "runs/halved" / world.swept.trials[1].name / "run.json"
     noted = json.loads(record.read_text())
     record.write_text(json.dumps({**noted, "status": "running", "stopped": False}))
     again = world.sweep(HALVED)
     assert again.results is None
-    assert again.outcomes == world.swept.outcomes
+    assert again.trials == world.swept.trials
 
 
 def kill_holder(lock: Path) -> None:
@@ -278,14 +280,14 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
     swept = world.sweep(
         three,
         name="killed",
-        ray_options=RayOptions(threads=1, max_failures=1),
+        ray=RayOptions(threads=1, max_failures=1),
         say=watch,
     )
-    first, second, third = swept.outcomes
+    first, second, third = swept.trials
     assert len(kills) == 3
     assert first.status == "finished"
     assert first.value == pytest.approx(
-        world.swept.outcomes[0].value
+        world.swept.trials[0].value
     )  # as if nothing had happened
     assert second.status == "failed"
     assert third.status == "failed"
@@ -299,7 +301,7 @@ def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
         assert client.get_run(str(outcome.run_id)).info.status == "FAILED"
     assert client.get_run(swept.run.run_id).info.status == "FAILED"
 
-    assert [o.status for o in world.sweep(three, name="killed").outcomes] == [
+    assert [o.status for o in world.sweep(three, name="killed").trials] == [
         "finished",
         "finished",
         "failed",
@@ -331,9 +333,9 @@ def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
     )
     once = RayOptions(threads=1, max_failures=0)
 
-    swept = world.sweep(seeds, name="seeds", ray_options=once, say=kill_first_seed)
+    swept = world.sweep(seeds, name="seeds", ray=once, say=kill_first_seed)
 
-    assert [o.status for o in swept.outcomes] == ["failed", *["finished"] * 3]
+    assert [o.status for o in swept.trials] == ["failed", *["finished"] * 3]
     assert swept.best.point == {"fit.lr": 0.03, "fit.seed": 2}
     client = tracking.connect(swept.run.uri)
     parent = client.get_run(swept.run.run_id)
@@ -348,7 +350,7 @@ def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
         best_trial(str(world.folder / "runs/seeds"))
 
     before = len(world.lines)
-    again = world.sweep(seeds, name="seeds", ray_options=once)
+    again = world.sweep(seeds, name="seeds", ray=once)
 
     told = [line for line in world.lines[before:] if "  epoch " in line]
     assert told
@@ -367,7 +369,7 @@ def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
 def test_the_command_says_last_that_trials_failed(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = dotted({"model": MODEL, "fit": {**FIT, "max_epochs": 1}})
+    settings = flatten_sections({"model": MODEL, "fit": {**FIT, "max_epochs": 1}})
     content = {
         "source": "a test",
         "fixed": settings,
@@ -392,7 +394,7 @@ def test_the_command_says_last_that_trials_failed(
 def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> None:
     tables, sids = write_tables(world.folder / "taught")
     teacher, away = world.folder / "tiger", world.folder / "away"
-    setup = TrainingRun.build(TIGER, FitConfig(batch_size=16), Inputs(tables, sids))
+    setup = build_training(TIGER, FitConfig(batch_size=16), Inputs(tables, sids))
     checkpoint.save(teacher / "best", setup.model, setup.checkpoint(epoch=1))
     student = {"name": "sid_mlp", "head_width": 16, "teacher": str(teacher)}
     one = grid(model=student, fit={**FIT, "max_epochs": 1}, axes={"fit.lr": [0.01]})
@@ -414,7 +416,7 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
     away.rename(teacher)
     swept = world.sweep(one, **asked)
     (run,) = world.children(swept).values()
-    assert [(o.status, o.run_id) for o in swept.outcomes] == [
+    assert [(o.status, o.run_id) for o in swept.trials] == [
         ("finished", run.info.run_id)
     ]
     assert run.data.params["model.teacher"] == str(
@@ -425,9 +427,7 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
 def measured(world: World, **fields: Any) -> Grid:
     """A grid that measures the first trial's checkpoint."""
     axes = {
-        "checkpoint": [
-            str(world.folder / "runs/halved" / world.swept.outcomes[0].name)
-        ],
+        "checkpoint": [str(world.folder / "runs/halved" / world.swept.trials[0].name)],
         **fields.pop("axes", {}),
     }
     return Grid(
@@ -444,9 +444,9 @@ def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
     swept = world.sweep(
         two,
         name="halved_workers",
-        ray_options=RayOptions(num_workers=2, cpus_per_worker=0.5),
+        ray=RayOptions(num_workers=2, cpus_per_worker=0.5),
     )
-    ahead, behind = swept.outcomes
+    ahead, behind = swept.trials
     assert (ahead.status, ahead.epochs, behind.status) == ("finished", 9, "stopped")
     assert behind.epochs < 9  # its workers go on until they are ended
     for run in world.children(swept).values():
@@ -474,17 +474,16 @@ def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
         for source in Path(other, "sequences").iterdir():
             shutil.copy(source, Path(tables, "sequences"))
 
+    config = make_sweep(
+        inputs=Inputs(tables),
+        storage=str(tmp_path / "runs"),
+        name="replaced",
+        ray=RayOptions(threads=1),
+        options=Options(concurrency=1),
+    )
+
     with pytest.raises(UserError, match="'sequences' was replaced since this job"):
-        sweep(
-            grid(),
-            grid().trials(),
-            inputs=Inputs(tables),
-            storage=str(tmp_path / "runs"),
-            name="replaced",
-            ray_options=RayOptions(threads=1),
-            options=Options(concurrency=1),
-            start=replace_tables,
-        )
+        sweep(grid(), grid().trials(), config, start=replace_tables)
 
     assert not list((tmp_path / "runs/replaced").glob("*/step-*"))
 
@@ -498,7 +497,7 @@ def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
         in tracking.connect(swept.run.uri).get_run(swept.run.run_id).data.tags
     )
     found, _ = evaluate(str(each.axes["checkpoint"][0]), Inputs(world.tables))  # type: ignore[index]
-    assert [outcome.value for outcome in swept.outcomes] == pytest.approx(
+    assert [outcome.value for outcome in swept.trials] == pytest.approx(
         [found.metrics["ndcg@10"]] * 2
     )
     for run in world.children(swept).values():
@@ -541,12 +540,12 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
         (
             "needs 100 CPUs, .*the cluster has 2",
             grid(),
-            {"ray_options": RayOptions(cpus_per_worker=100)},
+            {"ray": RayOptions(cpus_per_worker=100)},
         ),
         (
             "fit.batch_size 9 does not divide by 2 workers; choose a multiple of 2",
             grid(axes={"fit.batch_size": [8, 9]}),
-            {"ray_options": RayOptions(num_workers=2, cpus_per_worker=0.5)},
+            {"ray": RayOptions(num_workers=2, cpus_per_worker=0.5)},
         ),
         ("names a folder", grid(), {"name": "a/b"}),
         (
@@ -562,8 +561,8 @@ def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> No
 
 
 def test_the_best_settings_are_those_of_the_best_mean_over_shared_seeds() -> None:
-    def trial(name: str, alpha: float, seed: int, value: float | None) -> Outcome:
-        return Outcome(
+    def trial(name: str, alpha: float, seed: int, value: float | None) -> TrialResult:
+        return TrialResult(
             name, name, {"model.alpha": alpha, "fit.seed": seed}, "finished", value
         )
 

@@ -34,7 +34,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.config import hint
+from models.config import did_you_mean
 from models.storage.tables import JOB_FILES, UserError, open_uri
 
 ROW = "__row"
@@ -380,7 +380,7 @@ def root_columns(text: str, present: Collection[str]) -> list[str]:
 def hint_at_column(column: str, present: Collection[str]) -> str:
     """Return half a sentence that names the nearest column and all columns."""
     named = f" of {', '.join(list(present)[:40])}" if present else ""
-    return hint(column, sorted(present), "it has none") + named
+    return did_you_mean(column, sorted(present), "it has none") + named
 
 
 def _read_blocks(

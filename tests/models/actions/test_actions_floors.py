@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainings import build_training
 
 from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.evaluation.inference import infer_all
 from tests.actions_tables import TASKS, write_actions
 
@@ -41,7 +41,7 @@ def test_an_item_s_rates_are_those_of_its_training_events(
     tables: str, overlap: int
 ) -> None:
     """With 4 events to a row, rows overlap, and no event counts twice."""
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "item_rate", "max_history": overlap},
         FitConfig(batch_size=8),
         Inputs(tables),
@@ -63,7 +63,7 @@ def test_an_item_s_rates_are_those_of_its_training_events(
 
 
 def test_base_rates_are_those_of_training_and_have_no_gain(tables: str) -> None:
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "base_rate"}, FitConfig(batch_size=8), Inputs(tables)
     )
     setup.fit_counts()
@@ -95,7 +95,7 @@ def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) ->
 
 
 def test_an_item_rate_is_saved_and_inferred(tables: str, tmp_path: Path) -> None:
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "item_rate"}, FitConfig(batch_size=8), Inputs(tables)
     )
     setup.fit_counts()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from trainings import build_training
 
 from models.actions import metrics
 from models.actions.base import FusionModel
@@ -20,7 +21,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
-from models.training_run import TrainingRun
 from tests.actions_tables import TASKS, user, write_actions, write_rows
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs/actions"
@@ -39,9 +39,7 @@ FIT = FitConfig(
 
 
 def train(tables: str, name: str, config: FitConfig = FIT, **changes) -> tuple:
-    setup = TrainingRun.build(
-        {"name": name, **SMALL, **changes}, config, Inputs(tables)
-    )
+    setup = build_training({"name": name, **SMALL, **changes}, config, Inputs(tables))
     return setup, list(
         fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
     )

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import training_tables
+from trainings import build_training
 
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import Manifest, commit, read_manifest, write_part
 from models.training.fit import EpochEvent, FitConfig, fit
-from models.training_run import TrainingRun
 from pipelines.data.schemas import (
     SIDS,
     TRIE,
@@ -167,7 +167,7 @@ class World:
             seed=2,
         )
         setup, events = (
-            TrainingRun.build(model, config, Inputs(self.tables, self.sids)),
+            build_training(model, config, Inputs(self.tables, self.sids)),
             [],
         )
         for event in fit(

@@ -14,6 +14,7 @@ import training_tables
 from small_retrieval import ITEMS, catalogue, requests
 from torch import Tensor
 from torch.nn import functional
+from trainings import build_training
 
 from models.build import load_model
 from models.retrieval.data import Catalogue
@@ -31,7 +32,6 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.text import language_model
 from models.training.fit import FitConfig, fit
-from models.training_run import TrainingRun
 
 SMALL: dict[str, Any] = {
     "width": 16,
@@ -285,7 +285,7 @@ def test_the_tasks_are_instructions_and_what_answers_them(
     titled: tuple[str, str],
 ) -> None:
     """Whole rows read back as text, and the loss of each task is the library's on its response."""
-    setup = TrainingRun.build(
+    setup = build_training(
         {**TINY, "title_tokens": 3, "task_share": 0.5},
         FitConfig(batch_size=8),
         Inputs(*titled),
@@ -342,7 +342,7 @@ def words_of(text: str) -> list[str]:
 
 
 def test_without_titles_the_log_gives_one_task(small: tuple[str, str]) -> None:
-    setup = TrainingRun.build(TINY, FitConfig(batch_size=8), Inputs(*small))
+    setup = build_training(TINY, FitConfig(batch_size=8), Inputs(*small))
     assert setup.config.tasks == ["next"]
     assert setup.messages[0].startswith("tasks: next alone")
     assert set(setup.model(next(setup.train(0, 0)))) == {"loss"}
@@ -379,7 +379,7 @@ def test_a_short_training_lowers_the_loss_and_finds_items(
         log_every_steps=5,
         seed=1,
     )
-    setup = TrainingRun.build({**TINY, "beam": 10}, config, Inputs(*titled))
+    setup = build_training({**TINY, "beam": 10}, config, Inputs(*titled))
     with torch.no_grad():
         before = setup.means(setup.validate(setup.model)[0])
     events = list(
@@ -409,7 +409,7 @@ def test_a_pretrained_model_gives_weights_words_and_codes_around_their_mean(
     titled: tuple[str, str], tmp_path: Path
 ) -> None:
     pretrained = save_pretrained(tmp_path / "lm")
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "lc_rec", "lm": str(tmp_path / "lm")},
         FitConfig(batch_size=8),
         Inputs(*titled),

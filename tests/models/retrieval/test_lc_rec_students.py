@@ -11,13 +11,13 @@ import pytest
 import torch
 from small_retrieval import catalogue, requests
 from torch import Tensor
+from trainings import build_training
 
 from models.build import build_model, load_model
 from models.retrieval.distillation.student import distillation_loss
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
-from models.training_run import TrainingRun
 from tests.models.retrieval.test_lc_rec import (
     KINDS,
     TINY,
@@ -157,7 +157,7 @@ def test_a_training_with_and_without_the_teachers_tables(
     config = FitConfig(
         lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1
     )
-    teacher = TrainingRun.build(TINY, config, Inputs(*small))
+    teacher = build_training(TINY, config, Inputs(*small))
     checkpoint.save(tmp_path / "teacher", teacher.model, teacher.checkpoint(epoch=1))
     sizes = (
         HEADS
@@ -170,8 +170,8 @@ def test_a_training_with_and_without_the_teachers_tables(
         "dropout": 0.0,
         **sizes,
     }
-    plain = TrainingRun.build(model, config, Inputs(*small))
-    kept = TrainingRun.build(
+    plain = build_training(model, config, Inputs(*small))
+    kept = build_training(
         {**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small)
     )
     assert any("encoder states" in note for note in kept.messages)

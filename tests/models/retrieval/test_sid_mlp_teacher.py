@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from training_tables import write_tables
+from trainings import build_training
 
 from models.build import load_model, parse_options
 from models.retrieval.data import Catalogue
@@ -44,7 +45,7 @@ class Taught:
 @pytest.fixture(scope="module")
 def taught(world: World) -> Taught:
     config = {"name": "sid_mlp", "teacher": str(world.tiger), "dropout": 0.0, **SMALL}
-    before = TrainingRun.build(
+    before = build_training(
         config, FitConfig(seed=2, batch_size=32), Inputs(world.tables, world.sids)
     ).model.state_dict()
     setup, events = world.train(config, world.root / "taught", 8)
@@ -90,7 +91,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     gone = tmp_path / "tiger"
     shutil.copytree(taught.teacher, gone)
     config = {"name": "sid_mlp", "teacher": str(gone), **SMALL}
-    setup = TrainingRun.build(
+    setup = build_training(
         config, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids)
     )
     assert setup.config.teacher == str(gone / "best")
@@ -106,7 +107,7 @@ def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no teacher to learn from"):
         loaded(batch)
     with pytest.raises(UserError, match="is neither a checkpoint nor a finished run"):
-        TrainingRun.build(
+        build_training(
             about.model, FitConfig(batch_size=32), Inputs(taught.tables, taught.sids)
         )
 
@@ -127,7 +128,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         sids: str = taught.sids,
         **options: Any,
     ) -> None:
-        TrainingRun.build(
+        build_training(
             {"name": "sid_mlp", "teacher": teacher, **SMALL, **options},
             FitConfig(batch_size=32),
             Inputs(tables, sids),
@@ -149,7 +150,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         match=r"neither a checkpoint nor a finished run: it holds no config.json and no best",
     ):
         train(str(tmp_path / "running"))
-    other = TrainingRun.build(
+    other = build_training(
         {"name": "sasrec", "dim": 8, "num_layers": 1},
         FitConfig(batch_size=32),
         Inputs(taught.tables),

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 from training_tables import write_tables
+from trainings import build_training
 
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.distillation.teacher_cache import States
@@ -81,14 +82,14 @@ class World:
         }
         if options["name"] in ("sid_mlp", "sid_mlp_pp"):
             options = {**HEADS, **options}
-        return TrainingRun.build(options, fit, Inputs(self.tables, self.sids))
+        return build_training(options, fit, Inputs(self.tables, self.sids))
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("cache")
     made = World(folder, *write_tables(folder, users=30))
-    setup = TrainingRun.build(TIGER, FIT, Inputs(made.tables, made.sids))
+    setup = build_training(TIGER, FIT, Inputs(made.tables, made.sids))
     torch.nn.init.normal_(
         setup.model.backbone.embedding.weight, std=2.0
     )  # an opinion that is far from uniform
@@ -350,7 +351,7 @@ def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
         "teacher_cache": str(cache),
         **HEADS,
     }
-    setup = TrainingRun.build(
+    setup = build_training(
         options, FIT, Inputs(world.tables, world.sids), rank=rank, world=2
     )
     mine = np.concatenate(

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
+from trainings import build_training
 
 from models.build import load_model
 from models.loaded_model import load_catalogue
@@ -21,7 +22,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from models.warm_start import load_extended_weights
 from pipelines.evaluation.inference import infer_all
 
@@ -221,7 +221,7 @@ def test_it_trains_without_text_and_comes_back_as_it_was(
 ) -> None:
     tables, _ = search
     small = {"name": "boosted", "num_iterations": 30, "min_data_in_leaf": 5}
-    setup = TrainingRun.build(small, FIT, Inputs(tables))
+    setup = build_training(small, FIT, Inputs(tables))
     model: Any = setup.model
     setup.fit_counts()
     assert setup.validate(model)[1] == len(setup.val)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainings import build_training
 
 from models.metrics.ranking_metrics import request_auc
 from models.search.data import SearchCatalogue, SearchDataset, no_text
@@ -24,7 +25,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.evaluation.inference import infer_all
 
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")
@@ -93,7 +93,7 @@ def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
 ) -> None:
     tables, _ = search
     fit = FitConfig(batch_size=16, metric="with_position/gauc")
-    setup = TrainingRun.build({"name": "log_order"}, fit, Inputs(tables))
+    setup = build_training({"name": "log_order"}, fit, Inputs(tables))
     setup.fit_counts()
 
     sums, _ = setup.validate(setup.model)
@@ -125,7 +125,7 @@ def test_a_click_rate_is_trained_measured_and_inferred(
 ) -> None:
     tables, _ = search
     fit = FitConfig(batch_size=16, metric="gauc")
-    setup = TrainingRun.build({"name": "pair_ctr"}, fit, Inputs(tables))
+    setup = build_training({"name": "pair_ctr"}, fit, Inputs(tables))
     setup.fit_counts()
 
     metrics = setup.means(setup.validate(setup.model)[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from trainings import build_training
 
 from models.build import load_model, parse_options
 from models.evaluation import measure_examples
@@ -15,7 +16,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
-from models.training_run import TrainingRun
 from tests.search_tables import write_search
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
@@ -41,7 +41,7 @@ FIT = FitConfig(
 @pytest.mark.long
 def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
     tables, text = search
-    setup = TrainingRun.build({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
+    setup = build_training({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
     events = list(
         fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
     )
@@ -88,7 +88,7 @@ def test_search_models_ask_for_text(search):
         UserError,
         match=r"needs text embeddings; give --text with the folder that jobs\.encode made",
     ):
-        TrainingRun.build({"name": "base"}, FIT, Inputs(search[0]))
+        build_training({"name": "base"}, FIT, Inputs(search[0]))
 
 
 @pytest.mark.parametrize(

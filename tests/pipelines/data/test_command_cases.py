@@ -9,13 +9,13 @@ from typing import Any
 
 import polars as pl
 import pytest
+from trainings import build_training
 
 from models.loaded_model import LoadedModel
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_manifest, read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
@@ -57,7 +57,7 @@ def grow(name: str, folder: Path, first: int, last: int) -> Any:
         before = str(folder / "first") if setup else None
         if before:
             LoadedModel.load(before, inputs)  # as an evaluation does
-        setup = TrainingRun.build(MODEL, fit, inputs, init=before)
+        setup = build_training(MODEL, fit, inputs, init=before)
         where = "second" if before else "first"
         checkpoint.save(str(folder / where), setup.model, setup.checkpoint(epoch=1))
     return setup
@@ -112,7 +112,7 @@ def test_an_embedding_of_flt_max_is_refused() -> None:
 def test_scores_of_a_log_without_queries_are_written(tmp_path: Path) -> None:
     tables, _ = prepare_case("d4_search_without_query", tmp_path / "tables")
     fit = FitConfig(batch_size=8, metric="gauc")
-    setup = TrainingRun.build({"name": "boosted"}, fit, Inputs(tables))
+    setup = build_training({"name": "boosted"}, fit, Inputs(tables))
     setup.fit_counts()
     place = str(tmp_path / "b")
     checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))

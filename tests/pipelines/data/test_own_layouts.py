@@ -181,7 +181,10 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here_alone = partial(training.run_training, heard=lambda about: None)
+    here_alone = partial(
+        training.run_training,
+        trial=training.TrialContext(on_checkpoint=lambda about: None),
+    )
     monkeypatch.setattr(training, "run_training", here_alone)  # here
     raw, runs = MAKERS["hm"](tmp_path / "raw"), tmp_path / "runs"
     new_store(runs)

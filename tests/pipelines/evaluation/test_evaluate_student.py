@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from training_tables import write_tables
+from trainings import build_training
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
@@ -20,7 +21,6 @@ from models.storage.checkpoint import weights_hash
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from papers.tables import paper_tables
 from pipelines import tracking
 from pipelines.comparison.load import compare
@@ -62,7 +62,7 @@ def world(
         ("student-2", STUDENT, 2),
     ]:
         teacher = {"teacher": str(folder / "tiger")} if model is STUDENT else {}
-        setup = TrainingRun.build(
+        setup = build_training(
             {**model, **teacher},
             FitConfig(batch_size=8, seed=seed),
             Inputs(tables, sids),

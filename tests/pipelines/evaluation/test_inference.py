@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
+from trainings import build_training
 
 from jobs.evaluate import Config, run
 from models.actions.data import ActionsDataset
@@ -20,7 +21,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import evaluate
@@ -210,7 +210,7 @@ def test_feeds(tmp_path: Path) -> None:
 def test_recommendations(tmp_path: Path) -> None:
     """After a log without its last events, what comes next is what the evaluation asks for."""
     tables, _ = write_tables(tmp_path / "log")
-    setup = TrainingRun.build(SASREC, FitConfig(batch_size=8), Inputs(tables))
+    setup = build_training(SASREC, FitConfig(batch_size=8), Inputs(tables))
     place = str(tmp_path / "sasrec")
     checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
     before, sequences = (
@@ -264,7 +264,7 @@ def test_figures_of_a_split_can_be_computed_from_its_table(
     split: str, unseen: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables, _ = write_tables(tmp_path / "log", parts=2)
-    setup = TrainingRun.build(SASREC, FitConfig(batch_size=8), Inputs(tables))
+    setup = build_training(SASREC, FitConfig(batch_size=8), Inputs(tables))
     place, out = str(tmp_path / "sasrec"), str(tmp_path / "out")
     checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
     given: dict[str, Any] = {"checkpoint": place, "tables": tables, "split": split}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from training_tables import write_tables
+from trainings import build_training
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
@@ -23,7 +24,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_manifest, read_table, writing
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.comparison.load import compare, load_rows
 from pipelines.comparison.runs import select
@@ -76,7 +76,7 @@ def world(
         ("tiger", TIGER, 1),
     ]:
         fit = FitConfig(batch_size=8, seed=seed)
-        setup = TrainingRun.build(model, fit, Inputs(tables, sids))
+        setup = build_training(model, fit, Inputs(tables, sids))
         run = tracking.open_run(
             uri,
             "retrieval/small",
@@ -394,7 +394,7 @@ def test_allowed_items_alone_to_a_table(
 def test_all_known_items_are_left_out_however_little_the_model_reads(
     world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    setup = TrainingRun.build(
+    setup = build_training(
         {**SASREC, "max_history": 2}, FitConfig(batch_size=8), Inputs(world.tables)
     )
     checkpoint.save(tmp_path / "short", setup.model, setup.checkpoint(epoch=1))

@@ -11,13 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from trainings import build_training
 
 from models.actions.data import ActionsDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
-from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.data.sequences import own_features
 from pipelines.serving import package
@@ -119,7 +119,7 @@ def test_models_learn_from_them_and_serve_by_name(
     }
     without = make(tmp_path / "without", feed, plain, of_kind=FEED_PREPARE)
     for name, made in (("without", without), ("own", tables)):
-        setup = TrainingRun.build(MVP, FIT, Inputs(made))
+        setup = build_training(MVP, FIT, Inputs(made))
         ends = fit(
             setup.model, setup.train, setup.validate, setup.fit, means=setup.means
         )

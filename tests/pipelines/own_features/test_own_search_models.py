@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from trainings import build_training
 
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
 from models.search.data import SearchCatalogue, SearchDataset
@@ -39,7 +40,7 @@ FIT = FitConfig(
 
 def trained(tables: str, text: str, model: dict[str, Any]) -> tuple[TrainingRun, float]:
     """The model after training, and its best GAUC of validation."""
-    setup = TrainingRun.build(model, FIT, Inputs(tables, text=text))
+    setup = build_training(model, FIT, Inputs(tables, text=text))
     ends = [
         event.metrics["gauc"]
         for event in fit(
@@ -126,7 +127,7 @@ def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(
 def test_a_candidate_is_ranked_by_its_own_features_alone(
     tables: str, text: str, name: str
 ) -> None:
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": name, **(SMALL if name == "qgs" else {})},
         FIT,
         Inputs(tables, text=text),
@@ -160,7 +161,7 @@ def test_what_is_unknown_when_ranking_is_not_read_then(
         tmp_path, raw, settings={"search": {"unknown_when_ranking": ["city"]}}
     )
     text = make_text(tmp_path, tables)
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "qgs", **SMALL, "position": "dropout"}, FIT, Inputs(tables, text=text)
     )
     model: Any = setup.model.eval()

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from trainings import build_training
 
 from models.search.data import SearchCatalogue, SearchDataset
 from models.storage import checkpoint
@@ -35,7 +36,7 @@ SIZES = {
 
 def served(folder: Path, tables: str, text: str) -> tuple[TrainingRun, Any]:
     """An untrained model as jobs.train leaves a trained one, and as MLflow loads it."""
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "qgs", **SIZES}, FitConfig(batch_size=8), Inputs(tables, text=text)
     )
     config = {

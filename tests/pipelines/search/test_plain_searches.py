@@ -7,12 +7,12 @@ from typing import Any
 
 import polars as pl
 import pytest
+from trainings import build_training
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
@@ -65,7 +65,7 @@ def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None
     write_pages(tmp_path)
     tables = Inputs(make(tmp_path))
     model = {"name": "boosted"}
-    setup = TrainingRun.build(model, FitConfig(batch_size=8, metric="gauc"), tables)
+    setup = build_training(model, FitConfig(batch_size=8, metric="gauc"), tables)
     place = str(tmp_path / "model")
     setup.fit_counts()
     checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from sklearn.metrics.pairwise import cosine_similarity
+from trainings import build_training
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -34,7 +35,6 @@ from models.storage.tables import (
 )
 from models.text.text_encoder import TextEncoder
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.search.simulator import SearchSettings, simulate_search
@@ -363,7 +363,7 @@ def test_a_served_model_encodes_what_training_has_not_seen(
         "text_width": 8,
     }
     sizes |= {"query_condition": query_condition}
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "qgs", **sizes}, FitConfig(batch_size=8), Inputs(tables, text=text)
     )
     checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))

@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from training_tables import write_tables
+from trainings import build_training
 
 from jobs.compare import Config, run
 from models.build import load_model
@@ -24,7 +25,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
@@ -56,7 +56,7 @@ def train_nothing(
 ) -> tracking.RunRef:
     """An untrained TIGER as jobs.train leaves a trained one, the trial of a sweep where there is a parent."""
     tables, sids = str(folder / "small/tables"), str(folder / "small/sids")
-    setup = TrainingRun.build(
+    setup = build_training(
         TIGER, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids)
     )
     model = setup.model.config_to_dict(setup.config)

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from trainings import build_training
 
 from models.actions.batch import ActionsCatalogue
 from models.actions.data import ActionsDataset
@@ -74,7 +75,7 @@ def trained(
 ) -> TrainingRun:
     """An untrained model as jobs.train leaves a trained one, registered under its name."""
     fit = FitConfig(batch_size=8, seed=seed)
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": name, **SIZES[name], **options}, fit, Inputs(tables, text=text)
     )
     config = {"model": setup.model.config_to_dict(setup.config), "tables": tables} | (
@@ -358,7 +359,7 @@ def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
     """What reads requests of a model of actions."""
     folder = tmp_path_factory.mktemp("of_feed")
     tables = write_actions(folder, viewers=True)
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "attn_mvp", **SIZES["attn_mvp"]},
         FitConfig(batch_size=8),
         Inputs(tables),
@@ -549,7 +550,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("ranker")
     tables, text = write_actions(folder, content=True), str(folder / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    setup = TrainingRun.build(
+    setup = build_training(
         {"name": "lac", **SIZES["lac"]},
         FitConfig(batch_size=8),
         Inputs(tables, text=text),

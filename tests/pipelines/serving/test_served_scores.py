@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from trainings import build_training
 
 from models import registry
 from models.actions.data import ActionsDataset
@@ -70,7 +71,7 @@ def serve(
         registry.find(MODELS[name]["name"]).config_class
     ).parameters
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    setup = TrainingRun.build(
+    setup = build_training(
         {**MODELS[name], **sizes, "max_history": longest},
         FitConfig(batch_size=8, seed=seed),
         Inputs(tables, text=text),

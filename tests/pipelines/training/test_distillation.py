@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training_tables import write_tables
+from trainings import build_training, train
 
 from models.build import load_model
 from models.retrieval.data import Catalogue
@@ -20,10 +21,9 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig, fit
-from models.training_run import TrainingRun
 from pipelines import tracking
-from pipelines.training.run import Trained, train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
+from pipelines.training.run import Trained
 
 TIGER = {
     "name": "tiger",
@@ -68,7 +68,7 @@ class World:
         return train(
             model=model,
             fit=FIT,
-            ray_options=RayOptions(threads=1),
+            ray=RayOptions(threads=1),
             inputs=Inputs(self.tables, self.sids),
             storage=str(self.folder / "runs"),
             name=name,
@@ -93,7 +93,7 @@ def world(
     folder = tmp_path_factory.mktemp("distillation")
     new_store(folder / "runs")
     made = World(folder, *write_tables(folder, items=20), lines=[])
-    setup = TrainingRun.build(
+    setup = build_training(
         TIGER,
         FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0),
         Inputs(made.tables, made.sids),
@@ -104,7 +104,7 @@ def world(
         pass
     checkpoint.save(folder / "runs/tiger/best", setup.model, setup.checkpoint(epoch=3))
     made.student = made.distil(
-        "student", heard=lambda about: None
+        "student", on_checkpoint=lambda about: None
     )  # in this process: its workers are not of interest
     return made
 
@@ -159,7 +159,7 @@ def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
     record = json.loads((whole / "run.json").read_text())
     (broken / "run.json").write_text(json.dumps({**record, "status": "running"}))
     world.lines.clear()
-    again = world.distil("broken", heard=lambda about: None)
+    again = world.distil("broken", on_checkpoint=lambda about: None)
     assert any("continuing after epoch 1" in line for line in world.lines)
     assert sum(line.startswith("epoch") for line in world.lines) == FIT.max_epochs - 1
     ours, expected = (

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training_tables import write_tables
+from trainings import train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -26,8 +27,8 @@ from models.storage.tables import UserError
 from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.training import run as runs
-from pipelines.training.run import Trained, train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
+from pipelines.training.run import Trained
 from pipelines.training.worker import Task, WorkerContext, perform
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
@@ -118,13 +119,13 @@ def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
         return train(
             model=MODEL,
             fit=FitConfig(**FIT),
-            ray_options=RayOptions(threads=1),
+            ray=RayOptions(threads=1),
             inputs=Inputs(small[0]),
             storage=str(tmp_path),
             name=name,
             log_model=False,
             say=lambda line: None,
-            heard=lambda about: None,
+            on_checkpoint=lambda about: None,
         )
 
     with monkeypatch.context() as patch:
@@ -175,7 +176,7 @@ def test_tables_replaced_after_the_check_are_refused_in_one_line(
         train(
             model=MODEL,
             fit=FitConfig(**FIT),
-            ray_options=RayOptions(threads=1),
+            ray=RayOptions(threads=1),
             inputs=Inputs(tables),
             storage=str(tmp_path),
             name="one",

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from trainings import make_sweep, train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -25,10 +26,11 @@ from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
-from pipelines.training.run import Trained, train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
+from pipelines.training.run import Trained
 from tuning.grid import Grid
-from tuning.sweep import Options, sweep
+from tuning.options import Options
+from tuning.sweep import sweep
 
 pytestmark = pytest.mark.exhaustive
 
@@ -47,12 +49,15 @@ import importlib, json, os, signal, sys
 
 import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # else each of the processes does it
 import ray
+from models.build import parse_options
 from models.training.fit import FitConfig
 from models.storage.inputs import Inputs
-from pipelines.training.settings import RayOptions
-from pipelines.training.run import train
+from pipelines.training.config import RayOptions, TrainConfig
+from pipelines.training.run import TrialContext, run_training
+from pipelines.training.settings import check_training
 from tuning.grid import Grid
-from tuning.sweep import Options, sweep
+from tuning.options import Options, SweepConfig
+from tuning.sweep import sweep
 
 address, tables, storage, what, places, model, fit = sys.argv[1:]
 model, fit = json.loads(model), json.loads(fit)
@@ -80,13 +85,16 @@ def start():
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     options = RayOptions(threads=1)
     if what == "run":
-        train(model=model, fit=FitConfig(**fit), ray_options=options, inputs=Inputs(tables), storage=storage,
-              name="one", heard=lambda about: None, wait=600)
+        config = TrainConfig(inputs=Inputs(tables), storage=storage, name="one", ray=options,
+                             model=parse_options(model)[1], fit=FitConfig(**fit))
+        in_process = TrialContext(on_checkpoint=lambda about: None, lock_timeout_s=600)
+        run_training(check_training(config), trial=in_process)
     else:
         fixed = {f"{of}.{key}": value for of, some in (("model", model), ("fit", fit)) for key, value in some.items()}
         grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
-        sweep(grid, grid.trials(), inputs=Inputs(tables), storage=storage, name="swept", ray_options=options,
-              options=Options(concurrency=1, test=False))
+        config = SweepConfig(inputs=Inputs(tables), storage=storage, name="swept", ray=options,
+                             options=Options(concurrency=1, test=False))
+        sweep(grid, grid.trials(), config)
 
 
 for place, call in json.loads(places):  # each start is a process of its own, forked to spare the imports
@@ -157,11 +165,11 @@ def test_a_finished_run_goes_on_for_more_epochs(
         return train(
             model=MODEL,
             fit=FitConfig(**{**FIT, **fit, "max_epochs": epochs}),
-            ray_options=RayOptions(threads=1),
+            ray=RayOptions(threads=1),
             inputs=Inputs(tables),
             storage=str(storage),
             name="one",
-            heard=lambda about: None,
+            on_checkpoint=lambda about: None,
             say=lines.append,
         )
 
@@ -281,15 +289,14 @@ def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
         for key, value in options.items()
     }
     grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
-    swept = sweep(
-        grid,
-        grid.trials(),
+    config = make_sweep(
         inputs=Inputs(tables),
         storage=str(storage),
         name="swept",
-        ray_options=RayOptions(threads=1),
+        ray=RayOptions(threads=1),
         options=Options(concurrency=1, test=False),
     )
+    swept = sweep(grid, grid.trials(), config)
     watch.join()
-    assert [outcome.status for outcome in swept.outcomes] == ["finished"]
+    assert [outcome.status for outcome in swept.trials] == ["finished"]
     assert len(points_once(storage)) == 2

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from trainings import train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -23,8 +24,8 @@ from pipelines import cluster
 from pipelines.faults import explain
 from pipelines.ray_inside import has_autoscaler
 from pipelines.training import run as runs
-from pipelines.training.run import Trained, train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
+from pipelines.training.run import Trained
 
 pytestmark = pytest.mark.exhaustive
 
@@ -55,7 +56,7 @@ def trained(tables: str, storage: Path, **changes: Any) -> Trained:
     arguments: dict[str, Any] = {
         "model": MODEL,
         "fit": fit,
-        "ray_options": RayOptions(threads=1),
+        "ray": RayOptions(threads=1),
         "inputs": Inputs(tables),
         "storage": str(storage),
         "name": "one",
@@ -80,7 +81,7 @@ def test_a_training_of_counts_that_waits_says_for_what(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     new_store(tmp_path)
-    monkeypatch.setattr(runs, "LOOK", 0.5)
+    monkeypatch.setattr(runs, "PENDING_CHECK_S", 0.5)
     holder: Any = Holder.remote()  # type: ignore[attr-defined]
     assert ray.get(holder.there.remote())
     waits, said = threading.Event(), []
@@ -165,7 +166,7 @@ def test_workers_start_again_if_one_does_not_answer(
     watch.start()
     options = RayOptions(threads=1, hang_minutes=0.5)
     made = trained(
-        tables, tmp_path, ray_options=options, say=lines.append, fit={"max_epochs": 30}
+        tables, tmp_path, ray=options, say=lines.append, fit={"max_epochs": 30}
     )
     watch.join()
 

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,16 @@ from safetensors.torch import load_file
 from search_tables import write_search
 from torch.distributed.fsdp import FSDPModule
 from training_tables import write_tables
+from trainings import make_config, train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.faults import explain
-from pipelines.training.run import Trained, train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
+from pipelines.training.run import Trained
+from pipelines.training.settings import check_training
 from pipelines.training.worker import Task, WorkerContext, perform
 
 pytestmark = pytest.mark.exhaustive
@@ -162,7 +164,7 @@ def kill_workers(
 def one_of_two(rank: int, task: Task, until: int) -> None:
     """A worker without Ray Train, which is killed after the first checkpoint from that step on."""
     dist.init_process_group(
-        "gloo", f"file://{task.folder}.meet", rank=rank, world_size=2
+        "gloo", f"file://{task.config.folder}.meet", rank=rank, world_size=2
     )
 
     def report(about: checkpoint.Checkpoint) -> None:
@@ -172,7 +174,7 @@ def one_of_two(rank: int, task: Task, until: int) -> None:
             if isinstance(module, FSDPModule)
             for p in module.parameters()
         ]
-        assert bool(cut) == task.fsdp
+        assert bool(cut) == task.config.ray.fsdp
         assert sum(p.to_local().numel() for p in cut) <= 0.55 * sum(
             p.numel() for p in cut
         )
@@ -217,7 +219,7 @@ def test_killed_with_two_workers_and_continued_with_one(
         return train(
             model=model,
             fit=fit,
-            ray_options=ray_options,
+            ray=ray_options,
             inputs=inputs,
             storage=str(storage),
             name=name,
@@ -226,7 +228,7 @@ def test_killed_with_two_workers_and_continued_with_one(
             **options,
         )
 
-    whole = run("whole", 1, heard=lambda about: None)
+    whole = run("whole", 1, on_checkpoint=lambda about: None)
     last = max((storage / "whole").glob("step-*"))
     late = checkpoint.read(str(last)).step // fit.max_epochs + 1  # in the second epoch
     if by_ray := family == "retrieval":
@@ -240,22 +242,16 @@ def test_killed_with_two_workers_and_continued_with_one(
             "then run the same line again, which goes on from what is finished"
         )
     else:
-        task = Task(
-            model,
-            asdict(fit),
-            str(storage / "cut"),
-            inputs.given(),
-            None,
-            threads=1,
-            fsdp=family == "sharded",
-        )
+        options = RayOptions(threads=1, fsdp=family == "sharded")
+        config = make_config(model, fit, inputs, str(storage), "cut", ray=options)
+        task = Task(check_training(config).config, hashes={}, run=None)
         with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
             mp.start_processes(
                 one_of_two, (task, late), nprocs=2, start_method="forkserver"
             )
     if family == "sharded":  # and from the same checkpoint by two again
         shutil.copytree(storage / "cut", storage / "two")
-        task.folder = str(storage / "two")
+        task.config = replace(task.config, name="two")
         mp.start_processes(
             one_of_two, (task, 10**9), nprocs=2, start_method="forkserver"
         )
@@ -284,7 +280,7 @@ def test_killed_with_two_workers_and_continued_with_one(
             for note in notes
         )
     else:
-        again = run("cut", 1, heard=lambda about: None)
+        again = run("cut", 1, on_checkpoint=lambda about: None)
     assert any("1 worker on" in line for line in lines)
     assert any("continuing " in line for line in lines)
     assert again.about.step == whole.about.step

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from s3_proxy import S3Proxy, s3_proxy
+from trainings import train
 
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.storage.uri import file_info, read_json, write_file
 from models.training.fit import FitConfig
-from pipelines.training.run import train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
@@ -43,14 +43,14 @@ def test_a_training_outlives_half_a_minute_of_503(
     trained = train(
         model=MODEL,
         fit=FitConfig(**FIT),
-        ray_options=RayOptions(threads=1),
+        ray=RayOptions(threads=1),
         inputs=Inputs(small[0]),
         storage=f"{s3}/runs",
         name="one",
         tracking_uri=new_store(tmp_path),
         log_model=False,
         say=lambda line: None,
-        heard=refuse_from_now_on,
+        on_checkpoint=refuse_from_now_on,
     )
 
     assert trained.epochs == FIT["max_epochs"]

@@ -21,7 +21,7 @@ from models.storage.uri import write_file
 from pipelines import tracking
 from pipelines.tracking import metric_name, resolve_uri, shown_name
 from pipelines.tracking.runs import artifacts_in
-from pipelines.training.run import figures
+from pipelines.training.run import collect_numbers
 
 ROOT = Path(__file__).parents[3]
 
@@ -292,7 +292,7 @@ def test_the_numbers_of_a_manifest_become_metrics() -> None:
         "sids/levels/0/use": 1.0,
         "sids/levels/1/use": 0.5,
     }
-    assert figures(info, "sids") == {**expected, "sids/conflict_level": 1.0}
+    assert collect_numbers(info, "sids") == {**expected, "sids/conflict_level": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import ray
 import torch
 from search_tables import ITEM_MODEL, write_search
 from training_tables import write_tables
+from trainings import build_training, train
 from transformers import AutoConfig, AutoModel
 
 from models.build import load_model
@@ -27,13 +28,12 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig, StepEvent, fit
-from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
-from pipelines.training.run import Trained, shown, train
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
+from pipelines.training.run import Trained, stream_progress
 
 SASREC = {
     "name": "sasrec",
@@ -54,7 +54,7 @@ FIT = FitConfig(
 
 
 def in_place(about: checkpoint.Checkpoint) -> None:
-    """`heard` of a training in this process, where no more than its folder and its MLflow run count."""
+    """Ignore a checkpoint; given to a training so that it runs in this process."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class World:
         arguments: dict[str, Any] = {
             "model": SASREC,
             "fit": FIT,
-            "ray_options": RayOptions(num_workers=2, threads=1),
+            "ray": RayOptions(num_workers=2, threads=1),
             "inputs": Inputs(self.tables),
             "storage": str(self.folder / "runs"),
             "name": "two",
@@ -97,7 +97,7 @@ def world(
 
 def test_two_workers_follow_one(world: World) -> None:
     """The losses and weights of a run by one process, up to the order of sums."""
-    setup = TrainingRun.build(SASREC, FIT, Inputs(world.tables))
+    setup = build_training(SASREC, FIT, Inputs(world.tables))
     events = fit(setup.model, setup.train, setup.validate, FIT, means=setup.means)
     expected = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     history = tracking.connect(world.trained.run.uri).get_metric_history(
@@ -250,19 +250,19 @@ def test_what_cannot_work_is_refused_before_training(
     refused: list[tuple[str, dict[str, Any]]] = [
         (
             "16 does not divide by 3",
-            {"ray_options": RayOptions(num_workers=3, cpus_per_worker=0.1)},
+            {"ray": RayOptions(num_workers=3, cpus_per_worker=0.1)},
         ),
         (
             "need 200 CPUs, .*the cluster has 2",
-            {"ray_options": RayOptions(num_workers=2, cpus_per_worker=100)},
+            {"ray": RayOptions(num_workers=2, cpus_per_worker=100)},
         ),
         (
             "need 2 CPUs, 2 GPUs, .*the cluster has 2 CPUs, 0",
-            {"ray_options": RayOptions(num_workers=2, use_gpu=True)},
+            {"ray": RayOptions(num_workers=2, use_gpu=True)},
         ),
         (
             "ray.use_gpu is true, and this machine has no GPU",
-            {"ray_options": RayOptions(use_gpu=True)},
+            {"ray": RayOptions(use_gpu=True)},
         ),
         (
             "fit.eval_options has 'beem', which is no option of 'tiger'.* the nearest is 'beam'",
@@ -330,7 +330,7 @@ def test_killed_after_training_it_is_only_finished(world: World) -> None:
     (run / "best/config.json").unlink()
     lines: list[str] = []
     again = world.again(
-        say=lines.append, ray_options=RayOptions(threads=1), heard=in_place
+        say=lines.append, ray=RayOptions(threads=1), on_checkpoint=in_place
     )
     assert not again.already
     assert not [line for line in lines if line.startswith("epoch")]
@@ -344,7 +344,7 @@ def test_an_overwritten_run_counts_no_more(world: World) -> None:
         "fit": FitConfig(),
         "name": "anew",
         "log_model": False,
-        "heard": in_place,
+        "on_checkpoint": in_place,
     }
     first, second = world.again(**counted), world.again(**counted, overwrite=True)
     runs = [
@@ -388,7 +388,7 @@ def test_an_overwritten_run_counts_no_more(world: World) -> None:
 
 def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
     lines: list[str] = []
-    with shown(lines.append) as progress:
+    with stream_progress(lines.append) as progress:
         ray.kill(progress)
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(progress.since.remote(0))
@@ -401,7 +401,7 @@ SOME_GPUS = """
 import ray
 from models.storage.tables import UserError
 from pipelines.evaluation.checks import Workers
-from pipelines.training.settings import RayOptions
+from pipelines.training.config import RayOptions
 from pipelines.training.run import check_cluster, wants_gpu
 
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
@@ -450,11 +450,11 @@ def test_encoders_are_found_from_the_folder_of_the_command(
             "max_history": 8,
         },
         fit=FitConfig(batch_size=16, max_epochs=1, metric="gauc"),
-        ray_options=RayOptions(threads=1),
+        ray=RayOptions(threads=1),
         inputs=Inputs(tables, text=text),
         name="hllm",
         log_model=False,
-        heard=in_place,
+        on_checkpoint=in_place,
     )
     folder = str(world.folder / "search/bert")
     assert (trained.about.model["pretrained"], trained.about.model["item_tower"]) == (
@@ -470,7 +470,7 @@ def test_an_error_of_the_users_in_a_worker_ends_the_run_at_once(world: World) ->
             name="lost",
             fit=replace(FIT, lr=1e30, clip_norm=0.0, warmup_share=0.0),
             say=said.append,
-            ray_options=RayOptions(threads=1),
+            ray=RayOptions(threads=1),
         )
     assert sum("parameters" in line for line in said) == 1  # one attempt
     assert not [line for line in said if line.startswith("note:")]
