@@ -395,7 +395,6 @@ def choose_variant(
             raise UserError(
                 f"{given.label} is {value}, it must be {expected_type(dict)}"
             )
-    say_loading("torch", "ray", "mlflow")  # the modules of the variants import them
     known: Mapping[str, type] = section.metadata["variants"]
     if name is None:
         raise UserError(
@@ -407,6 +406,7 @@ def choose_variant(
         raise UserError(
             f"unknown {section.name} '{name}'; {near}; known are {', '.join(known)}"
         )
+    say_loading("torch", "ray", "mlflow")  # the module of the variant imports them
     return str(name)
 
 

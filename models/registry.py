@@ -9,11 +9,13 @@ a student can look up its teacher's class.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.config import did_you_mean
-from models.model import Model
 from models.storage.tables import UserError
+
+if TYPE_CHECKING:
+    from models.model import Model
 
 MODELS = {
     "popularity": "models.retrieval.floors.popularity:Popularity",

@@ -25,6 +25,7 @@ from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import (
     artifact_name,
+    load_test_metrics,
     record_result,
     to_json,
 )

@@ -26,6 +26,24 @@ def test_importing_a_command_imports_no_slow_package(job: str) -> None:
     assert process.stdout == "[]\n", process.stderr
 
 
+def test_an_unknown_model_is_answered_without_slow_packages() -> None:
+    code = (
+        "from jobs import cli, train\n"
+        "try:\n"
+        "    cli.options_for(train, ['--model.name', 'tigre'])\n"
+        "except cli.UserError as error:\n"
+        f"    print(error)\n{IMPORTED[2:]}"
+    )
+
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+
+    message, imported = process.stdout.splitlines()
+    assert message.startswith("unknown model 'tigre'; the nearest is 'tiger'")
+    assert imported == "[]"
+
+
 @pytest.mark.parametrize("job", LIGHT[1:])
 def test_a_misspelt_key_is_answered_without_slow_packages(job: str) -> None:
     code = (
