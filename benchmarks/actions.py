@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.harness import (
@@ -32,9 +32,10 @@ from benchmarks.harness import (
 )
 from models import build
 from models.actions.base import FusionModel
-from models.actions.batch import ActionsCatalogue, Batch
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import ActionsCatalogue
 from models.layers.causal_product import causal_product, prefix_product
-from models.training.fit import autocast, to_device
+from models.training.fit import autocast
 
 MODES = ("train", "forward")
 LENGTHS = (128, 512, 1024)
@@ -97,22 +98,25 @@ def random_catalogue() -> ActionsCatalogue:
     )
 
 
-def random_batch(rows: int, context: int, candidates: int) -> Batch:
+def random_batch(rows: int, context: int, candidates: int) -> ActionsBatch:
     """Return sequences without padding; all candidates come after the context."""
     length = context + candidates
-    events: dict[str, Tensor] = {
+    whole: dict[str, Any] = {
         "item": torch.randint(ITEMS, (rows, length)),
         "time": torch.arange(length).clamp(max=context).repeat(rows, 1),
         "label": torch.randint(2, (rows, length, TASKS)).float(),
         "feature": torch.randn(rows, length, FEATURES),
         "valid": torch.ones(rows, length, dtype=torch.bool),
     }
-    batch = {name: value[:, :context] for name, value in events.items()}
-    batch |= {f"candidate_{name}": value[:, context:] for name, value in events.items()}
-    return batch | {
-        "action": torch.randint(2, (rows, context, ACTIONS)).float(),
-        "learn": batch["valid"],
-    }
+    past = {name: value[:, :context] for name, value in whole.items()}
+    shown = {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
+    return ActionsBatch(
+        user_row=torch.arange(rows),
+        action=torch.randint(2, (rows, context, ACTIONS)).float(),
+        learn=past["valid"],
+        **past,
+        **shown,
+    )
 
 
 def build_model(variant: str, params: Row) -> FusionModel:
@@ -135,9 +139,9 @@ def make(variant: str, params: Row) -> Call:
     rows, length = params["batch"], params["length"]
     if params["mode"] == "train":
         cut = 0 if model.history_targets else length // 2
-        batch = to_device(random_batch(rows, length - cut, cut), device())
+        batch = random_batch(rows, length - cut, cut).to(device())
     else:
-        batch = to_device(random_batch(rows, length, params["candidates"]), device())
+        batch = random_batch(rows, length, params["candidates"]).to(device())
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 

@@ -44,12 +44,10 @@ from benchmarks.harness import (
 from models import build
 from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
-from models.retrieval.data import PAD, Catalogue, RetrievalDataset
+from models.retrieval.data import PAD, Catalogue, HistoryBatch, RetrievalDataset
 from models.retrieval.tiger import TigerConfig
 from models.storage import checkpoint
 from models.storage.tables import UserError, join
-
-Batch = dict[str, Tensor]
 
 VARIANTS = (
     "hf_nocache",
@@ -175,7 +173,7 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
     rows = order[
         np.linspace(0, len(order) - 1, min(users, len(order))).round().astype(np.int64)
     ]
-    return [examples.collate(row[None])["history"][0].tolist() for row in rows]
+    return [examples.collate(row[None]).history[0].tolist() for row in rows]
 
 
 def model_name(variant: str) -> str:
@@ -255,7 +253,9 @@ def set_padding(variant: str, model: Any) -> None:
         model.backbone.pack = variant != "sid_mlp_pp_plain"
 
 
-def make_encoder_call(variant: str, model: Any) -> tuple[str, Callable[[Batch], Any]]:
+def make_encoder_call(
+    variant: str, model: Any
+) -> tuple[str, Callable[[HistoryBatch], Any]]:
     """Return the first part of a variant, with a name that variants of it share."""
     if variant in ("hf", "hf_nocache"):
         return "encoder/transformers", lambda batch: model.by_transformers().encoder(
@@ -269,7 +269,7 @@ def make_encoder_call(variant: str, model: Any) -> tuple[str, Callable[[Batch], 
     return f"encoder/{model_name(variant) if own else 'tiger'}", model.backbone.infer
 
 
-def make_call(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
+def make_call(variant: str, model: Any, beam: int) -> Callable[[HistoryBatch], Any]:
     """Return the function to time: recommending to a batch."""
     options: dict[str, Any] = {"beam": beam}
     if variant in SLOW and not variant.startswith(
@@ -287,14 +287,16 @@ def make_call(variant: str, model: Any, beam: int) -> Callable[[Batch], Any]:
         )
         options["allowed"] = model.encode_allowed(some.to(device()))
 
-    def call(batch: Batch) -> Any:
+    def call(batch: HistoryBatch) -> Any:
         set_padding(variant, model)
         return model.recommend(batch, TOP_K, **options)
 
     return call
 
 
-def cut_batches(source: Source, variant: str, size: int, runs: int) -> list[Batch]:
+def cut_batches(
+    source: Source, variant: str, size: int, runs: int
+) -> list[HistoryBatch]:
     """Return a batch per run, shortest histories first.
 
     Histories are padded to the longest of their batch, those of plain variants to the
@@ -315,14 +317,12 @@ def cut_batches(source: Source, variant: str, size: int, runs: int) -> list[Batc
             if variant.endswith("plain")
             else max(map(len, rows))
         )
-        batch = {
-            "history": torch.tensor(
-                [row + [PAD] * (columns - len(row)) for row in rows]
-            ),
-            "history_length": torch.tensor([len(row) for row in rows]),
-            "user": torch.arange(len(rows)),
-        }
-        batches.append({name: value.to(device()) for name, value in batch.items()})
+        batch = HistoryBatch(
+            history=torch.tensor([row + [PAD] * (columns - len(row)) for row in rows]),
+            history_length=torch.tensor([len(row) for row in rows]),
+            user=torch.arange(len(rows)),
+        )
+        batches.append(batch.to(device()))
     return batches
 
 

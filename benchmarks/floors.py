@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from models.build import parse_options
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, InteractionBatch
 
 BEHAVIOURS_PER_USER, PARTS = 10, 100
 MODELS = ("item_knn", "ease")
 
 
-def draw_batch(items: int) -> dict[str, torch.Tensor]:
+def draw_batch(items: int) -> InteractionBatch:
     """Return all training behaviours of a random log as one batch."""
     rng = np.random.default_rng(items)
     users = np.repeat(np.arange(2 * items), BEHAVIOURS_PER_USER)
@@ -36,7 +36,10 @@ def draw_batch(items: int) -> dict[str, torch.Tensor]:
         users % PARTS * part + (part ** rng.random(len(users))).astype(np.int64) - 1
     )
     target = np.where(rng.random(len(users)) < 0.5, popular, within)
-    return {"user_row": torch.from_numpy(users), "target": torch.from_numpy(target)}
+    return InteractionBatch(
+        user_row=torch.from_numpy(users),
+        target=torch.from_numpy(target),
+    )
 
 
 def fit(name: str, items: int, results: Any) -> None:

@@ -20,7 +20,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from torch import Tensor
 from benchmarks import actions, decode
 from benchmarks.harness import describe_origin
 from models import build
-from models.retrieval.data import Catalogue
+from models.actions.batch import ActionsBatch
+from models.dataset.batch import Batch
+from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch, WindowBatch
 from models.retrieval.distillation.student import Student
 from models.retrieval.distillation.teacher import build_teacher
 from models.training.cuda_graphs import Graphs
@@ -52,45 +55,43 @@ def catalogue() -> Catalogue:
     return Catalogue.from_codes(codes, (256, 256, 256, 256))
 
 
-def retrieval_batches(size: int, unit: str) -> list[dict[str, Tensor]]:
+def retrieval_batches(size: int, unit: str) -> list[HistoryBatch]:
     """Return two batches of full histories of 20 items."""
     generator = torch.Generator().manual_seed(1)
-    batches = []
+    batches: list[HistoryBatch] = []
     for _ in range(2):
-        length = torch.full((size,), 20)
-        batch = {
+        by_row: dict[str, Any] = {
             "history": torch.randint(0, ITEMS, (size, 20), generator=generator),
-            "history_length": length,
+            "history_length": torch.full((size,), 20),
             "user": torch.arange(size),
+            "user_row": torch.arange(size),
+            "request": torch.arange(size),
         }
+        requests = size * 16 if unit == "user" else size
+        target = torch.randint(0, ITEMS, (requests,), generator=generator)
         if unit == "user":
-            batch |= {
-                "target": torch.randint(0, ITEMS, (size * 16,), generator=generator)
-            }
-            batch |= {"target_row": torch.arange(size).repeat_interleave(16)}
-            batch |= {"target_position": torch.arange(4, 20).repeat(size)}
+            batch: HistoryBatch = WindowBatch(
+                **by_row,
+                target=target,
+                target_row=torch.arange(size).repeat_interleave(16),
+                target_position=torch.arange(4, 20).repeat(size),
+            )
         else:
-            batch["target"] = torch.randint(0, ITEMS, (size,), generator=generator)
+            batch = RequestBatch(
+                **by_row, target=target, repeats=torch.zeros(size, dtype=torch.long)
+            )
         batches.append(batch)
     return batches
 
 
-def actions_batches(name: str, rows: int, length: int) -> list[dict[str, Tensor]]:
+def actions_batches(name: str, rows: int, length: int) -> list[ActionsBatch]:
     cut = length // 2 if name == "genrank" else 0
-    batches = []
-    for _ in range(2):
-        batch = actions.random_batch(rows, length - cut, cut)
-        batches.append(
-            {
-                **{key: value.contiguous() for key, value in batch.items()},
-                "untied": torch.zeros(0),
-            }
-        )
-    return batches
+    batches = [actions.random_batch(rows, length - cut, cut) for _ in range(2)]
+    return [replace(batch.map(Tensor.contiguous), has_ties=False) for batch in batches]
 
 
 TRAINING_VARIANTS: dict[
-    str, tuple[dict[str, Any], Callable[[], list[dict[str, Tensor]]], dict[str, Any]]
+    str, tuple[dict[str, Any], Callable[[], Sequence[Batch]], dict[str, Any]]
 ] = {
     "tiger": (
         {"name": "tiger"},
@@ -126,13 +127,13 @@ TRAINING_VARIANTS: dict[
 class Repeated:
     """Batches in an endless cycle, in the form that `fit` takes."""
 
-    def __init__(self, batches: list[dict[str, Tensor]], steps: int) -> None:
+    def __init__(self, batches: Sequence[Batch], steps: int) -> None:
         self.given, self.count = batches, steps
 
     def steps(self, epoch: int) -> int:
         return self.count
 
-    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
         return itertools.islice(itertools.cycle(self.given), skip, self.count)
 
 
@@ -190,7 +191,7 @@ def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
                 rates.append(event.examples_per_s)
         elif isinstance(event, EpochEvent):
             wait = event.data_wait
-    rows = len(next(iter(batches()[0].values())))
+    rows = batches()[0].num_rows
     row = {
         "benchmark": "gpu train",
         "variant": variant,
@@ -294,10 +295,7 @@ def time_search(variant: str, runs: int) -> Iterator[Row]:
     plain = type(model).recommend.__wrapped__.__wrapped__
     options = {} if variant == "sasrec" else {"beam": BEAM}
     for size in SIZES:
-        batch = {
-            name: value.to(CUDA)
-            for name, value in retrieval_batches(size, "request")[0].items()
-        }
+        batch = retrieval_batches(size, "request")[0].to(CUDA)
         calls: dict[str, Callable[[], Any]] = {
             "plain": partial(plain, model, batch, 10, **options),
             "graph": partial(model.recommend, batch, 10, **options),

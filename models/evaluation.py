@@ -17,7 +17,7 @@ import torch
 from models.dataset.dataset import RequestDataset
 from models.metrics.per_user_metrics import PerUserValues
 from models.metrics.ranking_metrics import Histogram
-from models.training.fit import Sums, ValidationStopped, to_device
+from models.training.fit import Sums, ValidationStopped
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def measure_examples(
     for rows in examples.cut_batches(chosen, batch_size):
         if should_stop():
             raise ValidationStopped
-        batch = to_device(examples.collate(rows), device)
+        batch = examples.collate(rows).to(device)
         start = time.perf_counter()
         with torch.no_grad():
             batch_sums = measure(batch, **(options or {}))

@@ -79,7 +79,7 @@ class LoadedModel:
             max_history=max_history,
             rank=rank,
             world=world,
-            **dataset_class.dataset_options(config),
+            **dataset_class.dataset_options(config, self.catalogue),
         )
 
 

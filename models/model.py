@@ -157,13 +157,6 @@ class Model(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def trim_catalogue(
-        cls, catalogue: Any, datasets: Sequence[RequestDataset], config: Any
-    ) -> Any:
-        """Return the catalogue without what batches of the `datasets` bring along."""
-        return catalogue
-
-    @classmethod
     def recommend_options(cls) -> list[str]:
         """Return the names of the options of `recommend`."""
         return [f.name for f in fields(cls.options_class)] if cls.options_class else []

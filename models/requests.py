@@ -1,10 +1,10 @@
-"""How a family reads what a served model is asked: a row of a frame, of whose columns most may be left out.
+"""Parsing of served requests: a row of a frame becomes arrays, and requests together become a batch.
 
     requests = family.requests(bundle, model, catalogue, {"device": "cpu"})
-    batch = requests.batch([requests.read(Row(row)) for row in rows])
+    batch = requests.collate([requests.parse(Row(row)) for row in rows])
 
-`models/<family>/requests.py` says which columns there are and makes a batch of them; `pipelines/serving` has the MLflow
-models that ask it. A bundle is the folder with what such a model needs: the checkpoint, and copies of tables.
+`models/<family>/requests.py` declares the columns of a family's requests; most may be left out. `pipelines/serving` has
+the MLflow models that call it. A bundle is the folder of a served model: its checkpoint, and copies of tables.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from torch import Tensor
 
 from models.config import did_you_mean
+from models.dataset.batch import Batch
 from models.item_ids import parse_item_ids
 from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.storage.inputs import MADE_BY, Inputs
@@ -29,35 +29,35 @@ from models.text.text_encoder import load_saved
 Floats = NDArray[np.float32]
 
 NAMES = ("features", "actions", "viewers")
-"""What the manifest of sequences names, in order, beside labels."""
+"""Keys of the manifest of sequences that list names in order, beside labels."""
 
 Columns = dict[str, Any]
-"""By column its type: `ids` of items, `id`, `string`, `strings`, `long`, `longs`, `numbers`, `vectors`, by name
-`own_numbers`, `own_categories` or `labels`, or a list of objects as a mapping of the types of their fields."""
+"""Type of each column: `ids` of items, `id`, `string`, `strings`, `long`, `longs`, `numbers`, `vectors`, by name
+`own_numbers`, `own_categories` or `labels`, or for a list of objects a mapping with the types of their fields."""
 
 
 class Row(dict[str, Any]):
-    """A request: the values of its columns. What does not fit is a UserError."""
+    """The columns of one request. Its methods raise UserError for values that no request can have."""
 
-    def given(self, name: str) -> Any:
-        """What it has in a column, None where it has nothing."""
+    def value(self, name: str) -> Any:
+        """Return the value of a column, or None if it is missing."""
         value = self.get(name)
         return None if isinstance(value, float) and np.isnan(value) else value
 
-    def ids(self, name: str) -> list[str]:
-        """A column of ids, as the catalogue has them."""
+    def item_ids(self, name: str) -> list[str]:
+        """Return a column of item ids, in the form of the catalogue's ids."""
         return parse_item_ids(name, self[name])
 
-    def column(self, name: str, count: int, empty: Any = None) -> list[Any]:
-        """`count` entries of a column of lists, `empty` for what is not given."""
-        return counted(name, self.given(name), count, empty)
+    def entries(self, name: str, count: int, default: Any = None) -> list[Any]:
+        """Return the `count` entries of a list, all `default` where the column is left out."""
+        return _check_count(name, self.value(name), count, default)
 
-    def by_name(
+    def entries_by_name(
         self, name: str, known: Collection[str], count: int
     ) -> dict[str, list[Any]]:
-        """The `count` entries of each list that a column gives by name; the model reads those that are `known`."""
-        found = self.given(name) or {}
-        for key in found:
+        """Return the lists of a mapping, each with `count` entries and a name that is `known`."""
+        lists = self.value(name) or {}
+        for key in lists:
             if key not in known:
                 near = did_you_mean(
                     key, known, f"it reads no {name.removeprefix('history_')}"
@@ -66,141 +66,158 @@ class Row(dict[str, Any]):
                     f"{name} has '{key}', which the model does not read; {near}"
                 )
         return {
-            key: counted(f"'{key}' of {name}", values, count)
-            for key, values in found.items()
+            key: _check_count(f"'{key}' of {name}", values, count)
+            for key, values in lists.items()
         }
 
-    def vectors(self, name: str, empty: Floats) -> Floats:
-        """(count, width) of a column of vectors, `empty` (count, width) for what is not given."""
-        (count, width), there = empty.shape, self.given(name)
-        if there is None:
-            return empty
-        if any(vector is None for vector in there):
+    def vectors(self, name: str, default: Floats) -> Floats:
+        """Return a column of vectors (count, width), with `default` (count, width) for NaN and a missing column."""
+        (count, width), vectors = default.shape, self.value(name)
+        if vectors is None:
+            return default
+        if any(vector is None for vector in vectors):
             raise UserError(
                 f"{name} has an entry without numbers; give NaN for what is not known, or leave it out"
             )
-        widths = {len(vector) for vector in there} or {width}
-        if len(there) != count or widths != {width}:
+        widths = {len(vector) for vector in vectors} or {width}
+        if len(vectors) != count or widths != {width}:
             wide = ", ".join(map(str, sorted(widths)))
             raise UserError(
-                f"{name} has {len(there)} vectors of {wide} numbers, {count} of {width} are expected; the model's "
+                f"{name} has {len(vectors)} vectors of {wide} numbers, {count} of {width} are expected; the model's "
                 f"metadata names them"
             )
-        values = np.array([list(vector) for vector in there], np.float32).reshape(
-            count, width
-        )
-        return finite(name, np.where(np.isnan(values), empty, values))
+        values = np.array([list(vector) for vector in vectors], np.float32)
+        values = values.reshape(count, width)
+        return _check_finite(name, np.where(np.isnan(values), default, values))
 
-    def own(
+    def own_features(
         self,
         own: OwnFeatures,
-        of: str,
+        prefix: str,
         count: int,
-        usual: Mapping[str, pa.Array] | None = None,
+        defaults: Mapping[str, pa.Array] | None = None,
     ) -> Floats:
-        """(count, own features) of what the columns `{of}numbers` and `{of}categories` give by name; `usual` has
-        columns for those that they do not give."""
-        columns, names = dict(usual or {}), own_names(own)
-        for name, values in self.by_name(
-            f"{of}numbers", names.get("numbers", ()), count
-        ).items():
-            finite(f"'{name}' of {of}numbers", np.array(values, np.float32))
+        """Return the log's own features (count, X + G).
+
+        Args:
+            own: The features.
+            prefix: Beginning of the names of the two columns, `{prefix}numbers` and `{prefix}categories`.
+            count: Number of candidates or behaviours.
+            defaults: Columns of the features that the request leaves out.
+        """
+        columns, names = dict(defaults or {}), _own_names(own)
+        numbers = self.entries_by_name(
+            f"{prefix}numbers", names.get("numbers", ()), count
+        )
+        for name, values in numbers.items():
+            _check_finite(f"'{name}' of {prefix}numbers", np.array(values, np.float32))
             columns[NUMBER + name] = pa.array(values, pa.float32(), from_pandas=True)
-        for name, values in self.by_name(
-            f"{of}categories", names.get("categories", ()), count
-        ).items():
+        categories = self.entries_by_name(
+            f"{prefix}categories", names.get("categories", ()), count
+        )
+        for name, values in categories.items():
             columns[CATEGORY + name] = pa.array(values, pa.string(), from_pandas=True)
         return own.matrix(columns, count)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a row says."""
+    """A parsed request that ranks candidates."""
 
     candidates: list[str]
-    """Ids, in the order given."""
+    """Ids, in the order of the row."""
     known: list[int]
-    """Places of those that are scored: of the catalogue's, and of new items."""
+    """Indices of the candidates that are scored: those of the catalogue, and new items."""
     events: int
-    """Behaviours that are read."""
+    """Number of behaviours that are read."""
     parts: dict[str, NDArray]
-    """Arrays by name, by behaviour that is read or candidate that is scored, to be joined in a batch."""
+    """Arrays by behaviour or by scored candidate; `collate` concatenates those of all requests."""
     new: Sequence[dict[str, Any]] = ()
-    """Items that the row brings and that are not in the catalogue."""
+    """Items of the row that are not in the catalogue."""
 
 
 class Requests:
-    """The requests of one family: here of one that ranks candidates."""
+    """Parser of one family's requests, by default of a family that ranks candidates."""
 
-    needs: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}  # oldest first
-    """Columns of every request."""
-    takes: ClassVar[Columns] = {}
-    """Columns that a request may have beside those that follow from the log (`columns`)."""
-    gives: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}  # best first
-    """Columns of an answer."""
+    required_columns: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}
+    """Columns of every request; the history is oldest first."""
+    optional_columns: ClassVar[Columns] = {}
+    """Columns that a request may have, beside those that depend on the log (`columns`)."""
+    answer_columns: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}
+    """Columns of an answer, best item first."""
     settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}  # or cuda
-    """What may be set when the model is loaded, with its defaults."""
+    """Options of loading a served model, with their defaults."""
 
     def __init__(
         self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]
     ) -> None:
-        """Of a bundle."""
-        self.items: list[str] = read_table(
-            f"{folder}/tables/items", "items", ["item_id"]
-        )["item_id"].to_pylist()
+        """Read the items, and the encoder if there is one, from the bundle in `folder`."""
+        items = read_table(f"{folder}/tables/items", "items", ["item_id"])
+        self.items: list[str] = items["item_id"].to_pylist()
         self.index = {item: number for number, item in enumerate(self.items)}
-        self.encoder = (
-            load_saved(f"{folder}/encoder")
-            if Path(folder, "encoder").exists()
-            else None
-        )
-        """What encodes texts that training has not seen, where the bundle has it."""
+        self.encoder = None
+        """Encoder of texts that training has not seen, if the bundle has it."""
+        if Path(folder, "encoder").exists():
+            self.encoder = load_saved(f"{folder}/encoder")
 
-    def read(self, row: Row) -> Any:
-        """A `Request`, or what else `batch` takes; UserError for what no request can have. The row is not changed."""
+    def parse(self, row: Row) -> Any:
+        """Return the request of a row.
+
+        Raises:
+            UserError: If the row has a value that no request can have.
+        """
         raise NotImplementedError
 
-    def batch(self, requests: Sequence[Any]) -> dict[str, Tensor]:
-        """What the model scores."""
+    def collate(self, requests: Sequence[Any]) -> Batch:
+        """Return the batch of parsed requests."""
         raise NotImplementedError
 
     @classmethod
     def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
-        """`takes`, and what follows from the log, by the `info` of its sequences: its own features, of candidates and
-        of behaviours."""
-        own = own_names(OwnFeatures.of(info))
-        return {
-            **cls.takes,
-            **{f"{of}{kind}": f"own_{kind}" for kind in own for of in ("", "history_")},
+        """Return all optional columns, including columns for the log's own features.
+
+        Args:
+            info: The manifest's `info` of the sequences.
+            inputs: Where the tables are.
+        """
+        own = _own_names(OwnFeatures.from_info(info))
+        own_columns = {
+            f"{prefix}{kind}": f"own_{kind}"
+            for kind in own
+            for prefix in ("", "history_")
         }
+        return {**cls.optional_columns, **own_columns}
 
     @classmethod
     def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
-        """What whoever sends requests has to know: the names of features, actions and labels, in order."""
-        told = {"labels": info.get("tasks", info.get("labels"))} | {
-            name: info.get(name) for name in NAMES
-        }
-        found = {name: list(names) for name, names in told.items() if names is not None}
-        return found | own_names(OwnFeatures.of(info))
+        """Return the names of features, actions and labels in order, which the sender of requests has to know."""
+        labels = info.get("tasks", info.get("labels"))
+        lists = {"labels": labels} | {name: info.get(name) for name in NAMES}
+        names = {key: list(names) for key, names in lists.items() if names is not None}
+        return names | _own_names(OwnFeatures.from_info(info))
 
 
-def counted(
-    what: str, values: Iterable[Any] | None, count: int, empty: Any = None
+def _check_count(
+    name: str, values: Iterable[Any] | None, count: int, default: Any = None
 ) -> list[Any]:
-    """`count` values, `empty` where none are given; UserError for another number."""
-    found = [empty] * count if values is None else list(values)
-    if len(found) != count:
+    """Return `count` values, all `default` where none are given.
+
+    Raises:
+        UserError: If there is another number of values.
+    """
+    entries = [default] * count if values is None else list(values)
+    if len(entries) != count:
         raise UserError(
-            f"{what} has {len(found)} entries where {count} are expected; give one each"
+            f"{name} has {len(entries)} entries where {count} are expected; give one each"
         )
-    return found
+    return entries
 
 
-def finite(name: str, values: Floats) -> Floats:
+def _check_finite(name: str, values: Floats) -> Floats:
     """Return the values.
 
     Raises:
-        UserError: for an infinite number, or one whose square is infinite in float32.
+        UserError: If a number is infinite, or its square is infinite in float32.
     """
     if (np.abs(values) > LARGEST_NUMBER).any():
         raise UserError(
@@ -209,17 +226,19 @@ def finite(name: str, values: Floats) -> Floats:
     return values
 
 
-def own_names(own: OwnFeatures) -> dict[str, list[str]]:
-    """The log's own features as requests call them, by the column that gives them; nothing where there are none."""
-    starts = {"numbers": NUMBER, "categories": CATEGORY} if own.names else {}
+def _own_names(own: OwnFeatures) -> dict[str, list[str]]:
+    """Return the names of the log's own features in requests, by column: `numbers` and `categories`."""
+    if not own.names:
+        return {}
+    prefixes = {"numbers": NUMBER, "categories": CATEGORY}
     return {
-        kind: [x.removeprefix(start) for x in own.names if x.startswith(start)]
-        for kind, start in starts.items()
+        kind: [name.removeprefix(p) for name in own.names if name.startswith(p)]
+        for kind, p in prefixes.items()
     }
 
 
-def bundled(folder: str) -> Inputs:
-    """What a bundle has."""
+def find_bundled_inputs(folder: str) -> Inputs:
+    """Return the tables of a bundle, and the folders beside them that it has."""
     beside = {
         name: f"{folder}/{name}" for name in MADE_BY if Path(folder, name).exists()
     }

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from models import registry
 from models.config import did_you_mean
+from models.dataset.batch import Batch
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
 from models.evaluation import measure_examples
@@ -41,7 +42,6 @@ from models.training.fit import (
     Counted,
     FitConfig,
     Sums,
-    to_device,
     uses_cuda_graphs,
     validation,
 )
@@ -65,7 +65,7 @@ class Batches:
         """Return the number of steps of an epoch."""
         return self.dataset.num_steps(self.batch_size)
 
-    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
         return self.dataset.epoch(
             self.batch_size,
             seed=self.seed,
@@ -135,12 +135,12 @@ class TrainingRun:
         if not model_class.trains_by_gradient:  # counted in one pass, by one worker
             rank, world = 0, 1
         since = last.learned.get("since", 0) if last else trained_until(first, fit)
+        new = NewExamples(since, fit.replay_fraction, fit.seed)
         train, val = load_datasets(
-            model_class, config, inputs, fit=fit, since=since, rank=rank, world=world
+            model_class, config, catalogue, inputs, new, rank, world
         )
         if not len(train):
             raise UserError(explain_empty_training(since, init, inputs))
-        catalogue = model_class.trim_catalogue(catalogue, [train, val], config)
         torch.manual_seed(fit.seed)
         module = model_class(config, catalogue).to(device)
         messages = []
@@ -202,12 +202,12 @@ class TrainingRun:
         else:
             model.fit_counts(self.train(0, 0))
 
-    def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
+    def _validation_batches(self) -> Iterator[Batch]:
         batches = self.val.evaluation_batches(
             self.fit.eval_batch_size, self.fit.eval_examples
         )
         for rows in batches:
-            yield to_device(self.val.collate(rows), self.device)
+            yield self.val.collate(rows).to(self.device)
 
     def means(self, sums: Sums) -> dict[str, float]:
         """Return the metrics from the sums of all ranks."""
@@ -290,22 +290,17 @@ class ConstantScores(nn.Module):
         self.train_rates, self.correction = model.train_rates, model.correction
         self.reads_position = False
 
-    def measure(self, batch: dict[str, Tensor], **options: Any) -> dict[str, Any]:
+    def measure(self, batch: Any, **options: Any) -> dict[str, Any]:
         return self.model_class.measure(self, batch, **options)  # type: ignore[arg-type]
 
-    def score(self, batch: dict[str, Tensor]) -> Tensor:
+    def score(self, batch: Any) -> Tensor:
         """Return (N, K) zeros."""
-        valid = batch.get("candidate_valid")  # of actions
-        count = len(batch["labels"]) if valid is None else int(valid.sum())
-        device = next(iter(batch.values())).device
-        return torch.zeros(count, len(self.labels), device=device)
+        count = int(batch.candidate_valid.sum())
+        return torch.zeros(count, len(self.labels), device=batch.device)
 
-    def recommend(
-        self, batch: dict[str, Tensor], k: int, **options: Any
-    ) -> tuple[Tensor, Tensor]:
+    def recommend(self, batch: Any, k: int, **options: Any) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k) zeros."""
-        rows, device = len(batch["history"]), batch["history"].device
-        items = torch.zeros(rows, k, dtype=torch.long, device=device)
+        items = torch.zeros(batch.num_rows, k, dtype=torch.long, device=batch.device)
         return items, items.float()
 
 
@@ -403,30 +398,35 @@ def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
 def load_datasets(
     model_class: type[Model],
     config: Any,
+    catalogue: Any,
     inputs: Inputs,
-    *,
-    fit: FitConfig,
-    since: int,
+    new: NewExamples,
     rank: int,
     world: int,
 ) -> tuple[RequestDataset, RequestDataset]:
     """Load this worker's datasets of training and validation.
 
-    `since` is the time in ms up to which a model that this one continues was trained; 0
-    for a new model.
+    Args:
+        model_class: Class of the model.
+        config: Config of the model.
+        catalogue: Catalogue of the model.
+        inputs: Where the tables are.
+        new: The training examples to read, for a model that continues another one.
+        rank: Number of this worker.
+        world: Number of workers.
     """
     dataset_class = model_class.dataset_class
     common = {
         "max_history": config.max_history,
         "rank": rank,
         "world": world,
-        **dataset_class.dataset_options(config),
+        **dataset_class.dataset_options(config, catalogue),
     }
     train = dataset_class.load(
         inputs.sequences,
         "train",
         unit=model_class.example_unit,
-        new=NewExamples(since, fit.replay_fraction, fit.seed),
+        new=new,
         **common,
     )
     val = dataset_class.load(

@@ -35,6 +35,7 @@ from models.build import parse_options
 from models.config import build, read_configs
 from models.evaluation import measure_examples
 from models.loaded_model import LoadedModel
+from models.retrieval.data import RequestBatch
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
@@ -373,12 +374,12 @@ class Days:
             else None
         )
 
-        def hits(batch: dict[str, Any]) -> dict[str, float]:
+        def hits(batch: RequestBatch) -> dict[str, float]:
             found = (
                 loaded.model.recommend(batch, 10, allowed=allowed)[0]
-                == batch["target"][:, None]
+                == batch.target[:, None]
             ).any(1)
-            of_new = batch["target"] >= new
+            of_new = batch.target >= new
             return {
                 "all": float(found.sum()),
                 "new": float(found[of_new].sum()),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch
 from models.storage.tables import join
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import feature_groups
@@ -156,6 +160,21 @@ def write_text(
             {"encoder": "test"},
             inputs,
         )
+
+
+def change(
+    batch: SearchBatch, catalogue: SearchCatalogue, **changes: Any
+) -> SearchBatch:
+    """A copy of the batch with other tensors, and with the text of its items and queries as they are then."""
+    copy = replace(batch.map(Tensor.clone), **changes)
+    text = catalogue.text.collate(
+        copy.history.numpy(),
+        copy.history_query.numpy(),
+        copy.request_query.numpy(),
+        copy.candidate.numpy(),
+        np.bincount(copy.candidate_request, minlength=len(copy.request)),
+    )
+    return replace(copy, **text)
 
 
 def write_tables(

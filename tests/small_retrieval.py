@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import PAD, Catalogue, RequestBatch, WindowBatch
 from models.retrieval.parts import History
 from models.retrieval.tiger import Tiger, TigerConfig
 
@@ -36,7 +36,7 @@ def catalogue(items: int = ITEMS, sizes: tuple[int, ...] = SIZES) -> Catalogue:
 
 def requests(
     count: int, items: int = ITEMS, seed: int = 1, longest: int = 5
-) -> dict[str, Tensor]:
+) -> RequestBatch:
     """Requests with histories of 1 to `longest` items, the first one's of 2."""
     length = torch.randint(
         1, longest + 1, (count,), generator=torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ def requests(
 
 def requests_of(
     lengths: list[int], seed: int = 1, items: int = ITEMS, longest: int = 0
-) -> dict[str, Tensor]:
+) -> RequestBatch:
     """Requests with histories of these lengths, padded to the longest of them, or to `longest`."""
     generator, length = (
         torch.Generator().manual_seed(seed),
@@ -59,13 +59,28 @@ def requests_of(
     user = torch.randint(0, 2**62, (len(lengths),), generator=generator)
     target = torch.randint(0, items, (len(lengths),), generator=generator)
     repeats = (history == target[:, None]).any(1).long()
-    return {
-        "history": history,
-        "history_length": length,
-        "user": user,
-        "target": target,
-        "repeats": repeats,
-    }
+    row = torch.arange(len(lengths))
+    return RequestBatch(
+        history=history,
+        history_length=length,
+        user=user,
+        user_row=row,
+        request=row,
+        target=target,
+        repeats=repeats,
+    )
+
+
+def windows(batch: RequestBatch, **requests: Tensor) -> WindowBatch:
+    """The histories of a batch as windows that serve the `requests` (target, target_row and target_position)."""
+    return WindowBatch(
+        history=batch.history,
+        history_length=batch.history_length,
+        user=batch.user,
+        user_row=batch.user_row,
+        request=batch.request,
+        **requests,
+    )
 
 
 def tiger(seed: int = 0) -> Tiger:

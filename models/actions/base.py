@@ -18,7 +18,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from models.actions.batch import ActionsCatalogue, Batch, earlier
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
 from models.config import check_choices, check_dropout, check_positive
 from models.label_loss import (
@@ -261,17 +262,17 @@ class FusionModel(ActionsModel):
             for _ in range(c.num_layers)
         )
 
-    def layout(self, batch: Batch) -> Layout:
+    def layout(self, batch: ActionsBatch) -> Layout:
         """What each event of the batch reads, for a model with `tokens` positions to an event of the context."""
         context, width = (
-            batch["item"].shape[1],
+            batch.item.shape[1],
             self.config.width // self.config.num_heads,
         )
         return Layout.build(
-            earlier(batch),
+            batch.count_earlier(),
             context,
             width,
-            tied="untied" not in batch,
+            tied=batch.has_ties,
             tokens=self.tokens,
         )
 
@@ -280,38 +281,38 @@ class FusionModel(ActionsModel):
         (B, T, D). A state may depend on the actions of events that are strictly earlier, as `layout` says."""
         raise NotImplementedError
 
-    def logits(self, batch: Batch, *, history: bool) -> Tensor:
+    def logits(self, batch: ActionsBatch, *, history: bool) -> Tensor:
         """(B, L, K), or (B, C, K) of the candidates alone where not `history`; before the correction for
         `negative_rate`."""
-        shown = (joined(batch, name, True) if name in batch else None for name in SHOWN)
-        items = self.items(*shown, new=new_items(batch))
-        states = self.encode(items, self.actions(batch["action"]), self.layout(batch))
-        states = states if history else states[:, batch["item"].shape[1] :]
-        return self.head(
-            torch.cat([states, self.features(joined(batch, "feature", history))], 2)
+        items = self.items(
+            batch.join("item"),
+            None if batch.viewer is None else batch.join("viewer"),
+            None if batch.own is None else batch.join("own"),
+            new_items(batch),
         )
+        states = self.encode(items, self.actions(batch.action), self.layout(batch))
+        feature = batch.join("feature")
+        if not history:
+            states = states[:, batch.item.shape[1] :]
+            feature = batch.candidate_feature
+        return self.head(torch.cat([states, self.features(feature)], 2))
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: ActionsBatch) -> Tensor:
         """(N, K) logits of the N candidates of all users, row by row, padding left out."""
         return (
-            self.logits(batch, history=False)[batch["candidate_valid"]]
-            + self.correction
+            self.logits(batch, history=False)[batch.candidate_valid] + self.correction
         )
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, batch: ActionsBatch) -> dict[str, Tensor]:
         """`loss`: per task the mean binary cross-entropy over events that are learned from, summed over tasks;
         `padding`: the share of the batch's positions that hold no event."""
         history = self.history_targets
-        learned = batch["candidate_valid"]
+        learned = batch.candidate_valid
         if history:
-            learned = torch.cat([batch["learn"], learned], 1)
-        logits, label = (
-            x.flatten(0, 1)
-            for x in (
-                self.logits(batch, history=history),
-                joined(batch, "label", history),
-            )
-        )
+            learned = torch.cat([batch.learn, learned], 1)
+        logits = self.logits(batch, history=history).flatten(0, 1)
+        label = batch.join("label") if history else batch.candidate_label
+        label = label.flatten(0, 1)
         kept = learned.flatten()[:, None].expand_as(
             label
         )  # no selection, for whose size a GPU would have to wait
@@ -319,7 +320,7 @@ class FusionModel(ActionsModel):
         loss = label_loss(
             logits, label, self.weights, kept if some is None else kept & some
         )
-        events = torch.cat([batch["valid"], batch["candidate_valid"]], 1)
+        events = torch.cat([batch.valid, batch.candidate_valid], 1)
         return {"loss": loss, "padding": 1 - events.float().mean()}
 
     def parameter_counts(self) -> dict[str, int]:
@@ -330,27 +331,12 @@ class FusionModel(ActionsModel):
         return {**counts, "total": sum(counts.values())}
 
 
-SHOWN = ("item", "viewer", "own")
-"""What a batch says of an event before anything is done with it."""
-
-
 CONTENT = ("numbers", "categories", "text")
 """What is known of an item beside its id."""
 
 
-def new_items(batch: Batch) -> dict[str, Tensor] | None:
-    """What a served request brings of items that are not in the catalogue."""
-    return (
-        {name: batch[f"new_{name}"] for name in CONTENT}
-        if "new_numbers" in batch
-        else None
-    )
-
-
-def joined(batch: Batch, name: str, history: bool) -> Tensor:
-    """(B, L, ...) of context and candidates, or (B, C, ...) of candidates."""
-    return (
-        torch.cat([batch[name], batch[f"candidate_{name}"]], 1)
-        if history
-        else batch[f"candidate_{name}"]
-    )
+def new_items(batch: ActionsBatch) -> dict[str, Tensor] | None:
+    """Return the content of the items that a served request brings, by name; None without new items."""
+    if batch.new_numbers is None:
+        return None
+    return {name: getattr(batch, f"new_{name}") for name in CONTENT}

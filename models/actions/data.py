@@ -1,7 +1,7 @@
 """Users' sequences as batches for models of actions: what was done before, and what is to be predicted.
 
     dataset = ActionsDataset.load("tables/sequences", "train", unit="user", max_history=1024)
-    for batch in dataset.epoch(64, seed=1, epoch=0): ...     # tensors as models/actions/batch.py says
+    for batch in dataset.epoch(64, seed=1, epoch=0): ...     # tensors of models/actions/batch.py
 
 Training takes batches of similar length and of equally many events, so that there is little padding and every step
 weighs its events alike. A user with more than `max_history` training events gives several examples, cut from the end,
@@ -22,9 +22,8 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
-from models.actions.batch import any_tied
+from models.actions.batch import ActionsBatch, any_tied
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
 from models.own_features import OwnFeatures
@@ -35,7 +34,6 @@ from models.ragged import (
     row_numbers,
 )
 from models.storage.tables import Manifest
-from models.training.cuda_graphs import rung
 
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples lie evenly within 0 to 1, and so do the cuts of a batch's rows."""
@@ -81,13 +79,13 @@ class ActionsDataset(RequestDataset):
     """(n,) first events of the context that another example learns from."""
 
     @classmethod
-    def dataset_options(cls, config: Any) -> dict[str, Any]:
+    def dataset_options(cls, config: Any, catalogue: Any) -> dict[str, Any]:
         return {"window_overlap": config.window_overlap}
 
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
         viewers = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
-        own = OwnFeatures.of(manifest.info).names
+        own = OwnFeatures.from_info(manifest.info).names
         vectors = ("actions", "tasks", "features")
         ends = ("train_end", "val_end")
         return ["item_index", "timestamp_ms", *viewers, *own, *vectors, *ends]
@@ -220,65 +218,50 @@ class ActionsDataset(RequestDataset):
         if len(rows):
             yield rows[first:]
 
-    def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Return the examples as the tensors of `models/actions/batch.py`, and `user_row` (B,)."""
+    def collate(self, rows: NDArray[np.int64]) -> ActionsBatch:
+        """Return the examples as tensors; `rows` (B,) or, for unit `cut`, (B, 2) with the size of each context."""
         if rows.ndim == 2:
             rows, context = rows.T
         else:
             context = self.context[rows]
         begin = self.begin[rows]
-        batch = {"user_row": torch.from_numpy(self.user[rows])}
-        past = pad_indices(begin, context)
-        shown = pad_indices(begin + context, self.lengths[rows] - context, 0)
-        batch["valid"] = torch.from_numpy(past[1])
-        batch["candidate_valid"] = torch.from_numpy(shown[1])
+        index, inside = pad_indices(begin, context)
+        candidate_index, candidate_inside = pad_indices(
+            begin + context, self.lengths[rows] - context, 0
+        )
+        tensors: dict[str, Tensor] = {}
         for name in EVENT_COLUMNS:
             if name not in self.columns:
                 continue
             values, dtype = self.columns[name], TENSOR_TYPES.get(name, torch.float32)
-            batch[name] = torch.from_numpy(pad_ragged(values, *past, 0)).to(dtype)
+            past = pad_ragged(values, index, inside, 0)
+            tensors[name] = torch.from_numpy(past).to(dtype)
             if name != "action":
-                gathered = torch.from_numpy(pad_ragged(values, *shown, 0))
-                batch[f"candidate_{name}"] = gathered.to(dtype)
-        position = np.arange(past[0].shape[1])
+                shown = pad_ragged(values, candidate_index, candidate_inside, 0)
+                tensors[f"candidate_{name}"] = torch.from_numpy(shown).to(dtype)
+        valid = torch.from_numpy(inside)
+        position = np.arange(index.shape[1])
         learned_here = torch.from_numpy(position >= self.shared[rows, None])
-        batch["learn"] = batch["valid"] & learned_here
-        if not any_tied(batch):
-            batch["untied"] = torch.zeros(0)
-        return batch
+        return ActionsBatch(
+            user_row=torch.from_numpy(self.user[rows]),
+            valid=valid,
+            learn=valid & learned_here,
+            candidate_valid=torch.from_numpy(candidate_inside),
+            has_ties=any_tied(tensors["time"], valid),
+            **tensors,  # type: ignore[arg-type]
+        )
 
-    def candidate_keys(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the keys of the candidates; a request is what a user was shown at one time."""
-        valid = batch["candidate_valid"]
-        time = batch["candidate_time"][valid]
+    def candidate_keys(self, batch: ActionsBatch) -> dict[str, Tensor]:
+        """Return the keys of the candidates; all candidates of a user at one time are one request."""
+        valid = batch.candidate_valid
+        time = batch.candidate_time[valid]
         return {
-            "user_row": batch["user_row"][:, None].expand_as(valid)[valid],
+            "user_row": batch.user_row[:, None].expand_as(valid)[valid],
             "request": time,
             "time": time,
             "query": torch.full_like(time, -1),
-            "item": batch["candidate_item"][valid],
-            "labels": batch["candidate_label"][valid],
-        }
-
-    def pad_to_buckets(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Pad rows, and positions of context and candidates, with positions that hold no event."""
-        rows, context = batch["item"].shape
-        candidates = batch["candidate_item"].shape[1]
-        more_rows = rung(rows) - rows
-        more_context = min(rung(context), max(context, self.max_history)) - context
-        more_candidates = rung(candidates) - candidates if candidates else 0
-
-        def pad(name: str, value: Tensor) -> Tensor:
-            if value.ndim == 1:
-                return functional.pad(value, (0, more_rows))
-            is_candidate = name.startswith("candidate_")
-            more = more_candidates if is_candidate else more_context
-            inner = (0, 0) * (value.ndim - 2)
-            return functional.pad(value, (*inner, 0, more, 0, more_rows))
-
-        return {
-            name: value if name == "untied" else pad(name, value)
-            for name, value in batch.items()
+            "item": batch.candidate_item[valid],
+            "labels": batch.candidate_label[valid],
         }
 
 
@@ -290,7 +273,7 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
         event (E, ...): item, time, action (A), label (K), feature (F); where the log has some, viewer (V), the number
         of each value in the manifest's `viewers` from 1, or 0, and own, as `OwnFeatures.matrix` has them.
     """
-    info, own = manifest.info, OwnFeatures.of(manifest.info)
+    info, own = manifest.info, OwnFeatures.from_info(manifest.info)
     item_lists = table["item_index"].combine_chunks()
 
     def by_event(name: str) -> pa.Array:

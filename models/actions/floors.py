@@ -23,7 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from models.actions.batch import ActionsCatalogue, Batch
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
 from models.config import check_least, check_positive
 from models.layers.standardised import Standardised
@@ -77,15 +78,15 @@ class BaseRate(ActionsModel):
         self.register_buffer("events", zeros[:, 0].clone())  # (I,)
         self.register_buffer("done", zeros)  # (I, K)
 
-    def fit_counts(self, batches: Iterable[Batch]) -> None:
+    def fit_counts(self, batches: Iterable[ActionsBatch]) -> None:
         """Count the training events of each item, and those with each task done."""
         events, done = torch.zeros_like(self.events), torch.zeros_like(self.done)
         events, done = events.cpu(), done.cpu()
         for batch in batches:
-            learn = batch["learn"].cpu()
-            item = batch["item"].cpu()[learn]
+            learn = batch.learn.cpu()
+            item = batch.item.cpu()[learn]
             events += torch.bincount(item, minlength=len(events))
-            done.index_add_(0, item, batch["label"].cpu()[learn].double())
+            done.index_add_(0, item, batch.label.cpu()[learn].double())
         self.events.copy_(events)
         self.done.copy_(done)
 
@@ -94,9 +95,9 @@ class BaseRate(ActionsModel):
         total = self.events.sum().clamp(min=1)
         return (self.done.sum(0) / total).expand(len(item), -1)
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) log-odds for the candidates, row by row without padding."""
-        item = batch["candidate_item"][batch["candidate_valid"]]
+        item = batch.candidate_item[batch.candidate_valid]
         return self.rates(item).logit(eps=1e-6)
 
 

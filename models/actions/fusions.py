@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.actions.base import ActionsConfig, FusionModel
-from models.actions.batch import ActionsCatalogue
+from models.actions.catalogue import ActionsCatalogue
 from models.config import check_least
 from models.layers.causal_attention import CausalAttention, Layout
 

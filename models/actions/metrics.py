@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.actions.batch import ActionsBatch
 from models.label_loss import select_measured
 from models.metrics import ranking_metrics
 from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
@@ -41,13 +42,13 @@ AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 """Metrics whose mean over tasks is given."""
 
 
-def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
+def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]:
     """Sums over a batch's candidates. `model.score(batch)` gives logits (N, K), `model.labels` the tasks' names,
     `model.train_rates` their shares of positives in training, or nothing, `model.correction` what it adds to
     logits. With `by_user` also the loss of every so-manieth user, but for models with masks, whose tasks count other
     candidates each."""
-    logits, valid = model.score(batch).float(), batch["candidate_valid"]
-    label = batch["candidate_label"][valid]
+    logits, valid = model.score(batch).float(), batch.candidate_valid
+    label = batch.candidate_label[valid]
     kept = select_measured(label, model.masks)
     user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[
         valid
@@ -71,7 +72,7 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
             logits.double(), label.double(), reduction="none"
         ).sum(1)
         sums[f"{PER_USER_PREFIX}eval_loss"] = PerUserValues.from_batch(
-            batch["user_row"][user], loss, by_user
+            batch.user_row[user], loss, by_user
         )
     return sums
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from models.actions import metrics
-from models.actions.batch import TABLES, ActionsCatalogue
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import TABLES, ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
 from models.model import Model, Ranked
@@ -44,12 +45,12 @@ class ActionsModel(Model):
     ) -> ActionsCatalogue:
         return ActionsCatalogue.load(inputs.tables, inputs.text, scales)
 
-    def score(self, batch: dict[str, Tensor]) -> Tensor:
+    def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) logits of the candidates of all users, row by row without padding."""
         raise NotImplementedError
 
     def measure(
-        self, batch: dict[str, Tensor], by_user: int = 0, **options: Any
+        self, batch: ActionsBatch, by_user: int = 0, **options: Any
     ) -> dict[str, Any]:
         return metrics.measure(self, batch, by_user)
 

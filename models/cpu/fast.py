@@ -34,6 +34,7 @@ from torch.nn import functional
 from models.cpu import kernels
 from models.cpu.derived import cache_until_changed
 from models.metrics.scores import check_finite
+from models.retrieval.data import HistoryBatch
 from models.retrieval.decoders.sid_mlp import Readout, SidMlpDecoder, query_state
 from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import nothing
@@ -114,7 +115,7 @@ class FastSearch:
         self.epsilon = norms[0].eps
 
     def __call__(
-        self, batch: dict[str, Tensor], k: int, beam: int, children: bool
+        self, batch: HistoryBatch, k: int, beam: int, children: bool
     ) -> tuple[Tensor, Tensor]:
         """Recommend items as `beam_search` with the student's scorer does.
 
@@ -129,9 +130,9 @@ class FastSearch:
         """
         return self.beam_search(self.context(batch), k, beam, children)
 
-    def context(self, batch: dict[str, Tensor]) -> Tensor:
+    def context(self, batch: HistoryBatch) -> Tensor:
         """Compute z (B, D) of equation 1."""
-        if not torch.compiler.is_compiling() and not len(batch["history"]):
+        if not torch.compiler.is_compiling() and not len(batch.history):
             return self.query_key.new_zeros((0, self.query_key.shape[1]))
         if self.encoder is None:
             return self.read(self.backbone.infer(batch))

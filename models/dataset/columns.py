@@ -185,7 +185,7 @@ def _map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> NDArray:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove entries that nobody opened for `MAX_UNUSED_S`, and what killed processes left."""
+    """Remove entries that no process opened for `MAX_UNUSED_S`, and unfinished ones of killed processes."""
     oldest = time.time() - MAX_UNUSED_S
     for entry in folder.iterdir():
         marker = entry / "columns.json"

@@ -14,20 +14,19 @@ Shapes: `n` examples of the split.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.dataset.batch import Batch
 from models.dataset.columns import Columns, columns_bytes, open_columns
 from models.dataset.order import count_steps, order_epoch
 from models.ragged import lengths_to_offsets
 from models.storage.tables import Manifest, UserError, sequences_manifest
-from models.training.distributed import IDLE, ROWS
 
 SPLITS = ("train", "val", "test")
 """Splits of a table; columns have their index."""
@@ -61,20 +60,20 @@ class RequestDataset:
     splits: ClassVar[tuple[str, ...]] = SPLITS
     """Splits that a dataset can have."""
     default_unit: ClassVar[str]
-    """What an example is, where nothing else is asked for."""
+    """Unit of an example if `load` is called without one."""
     default_max_history: ClassVar[int]
-    """Behaviours of a history at most, where nothing else is asked for."""
+    """Behaviours of a history at most if `load` is called without a limit."""
     counted: ClassVar[str] = "requests"
-    """What `num_requests` counts, in words."""
+    """Unit that `num_requests` counts, for messages."""
     learned_unit: ClassVar[str] = "requests"
-    """What `num_learned` counts, in words."""
+    """Unit that `num_learned` counts, for messages."""
 
     user: NDArray[np.integer]
     """(n,) row of each example's user in the table."""
     lengths: NDArray[np.integer]
     """(n,) length by which examples are sorted, so that a batch has little padding."""
     weights: NDArray[np.integer]
-    """(n,) what an example counts in a batch."""
+    """(n,) weight of each example in a batch."""
     num_requests: int
     """Requests of the split, over all workers."""
     num_learned: int
@@ -101,7 +100,7 @@ class RequestDataset:
         Args:
             columns: The decoded table, or served requests in the same form.
             split: `train`, `val`, `test`, or another one of `splits`.
-            unit: What an example is; a family documents its units.
+            unit: Unit of an example, such as `request`; a family documents its units.
             max_history: Behaviours of a history at most.
             rank: Number of this worker.
             world: Number of workers.
@@ -129,8 +128,8 @@ class RequestDataset:
     # Pieces of a family.
 
     @classmethod
-    def dataset_options(cls, config: Any) -> dict[str, Any]:
-        """Return the options of the dataset that a model's config sets."""
+    def dataset_options(cls, config: Any, catalogue: Any) -> dict[str, Any]:
+        """Return the options of the dataset that a model's config and catalogue set."""
         return {}
 
     @classmethod
@@ -145,23 +144,23 @@ class RequestDataset:
 
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
-        """Return what the decoded arrays depend on beside the table's content, as a JSON value."""
+        """Return a JSON value that the decoded arrays depend on, beside the table's content."""
         return None
 
     def _plan(self) -> None:
-        """Set `user`, `lengths`, `weights`, `num_requests` and what `collate` reads."""
+        """Set `user`, `lengths`, `weights`, `num_requests`, and the attributes that `collate` reads."""
         raise NotImplementedError
 
-    def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+    def collate(self, rows: NDArray[np.int64]) -> Batch:
         """Return the examples of these numbers as tensors."""
         raise NotImplementedError
 
     def sort_for_evaluation(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the examples in the order of an evaluation, those of similar lengths together."""
+        """Return the examples in the order of an evaluation, with similar lengths next to each other."""
         return rows[np.argsort(self.lengths[rows], kind="stable")]
 
-    def candidate_keys(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what identifies each of the N candidates that a model scores.
+    def candidate_keys(self, batch: Any) -> dict[str, Tensor]:
+        """Return the keys of the N candidates that a model scores.
 
         Returns:
             (N,) tensors: `user_row`; `request`, by which a user's requests are told apart and ordered; the request's
@@ -169,18 +168,10 @@ class RequestDataset:
         """
         raise NotImplementedError
 
-    def pad_to_buckets(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Pad a batch of training to one of few shapes; padding changes neither loss nor gradient."""
-        return batch
-
-    def attach_text(self, catalogue: Any, history: bool, complete: bool = True) -> None:
-        """Let batches bring text that the model does not hold."""
-        raise NotImplementedError
-
     def _draw(
         self, rows: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return the examples of a training batch with what is drawn anew for each epoch."""
+        """Return the examples of a training batch, with parts that are drawn at random for each epoch."""
         return rows
 
     # Common to all families.
@@ -243,7 +234,7 @@ class RequestDataset:
         return columns_bytes(self.columns)
 
     @property
-    def skipped(self) -> int:
+    def num_skipped(self) -> int:
         """Requests without an example, of this worker's users in an evaluation."""
         return int(self._is_mine(self.skipped_users).sum())
 
@@ -261,7 +252,7 @@ class RequestDataset:
         return users % self.world == self.rank
 
     def keep_random(self, limit: int) -> None:
-        """Keep `limit` examples, drawn at random; all where there are no more."""
+        """Keep `limit` examples, drawn at random, or all if there are fewer."""
         if not 0 < limit < len(self):
             return
         drawn = np.random.default_rng(0).permutation(len(self))[:limit]
@@ -297,11 +288,11 @@ class RequestDataset:
         epoch: int,
         skip: int = 0,
         pad_to_buckets: bool = False,
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Iterator[Batch]:
         """Yield this worker's share of each global batch of an epoch.
 
-        A worker without an example of a batch reads a stand-in that is marked with `IDLE`, since
-        DistributedDataParallel needs a gradient of every worker.
+        A worker without an example of a batch yields a stand-in, since DistributedDataParallel needs a gradient of
+        every worker.
 
         Args:
             batch_size: Weight of a batch over all workers, such as its number of requests.
@@ -311,15 +302,14 @@ class RequestDataset:
             pad_to_buckets: Whether batches come in few shapes, as CUDA graphs need them.
         """
         for rows in self.epoch_rows(batch_size, seed=seed, epoch=epoch, skip=skip):
-            if not len(rows):
+            if len(rows):
+                batch = self.collate(rows)
+                if pad_to_buckets:
+                    batch = batch.pad_to_buckets(self.max_history)
+                yield batch
+            else:
                 stand_in = self._draw(self.rows()[:1], np.random.default_rng(0))
-                yield {**self.collate(stand_in), IDLE: torch.ones(1)}
-                continue
-            batch = self.collate(rows)
-            if pad_to_buckets:
-                num_rows = torch.tensor(len(next(iter(batch.values()))))
-                batch = {**self.pad_to_buckets(batch), ROWS: num_rows}
-            yield batch
+                yield replace(self.collate(stand_in), is_stand_in=True)
 
     def evaluation_rows(self, limit: int = 0) -> NDArray[np.int64]:
         """Return this worker's examples of an evaluation, in order.

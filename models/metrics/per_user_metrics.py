@@ -1,6 +1,6 @@
 """Metric values per user, so that two models can be compared on the same users.
 
-    values = PerUserValues.from_batch(batch["user_row"], ndcg)
+    values = PerUserValues.from_batch(batch.user_row, ndcg)
     users, means, counts = values.merge()
 
 Values of batches and workers are added with `+`. `pipelines/comparison/over_users.py`

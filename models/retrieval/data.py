@@ -1,16 +1,15 @@
-"""What retrieval models are built on and trained on: the catalogue, and the dataset of requests.
+"""The catalogue, batches and dataset of retrieval models.
 
     catalogue = Catalogue.load("tables", "sids")
     dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
     for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
-Shapes: `B` rows of a batch, `T` positions (the batch's own maximum), `M` targets of a batch, `n` examples, `m`
-requests.
+Shapes: `I` items, `C` codes of an item; `B` rows, `T` behaviours and `R` requests of a batch; `n` examples and `m`
+requests of a dataset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -20,8 +19,8 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
+from models.dataset.batch import Batch, axes
 from models.dataset.columns import Columns
 from models.dataset.dataset import SPLITS, RequestDataset
 from models.ragged import (
@@ -45,7 +44,6 @@ from models.storage.tables import (
     read_table,
     table_hashes,
 )
-from models.training.cuda_graphs import rung
 
 PAD = -1
 """`item_index` at padded positions of a history, and the target where there is none."""
@@ -61,7 +59,7 @@ class Catalogue:
     num_items: int
     """Items; `item_index` is dense from 0."""
     sids: Tensor | None = None
-    """(N, C) int64: codes of each item, or None."""
+    """(I, C) int64 codes of each item, or None."""
     codebook_sizes: tuple[int, ...] = ()
     """Codes per level; empty without semantic IDs."""
     trie: Trie | None = None
@@ -77,14 +75,19 @@ class Catalogue:
         return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
-        """Nothing: items are numbers."""
+        """Return nothing, since retrieval models read no numbers or texts."""
         return {}
 
     @classmethod
     def load(cls, tables_uri: str, sids_uri: str | None = None) -> Self:
-        """Reads the manifests under `tables_uri` and, if given, the semantic IDs under `sids_uri`.
+        """Load the catalogue of a retrieval log.
 
-        Raises UserError if the tables do not belong together.
+        Args:
+            tables_uri: The folder that jobs.prepare made.
+            sids_uri: The folder that jobs.tokenize made; None without semantic IDs.
+
+        Raises:
+            UserError: If the tables do not belong together.
         """
         versions = Inputs(tables_uri, sids_uri).versions(TABLES)
         items = read_manifest(join(tables_uri, "items"), "items")
@@ -97,9 +100,8 @@ class Catalogue:
 
         sids = read_manifest(join(sids_uri, "sids"), "sids")
         sizes = tuple(int(size) for size in sids.info["codebook_sizes"])
-        codes = codes_of(
-            read_table(join(sids_uri, "sids"), "sids"), join(sids_uri, "sids")
-        )
+        sids_table = join(sids_uri, "sids")
+        codes = read_codes(read_table(sids_table, "sids"), sids_table)
         if codes.shape != (items.rows, len(sizes)):
             raise UserError(
                 f"{sids_uri} holds {codes.shape[0]} codes of {codes.shape[1]} levels for {items.rows} items and "
@@ -113,14 +115,18 @@ class Catalogue:
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:
-        """A catalogue of the items with these (N, C) codes, for tests and benchmarks."""
+        """Return a catalogue of items with these (I, C) codes, for tests and benchmarks."""
         return cls(
             len(codes), codes.long(), codebook_sizes, Trie(codes, codebook_sizes)
         )
 
 
-def codes_of(table: pa.Table, name: str) -> Tensor:
-    """(N, C) int64 codes of a `sids` table, in the order of `item_index`."""
+def read_codes(table: pa.Table, name: str) -> Tensor:
+    """Return the (I, C) int64 codes of a `sids` table, in the order of `item_index`.
+
+    Raises:
+        UserError: If the codes have several lengths, or `item_index` is not dense and sorted.
+    """
     lists = table["codes"].combine_chunks()
     lengths = pc.list_value_length(lists).to_numpy()
     if lengths.min() != lengths.max():
@@ -137,7 +143,7 @@ def codes_of(table: pa.Table, name: str) -> Tensor:
 
 
 def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
-    """A stable, non-negative 63-bit hash of each string: a polynomial over its bytes, then mixed."""
+    """Return a stable, non-negative 63-bit hash of each string: a polynomial over its bytes, then mixed."""
     binary = strings.cast(pa.large_binary())
     if len(binary) == 0:
         return np.zeros(0, np.int64)
@@ -153,8 +159,8 @@ def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
         int(lengths.max()), 0x100000001B3, np.uint64
     )  # FNV's prime, wrapping at 64 bits
     powers = np.cumprod(powers)
-    place = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
-    totals = np.cumsum((data.astype(np.uint64) + np.uint64(1)) * powers[place])
+    position = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
+    totals = np.cumsum((data.astype(np.uint64) + np.uint64(1)) * powers[position])
     totals = np.concatenate([np.zeros(1, np.uint64), totals])
     value = totals[offsets[1:]] - totals[offsets[:-1]]
     for shift, factor in (
@@ -166,18 +172,87 @@ def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
 
 
 def request_number(
-    user_row: NDArray[np.integer], place: NDArray[np.integer]
+    user_row: NDArray[np.integer], index: NDArray[np.integer]
 ) -> NDArray[np.int64]:
     """Return the number of a request: its user's row in the table and its index among the user's requests.
 
     No two requests share a number, below 16 million requests of a user.
     """
-    return (np.asarray(user_row, np.int64) << 24) + place
+    return (np.asarray(user_row, np.int64) << 24) + index
 
 
-def request_place(number: NDArray[np.integer]) -> NDArray[np.int64]:
+def request_index(number: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return the index of a request among its user's requests, from its `request_number`."""
     return np.asarray(number, np.int64) & ((1 << 24) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryBatch(Batch):
+    """Histories, after which a model recommends items."""
+
+    history: Tensor = axes("B", "T", padding=PAD)
+    """(B, T) int64 `item_index` of the latest behaviours, oldest first, -1 at padding."""
+    history_length: Tensor = axes("B", padding=1)
+    """(B,) int64 behaviours of each history."""
+    user: Tensor = axes("B")
+    """(B,) int64 hash of the user's id."""
+    allowed: Tensor | None = axes("E", default=None)
+    """(E,) the only items that a search may return, as `allow` makes it; None for all items."""
+
+    @property
+    def histories(self) -> HistoryBatch:
+        """The histories alone, which are all that a search reads."""
+        return HistoryBatch(
+            history=self.history,
+            history_length=self.history_length,
+            user=self.user,
+            allowed=self.allowed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestBatch(HistoryBatch):
+    """Requests, one per row."""
+
+    # without B: a loss would learn from rows of padding
+    bucket_axes: ClassVar[tuple[str, ...]] = ("T",)
+
+    user_row: Tensor = axes("B")
+    """(B,) int64 table row of the user."""
+    request: Tensor = axes("B")
+    """(B,) int64 `request_number`."""
+    target: Tensor = axes("B", padding=PAD)
+    """(B,) int64 item to predict, -1 if unknown."""
+    repeats: Tensor = axes("B")
+    """(B,) int64, 1 where the target is among all of the user's behaviours before the request, else 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowBatch(HistoryBatch):
+    """Windows of users' behaviours, each with all requests that it serves."""
+
+    bucket_axes: ClassVar[tuple[str, ...]] = ("T", "R")
+
+    user_row: Tensor = axes("B")
+    """(B,) int64 table row of the user."""
+    request: Tensor = axes("B")
+    """(B,) int64 `request_number` of the first request."""
+    target: Tensor = axes("R", padding=PAD)
+    """(R,) int64 item to predict, -1 at padding."""
+    target_row: Tensor = axes("R")
+    """(R,) int64 row of each request."""
+    target_position: Tensor = axes("R")
+    """(R,) int64 position in the row's history of the last behaviour before the request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InteractionBatch(Batch):
+    """Pairs of user and item, without histories."""
+
+    user_row: Tensor = axes("B")
+    """(B,) int64 table row of the user."""
+    target: Tensor = axes("B")
+    """(B,) int64 item."""
 
 
 class RetrievalDataset(RequestDataset):
@@ -274,60 +349,62 @@ class RetrievalDataset(RequestDataset):
         behaviours = gather_ranges(self.offsets[user], longest)
         return np.union1d(self.columns["item"][behaviours], self.targets)
 
-    def collate(self, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+    def collate(self, rows: NDArray[np.int64]) -> Any:
         """Return the examples as tensors, histories right-padded with -1 to the longest.
 
         Returns:
-            Unit `behaviour`: target (B,) and user_row (B,), row in the table. Other units: history (B, T) item_index;
-            history_length (B,); user (B,) hash of the user id; user_row (B,); request (B,) `request_number` of the
-            (first) request. For unit `request` target (B,) and, in val and test, repeats (B,), 1 where the target is
-            among all of the user's behaviours before the request, also before `history`. For unit `user` the targets
-            of all requests: target (M,), target_row (M,) in the batch, target_position (M,) of the last behaviour
-            before the request.
+            A `RequestBatch`, `WindowBatch` or `InteractionBatch` for the units `request`, `user` and `behaviour`.
         """
         columns, user = self.columns, self.user[rows]
         first = self.first[rows]
         if self.unit == "behaviour":
             target = columns["target"][self.requests[first]]
-            return to_tensors({"target": target, "user_row": user})
+            return InteractionBatch(target=to_tensor(target), user_row=to_tensor(user))
         length = self.lengths[rows].astype(np.int64)
         window_start = self.end[rows] - length
         index, inside = pad_indices(self.offsets[user] + window_start, length)
         first_request = self.requests[first]
-        batch: dict[str, NDArray[Any]] = {
-            "history": pad_ragged(columns["item"], index, inside, PAD),
-            "history_length": length,
-            "user": columns["user_hash"][user],
-            "user_row": user,
-            "request": request_number(user, first_request - self.request_offsets[user]),
+        number = request_number(user, first_request - self.request_offsets[user])
+        by_row: dict[str, Any] = {
+            "history": to_tensor(pad_ragged(columns["item"], index, inside, PAD)),
+            "history_length": to_tensor(length),
+            "user": to_tensor(columns["user_hash"][user]),
+            "user_row": to_tensor(user),
+            "request": to_tensor(number),
         }
-        if self.unit != "user":
-            batch["target"] = columns["target"][first_request]
-            if self.split in ("val", "test"):
-                batch["repeats"] = columns["repeats"][first_request]
-        else:
-            count = self.first[rows + 1] - first
-            request = self.requests[gather_ranges(first, count)]
-            batch["target"] = columns["target"][request]
-            batch["target_row"] = row_numbers(count)
-            position = columns["history_end"][request] - np.repeat(window_start, count)
-            batch["target_position"] = position - 1
-        return to_tensors(batch)
+        if self.unit == "request":
+            return RequestBatch(
+                **by_row,
+                target=to_tensor(columns["target"][first_request]),
+                repeats=to_tensor(columns["repeats"][first_request]),
+            )
+        count = self.first[rows + 1] - first
+        request = self.requests[gather_ranges(first, count)]
+        position = columns["history_end"][request] - np.repeat(window_start, count) - 1
+        return WindowBatch(
+            **by_row,
+            target=to_tensor(columns["target"][request]),
+            target_row=to_tensor(row_numbers(count)),
+            target_position=to_tensor(position),
+        )
 
-    def pad_to_buckets(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Pad histories up to `max_history`, and for unit `user` the targets with `PAD`."""
-        if self.unit == "behaviour":
-            return batch
-        length = batch["history"].shape[1]
-        more_positions = min(rung(length), max(length, self.max_history)) - length
-        history = functional.pad(batch["history"], (0, more_positions), value=PAD)
-        batch = {**batch, "history": history}
-        if self.unit == "user":
-            more = rung(len(batch["target"])) - len(batch["target"])
-            batch["target"] = functional.pad(batch["target"], (0, more), value=PAD)
-            for name in ("target_row", "target_position"):
-                batch[name] = functional.pad(batch[name], (0, more))
-        return batch
+    @classmethod
+    def from_histories(
+        cls, items: NDArray[np.int64], lengths: NDArray[np.int64], user: NDArray
+    ) -> RetrievalDataset:
+        """Return the requests of a served model as a dataset, each with its whole history.
+
+        Args:
+            items: The items of all histories, end to end.
+            lengths: (B,) length of each history, at least 1.
+            user: (B,) hash of each request's user.
+        """
+        columns = {
+            "behaviours_per_user": lengths,
+            "item": items,
+            "user_hash": user,
+        }
+        return cls(columns, "next", "request", max(1, int(lengths.max(initial=1))))
 
 
 def add_next_requests(columns: Columns) -> Columns:
@@ -338,6 +415,7 @@ def add_next_requests(columns: Columns) -> Columns:
         "requests_per_user": np.ones(users, np.int32),
         "history_end": columns["behaviours_per_user"],
         "target": np.full(users, PAD, np.int32),
+        "repeats": np.zeros(users, bool),
     }
 
 
@@ -368,32 +446,9 @@ def find_repeats(
     return is_there & (first_index[index] < user_start + end)
 
 
-def to_tensors(batch: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Return the arrays as int64 tensors."""
-    return {
-        name: torch.from_numpy(np.ascontiguousarray(value, np.int64))
-        for name, value in batch.items()
-    }
-
-
-def collate_histories(
-    histories: Sequence[Sequence[int]], user: NDArray[np.int64]
-) -> dict[str, Tensor]:
-    """Return histories of no table as the batch that `RetrievalDataset.collate` makes, for `recommend`.
-
-    Args:
-        histories: The items of each request's history, at least one.
-        user: (B,) hash of each request's user.
-    """
-    length = np.array([len(history) for history in histories], np.int64)
-    items = np.array([item for history in histories for item in history], np.int64)
-    index, inside = pad_indices(lengths_to_starts(length), length)
-    batch = {
-        "history": pad_ragged(items, index, inside, PAD),
-        "history_length": length,
-        "user": user,
-    }
-    return to_tensors(batch)
+def to_tensor(values: NDArray) -> Tensor:
+    """Return the values as an int64 tensor."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.int64))
 
 
 def request_columns(*names: str) -> list[str]:

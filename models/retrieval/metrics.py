@@ -16,6 +16,7 @@ from torch import Tensor
 
 from models.metrics.per_user_metrics import PER_USER_PREFIX, PerUserValues
 from models.metrics.ranking_metrics import format_metric
+from models.retrieval.data import RequestBatch
 
 CUTOFFS = (1, 5, 10, 20)
 """Ranks K at which the metrics are measured."""
@@ -95,27 +96,23 @@ def names(catalogue: Any) -> list[str]:
 
 def measure_ranking(
     items: Tensor,
-    batch: dict[str, Tensor],
+    batch: RequestBatch,
     by_user: int = 0,
     shown: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return `ranking_sums` of the ranked items (B, K), and count them in `shown` (N,) if given."""
     if shown is not None:
         count_shown(shown, items)
-    read = {
-        name: value.cpu()
-        for name, value in batch.items()
-        if name in ("target", "repeats", "user_row")
-    }
-    return ranking_sums(items.cpu(), read, by_user)  # one wait for the device
+    # on the CPU, where none of the many sums waits for a GPU
+    return ranking_sums(items.cpu(), batch.to("cpu"), by_user)
 
 
 def ranking_sums(
-    items: Tensor, batch: dict[str, Tensor], by_user: int = 0
+    items: Tensor, batch: RequestBatch, by_user: int = 0
 ) -> dict[str, Any]:
     """`metric_sums` of the ranked items (B, K), those of the requests that repeat no item (`FIRST`), and of every
     `by_user`th user, of none for 0, recall@10 and ndcg@10, the latter of requests that repeat no item too."""
-    target, first = batch["target"], batch["repeats"] == 0
+    target, first = batch.target, batch.repeats == 0
     of_first = {
         FIRST + name: value
         for name, value in metric_sums(items[first], target[first]).items()
@@ -128,7 +125,7 @@ def ranking_sums(
         values[f"{FIRST}ndcg@10"] = torch.where(first, ndcg, torch.nan)
         sums |= {
             PER_USER_PREFIX + name: PerUserValues.from_batch(
-                batch["user_row"], value, by_user
+                batch.user_row, value, by_user
             )
             for name, value in values.items()
         }

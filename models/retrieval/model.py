@@ -13,7 +13,13 @@ from torch import Tensor
 
 from models.model import Model, Ranked
 from models.retrieval import metrics
-from models.retrieval.data import TABLES, Catalogue, RetrievalDataset
+from models.retrieval.data import (
+    TABLES,
+    Catalogue,
+    HistoryBatch,
+    RequestBatch,
+    RetrievalDataset,
+)
 from models.retrieval.options import RecommendOptions
 from models.retrieval.requests import RetrievalRequests
 from models.retrieval.search.nearest import nearest_by_cosine
@@ -57,7 +63,7 @@ class RetrievalModel(Model):
         return [f"{kind} {', '.join(names)}" for kind, names in unread.items() if names]
 
     def recommend(
-        self, batch: dict[str, Tensor], k: int, **options: Any
+        self, batch: HistoryBatch, k: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k), best first."""
         raise NotImplementedError
@@ -94,7 +100,7 @@ class RetrievalModel(Model):
 
     def measure(
         self,
-        batch: dict[str, Tensor],
+        batch: RequestBatch,
         by_user: int = 0,
         shown: Tensor | None = None,
         **options: Any,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import PAD, Catalogue, HistoryBatch
 from models.storage.tables import UserError
 
 
@@ -110,17 +110,17 @@ class SidTokens(nn.Module):
     def levels(self) -> int:
         return len(self.sizes)
 
-    def lengths(self, batch: dict[str, Tensor]) -> Tensor:
+    def lengths(self, batch: HistoryBatch) -> Tensor:
         """Return the number of tokens (B,) of each history."""
-        return 2 + self.levels * batch["history_length"]
+        return 2 + self.levels * batch.history_length
 
-    def history(self, batch: dict[str, Tensor]) -> Tensor:
+    def history(self, batch: HistoryBatch) -> Tensor:
         """Return (B, S) `[user, L codes per item, end]` of each request, padded with 0; S = 2 + L * T for T items."""
-        history = batch["history"]
+        history = batch.history
         codes = torch.where(
             (history == PAD).unsqueeze(-1), 0, self.items[history.clamp(min=0)]
         )  # (B, T, L)
-        user = self.first_user + batch["user"] % self.n_user_tokens
+        user = self.first_user + batch.user % self.n_user_tokens
         tokens = torch.cat(
             [
                 user.unsqueeze(1),
@@ -152,11 +152,11 @@ class Backbone(nn.Module):
     gives_query = False
     """Whether its histories have a query state."""
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return the states of the requests' histories, with dropout in training mode."""
         raise NotImplementedError
 
-    def infer(self, batch: dict[str, Tensor]) -> History:
+    def infer(self, batch: HistoryBatch) -> History:
         """Return the states of `encode`, up to rounding, in the fastest way for search."""
         return self.encode(batch)
 

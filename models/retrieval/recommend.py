@@ -17,18 +17,19 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from models.cpu.derived import cache_until_changed
 from models.cpu.matmul import matmul_precision
+from models.dataset.batch import bucket_size
 from models.metrics.scores import check_finite
-from models.retrieval.data import PAD
+from models.retrieval.data import HistoryBatch
 from models.retrieval.search.topk import top_k
-from models.training.cuda_graphs import Graphs, compiled, rung
+from models.training.cuda_graphs import Graphs, compiled
 
 Ranked = tuple[Tensor, Tensor]
 """(items, scores), each (B, k)."""
@@ -46,7 +47,7 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
     @functools.wraps(search)
     def recommend(
         self: Any,
-        batch: dict[str, Tensor],
+        batch: HistoryBatch,
         k: int,
         *args: Any,
         allowed: Tensor | None = None,
@@ -55,20 +56,19 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
         compile: bool | None = None,
         **options: Any,
     ) -> Ranked:
-        if not len(batch["history"]):
-            return nothing(k, batch["history"].device)
-        more = batch["history"].shape[1] if unseen else 0  # as many as can be left out
-        more = (
-            rung(more) if more and batch["history"].device.type == "cuda" else more
-        )  # for few graphs
-        read = latest(batch, self.config.max_history) | (
-            {} if allowed is None else {"allowed": allowed}
-        )
+        device = batch.device
+        if not len(batch.history):
+            return nothing(k, device)
+        more = batch.history.shape[1] if unseen else 0  # as many as can be left out
+        if device.type == "cuda":
+            more = bucket_size(more)  # for few graphs
+        read = latest(batch, self.config.max_history)
+        read = replace(read, allowed=allowed)
 
-        def found(given: dict[str, Tensor]) -> Ranked:
+        def found(given: HistoryBatch) -> Ranked:
             return search(self, given, k + more, *args, **options)
 
-        if batch["history"].device.type == "cuda":
+        if device.type == "cuda":
             asked = f"graphs of {k + more} {args} {sorted(options.items())} {precision} {compile}"
             items, scores = _replayed(
                 self, asked, read, found, precision or "highest", bool(compile)
@@ -84,22 +84,17 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 ONE = threading.Lock()
 """Held from the copy of a batch to that of its answer: requests that are served by several threads share the graphs."""
 
-READ = ("history", "history_length", "user", "allowed")
-"""What a search reads of a batch."""
-
 
 def _replayed(
     model: Any,
     asked: str,
-    batch: dict[str, Tensor],
-    search: Callable[[dict[str, Tensor]], Ranked],
+    batch: HistoryBatch,
+    search: Callable[[HistoryBatch], Ranked],
     precision: str,
     fused: bool,
 ) -> Ranked:
     """The search on a GPU, by a CUDA graph where one is there for as many requests and as long histories."""
-    given = filled(
-        {name: batch[name] for name in READ if name in batch}, model.config.max_history
-    )
+    given = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
 
     def make() -> Graphs[Ranked]:
         search(
@@ -107,28 +102,18 @@ def _replayed(
         )  # makes what is derived of the weights, which is no part of a graph
         run = compiled(search) if fused else search
 
-        def with_precision(given: dict[str, Tensor]) -> Ranked:
+        def with_precision(given: HistoryBatch) -> Ranked:
             with matmul_precision(precision):
                 return run(given)
 
-        return Graphs(with_precision, batch["history"].device)
+        return Graphs(with_precision, batch.history.device)
 
-    rows = len(batch["history"])
+    rows = len(batch.history)
     with ONE:
         items, scores = cache_until_changed(model, asked, make)(given)
         items, scores = items[:rows].clone(), scores[:rows].clone()
     check_finite(scores, tail=True)
     return items, scores
-
-
-def filled(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
-    """The batch in one of few shapes, with longer histories, up to `longest`, and more requests."""
-    rows, length = batch["history"].shape
-    wide, more = min(rung(length), max(length, longest)) - length, rung(rows) - rows
-    history = functional.pad(batch["history"], (0, wide), value=PAD)
-    of_rows = batch.keys() - {"history", "allowed"}
-    wider = {name: functional.pad(batch[name], (0, more), value=1) for name in of_rows}
-    return {**batch, "history": functional.pad(history, (0, 0, 0, more)), **wider}
 
 
 def nothing(k: int, device: torch.device) -> Ranked:
@@ -144,25 +129,21 @@ def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
     return WHOLE if options.get("unseen") else longest
 
 
-def best_allowed(scores: Tensor, k: int, batch: dict[str, Tensor]) -> Ranked:
+def best_allowed(scores: Tensor, k: int, batch: HistoryBatch) -> Ranked:
     """The k highest `scores` (B, N) of a whole catalogue, or of the items that the batch allows; the tail is -1 and
     -inf. The scores are changed."""
-    if (allowed := batch.get("allowed")) is None:
+    if (allowed := batch.allowed) is None:
         return top_k(scores, k)
     items, scores = top_k(scores.add_(allowed), k)
     return items.masked_fill(scores == -torch.inf, -1), scores
 
 
-def leave_out(
-    items: Tensor, scores: Tensor, batch: dict[str, Tensor], k: int
-) -> Ranked:
+def leave_out(items: Tensor, scores: Tensor, batch: HistoryBatch, k: int) -> Ranked:
     """The first k of the ranked items (B, K) that are not in the histories (B, T); the tail is -1 and -inf."""
-    history = batch["history"]
+    history = batch.history
     places = torch.arange(history.shape[1], device=history.device)
     known = (
-        history.masked_fill(places >= batch["history_length"][:, None], -1)
-        .sort(1)
-        .values
+        history.masked_fill(places >= batch.history_length[:, None], -1).sort(1).values
     )
     place = torch.searchsorted(known, items.contiguous()).clamp(max=known.shape[1] - 1)
     seen = (known.gather(1, place) == items) & (items >= 0)
@@ -173,14 +154,14 @@ def leave_out(
     ).masked_fill(gone, -torch.inf)
 
 
-def latest(batch: dict[str, Tensor], longest: int) -> dict[str, Tensor]:
+def latest(batch: HistoryBatch, longest: int) -> HistoryBatch:
     """The batch with each history cut to its latest `longest` items; as it is where none is longer."""
-    history = batch["history"]
+    history = batch.history
     if history.shape[1] <= longest:
         return batch
-    length = batch["history_length"]
+    length = batch.history_length
     first = (length - longest).clamp(min=0).unsqueeze(1)
     cut = history.gather(
         1, first + torch.arange(longest, device=history.device)
     )  # (B, longest)
-    return batch | {"history": cut, "history_length": length.clamp(max=longest)}
+    return replace(batch, history=cut, history_length=length.clamp(max=longest))

@@ -1,66 +1,76 @@
-"""Histories of a served retrieval model as a batch."""
+"""Parsing of served requests of retrieval models: a history, after which the catalogue is ranked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from models.dataset.batch import Batch
 from models.item_ids import WITHOUT_ALLOWED, clean_id, parse_allowed
 from models.requests import Columns, Requests, Row
-from models.retrieval.data import collate_histories, hash_strings
+from models.retrieval.data import RetrievalDataset, hash_strings
 from models.storage.tables import UserError
 
 EVERY = ["*"]
-"""The default of a call's `allowed`: all items. An empty list of a client, or its [""], is a set without an item."""
+"""Default of a call's `allowed`: all items. An empty list of a client, or its [""], is a set without an item."""
 
 
 class History(NamedTuple):
-    """What a row says: behaviours as `item_index`; the id of the user, or nothing; how many entries are not in the
-    catalogue."""
+    """The history of one request."""
 
     items: list[int]
+    """`item_index` of the behaviours, oldest first."""
     user: str
+    """Id of the user, or an empty string."""
     unknown: int
+    """Entries that are not in the catalogue."""
 
 
 class RetrievalRequests(Requests):
-    """Rows as `models/retrieval/data.py` makes batches."""
+    """Requests for a ranking of the catalogue."""
 
-    needs: ClassVar[Columns] = {"history": "ids"}  # oldest first
-    takes: ClassVar[Columns] = {"user_id": "id"}
+    required_columns: ClassVar[Columns] = {"history": "ids"}  # oldest first
+    optional_columns: ClassVar[Columns] = {"user_id": "id"}
     # unknown_items: entries of the history that are not in the catalogue; note: why there are fewer than k items
-    gives: ClassVar[Columns] = {
-        **Requests.gives,
+    answer_columns: ClassVar[Columns] = {
+        **Requests.answer_columns,
         "unknown_items": "long",
         "note": "string",
     }
 
-    def read(self, row: Row) -> History:
-        sent = row.ids("history")
-        items = [self.index[item] for item in sent if item in self.index]
-        sent_user = row.given("user_id")
-        user = "" if sent_user is None else clean_id(str(sent_user)) or ""
-        return History(items, user, len(sent) - len(items))
+    def parse(self, row: Row) -> History:
+        ids = row.item_ids("history")
+        items = [self.index[item] for item in ids if item in self.index]
+        user_id = row.value("user_id")
+        user = "" if user_id is None else clean_id(str(user_id)) or ""
+        return History(items, user, len(ids) - len(items))
 
-    def batch(self, requests: Sequence[History]) -> dict[str, Tensor]:
-        """Of requests with a history."""
-        users = hash_strings(
-            pa.array([request.user for request in requests], pa.string())
+    def collate(self, requests: Sequence[History]) -> Batch:
+        """Return the batch of requests that have a history."""
+        users = pa.array([request.user for request in requests], pa.string())
+        items = [item for request in requests for item in request.items]
+        lengths = [len(request.items) for request in requests]
+        dataset = RetrievalDataset.from_histories(
+            np.array(items, np.int64), np.array(lengths, np.int64), hash_strings(users)
         )
-        return collate_histories([request.items for request in requests], users)
+        return dataset.collate(np.arange(len(requests)))
 
-    def allowed(self, ids: Sequence[Any]) -> Tensor:
-        """(N,) bool, by item_index, of a set of items; ids that the catalogue does not have are skipped."""
+    def parse_allowed(self, ids: Sequence[Any]) -> Tensor:
+        """Return a mask (I,) of a set of items; ids that the catalogue does not have are skipped.
+
+        Raises:
+            UserError: If the catalogue has none of the ids.
+        """
         allowed = parse_allowed(ids)
-        places = [self.index[item] for item in allowed if item in self.index]
-        if not places:
+        index = [self.index[item] for item in allowed if item in self.index]
+        if not index:
             raise UserError(
                 f"allowed has {len(ids)} ids, and none of an item of the catalogue; {WITHOUT_ALLOWED}"
             )
-        return torch.zeros(len(self.items), dtype=torch.bool).index_fill(
-            0, torch.tensor(places), True
-        )
+        mask = torch.zeros(len(self.items), dtype=torch.bool)
+        return mask.index_fill(0, torch.tensor(index), True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.options import BeamOptions
 from models.retrieval.parts import Backbone, Decoder, History
@@ -45,13 +45,13 @@ class Retriever(RetrievalModel):
         self.trie, self.tokens = cast(Trie, catalogue.trie), backbone.tokens
         self.backbone, self.decoder = backbone, decoder
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return the backbone's states of the requests' histories."""
         return self.backbone.encode(batch)
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the mean cross-entropy over the L codes of each target, each given the codes before it."""
-        codes = self.tokens.codes(batch["target"])
+        codes = self.tokens.codes(batch.target)
         return self.loss(
             self.decoder.teacher_forced(self.encode(batch), codes),
             self.decoder.targets(codes),
@@ -76,7 +76,7 @@ class Retriever(RetrievalModel):
     @recommender
     def recommend(
         self,
-        batch: dict[str, Tensor],
+        batch: HistoryBatch,
         k: int,
         beam: int | None = None,
         constrained: bool | None = None,
@@ -92,7 +92,7 @@ class Retriever(RetrievalModel):
             k,
             beam,
             constrained,
-            allowed=batch.get("allowed"),
+            allowed=batch.allowed,
         )
 
     def find(

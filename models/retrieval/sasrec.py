@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_positive
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import PAD, Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 from models.training.distributed import global_mean
@@ -111,15 +111,15 @@ class SASRec(RetrievalModel):
             x = block(x, dropout_p)
         return self.norm(x)
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: WindowBatch) -> dict[str, Tensor]:
         """Return the mean cross-entropy over the M targets of a batch of unit `user`."""
         states = self.states(
-            batch["history"], self.config.dropout if self.training else 0.0
+            batch.history, self.config.dropout if self.training else 0.0
         )
         states = states[
-            batch["target_row"], batch["target_position"]
+            batch.target_row, batch.target_position
         ]  # (M, D): the last state before each request
-        target = batch["target"]
+        target = batch.target
         mean = functional.cross_entropy(
             states @ self.item.weight.T, target, ignore_index=PAD
         )
@@ -130,15 +130,15 @@ class SASRec(RetrievalModel):
         return self.item.weight
 
     @recommender
-    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+    def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k), of a batch of unit `request`.
 
         Known items are ranked too, as in the papers, unless `unseen` leaves them out. If k
         exceeds the catalogue, the tail is item -1 with score -inf.
         """
-        rows = torch.arange(len(batch["history"]), device=batch["history"].device)
-        length = batch["history_length"]
-        last = self.states(batch["history"])[rows, length - 1].masked_fill(
+        rows = torch.arange(len(batch.history), device=batch.history.device)
+        length = batch.history_length
+        last = self.states(batch.history)[rows, length - 1].masked_fill(
             length[:, None] == 0, 0.0
         )  # (B, D)
         return best_allowed(last @ self.item.weight.T, k, batch)

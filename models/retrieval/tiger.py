@@ -19,7 +19,7 @@ from models.config import check_choices, check_dropout, check_positive
 from models.cpu.derived import cache_until_changed
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.options import DecodeBy, TigerOptions
 from models.retrieval.parts import SidTokens, real_positions
@@ -108,16 +108,16 @@ class Tiger(Retriever):
         )
         self.label_smoothing = config.label_smoothing
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the loss of `Retriever.forward`; with `end_token` over L + 1 positions."""
         if not self.config.end_token:
             return super().forward(batch)
-        codes = self.tokens.codes(batch["target"])
+        codes = self.tokens.codes(batch.target)
         given = functional.pad(
             codes + self.tokens.offset, (1, 0)
         )  # (B, L + 1): the start, then all codes
         logits = self.decoder.logits(self.decoder.states(self.encode(batch), given))
-        end = torch.full_like(batch["target"], self.tokens.end)
+        end = torch.full_like(batch.target, self.tokens.end)
         return self.loss(logits, [*self.decoder.targets(codes), end])
 
     def item_vectors(self) -> Tensor:
@@ -127,7 +127,7 @@ class Tiger(Retriever):
     @recommender
     def recommend(
         self,
-        batch: dict[str, Tensor],
+        batch: HistoryBatch,
         k: int,
         beam: int | None = None,
         decoder: DecodeBy | None = None,
@@ -141,7 +141,7 @@ class Tiger(Retriever):
                 k,
                 beam,
                 constrained,
-                allowed=batch.get("allowed"),
+                allowed=batch.allowed,
             )
         return generate(
             self.by_transformers(),
@@ -152,7 +152,7 @@ class Tiger(Retriever):
             self.config.beam if beam is None else beam,
             use_cache=decoder == "hf",
             constrained=self.config.constrained if constrained is None else constrained,
-            allowed=batch.get("allowed"),
+            allowed=batch.allowed,
         )
 
     def by_transformers(self) -> Any:
@@ -161,7 +161,7 @@ class Tiger(Retriever):
             self, "transformers", lambda: to_transformers(self.backbone, self.decoder)
         )
 
-    def with_mask(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def with_mask(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
         """Return the tokens (B, S) of the histories, and a mask (B, S) with 1 at real tokens."""
         tokens, lengths = self.backbone.inputs(batch)
         return tokens, real_positions(lengths, tokens.shape[1]).long()

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from models.cpu.derived import cache_until_changed
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError
 from models.text.text_encoder import load_encoder, remove_pooler
@@ -46,7 +46,7 @@ class ItemTower(nn.Module):
         super().__init__()
         from transformers import AutoConfig, AutoModel
 
-        documents = catalogue.documents
+        documents = catalogue.text.documents
         if documents is None:
             raise UserError(
                 "the text has no tokens for an item tower to read; run jobs.encode again with the same options, "
@@ -62,11 +62,11 @@ class ItemTower(nn.Module):
             name: getattr(config, name, None) or number
             for name, number in wanted.items()
         }
-        if catalogue.items.shape[1] != config.hidden_size or any(
+        if catalogue.text.width != config.hidden_size or any(
             known[name] < wanted[name] for name in wanted
         ):
             raise UserError(
-                f"the text needs width {catalogue.items.shape[1]} and at least {wanted}, the item tower has width "
+                f"the text needs width {catalogue.text.width} and at least {wanted}, the item tower has width "
                 f"{config.hidden_size} and {known}; give the encoder of jobs.encode as model.item_tower"
             )
         self.encoder = remove_pooler(AutoModel.from_config(config))

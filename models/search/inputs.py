@@ -1,4 +1,4 @@
-"""What every search model reads: text embeddings reduced by a trained projection, and scaled features.
+"""Inputs of every search model: text vectors reduced by a trained projection, and scaled features.
 
 Shapes: `W` width of the encoder's text, `E` of the reduced text, `F` features, `O` columns that layers read of them,
 `...` any index shape.
@@ -13,119 +13,82 @@ from torch import Tensor, nn
 
 from models.layers.standardised import Standardised
 from models.own_features import OwnInputs
-from models.search.data import NO_QUERY, SearchCatalogue, pair_key
+from models.search.catalogue import SearchCatalogue
 
 
-class Text(nn.Module):
-    """Frozen text embeddings, held outside of the weights, and the trained reduction of documents and of queries."""
+class TextProjection(nn.Module):
+    """Trained reductions of frozen text vectors: one of documents and pairs, one of queries.
 
-    queries: Tensor
+    The vectors of documents are a table of the module, outside of its weights. Those of queries and pairs come with a
+    batch, with the row of each use; the row -1 stands for padding and for text that does not exist.
+    """
+
     items: Tensor
-    pairs: Tensor
-    pair_keys: Tensor
-    joint: Tensor
 
     def __init__(self, catalogue: SearchCatalogue, width: int) -> None:
         super().__init__()
-        self.num_queries = catalogue.num_queries
-        tables = {
-            name: getattr(catalogue, name)
-            for name in ("queries", "items", "pairs", "pair_keys")
-        }
-        tables["joint"] = torch.zeros(0) if catalogue.joint is None else catalogue.joint
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+        vectors = catalogue.text.items
+        self.register_buffer("items", vectors, persistent=False)
         # normalised vectors of W numbers are small beside features
         self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
-        self.document = nn.Linear(catalogue.items.shape[1], width)
-        self.of_query = nn.Linear(catalogue.items.shape[1], width)
+        self.document = nn.Linear(vectors.shape[1], width)
+        self.of_query = nn.Linear(vectors.shape[1], width)
 
-    def take_pairs(self, batch: dict[str, Tensor]) -> None:
-        """Reads pairs in the tables that the batch brings, where it brings some (`attach_text`), and queries
-        in that of a served request, whose numbers are the request's own."""
-        if "queries" in batch:
-            self.queries, self.num_queries = batch["queries"], len(batch["queries"])
-        if "pairs" in batch:
-            self.pair_keys, self.pairs = batch["pair_keys"], batch["pairs"]
-            self.joint = batch.get("joint", self.joint)
+    def project_query(self, vectors: Tensor, row: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of rows (...) of queries' or joint `vectors` (n, W), zero at row -1."""
+        if not len(vectors):
+            # part of the graph, since DDP needs gradients of all weights
+            zeros = self.items.new_zeros(*row.shape, self.items.shape[1])
+            return self.of_query(zeros) * 0
+        reduced = self.of_query(self.gain * vectors[row.clamp(min=0)])
+        return reduced * (row >= 0)[..., None]
 
-    def query(self, query: Tensor) -> Tensor:
-        """(..., E): the query alone; zero where there is none."""
-        if not len(
-            self.queries
-        ):  # of a log without queries; of the graph, as DDP wants gradients of all weights
-            return (
-                self.of_query(self.items.new_zeros(*query.shape, self.items.shape[1]))
-                * 0
-            )
-        return (
-            self.of_query(self.gain * self.queries[query.clamp(min=0)])
-            * (query != NO_QUERY)[..., None]
-        )
-
-    def item(self, item: Tensor) -> Tensor:
-        """(..., E): the document alone. Padding gives that of item 0."""
+    def project_item(self, item: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of documents alone; padding gets that of item 0."""
         return self.document(self.gain * self.items[item.clamp(min=0)])
 
-    def pair(self, item: Tensor, query: Tensor) -> Tensor:
-        """(..., E): document and query together ([CLS] in Eq. 1 of QGS); the document alone without a query."""
-        index = self.pair_index(item, query)
-        alone = self.items[item.clamp(min=0)]
-        if len(self.pairs):
-            alone = torch.where(
-                (index >= 0)[..., None], self.pairs[index.clamp(min=0)], alone
-            )
-        return self.document(self.gain * alone)
+    def project_pair(self, item: Tensor, pairs: Tensor, row: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of documents together with their queries ([CLS] in Eq. 1 of QGS).
 
-    def seen(self, item: Tensor, query: Tensor) -> Tensor:
-        """(..., E): the [SEP] output over query and document, which has seen the document; zero without a query."""
-        index = self.pair_index(item, query)
-        return (
-            self.of_query(self.gain * self.joint[index.clamp(min=0)])
-            * (index >= 0)[..., None]
-        )
-
-    def pair_index(self, item: Tensor, query: Tensor) -> Tensor:
-        """(...) int64: row of each pair; -1 for padding, without a query, and for a pair that was not encoded."""
-        if not len(self.pair_keys):
-            return torch.full_like(item, -1)
-        has_query = (item >= 0) & (query != NO_QUERY)
-        key = pair_key(item, query, self.num_queries)
-        index = torch.searchsorted(self.pair_keys, key).clamp(
-            max=len(self.pair_keys) - 1
-        )
-        return torch.where(has_query & (self.pair_keys[index] == key), index, -1)
+        Args:
+            item: (...) items.
+            pairs: (P, W) vectors of pairs.
+            row: (...) row of each pair in `pairs`, -1 for the document alone.
+        """
+        vectors = self.items[item.clamp(min=0)]
+        if len(pairs):
+            is_pair = (row >= 0)[..., None]
+            vectors = torch.where(is_pair, pairs[row.clamp(min=0)], vectors)
+        return self.document(self.gain * vectors)
 
 
-class Scale(Standardised):
-    """Features as layers read them: standardised; the log's own ones as `OwnInputs` gives them."""
+class FeatureScaler(Standardised):
+    """Features as layers read them: standardised; the log's own ones as `OwnInputs` returns them."""
 
     def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
         super().__init__(
             catalogue.feature_mean, catalogue.feature_std, catalogue.features
         )
-        self.own = (
-            OwnInputs(catalogue.own, width, dropout) if catalogue.own.names else None
-        )
-        self.columns = [
-            *catalogue.features[: len(self.mean)],
-            *(self.own.columns if self.own else ()),
-        ]
-        """(O,) the feature that each column of the output is of."""
+        self.own = None
+        if catalogue.own.names:
+            self.own = OwnInputs(catalogue.own, width, dropout)
+        own_columns = self.own.columns if self.own else []
+        self.columns = [*catalogue.features[: len(self.mean)], *own_columns]
+        """(O,) the feature of each column of the output."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """(..., O) of (..., F)."""
+        """Return the columns (..., O) of `features` (..., F)."""
         if self.own is None:
             return super().forward(features)
-        counted, own = features[..., : len(self.mean)], features[..., len(self.mean) :]
-        return torch.cat([super().forward(counted), self.own(own)], -1)
+        counts, own = features[..., : len(self.mean)], features[..., len(self.mean) :]
+        return torch.cat([super().forward(counts), self.own(own)], -1)
 
 
 def feature_groups(
     columns: Sequence[str], declared: Mapping[str, Collection[str]]
 ) -> dict[str, list[int]]:
-    """Places of columns, given by their features, in the `declared` groups of features."""
+    """Return the indices of the columns in each `declared` group of features, by the columns' features."""
     return {
-        group: [i for i, name in enumerate(columns) if name in of]
-        for group, of in declared.items()
+        group: [i for i, name in enumerate(columns) if name in members]
+        for group, members in declared.items()
     }

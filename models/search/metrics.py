@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from models.label_loss import select_measured
 from models.metrics import ranking_metrics
@@ -24,6 +23,7 @@ from models.metrics.ranking_metrics import (
     ranking_sums,
     request_auc,
 )
+from models.search.data import SearchBatch
 
 SHOWN: tuple[str, ...] = ("gauc", "auc")
 """Metrics of a training's best epoch that are printed."""
@@ -31,13 +31,13 @@ SHOWN: tuple[str, ...] = ("gauc", "auc")
 WITH_POSITION = "with_position/"
 
 
-def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str, Any]:
+def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
     """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names. With
     `by_user` also the GAUC of every so-manieth user."""
     sums: dict[str, Any] = {
-        EXAMPLES: torch.tensor(float(len(batch["request_row"])), dtype=torch.float64)
+        EXAMPLES: torch.tensor(float(len(batch.request_row)), dtype=torch.float64)
     }
-    kept = select_measured(batch["labels"], model.masks)
+    kept = select_measured(batch.labels, model.masks)
     for beside in ("", WITH_POSITION) if model.reads_position else ("",):
         logits = (
             model.score(batch, shown=True) if beside else model.score(batch)
@@ -47,13 +47,13 @@ def measure(model: Any, batch: dict[str, Tensor], by_user: int = 0) -> dict[str,
             mine = kept[:, i]
             of = (
                 logits[mine, i],
-                batch["labels"][mine, i],
-                batch["candidate_request"][mine],
+                batch.labels[mine, i],
+                batch.candidate_request[mine],
             )
             sums |= ranking_sums(*of, prefix, model.correction)
             if by_user and not prefix:
                 auc, _ = request_auc(*of)
-                user = batch["user_row"][batch["request_row"][: len(auc)]]
+                user = batch.user_row[batch.request_row[: len(auc)]]
                 sums[f"{PER_USER_PREFIX}gauc"] = PerUserValues.from_batch(
                     user, auc, by_user
                 )

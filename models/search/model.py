@@ -5,14 +5,15 @@ Shapes: `N` candidates, `K` labels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from models.model import Model, Ranked
 from models.search import metrics
-from models.search.data import TABLES, SearchCatalogue, SearchDataset
+from models.search.catalogue import TABLES, SearchCatalogue
+from models.search.data import SearchBatch, SearchDataset
 from models.search.requests import SearchRequests
 from models.storage.inputs import Inputs
 
@@ -46,22 +47,13 @@ class SearchModel(Model):
         )
 
     @classmethod
-    def trim_catalogue(
-        cls,
-        catalogue: SearchCatalogue,
-        datasets: Sequence[Any],
-        config: Any,
-    ) -> SearchCatalogue:
-        return catalogue.leave_pairs_to(datasets, config)
-
-    @classmethod
     def describe_requests(cls, info: Mapping[str, Any]) -> dict[str, Any]:
         description = super().describe_requests(info)
         if cls.reads_first_label:
             description["labels"] = description["labels"][:1]
         return description
 
-    def score(self, batch: dict[str, Tensor]) -> Tensor:
+    def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, K) logits.
 
         A model that `reads_position` takes `shown`, whether to read the positions at
@@ -70,7 +62,7 @@ class SearchModel(Model):
         raise NotImplementedError
 
     def measure(
-        self, batch: dict[str, Tensor], by_user: int = 0, **options: Any
+        self, batch: SearchBatch, by_user: int = 0, **options: Any
     ) -> dict[str, Any]:
         return metrics.measure(self, batch, by_user)
 

@@ -25,7 +25,8 @@ from torch.nn import functional
 
 from models.config import check_least, check_positive
 from models.label_loss import label_loss
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch
 from models.search.encoders import (
     CausalBert,
     HSTUEncoder,
@@ -33,7 +34,7 @@ from models.search.encoders import (
     copy_pretrained,
     pretrained_sizes,
 )
-from models.search.ranker import Batch, Ranker, RankerConfig
+from models.search.ranker import Ranker, RankerConfig
 from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
@@ -82,8 +83,8 @@ class QGSConfig(RankerConfig):
         return self.encoder == "hstu"
 
     @property
-    def history_pairs(self) -> bool:
-        return self.token == "pair" or self.query_condition == "joint"
+    def reads_history_queries(self) -> bool:
+        return self.token == "pair" or self.query_condition != "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +138,7 @@ class QGS(Ranker):
             config, catalogue, sequence_width=config.width, match=config.match
         )
         if config.query_condition == "joint":
-            if catalogue.joint is None:
+            if not catalogue.text.joint.shape[1]:
                 raise UserError(
                     "query_condition is joint, but the text has no joint form; jobs.encode can make it"
                 )
@@ -186,58 +187,56 @@ class QGS(Ranker):
             copy_pretrained(cast(CausalBert, self.encoder), self.config.pretrained)
         return []
 
-    def tokens(self, item: Tensor, query: Tensor, features: Tensor) -> Tensor:
-        """(..., F + E): x_t = [f_t, e_t] of Eq. 1, of behaviours."""
-        text = (
-            self.text.pair(item, query)
-            if self.config.token == "pair"
-            else self.document(item)
-        )
-        return (
-            torch.cat([self.scale(features), text], -1)
-            if self.config.context_features
-            else text
-        )
-
     def document(self, item: Tensor) -> Tensor:
         """(..., E): the text of behaviours alone; that of padding means nothing."""
-        return self.text.item(item)
+        return self.text.project_item(item)
 
-    def history_tokens(self, batch: Batch) -> Tensor:
-        self.text.take_pairs(batch)
-        return self.tokens(
-            batch["history"], batch["history_query"], batch["history_features"]
-        )
-
-    def states(self, batch: Batch, tokens: Tensor) -> Tensor:
-        """(B, T, D): h_t of every behaviour, from it and earlier ones alone."""
-        place = self.position.weight[: tokens.shape[1]]
-        return self.encoder(self.project(tokens) + place, batch["history_time"])
-
-    def predict_head(self, states: Tensor, item: Tensor, query: Tensor) -> Tensor:
-        """(..., D): z of Eq. 3 from states (..., D) and the query of the next item (and, if joint, the item)."""
-        if self.config.query_condition == "none":
-            return self.head(states)
-        joint = self.config.query_condition == "joint"
-        query_embedding = (
-            self.text.seen(item, query) if joint else self.text.query(query)
-        )
-        return self.head(torch.cat([states, query_embedding], -1))
-
-    def rank_after(self, past: Tensor, batch: Batch, shown: bool = False) -> Tensor:
-        """(N, K) logits, where `past` (R, D) is the state before each request."""
-        owner = batch["candidate_request"]
-        if self.config.query_condition == "joint":  # another one for each candidate
-            sequence = self.predict_head(
-                past[owner], batch["candidate"], batch["request_query"][owner]
+    def history_tokens(self, batch: SearchBatch) -> Tensor:
+        """Return (B, T, F + E): x_t = [f_t, e_t] of Eq. 1 for every behaviour."""
+        if self.config.token == "pair":
+            text = self.text.project_pair(
+                batch.history, batch.pair_text, batch.history_pair_text
             )
         else:
+            text = self.document(batch.history)
+        if not self.config.context_features:
+            return text
+        return torch.cat([self.scale(batch.history_features), text], -1)
+
+    def states(self, batch: SearchBatch, tokens: Tensor) -> Tensor:
+        """(B, T, D): h_t of every behaviour, from it and earlier ones alone."""
+        place = self.position.weight[: tokens.shape[1]]
+        return self.encoder(self.project(tokens) + place, batch.history_time)
+
+    def predict_head(self, states: Tensor, text: Tensor, row: Tensor) -> Tensor:
+        """Return z of Eq. 3 (..., D), the prediction of the next item.
+
+        Args:
+            states: (..., D) states before the item.
+            text: (n, W) vectors of queries, or joint ones of queries and items.
+            row: (...) row of the next item's query in `text`.
+        """
+        if self.config.query_condition == "none":
+            return self.head(states)
+        return self.head(torch.cat([states, self.text.project_query(text, row)], -1))
+
+    def rank_after(
+        self, past: Tensor, batch: SearchBatch, shown: bool = False
+    ) -> Tensor:
+        """(N, K) logits, where `past` (R, D) is the state before each request."""
+        owner = batch.candidate_request
+        if self.config.query_condition == "joint":  # another one for each candidate
             sequence = self.predict_head(
-                past, batch["request_row"], batch["request_query"]
-            )[owner]
+                past[owner], batch.joint_text, batch.candidate_pair_text
+            )
+        else:
+            of_request = self.predict_head(
+                past, batch.query_text, batch.request_query_text
+            )
+            sequence = of_request[owner]
         if not self.config.match:
             return self.rank(batch, sequence, shown)
-        document = self.target(self.document(batch["candidate"]))
+        document = self.target(self.document(batch.candidate))
         cosine = functional.cosine_similarity(
             sequence.float(), document.float(), dim=-1
         )  # bfloat16 is too coarse
@@ -245,27 +244,27 @@ class QGS(Ranker):
             batch, sequence, shown, match=cosine[:, None] / self.config.temperature
         )
 
-    def past(self, states: Tensor, batch: Batch) -> Tensor:
+    def past(self, states: Tensor, batch: SearchBatch) -> Tensor:
         """(R, D): the state after the last behaviour before each request."""
-        end = batch["request_end"]
+        end = batch.request_end
         return torch.where(
             (end > 0)[:, None],
-            states[batch["request_row"], (end - 1).clamp(min=0)],
+            states[batch.request_row, (end - 1).clamp(min=0)],
             self.start,
         )
 
-    def score(self, batch: Batch, shown: bool = False) -> Tensor:
+    def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
         """(N, K) logits, from one encoder pass per row."""
         past = self.past(self.states(batch, self.history_tokens(batch)), batch)
         return self.rank_after(past, batch, shown) + self.config.correction
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
         """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
-        batch, kept = self.sampled(batch)
+        batch, kept = self.sample(batch)
         tokens = self.history_tokens(batch)
         states = self.states(batch, tokens)
         logits = self.rank_after(self.past(states, batch), batch, shown=True)
-        ranking = label_loss(logits, batch["labels"], self.weights, kept)
+        ranking = label_loss(logits, batch.labels, self.weights, kept)
         if not self.config.infonce_weight:
             return {"loss": ranking}
         next_item = self.next_item_loss(states, tokens, batch)
@@ -275,15 +274,20 @@ class QGS(Ranker):
             "infonce": next_item,
         }
 
-    def next_item_loss(self, states: Tensor, tokens: Tensor, batch: Batch) -> Tensor:
+    def next_item_loss(
+        self, states: Tensor, tokens: Tensor, batch: SearchBatch
+    ) -> Tensor:
         """Eq. 3-5: each behaviour that has others before it, predicted from the state before it and its query; those
         of several rows in one of them."""
-        item = batch["history"][:, 1:]
+        item = batch.history[:, 1:]
         new = (
-            torch.arange(1, batch["history"].shape[1], device=item.device)
-            >= batch["history_new"][:, None]
+            torch.arange(1, batch.history.shape[1], device=item.device)
+            >= batch.history_new[:, None]
         )
-        z = self.predict_head(states[:, :-1], item, batch["history_query"][:, 1:])
+        text, row = batch.query_text, batch.history_query_text
+        if self.config.query_condition == "joint":
+            text, row = batch.joint_text, batch.history_pair_text
+        z = self.predict_head(states[:, :-1], text, row[:, 1:])
         v = self.target(
             self.document(item)
             if self.config.next_item == "document"

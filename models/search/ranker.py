@@ -24,12 +24,15 @@ from models.label_loss import (
     sample_learned,
 )
 from models.layers.hstu import HSTULayer
-from models.search.data import NO_QUERY, SearchCatalogue
-from models.search.inputs import Scale, Text, feature_groups
+from models.search.catalogue import NO_QUERY, SearchCatalogue
+from models.search.data import SearchBatch
+from models.search.inputs import (
+    FeatureScaler,
+    TextProjection,
+    feature_groups,
+)
 from models.search.model import SearchModel
 from models.search.position import Mode, Position
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -76,8 +79,8 @@ class RankerConfig(LabelOptions):
         return False
 
     @property
-    def history_pairs(self) -> bool:
-        """Whether the model reads behaviours' text together with their queries."""
+    def reads_history_queries(self) -> bool:
+        """Whether the model reads the text of behaviours' queries, alone or together with documents."""
         return False
 
     def __post_init__(self) -> None:
@@ -147,8 +150,10 @@ class Ranker(SearchModel):
         self.weights = resolve_weights(self.labels, config.label_weights)
         self.masks = resolve_masks(self.labels, config.label_masks)
         self.correction = config.correction
-        self.text = Text(catalogue, config.text_width)
-        self.scale = Scale(catalogue, config.category_width, config.category_dropout)
+        self.text = TextProjection(catalogue, config.text_width)
+        self.scale = FeatureScaler(
+            catalogue, config.category_width, config.category_dropout
+        )
         self.shown_at = Position(
             config.position,
             config.position_dropout,
@@ -198,7 +203,7 @@ class Ranker(SearchModel):
 
     def rank(
         self,
-        batch: Batch,
+        batch: SearchBatch,
         sequence: Tensor | None = None,
         shown: bool = False,
         match: Tensor | None = None,
@@ -208,16 +213,13 @@ class Ranker(SearchModel):
 
         With `shown` the places where they were shown are read too, as far as `position` has it.
         """
-        self.text.take_pairs(batch)
-        request = batch["candidate_request"]
-        query = batch["request_query"][request]  # (N,)
-        scaled = self.scale(batch["features"])
-        features = self.shown_at.hide(
-            scaled, request, len(batch["request_query"]), shown
-        )
-        document, query_embedding = (
-            self.text.pair(batch["candidate"], query),
-            self.text.query(query),
+        request = batch.candidate_request
+        scaled = self.scale(batch.features)
+        features = self.shown_at.hide(scaled, request, len(batch.request_query), shown)
+        query_row = batch.request_query_text[request]  # (N,)
+        query_embedding = self.text.project_query(batch.query_text, query_row)  # (N, E)
+        document = self.text.project_pair(
+            batch.candidate, batch.pair_text, batch.candidate_pair_text
         )  # (N, E)
         shared = self.dnn(torch.cat([features, query_embedding, document], 1))
         parts = [document, shared]
@@ -228,9 +230,9 @@ class Ranker(SearchModel):
                 document,
             ]
             group_mask = torch.ones(
-                len(query), len(groups), dtype=torch.bool, device=query.device
+                len(request), len(groups), dtype=torch.bool, device=request.device
             )
-            group_mask[:, -2] = query != NO_QUERY
+            group_mask[:, -2] = batch.request_query[request] != NO_QUERY
             parts.insert(0, self.groups(groups, group_mask, shared))
         fused = self.norm(
             torch.cat(parts if sequence is None else [*parts, sequence], 1)
@@ -243,42 +245,32 @@ class Ranker(SearchModel):
             [tower(fused) for tower in self.towers], 1
         ) + self.shown_at.term(scaled, shown)
 
-    def score(self, batch: Batch, shown: bool = False) -> Tensor:
+    def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
         """(N, K) logits of every label for every candidate."""
         return self.rank(batch, shown=shown) + self.config.correction
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
         """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
-        batch, kept = self.sampled(batch)
+        batch, kept = self.sample(batch)
         return {
             "loss": label_loss(
-                self.rank(batch, shown=True), batch["labels"], self.weights, kept
+                self.rank(batch, shown=True), batch.labels, self.weights, kept
             )
         }
 
-    def sampled(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The batch with the candidates that are learned from, and (N, K) for which labels; None for all. Those without
-        any label are not computed."""
-        used = sample_learned(batch["labels"], self.masks, self.config.negative_rate)
-        if (
-            "real" in batch
-        ):  # of a few shapes: nothing is left out, as a GPU would have to wait to see how much
-            real = batch["real"][:, None].expand_as(batch["labels"])
-            return batch, real if used is None else real & used
+    def sample(self, batch: SearchBatch) -> tuple[SearchBatch, Tensor | None]:
+        """Return the batch with the candidates to learn from, and the labels (N, K) to learn; None for all labels.
+
+        Candidates without a label to learn are left out, but for padded batches, whose shapes stay.
+        """
+        used = sample_learned(batch.labels, self.masks, self.config.negative_rate)
+        if batch.is_padded:
+            valid = batch.candidate_valid[:, None].expand_as(batch.labels)
+            return batch, valid if used is None else valid & used
         if used is None:
             return batch, None
         kept = used.any(1)
-        names = (
-            "candidate",
-            "candidate_request",
-            "candidate_position",
-            "features",
-            "labels",
-        )
-        return {
-            **batch,
-            **{name: batch[name][kept] for name in names if name in batch},
-        }, used[kept]
+        return batch.select("N", kept), used[kept]
 
 
 class Base(Ranker):

@@ -1,12 +1,12 @@
-"""Candidates of a search that is served as a batch, with the history and the text that they are ranked by.
+"""Parsing of served requests of search models: a query, candidates, and the user's history.
 
-A feature that is not given, or NaN, counts as its mean over training. What `jobs.prepare --counts_as_of` has counted is
-known, where the model was loaded with `counts`, and so are features of items, and hour and weekday of the request from
-its `timestamp_ms`: a request of these needs no features of its candidates. Queries, and pairs of query and document,
-that training has not seen are encoded, by the encoder that comes with the model, and kept; without one such a query
-counts as none, and a warning says so.
+A feature that is left out, or NaN, counts as its mean over training. Counts of `jobs.prepare --counts_as_of` are known
+if the model was loaded with `counts`, and so are features of items, and the hour and weekday of the request's
+`timestamp_ms`: a request then needs no features of its candidates. Queries, and pairs of query and document, that
+training has not seen are encoded by the encoder of the bundle and cached. Without an encoder such a query counts as no
+query, and a warning says so.
 
-Shapes: `N` candidates, `F` features, `A` labels of behaviours, `n` pairs, `q` queries, `W` width of text.
+Shapes: `F` features, `q` queries, `n` and `p` pairs, `W` width of text.
 """
 
 from __future__ import annotations
@@ -19,122 +19,144 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from cachetools import LRUCache
 from numpy.typing import NDArray
-from torch import Tensor
 
 from models.own_features import OwnFeatures
-from models.ragged import concat_columns, find_sorted
+from models.ragged import concat_columns
 from models.requests import Columns, Request, Requests, Row
+from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
 from models.search.counts import HOURS, Counts, hours
-from models.search.data import NO_QUERY, SearchCatalogue, SearchDataset, pair_key
+from models.search.data import SearchBatch, SearchDataset
 from models.storage.tables import UserError, read_manifest, read_table
 from models.text.text_encoder import (
-    MAX_CACHED_TEXTS,
     Floats,
+    TextCache,
     TextEncoder,
     TfidfEncoder,
-    encode_cached,
 )
 
-ALONE = -1
-"""Stands for the item of a query alone."""
+NO_ITEM = -1
+"""Item of a query alone, in the keys of encoded texts."""
 
 
 class RequestText:
-    """The text of what requests name: read in the tables of jobs.encode where it is there, else encoded, and kept."""
+    """Text vectors of served requests: from the tables of jobs.encode, else encoded and cached."""
 
     def __init__(
         self,
-        catalogue: SearchCatalogue,
+        text: SearchText,
         queries: Sequence[str],
         encoder: TextEncoder | TfidfEncoder | None = None,
         documents: Sequence[str] = (),
     ) -> None:
-        """`queries` are those of the catalogue; `encoder` and `documents`, by item, those that its text was made with,
-        without which there is no text but the catalogue's."""
-        self.catalogue, self.encoder, self.documents = catalogue, encoder, documents
-        self.number = {query: number for number, query in enumerate(queries)}
-        self.cache: LRUCache[tuple[int, str], Floats] = LRUCache(MAX_CACHED_TEXTS)
+        """Initialise from a bundle.
 
-    def has(self, query: str) -> bool:
-        """Whether there is text of the query."""
-        return self.encoder is not None or query in self.number
+        Args:
+            text: The vectors of the catalogue.
+            queries: Queries of the catalogue, by `query_index`.
+            encoder: The encoder of the vectors; without one, text that the catalogue lacks does not exist.
+            documents: Texts of the documents, by `item_index`; needed with an encoder.
+        """
+        self.text, self.encoder, self.documents = text, encoder, documents
+        self.query_index = {query: index for index, query in enumerate(queries)}
+        self.cache: TextCache[tuple[int, str]] = TextCache()
 
-    def of(
+    def has_query(self, query: str) -> bool:
+        """Return whether the query has a vector or can be encoded."""
+        return self.encoder is not None or query in self.query_index
+
+    def select(
         self, queries: list[str], item: NDArray[np.int64], query: NDArray[np.int64]
-    ) -> SearchCatalogue:
-        """The catalogue with `queries` alone, numbered as they stand there, and the pairs of `item` (n,) with them,
-        `query` (n,) or NO_QUERY; without an encoder, those that were encoded before."""
-        whole, count = self.catalogue, len(queries)
-        number = np.array(
-            [self.number.get(text, -1) for text in queries], np.int64
-        )  # (q,) in the catalogue
-        alone = whole.queries.new_zeros(count, whole.items.shape[1])
-        alone[number >= 0] = whole.queries[number[number >= 0]]
-        new = np.flatnonzero(number < 0)
-        if len(new):
-            alone[new] = self.vectors([(ALONE, queries[i]) for i in new])
+    ) -> SearchText:
+        """Return the vectors of some queries, and of pairs with these queries.
 
-        keys = np.unique(pair_key(item, query, count)[query != NO_QUERY])
-        of_item, of_query = np.divmod(keys, count + 1)
-        of_query -= 1
-        before = number[of_query]
-        place, found = find_sorted(
-            whole.pair_keys.numpy(), pair_key(of_item, before, whole.num_queries)
-        )
-        found &= before >= 0
-        if self.encoder is None:
-            keys, place, found = keys[found], place[found], found[found]
-        tables = [table for table in (whole.pairs, whole.joint) if table is not None]
-        made = torch.cat(
-            [table.new_zeros(len(keys), table.shape[1]) for table in tables], 1
-        )
-        made[found] = torch.cat([table[place[found]] for table in tables], 1)
-        new = np.flatnonzero(~found)
-        if len(new):
-            made[new] = self.vectors(
-                [(int(of_item[i]), queries[of_query[i]]) for i in new]
-            )
-        if not len(keys):  # what a model reads by is of one row at least
-            keys, made = np.array([-1]), made.new_zeros(1, made.shape[1])
-        pairs, *joint = made.chunk(len(tables), 1)
+        Args:
+            queries: (q,) texts for which `has_query` is true; the result numbers them in this order.
+            item: (n,) item of each pair.
+            query: (n,) number of each pair's query in `queries`, or NO_QUERY.
+        """
+        index = np.array([self.query_index.get(text, -1) for text in queries], np.int64)
+        is_pair = query != NO_QUERY
+        keys = np.unique(pair_key(item, query, len(queries))[is_pair])
+        keys, pairs = self._pair_vectors(keys, queries, index)
+        width = self.text.width
         return replace(
-            whole,
-            num_queries=count,
-            queries=alone,
-            pairs=pairs,
-            pair_keys=torch.from_numpy(keys),
-            joint=joint[0] if joint else None,
+            self.text,
+            queries=self._query_vectors(queries, index),
+            pair_keys=keys,
+            pairs=pairs[:, :width],
+            joint=pairs[:, width:],
+            is_complete=False,
         )
 
-    def vectors(self, texts: list[tuple[int, str]]) -> Tensor:
+    def _query_vectors(self, queries: list[str], index: NDArray[np.int64]) -> Floats:
+        """Return the vectors (q, W) of queries, given their (q,) `query_index`, -1 for new queries."""
+        vectors = np.zeros((len(queries), self.text.width), np.float32)
+        is_new = index < 0
+        vectors[~is_new] = self.text.queries[index[~is_new]]
+        if is_new.any():
+            new = [(NO_ITEM, queries[i]) for i in np.flatnonzero(is_new)]
+            vectors[is_new] = self._encode(new)
+        return vectors
+
+    def _pair_vectors(
+        self, keys: NDArray[np.int64], queries: list[str], index: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], Floats]:
+        """Return the keys of the pairs that have a vector, and the vectors (n, W), with joint ones beside (n, 2 W).
+
+        Args:
+            keys: (p,) `pair_key` of each pair, with queries numbered as in `queries`.
+            queries: (q,) texts.
+            index: (q,) `query_index` of each query, -1 for new queries.
+        """
+        item, query = np.divmod(keys, len(queries) + 1)
+        query = query - 1
+        known_query = index[query]
+        row, is_encoded = self.text.find_pairs(
+            pair_key(item, known_query, self.text.num_queries)
+        )
+        is_encoded &= known_query >= 0
+        row = row[is_encoded]
+        width = self.text.width + self.text.joint.shape[1]
+        known = np.hstack([self.text.pairs[row], self.text.joint[row]])
+        if self.encoder is None:
+            return keys[is_encoded], known
+        vectors = np.zeros((len(keys), width), np.float32)
+        vectors[is_encoded] = known
+        new = np.flatnonzero(~is_encoded)
+        if len(new):
+            pairs = [(int(item[i]), queries[query[i]]) for i in new]
+            vectors[new] = self._encode(pairs)
+        return keys, vectors
+
+    def _encode(self, texts: list[tuple[int, str]]) -> Floats:
         """Return the vectors (n, W) of queries alone, or (n, W or 2 W) of pairs, from the cache or encoded."""
 
         def encode(missing: list[tuple[int, str]]) -> Floats:
             assert self.encoder is not None, "texts are encoded only with an encoder"
-            alone = missing[0][0] == ALONE
+            is_query = missing[0][0] == NO_ITEM
             queries = [query for _, query in missing]
-            documents = None if alone else [self.documents[item] for item, _ in missing]
-            joint = not alone and self.catalogue.joint is not None
-            return self.encoder.encode(queries, documents, joint)
+            documents = None
+            if not is_query:
+                documents = [self.documents[item] for item, _ in missing]
+            has_joint = not is_query and self.text.joint.shape[1] > 0
+            return self.encoder.encode(queries, documents, has_joint)
 
         # batches of texts of similar length need little padding
         by_length = sorted(
             dict.fromkeys(texts),
             key=lambda text: -len(text[1]) - len(self.documents[text[0]]),
         )
-        place = {text: number for number, text in enumerate(by_length)}
-        vectors = encode_cached(self.cache, by_length, encode)
-        return torch.from_numpy(vectors[[place[text] for text in texts]])
+        row = {text: number for number, text in enumerate(by_length)}
+        vectors = self.cache.encode(by_length, encode)
+        return vectors[[row[text] for text in texts]]
 
 
 class SearchRequests(Requests):
-    """Rows as `models/search/data.py` makes batches."""
+    """Requests for a ranking of candidates for a query."""
 
-    takes: ClassVar[Columns] = {
-        **Requests.takes,
+    optional_columns: ClassVar[Columns] = {
+        **Requests.optional_columns,
         "query": "string",
         "timestamp_ms": "long",  # of the request
         "features": "vectors",  # of each candidate
@@ -156,128 +178,123 @@ class SearchRequests(Requests):
         self.mean, self.config = model.scale.mean.numpy(), model.config
         queries: list[str] = []
         if catalogue.num_queries:
-            queries = read_table(f"{folder}/tables/queries", "queries")[
-                "query"
-            ].to_pylist()
-        documents = (
-            pq.read_table(f"{folder}/encoder/documents.parquet")["text"].to_pylist()
-            if self.encoder
-            else []
-        )
-        self.text = RequestText(catalogue, queries, self.encoder, documents)
+            table = read_table(f"{folder}/tables/queries", "queries")
+            queries = table["query"].to_pylist()
+        documents: list[str] = []
+        if self.encoder:
+            table = pq.read_table(f"{folder}/encoder/documents.parquet")
+            documents = table["text"].to_pylist()
+        self.text = RequestText(catalogue.text, queries, self.encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", "sequences").info
-        self.counts = (
-            Counts.load(uri, info["features"], info)
-            if (uri := settings.get("counts"))
-            else None
-        )
-        self.hours = [
-            place for place, name in enumerate(info["features"]) if name in HOURS
-        ]
-        self.own = OwnFeatures.of(info)
-        of_items = info.get("item_features", [])
-        self.of_items = (
-            read_table(f"{folder}/tables/items", "items", of_items)
-            if of_items
-            else pa.table({})
-        )
+        features = info["features"]
+        self.counts = None
+        if settings.get("counts"):
+            self.counts = Counts.load(settings["counts"], features, info)
+        self.hours = [index for index, name in enumerate(features) if name in HOURS]
+        self.own = OwnFeatures.from_info(info)
+        self.item_features = pa.table({})
+        """The log's own features of items, by `item_index`."""
+        if names := info.get("item_features", []):
+            self.item_features = read_table(f"{folder}/tables/items", "items", names)
 
-    def read(self, row: Row) -> Request:
-        candidates, past = (row.ids(name) for name in ("candidates", "history"))
+    def parse(self, row: Row) -> Request:
+        candidates, history = row.item_ids("candidates"), row.item_ids("history")
         known = [i for i, item in enumerate(candidates) if item in self.index]
-        kept = [i for i, item in enumerate(past) if item in self.index][
-            -self.config.max_history :
-        ]
-        asked = row.column("history_query", len(past), "")
-        times = row.column("history_time_ms", len(past))
+        past = [i for i, item in enumerate(history) if item in self.index]
+        past = past[-self.config.max_history :]
+        queries = row.entries("history_query", len(history), "")
+        times = row.entries("history_time_ms", len(history))
         if self.config.reads_times and None in times:
             raise UserError(
                 "history_time_ms is missing, and the model reads when each behaviour was; give it"
             )
+        item = [self.index[history[i]] for i in past]
+        candidate = [self.index[candidates[i]] for i in known]
         parts: dict[str, NDArray] = {
-            "asked": np.array([row.given("query")], object),
-            "query": np.array([asked[i] for i in kept], object),
-            "item": np.array([self.index[past[i]] for i in kept], np.int64),
-            "time": np.array([times[i] or 0 for i in kept], np.int64),
-            "history_features": self.features(row, "history_", past)[kept],
-            "candidate": np.array([self.index[candidates[i]] for i in known], np.int64),
-            "features": self.features(row, "", candidates)[known],
+            "asked": np.array([row.value("query")], object),
+            "query": np.array([queries[i] for i in past], object),
+            "item": np.array(item, np.int64),
+            "time": np.array([times[i] or 0 for i in past], np.int64),
+            "history_features": self._parse_features(row, "history_", history)[past],
+            "candidate": np.array(candidate, np.int64),
+            "features": self._parse_features(row, "", candidates)[known],
         }
-        return Request(candidates, known, len(kept), parts)
+        return Request(candidates, known, len(past), parts)
 
-    def features(self, row: Row, of: str, items: Sequence[str]) -> Floats:
-        """(items, F) of candidates, or with `history_` of behaviours. Those of items are known, and of candidates what
-        is counted and, from the request's time, hour and weekday."""
-        places = pa.array([self.index.get(item) for item in items], pa.int64())
-        usual = {
-            name: self.of_items[name].combine_chunks().take(places)
-            for name in self.of_items.column_names
+    def _parse_features(self, row: Row, prefix: str, items: Sequence[str]) -> Floats:
+        """Return the features (n, F) of candidates, or with the prefix `history_` of behaviours.
+
+        Features of items that the request leaves out are read from the catalogue; for candidates, counts from the
+        table of counts, and hour and weekday from the request's time. Others are their means.
+        """
+        index = pa.array([self.index.get(item) for item in items], pa.int64())
+        item_features = {
+            name: self.item_features[name].combine_chunks().take(index)
+            for name in self.item_features.column_names
         }
-        own = row.own(self.own, of, len(items), usual)
-        usually = np.tile(self.mean, (len(items), 1))
-        if not of and self.counts:
-            self.counts.fill(usually, items, row.given("query"))
-        if not of and self.hours and (now := row.given("timestamp_ms")) is not None:
-            usually[:, self.hours] = hours(np.array([now], np.int64))
-        return np.concatenate([row.vectors(f"{of}features", usually), own], 1)
+        own = row.own_features(self.own, prefix, len(items), item_features)
+        default = np.tile(self.mean, (len(items), 1))
+        if not prefix and self.counts:
+            self.counts.fill(default, items, row.value("query"))
+        now = row.value("timestamp_ms")
+        if not prefix and self.hours and now is not None:
+            default[:, self.hours] = hours(np.array([now], np.int64))
+        return np.concatenate([row.vectors(f"{prefix}features", default), own], 1)
 
-    def batch(self, requests: Sequence[Request]) -> dict[str, Tensor]:
-        rows = [request.parts for request in requests]
-        for queries in (
-            np.concatenate([row["asked"] for row in rows]),
-            *(row["query"] for row in rows),
-        ):
-            if unknown := sum(
-                bool(query) and not self.text.has(str(query)) for query in queries
-            ):
-                warnings.warn(
-                    f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
-                    stacklevel=2,
-                )
-        parts = concat_columns([dict(row) for row in rows])
-        texts = [
-            q
-            for q in dict.fromkeys([*parts["asked"], *parts["query"]])
-            if q and self.text.has(q)
-        ]
-        place = {query: number for number, query in enumerate(texts)}
-        asked, parts["query"] = (
-            np.array(
-                [place.get(query, NO_QUERY) for query in parts.pop(name)], np.int64
-            )
-            for name in ("asked", "query")
+    def collate(self, requests: Sequence[Request]) -> SearchBatch:
+        parts = concat_columns([dict(request.parts) for request in requests])
+        asked, past_asked = parts.pop("asked"), parts.pop("query")
+        for request in requests:
+            self._warn_of_queries(request.parts["query"])
+        self._warn_of_queries(asked)
+        distinct = dict.fromkeys([*asked, *past_asked])
+        queries = [query for query in distinct if query and self.text.has_query(query)]
+        number = {query: index for index, query in enumerate(queries)}
+        query = np.array([number.get(text, NO_QUERY) for text in asked], np.int64)
+        past_query = np.array(
+            [number.get(text, NO_QUERY) for text in past_asked], np.int64
         )
         lengths = np.array([request.events for request in requests])
         counts = np.array([len(request.known) for request in requests])
-        read = {"candidates": (parts["candidate"], np.repeat(asked, counts))}
-        if self.config.history_pairs:
-            read["behaviours"] = parts["item"], parts["query"]
-        text = self.text.of(
-            texts, *(np.concatenate(each) for each in zip(*read.values(), strict=True))
+        pairs = {"candidates": (parts["candidate"], np.repeat(query, counts))}
+        if self.config.reads_history_queries:
+            pairs["behaviours"] = parts["item"], past_query
+        text = self.text.select(
+            queries,
+            np.concatenate([item for item, _ in pairs.values()]),
+            np.concatenate([number for _, number in pairs.values()]),
         )
-        for what, (item, query) in read.items():
-            self.warn(what, item, query, text)
-        columns = {**parts, "request_query": asked}
-        dataset = SearchDataset.from_requests(columns, lengths, counts)
-        dataset.attach_text(text, self.config.history_pairs, complete=False)
-        return {**dataset.collate(np.arange(len(requests))), "queries": text.queries}
+        for name, (item, asked_with) in pairs.items():
+            self._warn_of_pairs(name, item, asked_with, text)
+        dataset = SearchDataset.from_requests(
+            {**parts, "query": past_query, "request_query": query},
+            lengths,
+            counts,
+            text,
+            self.config.reads_history_queries,
+        )
+        return dataset.collate(np.arange(len(requests)))
 
-    def warn(
-        self,
-        what: str,
-        item: NDArray[np.int64],
-        query: NDArray[np.int64],
-        text: SearchCatalogue,
+    def _warn_of_queries(self, queries: NDArray) -> None:
+        """Warn of queries that have no vector and cannot be encoded."""
+        unknown = sum(bool(q) and not self.text.has_query(str(q)) for q in queries)
+        if unknown:
+            warnings.warn(
+                f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
+                stacklevel=2,
+            )
+
+    def _warn_of_pairs(
+        self, name: str, item: NDArray, query: NDArray, text: SearchText
     ) -> None:
-        """Says how many pairs were never encoded, where the model cannot encode them."""
-        key = pair_key(item, query, text.num_queries)[query != NO_QUERY]
-        nothing = (
-            self.text.encoder or not text.items.shape[1]
-        )  # of a model that reads no text
-        missing = 0 if nothing else int((~np.isin(key, text.pair_keys.numpy())).sum())
+        """Warn of pairs without a vector, where the model reads text and cannot encode them."""
+        if self.text.encoder or not text.width:
+            return
+        keys = pair_key(item, query, text.num_queries)[query != NO_QUERY]
+        missing = int((~np.isin(keys, text.pair_keys)).sum())
         if missing:
             warnings.warn(
-                f"{missing} of {len(query)} {what} were never encoded together with their query; their document alone "
+                f"{missing} of {len(query)} {name} were never encoded together with their query; their document alone "
                 f"is read",
                 stacklevel=2,
             )

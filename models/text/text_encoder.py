@@ -24,7 +24,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from threading import Lock
+from typing import Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -56,24 +57,26 @@ SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
 """Files of a saved encoder."""
 
 
-def encode_cached(
-    cache: LRUCache[Text, Floats],
-    texts: Sequence[Text],
-    encode: Callable[[list[Text]], Iterable[Floats]],
-) -> Floats:
-    """Return the vectors (n, W) of texts, encoding only texts missing in the cache.
+class TextCache(Generic[Text]):
+    """Vectors of the latest texts that an encoder was asked for; threads may share it."""
 
-    Args:
-        cache: Cache of vectors by text.
-        texts: Texts, possibly repeated.
-        encode: Function that returns one vector per text.
-    """
-    vectors = {text: cache[text] for text in dict.fromkeys(texts) if text in cache}
-    missing = [text for text in dict.fromkeys(texts) if text not in vectors]
-    if missing:
-        vectors |= zip(missing, encode(missing), strict=True)
-        cache.update((text, vectors[text]) for text in missing)
-    return np.stack([vectors[text] for text in texts])
+    def __init__(self) -> None:
+        self._vectors: LRUCache[Text, Floats] = LRUCache(MAX_CACHED_TEXTS)
+        self._lock = Lock()  # held while encoding: tokenizers do not serve two threads
+
+    def encode(
+        self, texts: Sequence[Text], encode: Callable[[list[Text]], Iterable[Floats]]
+    ) -> Floats:
+        """Return the vectors (n, W) of at least one text; `encode` is called with the texts that are not cached."""
+        distinct = list(dict.fromkeys(texts))
+        with self._lock:
+            cache = self._vectors
+            vectors = {text: cache[text] for text in distinct if text in cache}
+            missing = [text for text in distinct if text not in vectors]
+            if missing:
+                vectors |= zip(missing, encode(missing), strict=True)
+                cache.update((text, vectors[text]) for text in missing)
+        return np.stack([vectors[text] for text in texts])
 
 
 BUILT_IN = ("minilm", "tfidf")

@@ -7,6 +7,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from models.dataset.columns import Columns, open_columns
 from models.storage.tables import UserError
 
 
@@ -45,3 +46,21 @@ def read_vectors(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
     flat = vectors.flatten().to_numpy()
     matrix = flat.reshape(rows, vectors.type.list_size).astype(np.float32)
     return torch.from_numpy(matrix)
+
+
+def open_vectors(uri: str) -> Columns:
+    """Memory-map a table of text vectors: its keys (n,), and each column of vectors as (n, W) float32."""
+    return open_columns(uri, "text", None, _decode_vectors)
+
+
+def _decode_vectors(table: pa.Table) -> Columns:
+    """Decode one part of a table of text vectors."""
+    columns: Columns = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if not pa.types.is_fixed_size_list(column.type):
+            columns[name] = column.to_numpy().astype(np.int64)
+            continue
+        values = column.flatten().to_numpy().astype(np.float32)
+        columns[name] = values.reshape(len(column), column.type.list_size)
+    return columns

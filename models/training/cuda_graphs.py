@@ -18,19 +18,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
-Batch = dict[str, Tensor]
+from models.dataset.batch import Batch
+
 Result = TypeVar("Result")
 
 MOST = 64
 """Graphs at most: batches of other shapes run as they are."""
-
-
-def rung(size: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is `size` or more: shapes are padded to these."""
-    power = 1 << max(0, (size - 1).bit_length() - 1)
-    return next(rung for rung in (power, power * 3 // 2, power * 2) if rung >= size)
 
 
 def compiled(function: Any) -> Any:
@@ -46,7 +40,7 @@ class Graphs(Generic[Result]):
     on: ClassVar[bool] = True
     """Whether graphs are made: after a capture that failed no more, in the whole process."""
 
-    def __init__(self, run: Callable[[Batch], Result], device: torch.device) -> None:
+    def __init__(self, run: Callable[[Any], Result], device: torch.device) -> None:
         self.run, self.device = run, device
         self._graphs: dict[Any, tuple[Callable[[], Result], Batch] | None] = {}
         self._made = 0
@@ -59,9 +53,7 @@ class Graphs(Generic[Result]):
 
     def __call__(self, batch: Batch) -> Result:
         """What `run` gives of the batch, which may be in pinned memory. The next call overwrites it."""
-        key = tuple(
-            (name, value.shape, value.dtype) for name, value in sorted(batch.items())
-        )
+        key = batch.signature
         if key not in self._graphs:
             self._graphs[key] = None
             return self._first(batch)
@@ -73,8 +65,7 @@ class Graphs(Generic[Result]):
         if (made := self._graphs[key]) is None:
             return self._plain(batch)
         replay, inputs = made
-        for name, value in batch.items():
-            inputs[name].copy_(value, non_blocking=True)
+        inputs.copy_from(batch)
         return replay()
 
     def _first(self, batch: Batch) -> Result:
@@ -109,20 +100,13 @@ class Graphs(Generic[Result]):
         main = torch.cuda.current_stream(self.device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            result = self.run(
-                {
-                    name: value.to(self.device, non_blocking=True)
-                    for name, value in batch.items()
-                }
-            )
+            result = self.run(batch.to(self.device))
         main.wait_stream(self._side)
         return result
 
     def _captured(self, batch: Batch) -> tuple[Callable[[], Result], Batch] | None:
         """The graph's launch and the tensors that it reads; None, with a warning, where none can be made."""
-        inputs = {
-            name: value.to(self.device, copy=True) for name, value in batch.items()
-        }
+        inputs = batch.map(lambda value: value.to(self.device, copy=True))
         if self.device.type != "cuda":
             return lambda: self.run(inputs), inputs
         graph = torch.cuda.CUDAGraph()

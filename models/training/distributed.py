@@ -17,12 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IDLE = "idle"
-"""Key of a batch that stands in on a worker that has no rows of the whole batch; its terms do not count."""
-
-ROWS = "rows"
-"""Key of the number of rows of a batch that was filled with more, from which nothing is learned."""
-
 _step = {"workers": 1, "idle": False}
 """Of the training step that is going on: a process has one."""
 

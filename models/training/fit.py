@@ -30,10 +30,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models.config import format_duration
+from models.dataset.batch import Batch
 from models.storage.tables import UserError
 from models.training import fsdp
 from models.training.cuda_graphs import Graphs, compiled
-from models.training.distributed import IDLE, ROWS, of_workers
+from models.training.distributed import of_workers
 from models.training.fit_config import FitConfig
 from models.training.optimizers import (
     make_optimizer,
@@ -41,7 +42,6 @@ from models.training.optimizers import (
     set_learning_rate,
 )
 
-Batch = dict[str, Tensor]
 FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
 """Seconds without another event until the first line of progress, and between the lines after it."""
 
@@ -174,11 +174,6 @@ def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> boo
     return device.type == "cuda" and world == 1 and config.cuda_graphs == "auto"
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; copies run beside computation where the memory is pinned."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-
-
 def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
     """The same batches, made in a thread and pinned while the GPU is busy."""
     made: queue.Queue[Any] = queue.Queue(4)
@@ -195,7 +190,7 @@ def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
     def work() -> None:
         try:
             for batch in batches:
-                put({name: value.pin_memory() for name, value in batch.items()})
+                put(batch.map(Tensor.pin_memory))
                 if closed.is_set():
                     return
             put(end)
@@ -379,20 +374,14 @@ class Meter:
         self.waited = 0.0
         self.began = time.perf_counter()
 
-    def take(self, batches: Iterator[Batch]) -> tuple[Batch, bool]:
-        """The next batch, and whether it stands in for one that is other ranks'."""
-        asked = time.perf_counter()
+    def take(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch and count its examples and the time waited for it."""
+        began = time.perf_counter()
         batch = next(batches)
-        self.waited += time.perf_counter() - asked
-        idle, rows = batch.pop(IDLE, None) is not None, batch.pop(ROWS, None)
-        self.examples += (
-            0
-            if idle
-            else len(next(iter(batch.values())))
-            if rows is None
-            else int(rows)
-        )
-        return batch, idle
+        self.waited += time.perf_counter() - began
+        if not batch.is_stand_in:
+            self.examples += batch.num_rows
+        return batch
 
     def add(self, found: dict[str, Tensor]) -> None:
         """Notes the losses of one step."""
@@ -475,9 +464,10 @@ def make_step(
     if config.compile and device.type == "cuda":
         module = compiled(module)
 
-    def step_on(batch: Batch, idle: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    def step_on(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         try:
-            with autocast(config.precision, device), of_workers(world, idle):
+            workers = of_workers(world, batch.is_stand_in)
+            with autocast(config.precision, device), workers:
                 found = module(batch)
             found["loss"].backward()
             norm = fsdp.gather(
@@ -622,13 +612,11 @@ def fit(
             yield stopped()
             return
         for i in range(cursor.step_in_epoch, steps):
-            batch, idle = meter.take(batches)
+            batch = meter.take(batches)
             torch.manual_seed(step_seed(config.seed, rank, cursor.step))
             lr = learning_rate(config, cursor.step, total_steps)
             set_learning_rate(optimizer, factors, lr)
-            found, norm = (
-                graphs(batch) if graphs else step_on(to_device(batch, device), idle)
-            )
+            found, norm = graphs(batch) if graphs else step_on(batch.to(device))
             meter.add(found)
             cursor.step, cursor.step_in_epoch = cursor.step + 1, i + 1
             answer = agreement.largest(wanted())

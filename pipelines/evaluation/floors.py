@@ -75,7 +75,7 @@ def measure_floor(
         split,
         unit=model.eval_unit,
         max_history=history_to_give(model.config.max_history, options),
-        **model.dataset_class.dataset_options(model.config),
+        **model.dataset_class.dataset_options(model.config, floor.catalogue),
     )
     stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
     sums = measure_examples(

@@ -32,7 +32,7 @@ from models import registry
 from models.dataset.dataset import RequestDataset
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
-from models.retrieval.data import RetrievalDataset, request_place
+from models.retrieval.data import RetrievalDataset, request_index
 from models.retrieval.recommend import history_to_give
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -53,7 +53,6 @@ from models.storage.tables import (
     writing,
 )
 from models.storage.uri import absolute
-from models.training.fit import to_device
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.checks import (
@@ -228,7 +227,7 @@ class Inference:
         ranked = []
         ordered = self.examples.sort_for_evaluation(rows)
         for batch_rows in self.examples.cut_batches(ordered, self.task.batch_size):
-            batch = to_device(self.examples.collate(batch_rows), self.device)
+            batch = self.examples.collate(batch_rows).to(self.device)
             with torch.no_grad():
                 ranked.append([value.cpu().numpy() for value in self.rank(batch)])
         return ranked
@@ -246,7 +245,7 @@ class Inference:
         """Load the requests to rank for."""
         return self.loaded.load_examples(self.task.inputs, self.task.split)
 
-    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+    def rank(self, batch: Any) -> Sequence[Tensor]:
         """Rank for a batch; the first tensor has the users' rows of `sequences`."""
         raise NotImplementedError
 
@@ -268,9 +267,9 @@ class UserInference(Inference):
             self.task.inputs, self.task.split, max_history=longest
         )
 
-    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+    def rank(self, batch: Any) -> Sequence[Tensor]:
         items, scores = self.model.recommend(batch, self.task.k, **self.recommend)
-        return batch["user_row"], items, scores.float()
+        return batch.user_row, items, scores.float()
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
         order = np.argsort(user, kind="stable")
@@ -303,15 +302,15 @@ class RequestInference(UserInference):
     count_name = "requests_below_k"
     examples: RetrievalDataset
 
-    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+    def rank(self, batch: Any) -> Sequence[Tensor]:
         user, items, scores = super().rank(batch)
-        return user, batch["request"], batch["target"], batch["repeats"], items, scores
+        return user, batch.request, batch.target, batch.repeats, items, scores
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
         order = np.argsort(ranked[0], kind="stable")  # by user, then by request
         user = user[order]
         number, target, repeats, items, scores = (values[order] for values in ranked)
-        index = request_place(number)
+        index = request_index(number)
         request = self.examples.request_offsets[user] + index
         rankings, num_short = self.to_rankings(items, scores)
         columns = [
@@ -336,7 +335,7 @@ class CandidateInference(Inference):
         if self.has_queries:
             self.queries = read_queries(task.inputs.tables)
 
-    def rank(self, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+    def rank(self, batch: Any) -> Sequence[Tensor]:
         keys = self.examples.candidate_keys(batch)
         scores = torch.sigmoid(check_finite(self.model.score(batch).float()))
         labels = keys["labels"][:, : scores.shape[1]]  # some models learn the first

@@ -176,7 +176,7 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
     return ShardResult(
         measured.sums,
         measured.num_examples,
-        examples.skipped,
+        examples.num_skipped,
         measured.seconds,
         name,
         users,

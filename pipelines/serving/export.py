@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from models.loaded_model import LoadedModel
+from models.retrieval.data import HistoryBatch
 from models.retrieval.search.export import export_student, load_exported
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
-from models.training.fit import to_device
 from pipelines.evaluation.checks import resolve_device
 from pipelines.training.record import find_checkpoint
 
@@ -71,7 +71,7 @@ def export(
             program = load_exported(file)
             for checked_rows in (rows, rows[-1:]):
                 batch = examples.collate(checked_rows)
-                check(program, model, to_device(batch, model.tokens.items.device), k)
+                check(program, model, batch.to(model.tokens.items.device), k)
             file.replace(target)  # only a program that passed the checks
     except OSError as error:
         raise UserError(
@@ -83,7 +83,7 @@ def export(
 def check(
     program: Callable[..., tuple[Tensor, Tensor]],
     model: Any,
-    batch: dict[str, Tensor],
+    batch: HistoryBatch,
     k: int,
 ) -> None:
     """Check that program and model rank alike for a batch.
@@ -93,7 +93,7 @@ def check(
     """
     with torch.no_grad():
         expected = model.recommend(batch, k)
-        exported = program(batch["history"], batch["history_length"], batch["user"])
+        exported = program(batch.history, batch.history_length, batch.user)
     num_different = int(differs(*exported, *expected).sum())
     if num_different:
         raise RuntimeError(

@@ -115,7 +115,7 @@ def make_signature(model_class: type[Model], optional: Columns) -> ModelSignatur
         optional: columns that a request may have.
     """
     requests = model_class.requests_class
-    required, answer = requests.needs, requests.gives
+    required, answer = requests.required_columns, requests.answer_columns
     options = CANDIDATE_OPTIONS
     if model_class.ranks == "catalogue":
         options = CATALOGUE_OPTIONS

@@ -46,11 +46,10 @@ from models.build import load_model
 from models.config import nearest, pluralize
 from models.item_ids import parse_allowed
 from models.metrics.scores import check_finite
-from models.requests import Row, bundled
+from models.requests import Row, find_bundled_inputs
 from models.retrieval.requests import EVERY
 from models.storage import checkpoint
 from models.storage.tables import UserError
-from models.training.fit import to_device
 
 MAX_CACHED_SETS = 64
 """Sets of allowed items whose masks are cached; least recently used sets are dropped."""
@@ -102,7 +101,7 @@ class ServedModel(PythonModel):
         settings = {**known, **(context.model_config or {})}
         scales = about.learned.get("scales")
         catalogue = model_class.load_catalogue(
-            bundled(folder), scales=scales, manifest_only=True
+            find_bundled_inputs(folder), scales=scales, manifest_only=True
         )
         model, _ = load_model(f"{folder}/checkpoint", catalogue)
         device = torch.device(settings["device"])
@@ -183,7 +182,7 @@ class CatalogueRanker:
                 f"k is {k}; give the number of items to recommend, from 1 to {MAX_K:,}"
             )
         encoded, num_allowed = self.encode_allowed(allowed)
-        requests = [self.requests.read(row) for row in rows]
+        requests = [self.requests.parse(row) for row in rows]
         rankings = self.rank(requests, k, unseen, encoded)
         answers = []
         for request, (items, scores) in zip(requests, rankings, strict=True):
@@ -205,9 +204,9 @@ class CatalogueRanker:
         known = [index for index, request in enumerate(requests) if request.items]
         if not known:
             return rankings
-        batch = self.requests.batch([requests[index] for index in known])
+        batch = self.requests.collate([requests[index] for index in known])
         ranked, scores = self.model.recommend(
-            to_device(batch, self.device),
+            batch.to(self.device),
             min(int(k), len(self.requests.items)),
             unseen=unseen,
             allowed=allowed,
@@ -250,7 +249,7 @@ class CatalogueRanker:
         key = hashlib.sha256(json.dumps([*map(str, ids)]).encode()).digest()
         with self.lock:
             if key not in self.allowed_sets:
-                items = self.requests.allowed(ids).to(self.device)
+                items = self.requests.parse_allowed(ids).to(self.device)
                 self.allowed_sets[key] = (
                     self.model.encode_allowed(items),
                     int(items.sum()),
@@ -263,7 +262,6 @@ class CandidateRanker:
 
     def __init__(self, model: Any, requests: Any, device: torch.device) -> None:
         self.model, self.requests, self.device = model, requests, device
-        self.lock = Lock()  # the model holds the texts of one batch at a time
 
     def answer(self, rows: list[Row], label: str = "") -> pd.DataFrame:
         """Return the columns `item_id` and `score`, best first.
@@ -277,19 +275,16 @@ class CandidateRanker:
                 f"the model has no label '{label}'; choose one of {', '.join(labels)}"
             )
         column = labels.index(label) if label else 0
-        requests = [self.requests.read(row) for row in rows]
+        requests = [self.requests.parse(row) for row in rows]
         ranked: list[Ranking] = []
         for first in range(0, len(requests), MAX_SCORED_REQUESTS):
-            with self.lock:
-                ranked += self.rank(
-                    requests[first : first + MAX_SCORED_REQUESTS], column
-                )
+            ranked += self.rank(requests[first : first + MAX_SCORED_REQUESTS], column)
         return pd.DataFrame(ranked, columns=["item_id", "score"])
 
     @torch.no_grad()
     def rank(self, requests: list[Any], label: int) -> list[Ranking]:
         """Return the candidates of each request with their scores, best first."""
-        batch = to_device(self.requests.batch(requests), self.device)
+        batch = self.requests.collate(requests).to(self.device)
         probabilities = torch.zeros(0)
         if any(request.known for request in requests):
             logits = self.model.score(batch)[:, label].float()

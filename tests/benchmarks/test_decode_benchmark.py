@@ -160,9 +160,9 @@ def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
             decode.cut_batches(source, f"{kind}_{path}", 4, runs=3)
             for path in ("plain", "fast")
         )
-        assert all(batch["history"].shape == (4, 20) for batch in plain)
+        assert all(batch.history.shape == (4, 20) for batch in plain)
         for padded, batch in zip(plain, fast, strict=True):
-            assert batch["history"].shape[1] == batch["history_length"].max()
+            assert batch.history.shape[1] == batch.history_length.max()
             items, scores = decode.make_call(f"{kind}_plain", model, 10)(padded)
             found, fast_scores = decode.make_call(f"{kind}_fast", model, 10)(batch)
             torch.testing.assert_close(fast_scores, scores, rtol=1e-4, atol=1e-4)

@@ -50,7 +50,6 @@ DECODER, LINE, CHECK = blocks("python")
 RANKER = '''
 """The smallest search model: how near the document is to the query, scaled and moved per label."""
 
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -58,9 +57,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.search.data import SearchCatalogue
-from models.search.inputs import Text
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch
+from models.search.inputs import Text, TextProjection
 from models.search.model import SearchModel
+from models.search.catalogue import SearchCatalogue
 from models.search.ranker import RankerConfig
 
 
@@ -80,23 +81,22 @@ class Nearest(SearchModel):
     def __init__(self, config: NearestConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.labels, self.masks = catalogue.labels, [None] * len(catalogue.labels)
-        self.text = Text(catalogue, config.text_width)
+        self.text = TextProjection(catalogue, config.text_width)
         self.scale, self.shift = (nn.Parameter(torch.ones(len(self.labels))) for _ in range(2))
 
-    def score(self, batch: dict[str, Tensor]) -> Tensor:
-        self.text.take_pairs(batch)
-        query = batch["request_query"][batch["candidate_request"]]
-        nearness = (self.text.query(query) * self.text.pair(batch["candidate"], query)).sum(1, keepdim=True)
-        return nearness * self.scale + self.shift
+    def score(self, batch: SearchBatch) -> Tensor:
+        query_row = batch.request_query_text[batch.candidate_request]
+        query = self.text.project_query(batch.query_text, query_row)
+        document = self.text.project_pair(batch.candidate, batch.pair_text, batch.candidate_pair_text)
+        return (query * document).sum(1, keepdim=True) * self.scale + self.shift
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": functional.binary_cross_entropy_with_logits(self.score(batch), batch["labels"].float())}
+    def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
+        return {"loss": functional.binary_cross_entropy_with_logits(self.score(batch), batch.labels.float())}
 '''
 
 KIND = '''
 """The smallest kind: a behaviour asks for itself where its item is not the last of its history."""
 
-from __future__ import annotations
 
 import numpy as np
 import polars as pl

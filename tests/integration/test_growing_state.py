@@ -16,7 +16,7 @@ from trainings import build_training
 
 from models.loaded_model import LoadedModel
 from models.own_features import OwnFeatures, adopt_scales
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
 from models.search.inputs import Scale
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint, OtherTablesError
@@ -341,7 +341,7 @@ def test_a_category_that_gets_too_many_values_to_list_keeps_its_vectors(
     about = Checkpoint(model={}, learned={"names": collect_row_names(first)})
     for day in (4, 5, 6):
         growing.add(day, new_city)
-    (category,) = OwnFeatures.of(growing.prepare()).categories
+    (category,) = OwnFeatures.from_info(growing.prepare()).categories
     later = SearchCatalogue.load(growing.tables.tables, None)
     second = nn.ModuleDict({"scale": Scale(later, 8, 0.0)})
 

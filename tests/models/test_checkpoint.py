@@ -19,7 +19,7 @@ from training_tables import write_tables
 from trainings import build_training
 
 from models.build import build_model, load_model
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import TableVersion, UserError, add_seal, check_seal
@@ -76,11 +76,11 @@ def test_a_loaded_model_ranks_as_the_saved_one(
         if name == "tiger"
         else {"sequences", "items"}
     )
-    batch = {
-        "history": torch.tensor([[1, 2, 3]]),
-        "history_length": torch.tensor([3]),
-        "user": torch.tensor([7]),
-    }
+    batch = HistoryBatch(
+        history=torch.tensor([[1, 2, 3]]),
+        history_length=torch.tensor([3]),
+        user=torch.tensor([7]),
+    )
     for ours, theirs in zip(
         model.recommend(batch, 10), again.recommend(batch, 10), strict=True
     ):

@@ -24,7 +24,7 @@ from models.metrics.ranking_metrics import Histogram
 from models.retrieval.distillation.teacher import TeacherConfig
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.training.fit import FitConfig, autocast, to_device
+from models.training.fit import FitConfig, autocast
 from models.training_run import TrainingRun
 from tests import actions_tables, search_tables, training_tables
 
@@ -227,7 +227,7 @@ def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
 ) -> None:
     setup = set_up_small(name, data, FIT, THERE)
     if setup.model.trains_by_gradient:
-        batch = to_device(next(setup.train(0, 0)), THERE)
+        batch = next(setup.train(0, 0)).to(THERE)
         setup.model.train()
         setup.model(batch)["loss"].backward()
         assert all(isinstance(grad, Elsewhere) for grad in gradients(setup.model))

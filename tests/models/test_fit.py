@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from models.config import format_duration
+from models.dataset.batch import Batch, axes
 from models.storage.tables import UserError
 from models.training.fit import (
     ASK,
@@ -39,6 +40,14 @@ from models.training.fit import (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Batch):
+    """Inputs and classes."""
+
+    x: Tensor = axes("B")
+    y: Tensor = axes("B")
+
+
 class Classifier(nn.Module):
     """A small model with dropout, tied weights and a loss."""
 
@@ -48,11 +57,11 @@ class Classifier(nn.Module):
         self.hidden = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        state = self.dropout(torch.relu(self.hidden(self.embedding(batch["x"]))))
+    def forward(self, batch: Pairs) -> dict[str, Tensor]:
+        state = self.dropout(torch.relu(self.hidden(self.embedding(batch.x))))
         return {
             "loss": nn.functional.cross_entropy(
-                state @ self.embedding.weight.T, batch["y"]
+                state @ self.embedding.weight.T, batch.y
             )
         }
 
@@ -69,14 +78,14 @@ class Batches:
     def steps(self, epoch: int) -> int:
         return self.count
 
-    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
+    def __call__(self, epoch: int, skip: int) -> Iterator[Pairs]:
         order = torch.randperm(
             self.size * self.count, generator=torch.Generator().manual_seed(epoch)
         )
         for i in range(skip, self.count):
             rows = order[i * self.size : (i + 1) * self.size][self.rank :: self.world]
             self.made += 1
-            yield {"x": rows * 3 % 20, "y": rows * 7 % 20}
+            yield Pairs(x=rows * 3 % 20, y=rows * 7 % 20)
 
 
 def validate(model: nn.Module) -> tuple[dict[str, float], int]:
@@ -561,12 +570,12 @@ def test_all_workers_ask_for_notices_in_the_same_step(two: list[dict]) -> None:
 def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
 
-    def batches() -> Iterator[dict[str, Tensor]]:
+    def batches() -> Iterator[Pairs]:
         for i in range(10):
-            yield {"x": torch.tensor([i])}
+            yield Pairs(x=torch.tensor([i]), y=torch.tensor([i]))
         raise UserError("lost")
 
     seen = []
     with pytest.raises(UserError, match="lost"):
-        seen.extend(batch["x"].item() for batch in prefetch(batches()))
+        seen.extend(batch.x.item() for batch in prefetch(batches()))
     assert seen == list(range(10))

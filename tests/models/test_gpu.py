@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -16,17 +17,19 @@ import torch
 from torch import Tensor
 
 from models import registry
-from models.actions.batch import ActionsCatalogue
+from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.build import build_model
 from models.cpu import fast
-from models.retrieval.data import RetrievalDataset
+from models.dataset.batch import Batch, bucket_size
+from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
-from models.retrieval.recommend import _replayed, filled
-from models.search.data import SearchCatalogue, SearchDataset
+from models.retrieval.recommend import _replayed
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchDataset
 from models.storage.tables import join
 from models.training import fit as fit_module
-from models.training.cuda_graphs import Graphs, rung
+from models.training.cuda_graphs import Graphs
 from models.training.fit import FitConfig, Meter, fit
 from models.training.optimizers import CapturableAdagrad
 from tests import small_retrieval
@@ -70,7 +73,7 @@ def search_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_search(tmp_path_factory.mktemp("log"), joint=True)
 
 
-def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
+def retrieval_model(name: str) -> tuple[Any, Any]:
     """The model, with its teacher where it has one, and a batch of its unit."""
     model_class, catalogue = registry.find(name), small_retrieval.catalogue()
     options: dict[str, Any] = {"name": name, **SIZES.get(name, {})}
@@ -86,11 +89,12 @@ def retrieval_model(name: str) -> tuple[Any, dict[str, Tensor]]:
         model.set_teacher(build_teacher(model.config, catalogue))
     batch = small_retrieval.requests(8, longest=5)
     if model.example_unit == "user":
-        batch |= {
-            "target": torch.tensor([1, 2, 3]),
-            "target_row": torch.tensor([0, 1, 2]),
-        }
-        batch |= {"target_position": torch.tensor([0, 0, 0])}
+        return model, small_retrieval.windows(
+            batch,
+            target=torch.tensor([1, 2, 3]),
+            target_row=torch.tensor([0, 1, 2]),
+            target_position=torch.tensor([0, 0, 0]),
+        )
     return model, batch
 
 
@@ -103,7 +107,7 @@ def search_model(
     catalogue = SearchCatalogue.load(*log)
     torch.manual_seed(0)
     model = build_model(options, catalogue)
-    options = SearchDataset.dataset_options(model.config)
+    options = SearchDataset.dataset_options(model.config, catalogue)
     uri = join(log[0], "sequences")
     return model, SearchDataset.load(uri, "train", max_history=8, **options)
 
@@ -121,7 +125,7 @@ def traced(run: Any) -> Any:
 
 
 @pytest.fixture
-def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Tensor]]:
+def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Moves modules, and gives a batch, to where tensors have shapes alone: a value that is read back, or a shape that
     depends on values, is an error there, and what is meant for a CPU is not taken."""
     autocast = torch.autocast
@@ -136,20 +140,21 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, T
         fast, "check_finite", lambda weights, *of: weights
     )  # once, when they are derived
 
-    def moved(batch: dict[str, Tensor], *modules: Any) -> dict[str, Tensor]:
+    def moved(batch: Batch, *modules: Any) -> Batch:
         for module in [
             inner for outer in modules for inner in outer.to("meta").modules()
         ]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, Tensor):
                     setattr(module, name, value.to("meta"))
-        return {name: value.to("meta") for name, value in batch.items()}
+        return batch.map(lambda value: value.to("meta"))
 
     return moved
 
 
 def test_what_reads_a_value_back_is_seen(without_values):
-    values = without_values({"x": torch.randn(3)})["x"]
+    histories = small_retrieval.requests(3)
+    values = without_values(histories).target.float()
     for wait in (
         lambda: values.sum().item(),
         lambda: values[values > 0],
@@ -181,12 +186,12 @@ def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
             search(bare, empty, 3, **how)
             search(
                 bare,
-                {
-                    **empty,
-                    "allowed": bare.encode_allowed(
+                replace(
+                    empty,
+                    allowed=bare.encode_allowed(
                         torch.zeros(30, dtype=torch.bool, device="meta")
                     ),
-                },
+                ),
                 3,
                 **how,
             )
@@ -196,7 +201,7 @@ def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
         batch, 3, allowed=allowed
     )  # which makes what is kept of the weights
     with torch.no_grad():
-        found = traced(lambda: search(model, {**batch, "allowed": allowed}, 3))
+        found = traced(lambda: search(model, replace(batch, allowed=allowed), 3))
     assert torch.equal(found[0], items)
     assert torch.allclose(found[1], scores, atol=1e-5)
 
@@ -208,15 +213,15 @@ def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
     model, _ = retrieval_model(name)
     model.eval()
     batch = small_retrieval.requests(2, longest=5)
-    batch["history_length"] = torch.tensor([0, 5])
-    batch["history"] = torch.tensor([[-1] * 5, [1, 2, 3, 4, 5]])
-    alone = {key: value[:1] for key, value in batch.items()} | {
-        "history": batch["history"][:1, :1]
-    }
-    wide = {
-        **batch,
-        "history": torch.nn.functional.pad(batch["history"], (0, 7), value=-1),
-    }
+    batch = replace(
+        batch,
+        history_length=torch.tensor([0, 5]),
+        history=torch.tensor([[-1] * 5, [1, 2, 3, 4, 5]]),
+    )
+    alone = replace(batch.select("B", slice(1)), history=batch.history[:1, :1])
+    wide = replace(
+        batch, history=torch.nn.functional.pad(batch.history, (0, 7), value=-1)
+    )
     items, scores = model.recommend(batch, 3)
     for other in (alone, wide):
         found = model.recommend(other, 3)
@@ -231,7 +236,7 @@ def test_no_step_of_search_waits(name, search_log, without_values):
     model, examples = search_model(
         name, search_log, **({} if name == "base" else {"num_layers": 1})
     )
-    batch = examples.pad_to_buckets(examples.collate(np.arange(9)))
+    batch = examples.collate(np.arange(9)).pad_to_buckets(examples.max_history)
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
     empty = without_values(batch, model)
     model.train()(empty)["loss"].backward()
@@ -245,13 +250,14 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsDataset]:
     options = {"name": name, **SMALL["actions"], **options}
     torch.manual_seed(0)
-    model = build_model(options, ActionsCatalogue.load(feed))
+    catalogue = ActionsCatalogue.load(feed)
+    model = build_model(options, catalogue)
     examples = ActionsDataset.load(
         join(feed, "sequences"),
         "train",
         unit=model.example_unit,
         max_history=10,
-        **ActionsDataset.dataset_options(model.config),
+        **ActionsDataset.dataset_options(model.config, catalogue),
     )
     return model, examples
 
@@ -264,8 +270,7 @@ def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsDat
 def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values):
     model, examples = actions_model(name, feed, num_layers=1)
     batch = next(examples.epoch(5, seed=1, epoch=0, pad_to_buckets=True))
-    batch.pop("untied", None)
-    batch |= {} if tied else {"untied": torch.zeros(0)}
+    batch = replace(batch, has_ties=tied)
     assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
     with torch.no_grad():
         assert (
@@ -277,15 +282,15 @@ def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values)
         model.eval().logits(empty, history=False)
 
 
-def test_a_rung_is_at_most_half_more():
+def test_a_bucket_is_at_most_half_larger_than_its_content():
     for size in range(1, 200):
-        assert size <= rung(size) <= 1.5 * size
-        assert rung(rung(size)) == rung(size)
+        assert size <= bucket_size(size) <= 1.5 * size
+        assert bucket_size(bucket_size(size)) == bucket_size(size)
 
 
-def alike(model: Any, plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None:
+def alike(model: Any, plain: Batch, wide: Batch) -> None:
     """The two batches have the same loss and gradients, up to the rounding of float32."""
-    assert any(wide[name].shape != plain[name].shape for name in plain)
+    assert wide.signature != plain.signature
     found = []
     for batch in (plain, wide):
         model.zero_grad()
@@ -302,32 +307,28 @@ def alike(model: Any, plain: dict[str, Tensor], wide: dict[str, Tensor]) -> None
 def test_nothing_is_learned_from_what_fills_a_batch_of_actions(name, feed):
     model, examples = actions_model(name, feed, dropout=0.0, category_dropout=0.0)
     plain = next(examples.epoch(5, seed=1, epoch=0))
-    alike(model, plain, examples.pad_to_buckets(plain))
+    alike(model, plain, plain.pad_to_buckets(8))
 
 
 @pytest.mark.parametrize("name", OF["search"])
 def test_nothing_is_learned_from_what_fills_a_batch_of_searches(name, search_log):
     model, examples = search_model(name, search_log)
-    examples.attach_text(SearchCatalogue.load(*search_log), True)
     plain = examples.collate(np.arange(9))
-    alike(model, plain, examples.pad_to_buckets(plain))
+    alike(model, plain, plain.pad_to_buckets(8))
 
 
 @pytest.mark.parametrize("name", ["tiger", "sasrec"])
 def test_nothing_is_learned_from_what_fills_a_batch_of_histories(name):
     model, plain = retrieval_model(name)
-    names = ("behaviours_per_user", "requests_per_user", "history_end", "split")
-    no_users = {name: np.zeros(0, np.int64) for name in names}
-    examples = RetrievalDataset(no_users, "train", registry.find(name).example_unit, 6)
-    alike(model, plain, examples.pad_to_buckets(plain))
+    alike(model, plain, plain.pad_to_buckets(8))
 
 
 @pytest.mark.parametrize("name", ["tiger", "sid_mlp", "sasrec"])
 def test_a_search_of_more_requests_and_longer_histories_finds_the_same(name):
     model, _ = retrieval_model(name)
     batch = small_retrieval.requests(5, longest=5)
-    wide = filled({key: batch[key] for key in ("history", "history_length", "user")}, 6)
-    assert wide["history"].shape == (6, 6)
+    wide = batch.histories.pad_to_buckets(6, ("B", "T"))
+    assert wide.history.shape == (6, 6)
     items, scores = model.eval().recommend(batch, 4)
     more, their = model.recommend(wide, 4)
     assert torch.equal(items, more[:5])
@@ -345,7 +346,7 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
     ]  # of one graph
     for allowed in [None, None, None, *sets]:
         items, scores = model.recommend(batch, 4, allowed=allowed)
-        given = batch if allowed is None else {**batch, "allowed": allowed}
+        given = batch if allowed is None else replace(batch, allowed=allowed)
         with torch.no_grad():
             found = _replayed(
                 model,
@@ -366,7 +367,7 @@ def test_requests_of_several_threads_get_their_own_answers():
     wanted = [model.eval().recommend(batch, 4)[0] for batch in batches]
     kept = [torch.zeros(3, 4, dtype=torch.long), torch.zeros(3, 4)]
 
-    def search(given: dict[str, Tensor]) -> Any:
+    def search(given: HistoryBatch) -> Any:
         with torch.no_grad():
             found = type(model).recommend.__wrapped__.__wrapped__(model, given, 4)
         return [place.copy_(value) for place, value in zip(kept, found, strict=True)]
@@ -401,19 +402,19 @@ def test_rows_that_fill_a_batch_are_no_examples(feed):
 class Repeated:
     """Batches of two shapes in turn."""
 
-    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
+    def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
 
     def steps(self, epoch: int) -> int:
         return 7
 
-    def __call__(self, epoch: int, skip: int) -> Iterator[dict[str, Tensor]]:
-        return (dict(batch) for batch in islice(cycle(self.batches), skip, 7))
+    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
+        return islice(cycle(self.batches), skip, 7)
 
 
 def trained(
     model: Any,
-    batches: list[dict[str, Tensor]],
+    batches: list[Batch],
     stop: int = 0,
     state: Any = None,
     **options: Any,

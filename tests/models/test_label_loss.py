@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from models.label_loss import (
     select_measured,
 )
 from models.search import metrics
-from models.search.data import SearchCatalogue, SearchDataset
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
 from models.storage.tables import UserError, join
 from tests.search_tables import write_search
@@ -148,10 +150,12 @@ def test_the_correction_is_the_log_of_the_rate(rate: float) -> None:
 @pytest.fixture(scope="module")
 def search(
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[SearchCatalogue, dict[str, torch.Tensor]]:
+) -> tuple[SearchCatalogue, SearchBatch]:
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
-    examples = SearchDataset.load(join(tables, "sequences"), "train", max_history=8)
-    return SearchCatalogue.load(tables, text), examples.collate(np.arange(12))
+    catalogue = SearchCatalogue.load(tables, text)
+    uri = join(tables, "sequences")
+    examples = SearchDataset.load(uri, "train", max_history=8, text=catalogue.text)
+    return catalogue, examples.collate(np.arange(12))
 
 
 def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -> None:
@@ -159,10 +163,11 @@ def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -
     model = Ranker(
         RankerConfig(dropout=0.0, label_masks={"purchase": "click"}), catalogue
     )
-    clicked = batch["labels"][:, 0]
+    clicked = batch.labels[:, 0]
     assert 0 < clicked.sum() < len(clicked)
-    other = {**batch, "labels": batch["labels"].clone()}
-    other["labels"][~clicked, 1] = ~other["labels"][~clicked, 1]
+    labels = batch.labels.clone()
+    labels[~clicked, 1] = ~labels[~clicked, 1]
+    other = replace(batch, labels=labels)
     assert torch.equal(model(batch)["loss"], model(other)["loss"])
     found, again = (
         metrics.means(metrics.measure(model.eval(), of)) for of in (batch, other)
@@ -171,7 +176,7 @@ def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -
     with torch.no_grad():
         logits = model.score(batch)[clicked, 1]
     want = torch.nn.functional.binary_cross_entropy_with_logits(
-        logits, batch["labels"][clicked, 1].float()
+        logits, batch.labels[clicked, 1].float()
     )
     assert found["purchase/log_loss"] == pytest.approx(float(want), rel=1e-4)
 
@@ -180,17 +185,17 @@ def test_all_positives_and_a_share_of_the_rest_are_learned_from(search) -> None:
     catalogue, batch = search
     torch.manual_seed(0)
     model = Ranker(RankerConfig(negative_rate=0.25), catalogue)
-    positive, kept_negatives, negatives = batch["labels"].any(1), 0, 0
+    positive, kept_negatives, negatives = batch.labels.any(1), 0, 0
     for _ in range(30):
-        sampled, there = model.sampled(batch)
-        labels = sampled["labels"]
+        sampled, there = model.sample(batch)
+        labels = sampled.labels
         assert there is not None
         assert bool(there[labels].all())
         assert int(labels.any(1).sum()) == int(positive.sum())
         assert (
-            len(sampled["candidate"])
-            == len(sampled["features"])
-            == len(sampled["candidate_request"])
+            len(sampled.candidate)
+            == len(sampled.features)
+            == len(sampled.candidate_request)
             == len(labels)
         )
         kept_negatives += len(labels) - int(positive.sum())

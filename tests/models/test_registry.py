@@ -10,8 +10,9 @@ import torch
 
 from models import registry
 from models.build import build_model, parse_options
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, RequestBatch
 from models.storage.tables import UserError
+from tests.batches import fill_batch
 
 CODES = torch.tensor([[0, 0], [0, 1], [1, 0]])
 
@@ -34,12 +35,14 @@ def test_every_config_round_trips(name):
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_every_model_of_a_catalogue_builds_from_its_own_defaults(name):
     model: Any = build_model({"name": name}, Catalogue.from_codes(CODES, (2, 2)))
-    batch = {
-        "history": torch.tensor([[0, 1]]),
-        "history_length": torch.tensor([2]),
-        "user": torch.tensor([7]),
-        "target": torch.tensor([2]),
-    }
+    batch = fill_batch(
+        RequestBatch,
+        {},
+        history=torch.tensor([[0, 1]]),
+        history_length=torch.tensor([2]),
+        user=torch.tensor([7]),
+        target=torch.tensor([2]),
+    )
     assert model.config.max_history >= 1
     if model.ranks == "nothing":  # stage 1 of SID-MLP++
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,11 @@ def days(tmp_path: Path) -> Any:
     return begin, more
 
 
-def scores(loaded: LoadedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def scores(loaded: LoadedModel, batch: Any) -> torch.Tensor:
     with torch.no_grad():
         if loaded.model.ranks == "catalogue":
             model: Any = loaded.model
-            return model.states(batch["history"])[:, -1] @ model.item.weight[:20].T
+            return model.states(batch.history)[:, -1] @ model.item.weight[:20].T
         return loaded.model.score(batch)  # type: ignore[no-any-return]
 
 
@@ -155,8 +156,11 @@ def test_what_is_said_of_old_items_stays(days: Any, tmp_path: Path, name: str) -
     assert read_manifest(f"{grown.tables}/items").rows > len(old_items)
     after = LoadedModel.load(uri, grown)
     if name == "attn_lfa":  # bern comes first by name, and moves the others
-        for part in ("viewer", "candidate_viewer"):
-            batch[part] = torch.where(batch[part] > 0, batch[part] + 1, 0)
+        moved = [
+            torch.where(viewer > 0, viewer + 1, 0)
+            for viewer in (batch.viewer, batch.candidate_viewer)
+        ]
+        batch = replace(batch, viewer=moved[0], candidate_viewer=moved[1])
     assert torch.equal(scores(after, batch), expected)
 
 
@@ -184,11 +188,11 @@ def test_training_goes_on_with_what_is_newer(
         times: list[int] = []
         for batch in setup.train(0, 0):
             if name == "attn_lfa":
-                times += batch["time"][batch["learn"]].tolist()
+                times += batch.time[batch.learn].tolist()
             else:
                 rows, at = (
-                    batch["user_row"][batch["target_row"]],
-                    batch["target_position"] + 1,
+                    batch.user_row[batch.target_row],
+                    batch.target_position + 1,
                 )
                 times += [
                     sequences[row]["timestamp_ms"][place]

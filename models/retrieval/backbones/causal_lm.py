@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.retrieval.data import PAD
+from models.retrieval.data import PAD, HistoryBatch
 from models.retrieval.parts import Backbone, History, Memory, SidTokens
 
 # tokens (B, n), and a mask (B, n) of the tokens that are not padding
@@ -110,9 +110,9 @@ class LmBackbone(Backbone):
         tokens = words.expand(len(like), -1)
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
-    def history_tokens(self, batch: dict[str, Tensor]) -> Segment:
+    def history_tokens(self, batch: HistoryBatch) -> Segment:
         """Return the codes of each history, with the words between items."""
-        history = batch["history"]
+        history = batch.history
         codes = self.item_tokens(history)  # (B, T, L)
         between = self.between.expand(*history.shape, -1)
         is_item = (history != PAD).unsqueeze(-1)  # (B, T, 1)
@@ -121,20 +121,20 @@ class LmBackbone(Backbone):
         real = torch.cat([is_item.expand_as(codes), has_next.expand_as(between)], 2)
         return tokens.flatten(1), real.flatten(1)
 
-    def prompts(self, batch: dict[str, Tensor]) -> list[Segment]:
+    def prompts(self, batch: HistoryBatch) -> list[Segment]:
         """Return the segments of the prompt of each request."""
-        history = batch["history"]
+        history = batch.history
         return [
             self.constant(self.before, history),
             self.history_tokens(batch),
             self.constant(self.after, history),
         ]
 
-    def inputs(self, batch: dict[str, Tensor]) -> Segment:
+    def inputs(self, batch: HistoryBatch) -> Segment:
         """Return the tokens (B, S) of the prompts and their lengths (B,)."""
         tokens, lengths = concat_segments(self.prompts(batch))
         # the words after the last item are always padding
-        unused = len(self.between) if batch["history"].shape[1] else 0
+        unused = len(self.between) if batch.history.shape[1] else 0
         return tokens[:, : tokens.shape[1] - unused], lengths
 
     def locate_history(self, history: History) -> tuple[slice, Tensor]:
@@ -174,7 +174,7 @@ class LmBackbone(Backbone):
         )
         return output.last_hidden_state, to_memory(cache)
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return the states (B, S, D) of the prompts; the last state is the query."""
         tokens, lengths = self.inputs(batch)
         states, memory = self.run(self.embed(tokens))

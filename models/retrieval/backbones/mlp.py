@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from models.config import check_dropout, check_positive
 from models.layers.t5 import dropout
+from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import Backbone, History, SidTokens, real_positions
 
 CPU_BATCH_TOKENS = 128
@@ -109,7 +110,7 @@ class RoleTokens:
 
     @classmethod
     def from_batch(
-        cls, batch: dict[str, Tensor], vocabulary: SidTokens, packed: bool
+        cls, batch: HistoryBatch, vocabulary: SidTokens, packed: bool
     ) -> Self:
         """Sort the tokens of a batch by role.
 
@@ -118,7 +119,7 @@ class RoleTokens:
             vocabulary: Tokens of the semantic IDs.
             packed: Whether to leave out padding.
         """
-        history, length = batch["history"], batch["history_length"]
+        history, length = batch.history, batch.history_length
         rows, items = history.shape
         levels = vocabulary.levels
         request = torch.arange(rows, device=history.device)
@@ -130,7 +131,7 @@ class RoleTokens:
             owner = request.repeat_interleave(items)
             item = torch.arange(items, device=history.device).repeat(rows)
             codes = vocabulary.items[torch.where(is_real, history, 0).flatten()]
-        user = vocabulary.first_user + batch["user"] % vocabulary.n_user_tokens
+        user = vocabulary.first_user + batch.user % vocabulary.n_user_tokens
         tokens = list(codes.unbind(1))
         tokens[-1] = torch.cat(
             [tokens[-1], user, torch.full_like(user, vocabulary.end)]
@@ -228,10 +229,10 @@ class MlpBackbone(Backbone):
         )
         self.norm = nn.LayerNorm(dim)
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return the states (B, S, D), zero at padding."""
-        items = batch["history"].shape[1]
-        pack = is_eager_cpu(batch["history"]) if self.pack is None else self.pack
+        items = batch.history.shape[1]
+        pack = is_eager_cpu(batch.history) if self.pack is None else self.pack
         layout = RoleTokens.from_batch(batch, self.tokens, pack)
         states = [
             self.embedding(token) + self.positions(position)

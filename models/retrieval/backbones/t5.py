@@ -12,6 +12,7 @@ from torch.nn import functional
 from models.cpu.derived import cache_until_changed
 from models.cpu.t5_packed import PackedEncoder
 from models.layers.t5 import Stack, T5Sizes
+from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import Backbone, History, SidTokens, padding_mask
 
 
@@ -24,7 +25,7 @@ class T5Backbone(Backbone):
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.d_model)
         self.encoder = Stack(sizes, decoder=False)
 
-    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
         """Return the encoder's inputs: rows (B, S) of `table`, and lengths (B,)."""
         return self.tokens.history(batch), self.tokens.lengths(batch)
 
@@ -32,7 +33,7 @@ class T5Backbone(Backbone):
         """Return the input embeddings (V, D)."""
         return self.embedding.weight
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return the states (B, S, D) of the tokens of each history."""
         tokens, lengths = self.inputs(batch)
         bias = self.encoder.position_bias(tokens.shape[1])
@@ -42,7 +43,7 @@ class T5Backbone(Backbone):
         states = self.encoder(x, bias if padding is None else bias + padding, dropout_p)
         return History(states, lengths)
 
-    def infer(self, batch: dict[str, Tensor]) -> History:
+    def infer(self, batch: HistoryBatch) -> History:
         """Encode without work for padding."""
         tokens, lengths = self.inputs(batch)
         return History(self.fast_encoder()(tokens, lengths), lengths)

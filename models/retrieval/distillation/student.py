@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_choices, check_least, check_positive, check_shares
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
     TaughtModel,
     TeacherConfig,
@@ -204,14 +204,14 @@ class Student(TaughtModel, Retriever):
             )
         return self._teacher[0]
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return the states of the frozen backbone, from `teacher_cache` if it has them."""
         if found := self.teacher_outputs("encoder", batch):
             return found
         with torch.no_grad():
             return self.backbone.encode(batch)
 
-    def teacher_outputs(self, name: str, batch: dict[str, Tensor]) -> History | None:
+    def teacher_outputs(self, name: str, batch: HistoryBatch) -> History | None:
         """Return the cached outputs of the batch's requests, or None if some are not cached.
 
         `name` is that of a table of `teacher_cache`. Only requests of training and its
@@ -243,20 +243,18 @@ class Student(TaughtModel, Retriever):
     def set_teacher_outputs(self, tables: dict[str, States]) -> None:
         self._teacher_outputs = tables
 
-    def teacher_history(self, batch: dict[str, Tensor], history: History) -> History:
+    def teacher_history(self, batch: HistoryBatch, history: History) -> History:
         """Return the states of the teacher's backbone; here the student's own `history`."""
         return history
 
     @torch.no_grad()
-    def teacher_hidden(self, batch: dict[str, Tensor], history: History) -> Tensor:
+    def teacher_hidden(self, batch: RequestBatch, history: History) -> Tensor:
         """Return (B, L, N) hidden states that the teacher's logits of the target are computed from."""
-        codes = self.tokens.codes(batch["target"])
+        codes = self.tokens.codes(batch.target)
         return self.teacher.decoder.hidden(self.teacher_history(batch, history), codes)
 
     @torch.no_grad()
-    def teacher_logits(
-        self, batch: dict[str, Tensor], history: History
-    ) -> list[Tensor]:
+    def teacher_logits(self, batch: RequestBatch, history: History) -> list[Tensor]:
         """Return the teacher's logits (B, O_l) of each of the student's digits.
 
         They are given the target's codes before the digit, and restricted to the tokens
@@ -299,7 +297,7 @@ class Student(TaughtModel, Retriever):
             )
         return found
 
-    def _encode_to_cache(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _encode_to_cache(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
         history = self.encode(batch)
         if history.query is None:
             return self.decoder_input(history), history.lengths
@@ -313,15 +311,15 @@ class Student(TaughtModel, Retriever):
         ]
         return torch.cat(padded, 1), history.lengths + 1
 
-    def _decode_to_cache(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _decode_to_cache(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
         hidden = self.teacher.decoder.hidden(
-            self.teacher.encode(batch), self.tokens.codes(batch["target"])
+            self.teacher.encode(batch), self.tokens.codes(batch.target)
         )
-        return hidden, torch.full_like(batch["target"], hidden.shape[1])
+        return hidden, torch.full_like(batch.target, hidden.shape[1])
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the sum of equation 3 over the student's digits, each given the target's codes before it."""
-        config, codes = self.config, self.tokens.codes(batch["target"])
+        config, codes = self.config, self.tokens.codes(batch.target)
         history = self.encode(batch)
         logits, targets = (
             self.decoder.teacher_forced(history, codes),
@@ -339,7 +337,7 @@ class Student(TaughtModel, Retriever):
     @recommender
     def recommend(
         self,
-        batch: dict[str, Tensor],
+        batch: HistoryBatch,
         k: int,
         beam: int | None = None,
         scores: Scores | None = None,
@@ -352,7 +350,7 @@ class Student(TaughtModel, Retriever):
         found, the tail is item -1 with score -inf.
         """
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
-        return self.search(history, k, beam, scores, constrained, batch.get("allowed"))
+        return self.search(history, k, beam, scores, constrained, batch.allowed)
 
     def search(
         self,

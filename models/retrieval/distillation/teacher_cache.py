@@ -32,7 +32,13 @@ from torch import Tensor
 
 from models.config import pluralize
 from models.dataset.columns import Columns, open_columns
-from models.retrieval.data import PAD, Catalogue, RetrievalDataset
+from models.retrieval.data import (
+    PAD,
+    Catalogue,
+    HistoryBatch,
+    RequestBatch,
+    RetrievalDataset,
+)
 from models.retrieval.parts import History, real_positions
 from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import (
@@ -46,7 +52,6 @@ from models.storage.tables import (
     read_manifest,
     write_part,
 )
-from models.training.fit import to_device
 
 SCHEMA = pa.schema(
     [
@@ -70,7 +75,7 @@ BATCH = 256
 PART_BYTES = 64 * 2**20
 """A part of the table is written when it holds this much."""
 
-Outputs = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
+Outputs = Callable[[RequestBatch], tuple[Tensor, Tensor]]
 """Vectors (B, S, D) of a batch, and how many of each row are real (B,)."""
 
 
@@ -105,20 +110,18 @@ class States:
         self.starts = (np.cumsum(lengths) - lengths)[order]
         self.values = values
 
-    def padded(self, batch: dict[str, Tensor]) -> History | None:
+    def padded(self, batch: HistoryBatch) -> History | None:
         """The batch's requests with float32 vectors (B, S, D), zero at padding; None where one of them is not here, or
         is no request of the log."""
-        if "request" not in batch or bool(
-            (batch.get("target", batch["request"]) == PAD).any()
-        ):
+        if not isinstance(batch, RequestBatch) or bool((batch.target == PAD).any()):
             return None
-        numbers = batch["request"].cpu().numpy()
+        numbers = batch.request.cpu().numpy()
         index = np.searchsorted(self.requests, numbers)
         if (index == len(self.requests)).any() or (
             self.requests[index] != numbers
         ).any():
             return None
-        device = batch["request"].device
+        device = batch.request.device
         lengths = self.lengths[index]
         position = np.arange(int(lengths.max()))
         inside = position < lengths[:, None]
@@ -204,7 +207,7 @@ def _write(
         mine = rows[examples.rank :: examples.world]
         for rows in examples.cut_batches(mine, BATCH):
             batch = examples.collate(rows)
-            states, lengths = outputs(to_device(batch, torch.device(device)))
+            states, lengths = outputs(batch.to(device))
             inside = real_positions(lengths, states.shape[1])
             values = states[inside].half().cpu()  # (tokens, D), row after row
             if not bool(values.isfinite().all()):
@@ -218,7 +221,7 @@ def _write(
             )
             tables.append(
                 pa.Table.from_arrays(
-                    [pa.array(batch["request"].numpy()), lists], schema=SCHEMA
+                    [pa.array(batch.request.numpy()), lists], schema=SCHEMA
                 )
             )
             if sum(table.nbytes for table in tables) > PART_BYTES:

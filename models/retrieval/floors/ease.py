@@ -26,7 +26,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from models.config import check_least
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
 from models.retrieval.floors.interactions import (
     history_indicators,
     interaction_matrix,
@@ -92,7 +92,7 @@ class EASE(RetrievalModel):
             f"--model.max_items {catalogue.num_items} takes {gib:,.1f} GiB"
         ]
 
-    def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
+    def fit_counts(self, batches: Iterable[InteractionBatch]) -> None:
         """Solve for B from training batches of unit `behaviour`, once."""
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(item_counts(matrix))
@@ -102,7 +102,7 @@ class EASE(RetrievalModel):
         self.weights.copy_(solve(matrix[:, items], self.config.l2))
 
     @recommender
-    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+    def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k)."""
         known = history_indicators(batch, len(self.counts))[:, self.items]  # (B, M)
         inside = known @ self.weights

@@ -14,9 +14,11 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from models.retrieval.data import HistoryBatch, InteractionBatch
+
 
 def interaction_matrix(
-    batches: Iterable[dict[str, Tensor]], num_items: int
+    batches: Iterable[InteractionBatch], num_items: int
 ) -> csr_array:
     """Return the (U, N) number of training behaviours of each user with each item.
 
@@ -25,8 +27,8 @@ def interaction_matrix(
     """
     users, items = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for batch in batches:
-        users.append(batch["user_row"].cpu().numpy())
-        items.append(batch["target"].cpu().numpy())
+        users.append(batch.user_row.cpu().numpy())
+        items.append(batch.target.cpu().numpy())
     user_rows, rows = np.unique(np.concatenate(users), return_inverse=True)
     columns = np.concatenate(items)
     ones = np.ones(len(columns))
@@ -38,19 +40,17 @@ def item_counts(matrix: csr_array) -> Tensor:
     return torch.from_numpy(matrix.sum(axis=0)).float()
 
 
-def history_counts(batch: dict[str, Tensor], num_items: int) -> Tensor:
+def history_counts(batch: HistoryBatch, num_items: int) -> Tensor:
     """Return (B, N): how often each item occurs in each history, float32."""
     return _scatter_history(batch, num_items, accumulate=True)
 
 
-def history_indicators(batch: dict[str, Tensor], num_items: int) -> Tensor:
+def history_indicators(batch: HistoryBatch, num_items: int) -> Tensor:
     """Return (B, N): 1 where the item occurs in the history, else 0, float32."""
     return _scatter_history(batch, num_items, accumulate=False)
 
 
-def _scatter_history(
-    batch: dict[str, Tensor], num_items: int, accumulate: bool
-) -> Tensor:
+def _scatter_history(batch: HistoryBatch, num_items: int, accumulate: bool) -> Tensor:
     items = real_items(batch, num_items)
     ones = torch.ones(items.shape, device=items.device)
     table = ones.new_zeros((len(items), num_items + 1))  # the last column is padding
@@ -61,11 +61,11 @@ def _scatter_history(
     return table[:, :num_items]
 
 
-def real_items(batch: dict[str, Tensor], num_items: int) -> Tensor:
+def real_items(batch: HistoryBatch, num_items: int) -> Tensor:
     """Return the histories (B, T) with `num_items` in place of padding."""
-    history = batch["history"]
+    history = batch.history
     position = torch.arange(history.shape[1], device=history.device)
-    real = position < batch["history_length"][:, None]
+    real = position < batch.history_length[:, None]
     return history.masked_fill(~real, num_items)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_least
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
 from models.retrieval.floors.interactions import (
     interaction_matrix,
     item_counts,
@@ -86,7 +86,7 @@ class ItemKNN(RetrievalModel):
         self.register_buffer("similarity", torch.zeros(shape))
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
-    def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
+    def fit_counts(self, batches: Iterable[InteractionBatch]) -> None:
         """Find the neighbours from training batches of unit `behaviour`, once."""
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(item_counts(matrix))
@@ -109,7 +109,7 @@ class ItemKNN(RetrievalModel):
         )
 
     @recommender
-    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+    def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k)."""
         num_items = len(self.counts)
         items = real_items(batch, num_items)  # (B, T), padding is `num_items`

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from models.config import check_least
+from models.retrieval.data import HistoryBatch
 from models.retrieval.floors.interactions import (
     history_counts,
     popular_below_zero,
@@ -47,14 +48,14 @@ class OwnItems(Popularity):
     config_class = OwnItemsConfig
 
     @recommender
-    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+    def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k)."""
         num_items = len(self.counts)
         frequency = history_counts(batch, num_items)  # (B, N)
         items = real_items(batch, num_items)  # (B, T)
         position = torch.arange(items.shape[1], device=items.device)
         # 1 for a history's last behaviour, falling by 1 / (L + 1) per behaviour
-        distance = batch["history_length"][:, None] - 1 - position
+        distance = batch.history_length[:, None] - 1 - position
         recency = 1 - distance / (self.config.max_history + 1)
         latest = frequency.new_zeros((len(items), num_items + 1))
         latest = latest.scatter_reduce_(1, items, recency, "amax")[:, :num_items]

@@ -9,7 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from models.retrieval.data import Catalogue
+from models.retrieval.data import (
+    Catalogue,
+    HistoryBatch,
+    InteractionBatch,
+    RequestBatch,
+)
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
@@ -37,22 +42,22 @@ class Popularity(RetrievalModel):
         super().__init__(config, catalogue)
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
-    def fit_counts(self, batches: Iterable[dict[str, Tensor]]) -> None:
+    def fit_counts(self, batches: Iterable[InteractionBatch]) -> None:
         """Count the targets of training batches of unit `behaviour`, once."""
         counts = torch.zeros(len(self.counts), dtype=torch.float64)
         for batch in batches:
-            counts += torch.bincount(batch["target"].cpu(), minlength=len(counts))
+            counts += torch.bincount(batch.target.cpu(), minlength=len(counts))
         self.counts.copy_(counts)
 
     @torch.no_grad()
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the cross-entropy of the targets under the counts plus one."""
         shares = (self.counts + 1).log() - (self.counts + 1).sum().log()
-        return {"loss": -shares[batch["target"]].mean()}
+        return {"loss": -shares[batch.target].mean()}
 
     @recommender
-    def recommend(self, batch: dict[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+    def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k), equal for all requests."""
         items, scores = best_allowed(self.counts[None].clone(), k, batch)
-        rows = len(batch["history"])
+        rows = len(batch.history)
         return items.expand(rows, k), scores.expand(rows, k)

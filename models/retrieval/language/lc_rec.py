@@ -26,8 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_least, check_positive
-from models.retrieval.backbones.causal_lm import LmBackbone, Segment, concat_segments
-from models.retrieval.data import Catalogue
+from models.retrieval.backbones.causal_lm import (
+    LmBackbone,
+    Segment,
+    concat_segments,
+)
+from models.retrieval.data import Catalogue, RequestBatch
 from models.retrieval.decoders.causal_lm import LmDecoder
 from models.retrieval.language.prompts import (
     TASKS,
@@ -231,14 +235,14 @@ class LcRec(Retriever):
             texts, titles=texts.titles.to(device), lengths=texts.lengths.to(device)
         )
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the cross-entropy of the responses' tokens, the mean over rows of each row's mean.
 
         With several tasks, the loss of each task is returned too.
         """
-        count = len(batch["target"])
+        count = len(batch.target)
         prompts = self.backbone.prompts(batch)
-        response = self.backbone.response(batch["target"])
+        response = self.backbone.response(batch.target)
         losses = {"next": self.response_loss(prompts, response)}
         rows = {"next": count}
         for task in self.config.tasks:
@@ -321,17 +325,17 @@ class Texts:
         return tokens, real_positions(lengths, tokens.shape[1])
 
     def example(
-        self, backbone: LmBackbone, task: str, batch: dict[str, Tensor], rows: int
+        self, backbone: LmBackbone, task: str, batch: RequestBatch, rows: int
     ) -> tuple[list[Segment], Segment]:
         """Return prompts and responses of `rows` examples of a task.
 
         They are the batch's first requests, or items drawn from the whole catalogue.
         """
-        device = batch["target"].device
+        device = batch.target.device
         before, after = (words.to(device) for words in self.prompts[task])
         if task == "next_title":
-            part = {name: value[:rows] for name, value in batch.items()}
-            items, given = part["target"], backbone.history_tokens(part)
+            part = batch.select("B", slice(rows))
+            items, given = part.target, backbone.history_tokens(part)
         else:
             items = torch.randint(0, len(self.titles), (rows,), device=device)
             given = (

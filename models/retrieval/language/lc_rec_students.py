@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from models.cpu.derived import cache_until_changed
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import ReusesDecoder, Student, StudentConfig
 from models.retrieval.distillation.teacher import build_teacher
@@ -238,15 +238,15 @@ class NezhaLmBackbone(LmBackbone):
     def table(self) -> Tensor:
         return torch.cat([self.embedding.weight, self.extra.weight])
 
-    def prompts(self, batch: dict[str, Tensor]) -> list[Segment]:
+    def prompts(self, batch: HistoryBatch) -> list[Segment]:
         """Return the prompt of each request, followed by the placeholders."""
         first = self.vocabulary + self.tokens.vocabulary
         placeholders = first + torch.arange(
             self.tokens.levels, device=self.before.device
         )
-        return [*super().prompts(batch), self.constant(placeholders, batch["history"])]
+        return [*super().prompts(batch), self.constant(placeholders, batch.history)]
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return states (B, 1 + L, D)."""
         tokens, lengths = self.inputs(batch)
         return last_positions(

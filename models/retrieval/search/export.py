@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from models.cpu.fast import FastSearch
-from models.retrieval.data import PAD
+from models.retrieval.data import PAD, HistoryBatch
 from models.retrieval.students.sid_mlp import SidMlp
 from models.storage.tables import UserError
 
@@ -49,7 +49,7 @@ class Program(nn.Module):
             Items and scores, (B, k) both.
         """
         config = self.student.config
-        batch = {"history": history, "history_length": history_length, "user": user}
+        batch = HistoryBatch(history=history, history_length=history_length, user=user)
         return self.search(batch, self.k, config.beam, config.scores == "children")
 
 

@@ -27,7 +27,7 @@ from models.config import check_least, check_positive
 from models.metrics.scores import check_finite
 from models.retrieval import metrics
 from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.options import AtSpeedOptions, Scores
@@ -169,9 +169,9 @@ class AtSpeed(Student):
         super().set_teacher(teacher)
         self.target.load_state_dict(teacher.decoder.state_dict())
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """(1 - alpha) CE + alpha times the alignment, summed over the digits (unit `request`)."""
-        config, codes = self.config, self.tokens.codes(batch["target"])
+        config, codes = self.config, self.tokens.codes(batch.target)
         history = self.encode(batch)
         logits = self.decoder.teacher_forced(history, codes)
         losses = [
@@ -192,7 +192,7 @@ class AtSpeed(Student):
     @torch.no_grad()
     def speculate(
         self,
-        batch: dict[str, Tensor],
+        batch: HistoryBatch,
         k: int,
         beam: int | None = None,
         draft_beam: int | None = None,
@@ -207,7 +207,7 @@ class AtSpeed(Student):
             draft_beam=config.draft_beam if draft_beam is None else draft_beam,
             steps=config.draft_steps if draft_steps is None else draft_steps,
             children=self.among_children(scores),
-            allowed=batch.get("allowed"),
+            allowed=batch.allowed,
         )
         keys = None
         if isinstance(config, AtSpeedRConfig):
@@ -234,7 +234,7 @@ class AtSpeed(Student):
     @recommender
     def recommend(  # type: ignore[override]  # no search without the trie
         self,
-        batch: dict[str, Tensor],
+        batch: HistoryBatch,
         k: int,
         beam: int | None = None,
         draft_beam: int | None = None,
@@ -251,7 +251,7 @@ class AtSpeed(Student):
 
     def measure(
         self,
-        batch: dict[str, Tensor],
+        batch: RequestBatch,
         by_user: int = 0,
         shown: Tensor | None = None,
         unseen: bool | None = None,
@@ -259,7 +259,7 @@ class AtSpeed(Student):
     ) -> dict[str, Any]:
         """Return the family's sums, and those of the target's passes and the draft's steps."""
         k = max(metrics.CUTOFFS)
-        more = batch["history"].shape[1] if unseen else 0
+        more = batch.history.shape[1] if unseen else 0
         found = self.speculate(batch, k + more, **options)
         items = found.items
         if unseen:
@@ -312,10 +312,10 @@ class AtSpeedR(AtSpeed):
     config_class = AtSpeedRConfig
 
 
-def request_keys(batch: dict[str, Tensor], seed: int) -> Tensor:
+def request_keys(batch: HistoryBatch, seed: int) -> Tensor:
     """(B,) int64: what the draws of each request follow from, however its batch is padded."""
-    keys = mix_bits(batch["user"] + seed)
-    real = real_positions(batch["history_length"], batch["history"].shape[1])
-    for items, mask in zip(batch["history"].unbind(1), real.unbind(1), strict=True):
+    keys = mix_bits(batch.user + seed)
+    real = real_positions(batch.history_length, batch.history.shape[1])
+    for items, mask in zip(batch.history.unbind(1), real.unbind(1), strict=True):
         keys = torch.where(mask, mix_bits(keys ^ items), keys)
     return keys

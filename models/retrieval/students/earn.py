@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from models.layers.t5 import Block, dropout
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.teacher import build_teacher
 from models.retrieval.parts import History, padding_mask
@@ -62,7 +62,7 @@ class EarnBackbone(ExtendedT5):
             )
         self.layer = layer
 
-    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
         """[prefix register, history, suffix register]."""
         tokens, lengths = super().inputs(batch)
         prefix = self.tokens.vocabulary
@@ -71,7 +71,7 @@ class EarnBackbone(ExtendedT5):
             1, lengths.unsqueeze(1) + 1, prefix + 1
         ), lengths + REGISTERS
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """States (B, 2, D) of the registers."""
         tokens, lengths = self.inputs(batch)
         table, dropout_p = self.table(), self.sizes.dropout if self.training else 0.0
@@ -96,7 +96,7 @@ class EarnBackbone(ExtendedT5):
         states = dropout(self.encoder.final_layer_norm(x), dropout_p)
         return History(states, torch.full_like(lengths, REGISTERS))
 
-    def infer(self, batch: dict[str, Tensor]) -> History:
+    def infer(self, batch: HistoryBatch) -> History:
         return self.encode(batch)
 
 

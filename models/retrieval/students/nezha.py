@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.teacher import build_teacher
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.students.joint import Joint, JointConfig, require_tiger
@@ -81,7 +81,7 @@ class NezhaBackbone(ExtendedT5):
             teacher.tokens, teacher.sizes, teacher.max_history, teacher.tokens.levels
         )
 
-    def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
         """[history, a placeholder per digit]."""
         tokens, lengths = super().inputs(batch)
         level = torch.arange(self.tokens.levels, device=tokens.device)
@@ -91,11 +91,11 @@ class NezhaBackbone(ExtendedT5):
             1, at, placeholders
         ), lengths + len(level)
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """States (B, 1 + L, D)."""
         return last_positions(super().encode(batch), 1 + self.tokens.levels)
 
-    def infer(self, batch: dict[str, Tensor]) -> History:
+    def infer(self, batch: HistoryBatch) -> History:
         return last_positions(super().infer(batch), 1 + self.tokens.levels)
 
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from models.cpu.fast import fast_search
+from models.retrieval.data import HistoryBatch
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import Student
 from models.retrieval.options import Path, Scores, SidMlpOptions
@@ -48,7 +49,7 @@ class SidMlp(Student):
     @recommender
     def recommend(
         self,
-        batch: dict[str, Tensor],
+        batch: HistoryBatch,
         k: int,
         beam: int | None = None,
         scores: Scores | None = None,
@@ -62,11 +63,11 @@ class SidMlp(Student):
             or not self.fast_supported()
         ):
             return self.search(
-                self.encode(batch), k, beam, scores, constrained, batch.get("allowed")
+                self.encode(batch), k, beam, scores, constrained, batch.allowed
             )
         search, outputs = fast_search(self), self.teacher_outputs("encoder", batch)
         z = search.read(outputs) if outputs else search.context(batch)
         beam = self.config.beam if beam is None else beam
         return search.beam_search(
-            z, k, beam, self.among_children(scores), batch.get("allowed")
+            z, k, beam, self.among_children(scores), batch.allowed
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 from models.build import build_model
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.distillation.teacher import (
     TaughtModel,
@@ -108,14 +108,14 @@ class SidMlpPpEncoder(TaughtModel):
             )
         ]
 
-    def _encoded(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _encoded(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
         history = self.teacher.encode(batch)
         return history.states, history.lengths
 
     def set_teacher_outputs(self, tables: dict[str, States]) -> None:
         self._states = tables["encoder"]
 
-    def match_states(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def match_states(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return errors (B, S, D), the teacher's states (B, S, D), both 0 at padding, and real positions (B, S, 1)."""
         history = self.backbone.encode(batch)
         outputs = self._states.padded(batch) if self._states else None
@@ -126,7 +126,7 @@ class SidMlpPpEncoder(TaughtModel):
         target = target.float().masked_fill(~real, 0.0)
         return states.float() - target, target, real
 
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
         """Return the mean squared error over the real tokens' states (Sec. 3.5, stage 1)."""
         error, _, real = self.match_states(batch)
         tokens = real.sum()
@@ -138,7 +138,7 @@ class SidMlpPpEncoder(TaughtModel):
 
     @torch.no_grad()
     def measure(  # type: ignore[override]  # it ranks nothing
-        self, batch: dict[str, Tensor], by_user: int = 0
+        self, batch: RequestBatch, by_user: int = 0
     ) -> dict[str, Tensor]:
         """Return float64 sums over the batch; nothing user by user."""
         error, target, real = (x.double() for x in self.match_states(batch))
@@ -235,14 +235,14 @@ class SidMlpPp(SidMlp):
         """Copy the teacher's embeddings; the encoder is the student's own."""
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
 
-    def encode(self, batch: dict[str, Tensor]) -> History:
+    def encode(self, batch: HistoryBatch) -> History:
         """Return the states of the student's own encoder."""
         if found := self.teacher_outputs("encoder", batch):
             return found
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.end_to_end):
             return self.backbone.encode(batch)
 
-    def teacher_history(self, batch: dict[str, Tensor], history: History) -> History:
+    def teacher_history(self, batch: HistoryBatch, history: History) -> History:
         """Return the states of the teacher's own encoder."""
         return self.teacher.encode(batch)
 

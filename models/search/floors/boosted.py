@@ -26,14 +26,13 @@ from torch import Tensor
 from models.config import check_least, check_positive
 from models.layers.standardised import Standardised
 from models.own_features import Category
-from models.search.data import NO_QUERY, SearchCatalogue
+from models.search.catalogue import NO_QUERY, SearchCatalogue
+from models.search.data import SearchBatch
 from models.search.model import SearchModel
 from models.storage.tables import UserError
 
 if TYPE_CHECKING:
     from lightgbm import Booster
-
-Batch = dict[str, Tensor]
 
 MAX_SPLIT_VALUES = 255
 """Largest number of values of a category that trees split by."""
@@ -65,7 +64,7 @@ class BoostedConfig:
     # What examples and requests ask of every search model
     window_overlap: ClassVar[float] = 1.0
     batch_unit: ClassVar[str] = "requests"
-    history_pairs: ClassVar[bool] = False
+    reads_history_queries: ClassVar[bool] = False
     reads_times: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -125,21 +124,21 @@ class Boosted(SearchModel):
         # (C,) tensors: the training's code of each of the catalogue's codes
         self.training_codes = [torch.arange(c.rows) for c in self.split_categories]
 
-    def columns(self, batch: Batch) -> Tensor:
+    def columns(self, batch: SearchBatch) -> Tensor:
         """Return (N, X) float32 columns of the trees.
 
         Split categories come first, NaN where unknown, then numbers, NaN where missing,
         then counts of the user's earlier clicks: all, on the same item, after the same
         query, and with the same value of each category.
         """
-        features, request = batch["features"], batch["candidate_request"]
-        row = batch["request_row"][request]  # (N,)
-        end = batch["request_end"][request, None]  # (N, 1)
-        position = torch.arange(batch["history"].shape[1], device=row.device)
+        features, request = batch.features, batch.candidate_request
+        row = batch.request_row[request]  # (N,)
+        end = batch.request_end[request, None]  # (N, 1)
+        position = torch.arange(batch.history.shape[1], device=row.device)
         earlier = position < end  # (N, T)
-        query = batch["request_query"][request, None]
-        same_item = batch["history"][row] == batch["candidate"][:, None]
-        same_query = (batch["history_query"][row] == query) & (query != NO_QUERY)
+        query = batch.request_query[request, None]
+        same_item = batch.history[row] == batch.candidate[:, None]
+        same_query = (batch.history_query[row] == query) & (query != NO_QUERY)
         counts = [
             end[:, 0],
             (earlier & same_item).sum(1),
@@ -147,7 +146,7 @@ class Boosted(SearchModel):
         ]
         for i in self.counted_index:
             value = features[:, i, None]
-            same_value = (batch["history_features"][row, :, i] == value) & (value > 0)
+            same_value = (batch.history_features[row, :, i] == value) & (value > 0)
             counts.append((earlier & same_value).sum(1))
         codes = select_columns(features, self.split_index)
         if self.split_categories:
@@ -160,7 +159,7 @@ class Boosted(SearchModel):
         numbers = select_columns(features, self.number_index)
         return torch.cat([codes, numbers, torch.stack(counts, 1).float()], 1)
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) float64 log-odds of a click."""
         assert self.booster is not None, "fit or load the trees first"
         columns = self.columns(batch)
@@ -171,7 +170,9 @@ class Boosted(SearchModel):
         )
         return torch.from_numpy(logits).to(columns.device)[:, None]
 
-    def fit_counts(self, train: Iterable[Batch], val: Iterable[Batch]) -> None:
+    def fit_counts(
+        self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
+    ) -> None:
         """Grow the trees on batches of the train split, stopped on those of val.
 
         Raises:
@@ -221,15 +222,13 @@ class Boosted(SearchModel):
         text = booster.model_to_string(num_iteration=booster.best_iteration)
         self.booster = lightgbm.Booster(model_str=text)
 
-    def _read(self, batches: Iterable[Batch]) -> tuple[NDArray, NDArray]:
+    def _read(self, batches: Iterable[SearchBatch]) -> tuple[NDArray, NDArray]:
         """Return the columns (N, X) and first labels (N,) of batches."""
         columns, labels = [], []
         for batch in batches:
-            real = batch.get(
-                "real", torch.ones_like(batch["candidate"], dtype=torch.bool)
-            )
-            columns.append(self.columns(batch)[real].cpu().numpy())
-            labels.append(batch["labels"][real, 0].cpu().numpy())
+            valid = batch.candidate_valid
+            columns.append(self.columns(batch)[valid].cpu().numpy())
+            labels.append(batch.labels[valid, 0].cpu().numpy())
         if not columns:
             return np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
         return np.concatenate(columns), np.concatenate(labels).astype(np.float32)

@@ -33,11 +33,10 @@ from torch import Tensor
 from models.layers.standardised import Standardised
 from models.metrics.per_user_metrics import PER_USER_PREFIX
 from models.search import metrics
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch
 from models.search.metrics import WITH_POSITION
 from models.search.model import SearchModel
-
-Batch = dict[str, Tensor]
 
 
 @dataclass
@@ -49,7 +48,7 @@ class FloorConfig:
 
     window_overlap: ClassVar[float] = 1.0
     batch_unit: ClassVar[str] = "requests"
-    history_pairs: ClassVar[bool] = False
+    reads_history_queries: ClassVar[bool] = False
     reads_times: ClassVar[bool] = False
 
 
@@ -106,12 +105,12 @@ class ClickRate(SearchFloor):
             ]
         return [f"ranks by {catalogue.features[self.column]}"]
 
-    def fit_counts(self, batches: Iterable[Batch]) -> None:
+    def fit_counts(self, batches: Iterable[SearchBatch]) -> None:
         """Do nothing: the tables have the rates of every request."""
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) log-odds of a click, 0 for all without click rates."""
-        features = batch["features"]
+        features = batch.features
         if self.column is None:
             return features.new_zeros(len(features), 1)
         return features[:, self.column, None].logit(eps=1e-6)
@@ -159,23 +158,23 @@ class LogOrder(SearchFloor):
         super().__init__(config, catalogue)
         self.register_buffer("first_rate", torch.tensor(0.5, dtype=torch.float64))
 
-    def fit_counts(self, batches: Iterable[Batch]) -> None:
+    def fit_counts(self, batches: Iterable[SearchBatch]) -> None:
         """Count the clicks at the first position of the training batches."""
         clicks = shown = 0.0
         for batch in batches:
-            first = batch["candidate_position"] == 0
-            if "real" in batch:
-                first &= batch["real"]
-            clicks += float(batch["labels"][first, 0].sum())
+            first = (batch.candidate_position == 0) & batch.candidate_valid
+            clicks += float(batch.labels[first, 0].sum())
             shown += float(first.sum())
         self.first_rate.fill_((clicks + 1) / (shown + 2))
 
-    def score(self, batch: Batch) -> Tensor:
+    def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) log-odds of a click."""
-        position = batch["candidate_position"].clamp(min=0).double()
+        position = batch.candidate_position.clamp(min=0).double()
         return (self.first_rate.logit(eps=1e-6) - position.log1p())[:, None]
 
-    def measure(self, batch: Batch, by_user: int = 0, **options: Any) -> dict[str, Any]:
+    def measure(
+        self, batch: SearchBatch, by_user: int = 0, **options: Any
+    ) -> dict[str, Any]:
         """Return the family's sums, under `with_position/`.
 
         The names keep them apart from the metrics of models that rank before anything

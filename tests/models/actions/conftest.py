@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from models.actions.batch import ActionsCatalogue
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import ActionsCatalogue
 
 
 @pytest.fixture(scope="session")
@@ -26,22 +29,25 @@ def catalogue() -> ActionsCatalogue:
 
 
 @pytest.fixture
-def batch(catalogue) -> dict[str, torch.Tensor]:
+def batch(catalogue: ActionsCatalogue) -> ActionsBatch:
     """4 users: contexts of 7, 3, 1 and 0 events; 3, 3, 1 and 2 candidates, one of user 0's amid the context."""
     torch.manual_seed(2)
-    sizes = {"": (4, 7), "candidate_": (4, 3)}
-    batch = {}
-    for prefix, size in sizes.items():
-        batch[f"{prefix}item"] = torch.randint(30, size)
-        batch[f"{prefix}feature"] = torch.randn(*size, 2)
-        batch[f"{prefix}label"] = torch.randint(2, (*size, 3)).float()
-        batch[f"{prefix}viewer"] = torch.randint(2, (*size, 2))
-    batch["time"] = torch.arange(7).repeat(4, 1) * 10
-    batch["candidate_time"] = torch.tensor(
-        [[100, 35, 80], [100, 90, 110], [90, 0, 0], [50, 60, 0]]
+    events: dict[str, Any] = {}
+    for prefix, size in {"": (4, 7), "candidate_": (4, 3)}.items():
+        events[f"{prefix}item"] = torch.randint(30, size)
+        events[f"{prefix}feature"] = torch.randn(*size, 2)
+        events[f"{prefix}label"] = torch.randint(2, (*size, 3)).float()
+        events[f"{prefix}viewer"] = torch.randint(2, (*size, 2))
+    valid = torch.arange(7) < torch.tensor([[7], [3], [1], [0]])
+    return ActionsBatch(
+        **events,
+        user_row=torch.arange(4),
+        time=torch.arange(7).repeat(4, 1) * 10,
+        candidate_time=torch.tensor(
+            [[100, 35, 80], [100, 90, 110], [90, 0, 0], [50, 60, 0]]
+        ),
+        action=torch.rand(4, 7, 4).round(decimals=1),
+        valid=valid,
+        learn=valid.clone(),
+        candidate_valid=torch.arange(3) < torch.tensor([[3], [3], [1], [2]]),
     )
-    batch["action"] = torch.rand(4, 7, 4).round(decimals=1)
-    batch["valid"] = torch.arange(7) < torch.tensor([[7], [3], [1], [0]])
-    batch["learn"] = batch["valid"].clone()
-    batch["candidate_valid"] = torch.arange(3) < torch.tensor([[3], [3], [1], [2]])
-    return batch

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.actions.base import ActionsConfig
-from models.actions.batch import ActionsCatalogue, Attributes
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import ActionsCatalogue, Attributes
 from models.actions.data import ActionsDataset
 from models.ragged import split_evenly
 from models.storage.tables import UserError, join, read_table
@@ -26,14 +27,16 @@ def tables(tmp_path_factory) -> str:
 
 
 def load(tables: str, split: str, overlap: float = 0.5, **options) -> ActionsDataset:
-    settings = ActionsDataset.dataset_options(ActionsConfig(window_overlap=overlap))
+    settings = ActionsDataset.dataset_options(
+        ActionsConfig(window_overlap=overlap), None
+    )
     chosen = {"max_history": 10, **settings, **options}
     return ActionsDataset.load(join(tables, "sequences"), split, **chosen)
 
 
 def batches(
     examples: ActionsDataset, batch_size: int = 7, epoch: int | None = None
-) -> list[dict[str, torch.Tensor]]:
+) -> list[ActionsBatch]:
     """Batches of an evaluation, or of an epoch of training."""
     rows = (
         examples.evaluation_batches(batch_size)
@@ -43,13 +46,11 @@ def batches(
     return [examples.collate(chosen) for chosen in rows]
 
 
-def events_of(
-    batch: dict[str, torch.Tensor], row: int, prefix: str = ""
-) -> list[tuple]:
+def events_of(batch: ActionsBatch, row: int, prefix: str = "") -> list[tuple]:
     """(item, time, tasks, features, device) of each valid position."""
-    valid = batch[f"{prefix}valid"][row]
+    valid = getattr(batch, f"{prefix}valid")[row]
     columns = [
-        batch[f"{prefix}{name}"][row][valid].tolist()
+        getattr(batch, f"{prefix}{name}")[row][valid].tolist()
         for name in ("item", "time", "label", "feature", "viewer")
     ]
     return [
@@ -78,10 +79,10 @@ def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(
     users = read_table(join(tables, "sequences")).to_pylist()
     seen = {}
     for batch in batches(load(tables, split, max_history=limit)):
-        for row, number in enumerate(batch["user_row"].tolist()):
+        for row, number in enumerate(batch.user_row.tolist()):
             assert number not in seen
             seen[number] = events_of(batch, row), events_of(batch, row, "candidate_")
-            actions = batch["action"][row][batch["valid"][row]].tolist()
+            actions = batch.action[row][batch.valid[row]].tolist()
             end = users[number]["train_end" if split == "val" else "val_end"]
             expected = users[number]["actions"][max(0, end - limit) : end]
             assert actions == [
@@ -112,8 +113,8 @@ def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
     """Whatever the overlap of windows, of which each but a user's first has so much of history at least."""
     learned: dict[int, list] = {}
     for batch in batches(load(tables, "train", max_history=limit), epoch=3):
-        for row, number in enumerate(batch["user_row"].tolist()):
-            new = batch["learn"][row][batch["valid"][row]].tolist()
+        for row, number in enumerate(batch.user_row.tolist()):
+            new = batch.learn[row][batch.valid[row]].tolist()
             events = events_of(batch, row)
             learned.setdefault(number, []).extend(
                 event for event, own in zip(events, new, strict=True) if own
@@ -121,7 +122,7 @@ def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
             assert len(events) <= limit
             assert new == sorted(new)
             assert new[0] or new.count(False) == limit // 2
-        assert batch["candidate_item"].shape[1] == 0  # no event is there twice
+        assert batch.candidate_item.shape[1] == 0  # no event is there twice
     for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
         assert sorted(learned.get(number, [])) == sorted(
             wanted(row, 0, row["train_end"])
@@ -135,8 +136,8 @@ def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
     for epoch in found:
         cuts.append({})
         for batch in epoch:
-            assert batch["candidate_valid"].any(1).all()
-            for row, number in enumerate(batch["user_row"].tolist()):
+            assert batch.candidate_valid.any(1).all()
+            for row, number in enumerate(batch.user_row.tolist()):
                 context, candidates = (
                     events_of(batch, row),
                     events_of(batch, row, "candidate_"),
@@ -205,9 +206,9 @@ def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tm
     found = []
     for row in range(len(examples)):
         batch = examples.collate(np.array([row]))
-        times = batch["time"][0].tolist()
-        found.append((times[0], times[-1] + 1, int(batch["learn"].sum())))
-        assert batch["learn"][0, -found[-1][2] :].all()
+        times = batch.time[0].tolist()
+        found.append((times[0], times[-1] + 1, int(batch.learn.sum())))
+        assert batch.learn[0, -found[-1][2] :].all()
     assert found == expected
     cut = load(tables, "train", overlap, max_history=10, unit="split_sequence")
     for rows in cut.epoch_rows(2):
@@ -238,7 +239,7 @@ def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
         order = list(examples.epoch_rows(32, epoch=epoch))
         assert len(order) == examples.num_steps(32) == 19
         assert sorted(np.concatenate(order).tolist()) == list(range(600))
-        valid = [examples.collate(chosen)["valid"] for chosen in order]
+        valid = [examples.collate(chosen).valid for chosen in order]
         events = [int(each.sum()) for each in valid]
         assert 1 - sum(events) / sum(each.numel() for each in valid) < 0.1
         assert max(events) < 1.5 * np.mean(events)
@@ -334,7 +335,7 @@ ITEMS = pa.table(
 
 
 def test_attributes_are_standardised_and_numbered_as_by_hand() -> None:
-    numbers, categories = Attributes.of(ITEMS).read(ITEMS)
+    numbers, categories = Attributes.from_items(ITEMS).read(ITEMS)
     price = np.array([1.0, 4.0, 7.0])
     scaled = (price - price.mean()) / price.std()
     assert numbers[:, 0].tolist() == np.insert(scaled, 1, 0).astype(np.float32).tolist()
@@ -349,7 +350,7 @@ def test_attributes_are_standardised_and_numbered_as_by_hand() -> None:
 
 
 def test_new_items_are_read_by_what_the_catalogue_has() -> None:
-    attributes = Attributes.of(ITEMS)
+    attributes = Attributes.from_items(ITEMS)
     numbers, categories = attributes.read(ITEMS)
     for rows in ([2], [3, 0], []):
         again = attributes.read(ITEMS.take(pa.array(rows, pa.int64())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_an_item_s_rates_are_those_of_its_training_events(
     setup.fit_counts()
 
     batch = setup.val.collate(np.arange(len(setup.val)))
-    items = batch["candidate_item"][batch["candidate_valid"]].tolist()
+    items = batch.candidate_item[batch.candidate_valid].tolist()
     expected = [
         (np.sum(events.get(item, np.zeros((0, len(TASKS)))), 0) + STRENGTH * base)
         / (len(events.get(item, [])) + STRENGTH)
@@ -85,9 +86,9 @@ def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) ->
     model.fit_counts([batch])
     base = BaseRate(BaseRateConfig(), catalogue)
     base.fit_counts([batch])
-    new = torch.full_like(batch["candidate_item"], catalogue.num_items + 1)
+    new = torch.full_like(batch.candidate_item, catalogue.num_items + 1)
 
-    scores = model.score({**batch, "candidate_item": new})
+    scores = model.score(replace(batch, candidate_item=new))
 
     torch.testing.assert_close(scores, base.score(batch))
     with pytest.raises(ValueError, match="strength"):

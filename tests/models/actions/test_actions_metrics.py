@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from models.actions import metrics
+from models.actions.batch import ActionsBatch
+from tests.batches import fill_batch
 
 LABELS = ("like", "share")
 
@@ -25,21 +27,23 @@ class Known:
         self.logits, self.train_rates = logits, train_rates
 
     def score(self, batch):
-        return self.logits[batch["candidate_valid"]]
+        return self.logits[batch.candidate_valid]
 
 
 @pytest.fixture
 def candidates():
     torch.manual_seed(0)
     valid = torch.arange(9) < torch.tensor([[9], [4], [6]])
-    return {
-        "candidate_valid": valid,
-        "candidate_label": (torch.rand(3, 9, 2) < 0.4).float(),
-    }
+    return fill_batch(
+        ActionsBatch,
+        {"B": 3},
+        candidate_valid=valid,
+        candidate_label=(torch.rand(3, 9, 2) < 0.4).float(),
+    )
 
 
 def test_the_constant_predictor_has_a_normalised_entropy_of_one(candidates):
-    label = candidates["candidate_label"][candidates["candidate_valid"]]
+    label = candidates.candidate_label[candidates.candidate_valid]
     own = torch.logit(label.mean(0).double()).expand(3, 9, 2)
     train = (0.1, 0.7)
     of_train = torch.logit(torch.tensor(train, dtype=torch.float64)).expand(3, 9, 2)
@@ -62,7 +66,7 @@ def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
     parts = [
         metrics.measure(
             Known(logits[rows], train),
-            {key: value[rows] for key, value in candidates.items()},
+            candidates.select("B", rows),
         )
         for rows in (slice(0, 1), slice(1, 3))
     ]
@@ -71,16 +75,16 @@ def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
     assert metrics.means(
         {name: parts[0][name] + parts[1][name] for name in whole}
     ) == pytest.approx(found)
-    valid = candidates["candidate_valid"]
+    valid = candidates.candidate_valid
     cost = torch.nn.functional.binary_cross_entropy_with_logits(
-        logits[valid], candidates["candidate_label"][valid], reduction="none"
+        logits[valid], candidates.candidate_label[valid], reduction="none"
     )
     assert found["eval_loss"] == pytest.approx(cost.sum(1).mean().item(), rel=1e-6)
     assert whole["examples"] == 3
 
 
 def test_a_task_of_one_class_is_not_a_number(candidates):
-    candidates["candidate_label"][..., 1] = 0
+    candidates.candidate_label[..., 1] = 0
     with pytest.warns(UserWarning, match="share/"):
         found = metrics.means(
             metrics.measure(Known(torch.zeros(3, 9, 2), (0.5, 0.0)), candidates)

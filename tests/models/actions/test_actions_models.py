@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from models.actions import fusions, metrics
 from models.actions.base import ActionsConfig, FusionModel, ItemNetwork
-from models.actions.batch import any_tied, earlier
+from models.actions.batch import ActionsBatch, any_tied
 
 SMALL = {
     "width": 16,
@@ -48,16 +49,18 @@ def make(name: str, catalogue, **changes) -> FusionModel:
     return model
 
 
-def predictions(model: FusionModel, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def predictions(
+    model: FusionModel, batch: ActionsBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of context events (B, T, K), where the model has such, and of candidates (B, C, K)."""
     with torch.no_grad():
         logits = model.logits(batch, history=model.history_targets)
-    n = logits.shape[1] - batch["candidate_item"].shape[1]
+    n = logits.shape[1] - batch.candidate_item.shape[1]
     return logits[:, :n], logits[:, n:]
 
 
 def moved(
-    model: FusionModel, batch: dict, changed: dict
+    model: FusionModel, batch: ActionsBatch, changed: ActionsBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     before, after = predictions(model, batch), predictions(model, changed)
     past, candidates = (
@@ -66,23 +69,25 @@ def moved(
     return past, candidates
 
 
-def visible(batch: dict) -> torch.Tensor:
+def visible(batch: ActionsBatch) -> torch.Tensor:
     """(B, C, T): which context events each candidate sees."""
-    return (torch.arange(7) < earlier(batch)[:, 7:, None]) & batch["candidate_valid"][
-        ..., None
-    ]
+    return (
+        torch.arange(7) < batch.count_earlier()[:, 7:, None]
+    ) & batch.candidate_valid[..., None]
 
 
-def edit(batch: dict, name: str, place: tuple, value: float) -> dict:
-    copy = {key: tensor.clone() for key, tensor in batch.items()}
-    copy[name][place] = value
+def edit(batch: ActionsBatch, name: str, place: tuple, value: float) -> ActionsBatch:
+    copy = batch.map(Tensor.clone)
+    getattr(copy, name)[place] = value
     return copy
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_labels_are_never_read_as_inputs(name, catalogue, batch):
     model = make(name, catalogue)
-    flipped = batch | {key: 1 - batch[key] for key in ("label", "candidate_label")}
+    flipped = replace(
+        batch, label=1 - batch.label, candidate_label=1 - batch.candidate_label
+    )
     assert not any(part.any() for part in moved(model, batch, flipped))
 
 
@@ -117,18 +122,15 @@ def test_an_item_moves_no_earlier_prediction(name, catalogue, batch):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_padding_is_not_read(name, catalogue, batch):
     model = make(name, catalogue)
-    padded = {key: tensor.clone() for key, tensor in batch.items()}
-    for key, there in (
-        ("item", "valid"),
-        ("action", "valid"),
-        ("candidate_item", "candidate_valid"),
-    ):
-        padded[key][~batch[there]] = 1
+    padded = batch.map(Tensor.clone)
+    padded.item[~batch.valid] = 1
+    padded.action[~batch.valid] = 1
+    padded.candidate_item[~batch.candidate_valid] = 1
     with torch.no_grad():
         torch.testing.assert_close(model.score(padded), model.score(batch))
-        alone = {
-            key: tensor[1:2, :3] for key, tensor in batch.items()
-        }  # user 1 without padding
+        # user 1 without padding
+        alone = batch.select("B", slice(1, 2))
+        alone = alone.map(lambda value: value[:, :3] if value.ndim > 1 else value)
         torch.testing.assert_close(model.score(alone), model.score(batch)[3:6])
         torch.testing.assert_close(model(padded)["loss"], model(batch)["loss"])
 
@@ -147,20 +149,19 @@ def test_one_pass_gives_every_event_what_it_has_alone_after_what_is_strictly_ear
 ):
     """A slow loop over the events, each a candidate after its own context; of events of one time in any order."""
     model = make(name, catalogue)
-    row = {key: tensor[:1] for key, tensor in batch.items()} | {
-        "time": torch.tensor([TIES[times]])
-    }
+    row = replace(batch.select("B", slice(1)), time=torch.tensor([TIES[times]]))
     in_context, _ = predictions(model, row)
     for n, time in enumerate(TIES[times]):
         before = sum(other < time for other in TIES[times])
-        cut = {
-            key: tensor[:, : max(before, 1)]
-            for key, tensor in row.items()
-            if not key.startswith("candidate")
+        changes = {
+            name: value[:, : max(before, 1)]
+            for name, value in row.tensors().items()
+            if "T" in row.tensor_axes()[name]
         }
-        cut["valid"] = cut["valid"] & torch.tensor(before > 0)
-        asked = ("item", "time", "feature", "viewer", "label", "valid")
-        cut |= {f"candidate_{key}": row[key][:, n : n + 1] for key in asked}
+        changes["valid"] = changes["valid"] & torch.tensor(before > 0)
+        for name in ("item", "time", "feature", "viewer", "label", "valid"):
+            changes[f"candidate_{name}"] = getattr(row, name)[:, n : n + 1]
+        cut = replace(row, **changes)
         torch.testing.assert_close(
             predictions(model, cut)[1][0, 0], in_context[0, n], atol=1e-5, rtol=1e-4
         )
@@ -169,11 +170,11 @@ def test_one_pass_gives_every_event_what_it_has_alone_after_what_is_strictly_ear
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_action_moves_no_prediction_of_its_own_time(name, catalogue, batch):
     model = make(name, catalogue)
-    batch["time"][0] = torch.tensor([0, 10, 10, 10, 40, 50, 50])
-    batch["candidate_time"][0] = torch.tensor([10, 50, 60])
+    batch.time[0] = torch.tensor([0, 10, 10, 10, 40, 50, 50])
+    batch.candidate_time[0] = torch.tensor([10, 50, 60])
     for t in range(7):
         past, candidates = moved(model, batch, edit(batch, "action", (0, t), 3.0))
-        later = [int(number) > t for number in earlier(batch)[0]]
+        later = [int(number) > t for number in batch.count_earlier()[0]]
         if name != "genrank":  # whose context holds its labels, and is not learned from
             assert not any(
                 moved and not may
@@ -203,12 +204,11 @@ def test_the_loss_reaches_every_weight(name, catalogue, batch):
 def test_the_loss_is_of_events_that_do_not_hold_their_label(name, catalogue, batch):
     """Nor of those that another row learns from."""
     model = make(name, catalogue)
-    batch["learn"][0, 0] = False
+    batch.learn[0, 0] = False
     logits = torch.cat(predictions(model, batch), 1)
-    label, learned = (
-        torch.cat([batch[own], batch[f"candidate_{asked}"]], 1)[:, -logits.shape[1] :]
-        for own, asked in (("label", "label"), ("learn", "valid"))
-    )
+    positions = logits.shape[1]
+    label = batch.join("label")[:, -positions:]
+    learned = torch.cat([batch.learn, batch.candidate_valid], 1)[:, -positions:]
     cost = torch.nn.functional.binary_cross_entropy_with_logits(
         logits, label, reduction="none"
     ).sum(2)
@@ -219,7 +219,7 @@ def test_the_loss_is_of_events_that_do_not_hold_their_label(name, catalogue, bat
 
 
 def test_without_lambda_mvp_ignores_actions_until_the_late_fusion(catalogue, batch):
-    other = batch | {"action": 1 - batch["action"]}
+    other = replace(batch, action=1 - batch.action)
     blind = make("attn_mvp_no_lfa", catalogue, action_weight=0.0)
     assert not any(part.any() for part in moved(blind, batch, other))
     late = make("attn_mvp", catalogue, action_weight=0.0)
@@ -245,7 +245,7 @@ def test_lambda_weighs_the_actions_in_the_values_of_mvp(weight, catalogue, batch
     )
     predictions(model, batch)
     states, values, layout = read[0]
-    expected = states[:, : layout.context] + weight * model.actions(batch["action"])
+    expected = states[:, : layout.context] + weight * model.actions(batch.action)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
 
 
@@ -270,9 +270,10 @@ def test_without_ids_items_of_like_attributes_are_alike(catalogue, batch):
     numbers = catalogue.numbers.clone()
     numbers[15] = numbers[0]
     alike = replace(catalogue, numbers=numbers)
-    batch["candidate_item"][0, :2] = torch.tensor([0, 15])
+    batch.candidate_item[0, :2] = torch.tensor([0, 15])
     for other in ("candidate_viewer", "candidate_feature", "candidate_time"):
-        batch[other][0, 1] = batch[other][0, 0]
+        values = getattr(batch, other)
+        values[0, 1] = values[0, 0]
     for item_ids, same in {"learned": False, "hashed": False, "none": True}.items():
         _, scores = predictions(
             make("attn_mvp", alike, item_ids=item_ids, id_buckets=20), batch
@@ -288,18 +289,17 @@ def test_without_ids_items_of_like_attributes_are_alike(catalogue, batch):
 def test_an_item_of_the_request_is_read_as_one_of_the_catalogue(name, catalogue, batch):
     """With its content from the batch and no id; text moves scores."""
     told = replace(catalogue, text=torch.randn(30, 5))
-    batch["candidate_item"][0, 0] = batch["item"][0, 2] = 7
+    batch.candidate_item[0, 0] = batch.item[0, 2] = 7
     content = {
         f"new_{key}": getattr(told, key)[[7]]
         for key in ("numbers", "categories", "text")
     }
-    brought = {
-        **edit(edit(batch, "candidate_item", (0, 0), 30), "item", (0, 2), 30),
-        **content,
-    }
+    brought = edit(edit(batch, "candidate_item", (0, 0), 30), "item", (0, 2), 30)
+    brought = replace(brought, **content)
     model = make(name, told, item_ids="none")
     assert not any(part.any() for part in moved(model, batch, brought))
-    assert moved(model, batch, brought | {"new_text": content["new_text"] + 1})[1][0, 0]
+    other_text = replace(brought, new_text=content["new_text"] + 1)
+    assert moved(model, batch, other_text)[1][0, 0]
     model = make(name, told)
     with torch.no_grad():
         model.items.tables[0].weight[7] = 0
@@ -322,8 +322,8 @@ def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
     ).train()
     ids = model.items.tables[0].weight
     assert not ids.any()
-    batch["item"] %= 15
-    batch["candidate_item"] %= 15
+    batch.item.remainder_(15)
+    batch.candidate_item.remainder_(15)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -428,7 +428,7 @@ def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(
             torch.get_rng_state(), state
         )  # nothing is drawn in evaluation
         logits = model.logits(batch, history=model.history_targets)
-        label, learned = batch["candidate_label"], batch["candidate_valid"]
+        label, learned = batch.candidate_label, batch.candidate_valid
         raw = logits[:, -3:][learned]
         torch.testing.assert_close(model.score(batch), raw + math.log(rate))
         for place, task in enumerate(model.labels):
@@ -441,8 +441,8 @@ def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(
             )
         if model.history_targets:
             label, learned = (
-                torch.cat([batch["label"], label], 1),
-                torch.cat([batch["learn"], learned], 1),
+                torch.cat([batch.label, label], 1),
+                torch.cat([batch.learn, learned], 1),
             )
         logits, label = logits[learned].double(), label[learned]
 
@@ -465,10 +465,10 @@ def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(
 
 
 def test_every_event_sees_what_is_strictly_before_it(batch):
-    batch["candidate_time"][0] = torch.tensor([30, 31, -5])
-    assert not any_tied(batch)
-    assert earlier(batch)[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 0]
-    batch["time"][0, 2:5] = 20
-    assert any_tied(batch)
-    assert earlier(batch)[0].tolist() == [0, 1, 2, 2, 2, 5, 6, 5, 5, 0]
-    assert earlier(batch)[3, 7:9].tolist() == [0, 0]  # a user without context
+    batch.candidate_time[0] = torch.tensor([30, 31, -5])
+    assert not any_tied(batch.time, batch.valid)
+    assert batch.count_earlier()[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 0]
+    batch.time[0, 2:5] = 20
+    assert any_tied(batch.time, batch.valid)
+    assert batch.count_earlier()[0].tolist() == [0, 1, 2, 2, 2, 5, 6, 5, 5, 0]
+    assert batch.count_earlier()[3, 7:9].tolist() == [0, 0]  # a user without context

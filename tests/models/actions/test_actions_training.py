@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from trainings import build_training
 
 from models.actions import metrics
 from models.actions.base import FusionModel
-from models.actions.batch import ActionsCatalogue
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import ActionsCatalogue
 from models.actions.fusions import AttnLFA, AttnLFAConfig, AttnMVP, AttnMVPConfig
 from models.build import load_model, parse_options
 from models.evaluation import measure_examples
@@ -141,26 +143,27 @@ CATALOGUE = ActionsCatalogue(
 )
 
 
-def users(
-    count: int, context: int = 12, candidates: int = 4
-) -> dict[str, torch.Tensor]:
+def users(count: int, context: int = 12, candidates: int = 4) -> ActionsBatch:
     """Half of the items are dogs; half of the users like them, the other half like all others."""
     item = torch.randint(ITEMS, (count, context + candidates))
     liked = (KIND[item] == torch.randint(2, (count, 1))).float()[..., None]
     time = torch.arange(context + candidates).expand(count, -1)
-    whole = {
+    whole: dict[str, Any] = {
         "item": item,
         "time": time,
         "label": liked,
         "valid": torch.ones_like(item, dtype=torch.bool),
         "feature": torch.zeros(*item.shape, 0),
     }
-    batch = {name: value[:, :context] for name, value in whole.items()}
-    batch |= {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
-    return batch | {
-        "action": torch.cat([liked, 1 - liked], 2)[:, :context],
-        "learn": batch["valid"],
-    }
+    past = {name: value[:, :context] for name, value in whole.items()}
+    shown = {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
+    return ActionsBatch(
+        user_row=torch.arange(count),
+        action=torch.cat([liked, 1 - liked], 2)[:, :context],
+        learn=past["valid"],
+        **past,
+        **shown,
+    )
 
 
 def learned(model: FusionModel, steps: int) -> float:

@@ -17,7 +17,6 @@ from models.dataset.order import WINDOW_STEPS, count_steps, order_epoch
 from models.retrieval.data import RetrievalDataset
 from models.search.data import SearchDataset
 from models.storage.tables import join
-from models.training.distributed import IDLE
 from tests.actions_tables import write_actions
 from tests.search_tables import write_search
 from tests.training_tables import write_tables
@@ -68,7 +67,7 @@ def contents(dataset: Any, rows: np.ndarray) -> Counter[Any]:
         batch = dataset.collate(rows[row : row + 1])
         key = tuple(
             (name, tuple(value.flatten().tolist()))
-            for name, value in sorted(batch.items())
+            for name, value in sorted(batch.tensors().items())
         )
         found[key] += 1
     return found
@@ -113,7 +112,9 @@ def test_a_continued_epoch_has_the_rest_of_the_batches(sequences, name):
     whole = list(dataset.epoch(4, seed=5, epoch=1))
     for skip in (1, len(whole) // 2, len(whole) - 1):
         rest = list(dataset.epoch(4, seed=5, epoch=1, skip=skip))
-        torch.testing.assert_close(rest, whole[skip:], rtol=0, atol=0)
+        for batch, expected in zip(rest, whole[skip:], strict=True):
+            found, wanted = batch.tensors(), expected.tensors()
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["retrieval", "search", "actions_cut"])
@@ -148,11 +149,11 @@ def test_a_worker_without_examples_of_a_batch_stands_in(sequences):
     ranks = load(sequences, "retrieval", "train", 4)
     batches = [list(rank.epoch(2, seed=0, epoch=0)) for rank in ranks]
     real = [
-        len(batch["history"]) for rank in batches for batch in rank if IDLE not in batch
+        batch.num_rows for rank in batches for batch in rank if not batch.is_stand_in
     ]
     assert sum(real) == len(ranks[0])
     assert len(real) < sum(map(len, batches))
-    assert all(len(batch["history"]) for rank in batches for batch in rank)
+    assert all(len(batch.history) for rank in batches for batch in rank)
 
 
 @pytest.mark.parametrize("name", ["retrieval", "search", "actions"])

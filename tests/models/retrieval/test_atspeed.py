@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_the_losses_written_out(codes: int) -> None:
 @pytest.mark.parametrize(("alpha", "tau"), [(0.7, 1.0), (0.0, 1.0), (1.0, 2.0)])
 def test_the_loss_is_a_share_of_each(name: str, alpha: float, tau: float) -> None:
     model, batch = student(name, alpha=alpha, tau=tau), requests(5)
-    history, codes = model.encode(batch), catalogue().sids[batch["target"]]
+    history, codes = model.encode(batch), catalogue().sids[batch.target]
     align = strict_loss if name == "atspeed_s" else relaxed_loss
     ours = model.decoder.teacher_forced(history, codes)
     theirs = [
@@ -253,8 +254,7 @@ def test_the_numbers_of_steps_are_means_over_requests() -> None:
     model, batch = student(), requests(6)
     found = model.speculate(batch, 20)
     halves = [
-        model.measure({key: value[part] for key, value in batch.items()})
-        for part in (slice(2), slice(2, 6))
+        model.measure(batch.select("B", part)) for part in (slice(2), slice(2, 6))
     ]
     means = model.metric_means(
         {key: halves[0][key] + halves[1][key] for key in halves[0]}
@@ -272,11 +272,12 @@ def test_what_is_measured_without_known_items_is_what_is_recommended_without_the
     None
 ):
     model, batch = student(), requests(6)
-    sums = model.measure({**batch, "target": batch["history"][:, 0]}, unseen=True)
+    sums = model.measure(replace(batch, target=batch.history[:, 0]), unseen=True)
     assert sums["recall@20"] == 0
     items, _ = model.recommend(batch, 20, unseen=True)
     assert (
-        model.measure({**batch, "target": items[:, 2]}, unseen=True)["ndcg@10"] == 6 / 2
+        model.measure(replace(batch, target=items[:, 2]), unseen=True)["ndcg@10"]
+        == 6 / 2
     )
 
 

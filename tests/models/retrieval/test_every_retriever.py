@@ -4,6 +4,7 @@ what is refused."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from models import registry
 from models.build import build_model, load_model
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import PAD, Catalogue, RequestBatch
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.student import ReusesDecoder
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
@@ -177,12 +178,9 @@ def among_children(own: list[Tensor], codes: Tensor) -> list[Tensor]:
     return found
 
 
-def row_of(batch: dict[str, Tensor], row: int, count: int = 1) -> dict[str, Tensor]:
+def row_of(batch: RequestBatch, row: int, count: int = 1) -> RequestBatch:
     """One request, so many times."""
-    return {
-        name: value[row : row + 1].expand(count, *value.shape[1:])
-        for name, value in batch.items()
-    }
+    return batch.map(lambda value: value[row : row + 1].expand(count, *value.shape[1:]))
 
 
 @torch.no_grad()
@@ -298,7 +296,7 @@ def test_a_narrow_search_within_allowed_items_follows_its_definition(case: str) 
                         ITEMS - len(expected)
                     )
                     expected = [
-                        item for item in expected if item not in batch["history"][row]
+                        item for item in expected if item not in batch.history[row]
                     ]
                     assert new[row].tolist() == expected + [-1] * (
                         ITEMS - len(expected)
@@ -344,17 +342,17 @@ def test_recommendations_depend_on_the_own_row_alone(case: str) -> None:
     model, batch = model_of(case), requests(5)
     items, scores = model.recommend(batch, 6, beam=8)
     assert all(len(set(row)) == 6 for row in items.tolist())
-    wider = {**batch, "history": functional.pad(batch["history"], (0, 1), value=PAD)}
+    wider = replace(batch, history=functional.pad(batch.history, (0, 1), value=PAD))
     for given, rows in (
         (wider, slice(5)),
         *((row_of(batch, row), slice(row, row + 1)) for row in range(5)),
     ):
-        longest = int(given["history_length"].max()) if len(given["user"]) == 1 else 6
-        other = {
-            **given,
-            "history": given["history"][:, :longest],
-            "target": (given["target"] + 1) % ITEMS,
-        }
+        longest = int(given.history_length.max()) if given.num_rows == 1 else 6
+        other = replace(
+            given,
+            history=given.history[:, :longest],
+            target=(given.target + 1) % ITEMS,
+        )
         found, values = model.recommend(other, 6, beam=8)
         assert found.tolist() == items[rows].tolist()
         torch.testing.assert_close(values, scores[rows], rtol=1e-4, atol=1e-4)

@@ -35,7 +35,7 @@ def started(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", ["earn", "nezha"])
 def test_the_loss_is_the_mean_cross_entropy_of_the_digits(name: str) -> None:
     model, batch = started({"name": name}), requests(5)
-    codes, total = catalogue().sids[batch["target"]], 0.0
+    codes, total = catalogue().sids[batch.target], 0.0
     for level, logits in enumerate(
         model.decoder.teacher_forced(model.encode(batch), codes)
     ):
@@ -136,7 +136,7 @@ def test_states_are_the_root_and_the_placeholders() -> None:
 @torch.no_grad()
 def test_digits_are_read_from_a_root_that_moves_on() -> None:
     model, batch = started(NEZHA), requests(6)
-    codes = catalogue().sids[batch["target"]]
+    codes = catalogue().sids[batch.target]
     history = model.encode(batch)
     found, cell = model.decoder.teacher_forced(history, codes), model.decoder.transition
     for row in range(6):

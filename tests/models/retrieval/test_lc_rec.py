@@ -17,7 +17,7 @@ from torch.nn import functional
 from trainings import build_training
 
 from models.build import load_model
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.language.lc_rec import LcRec, LcRecConfig
 from models.retrieval.language.prompts import (
     FORM,
@@ -112,8 +112,8 @@ def states(model: LcRec, tokens: list[int]) -> Tensor:
     ).last_hidden_state[0]
 
 
-def history_of(batch: dict[str, Tensor], row: int) -> list[int]:
-    return batch["history"][row, : int(batch["history_length"][row])].tolist()
+def history_of(batch: HistoryBatch, row: int) -> list[int]:
+    return batch.history[row, : int(batch.history_length[row])].tolist()
 
 
 def brute_force(model: LcRec, history: list[int]) -> Tensor:
@@ -156,9 +156,12 @@ def test_items_of_one_code_are_ranked() -> None:
     torch.manual_seed(0)
     model = LcRec(LcRecConfig(**SMALL), Catalogue.from_codes(codes, (24,))).eval()
     batch = requests(3)
-    batch |= {
-        name: batch[name].clamp(max=len(codes) - 1) for name in ("history", "target")
-    }
+    last = len(codes) - 1
+    batch = replace(
+        batch,
+        history=batch.history.clamp(max=last),
+        target=batch.target.clamp(max=last),
+    )
     assert model(batch)["loss"].isfinite()
     items, scores = model.recommend(batch, len(codes))
     assert torch.equal(items.sort(1).values, torch.arange(len(codes)).expand(3, -1))
@@ -174,7 +177,7 @@ def test_items_of_one_code_are_ranked() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_teacher_forcing_is_a_whole_pass_over_prompt_and_codes(kind: str) -> None:
     model, batch = of_kind(kind), requests(6)
-    codes = model.tokens.codes(batch["target"])
+    codes = model.tokens.codes(batch.target)
     logits = model.decoder.teacher_forced(model.encode(batch), codes)
     for row in range(6):
         tokens = (model.backbone.vocabulary + codes[row] + model.tokens.offset).tolist()
@@ -223,7 +226,7 @@ def test_the_input_is_the_prompt_around_the_codes() -> None:
         assert int(lengths[row]) == len(expected)
         codes = [t for t in expected if t >= model.backbone.vocabulary]
         assert tokens[row, place][real[row]].tolist() == codes
-        assert len(codes) == 4 * int(batch["history_length"][row])
+        assert len(codes) == 4 * int(batch.history_length[row])
 
 
 def test_words_take_no_part_in_decoding() -> None:
@@ -243,7 +246,7 @@ def test_the_loss_is_the_librarys_with_the_prompt_ignored(kind: str) -> None:
     model, batch = of_kind(kind), requests(5)
     rows = []
     for row in range(5):
-        code = model.backbone.item_tokens(batch["target"][row]).tolist()
+        code = model.backbone.item_tokens(batch.target[row]).tolist()
         before = plain_tokens(model, history_of(batch, row))
         given = states(model, before + code)
         lm: Any = model.backbone.lm
@@ -302,7 +305,7 @@ def test_the_tasks_are_instructions_and_what_answers_them(
     }
     batch = next(setup.train(0, 0))
     torch.manual_seed(3)
-    drawn = {"next_title": batch["target"][:4]}
+    drawn = {"next_title": batch.target[:4]}
     for task in ("title_to_item", "item_to_title"):
         torch.manual_seed(3)
         drawn[task] = torch.randint(0, 24, (4,))

@@ -3,6 +3,7 @@ on LC-Rec reads placeholders behind the prompt."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_readouts_stand_on_each_other(layers: int) -> None:
 def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() -> None:
     teacher = make()
     model, batch = taught(teacher=teacher, **HEADS), requests(32)
-    codes = model.tokens.codes(batch["target"])
+    codes = model.tokens.codes(batch.target)
     with torch.no_grad():
         history = model.encode(batch)
         own = model.decoder.teacher_forced(history, codes)
@@ -186,9 +187,8 @@ def test_a_training_with_and_without_the_teachers_tables(
     assert losses[-2] < losses[0]
     checkpoint.save(tmp_path / "student", kept.model, kept.checkpoint(epoch=1))
     loaded: Any = load_model(tmp_path / "student", kept.catalogue)[0]
-    batch = kept.val.collate(np.arange(20)) | {
-        "request": torch.full((20,), 10**9)
-    }  # of no table
+    batch = kept.val.collate(np.arange(20))
+    batch = replace(batch, request=torch.full((20,), 10**9))  # of no table
     trained: Any = kept.model
     items, scores = trained.eval().recommend(batch, 10)
     again, scores_again = loaded.recommend(batch, 10)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
+from models.retrieval.data import RequestBatch
 from models.retrieval.metrics import (
     add_sums,
     count_shown,
     exposure,
     hit_rank,
     means,
-    measure,
+    measure_ranking,
     metric_sums,
     names,
 )
+from tests.batches import fill_batch
 
 
 def test_they_are_those_of_scikit_learn_and_of_a_count():
@@ -56,20 +59,19 @@ def test_batches_and_workers_add_up():
 
 
 def test_requests_that_repeat_an_item_count_apart():
-    class Model:
-        def recommend(self, batch, k):
-            return torch.arange(k).expand(3, k), torch.zeros(3, k)
-
-    batch = {
-        "target": torch.tensor([0, 2, 1]),
-        "repeats": torch.tensor([1, 1, 0]),
-        "user_row": torch.tensor([4, 5, 6]),
-    }
-    sums = measure(Model(), batch, by_user=1)
+    ranked = torch.arange(20).expand(3, 20)
+    batch = fill_batch(
+        RequestBatch,
+        {},
+        target=torch.tensor([0, 2, 1]),
+        repeats=torch.tensor([1, 1, 0]),
+        user_row=torch.tensor([4, 5, 6]),
+    )
+    sums = measure_ranking(ranked, batch, by_user=1)
     kept = sums.pop("by_user/first/ndcg@10")
     del sums["by_user/ndcg@10"], sums["by_user/recall@10"]
     found = means(
-        add_sums([sums, measure(Model(), {**batch, "repeats": torch.ones(3)})])
+        add_sums([sums, measure_ranking(ranked, replace(batch, repeats=torch.ones(3)))])
     )
     assert found["first/examples"] == 1  # the third request of the first batch
     assert found["first/ndcg@10"] == pytest.approx(1 / math.log2(3))

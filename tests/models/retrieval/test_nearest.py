@@ -10,7 +10,7 @@ import torch
 from small_retrieval import TEACHER, catalogue
 
 from models.build import build_model
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, InteractionBatch
 from models.storage.tables import UserError
 
 ITEMS = 30
@@ -54,7 +54,7 @@ def test_those_of_item_knn_are_its_neighbours() -> None:
     model = build("item_knn", neighbours=3)
     users = torch.tensor([0, 0, 0, 1, 1])
     targets = torch.tensor([4, 5, 6, 4, 5])
-    model.fit_counts([{"user_row": users, "target": targets}])
+    model.fit_counts([InteractionBatch(user_row=users, target=targets)])
     items, scores = model.nearest_items(5)
     assert items[4].tolist() == [5, 6, -1, -1, -1]
     assert scores[4, 0] > scores[4, 1] > 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -138,16 +139,16 @@ def test_of_a_longer_history_the_latest_items_are_read(
     (made, options), batch = case, requests([LONGEST + 3, 2, LONGEST, LONGEST + 1])
     rows = [
         row[:size][-LONGEST:]
-        for row, size in zip(batch["history"], batch["history_length"], strict=True)
+        for row, size in zip(batch.history, batch.history_length, strict=True)
     ]
-    by_hand = {
-        **batch,
-        "history": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD),
-        "history_length": torch.tensor([len(row) for row in rows]),
-    }
+    by_hand = replace(
+        batch,
+        history=nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD),
+        history_length=torch.tensor([len(row) for row in rows]),
+    )
     cut = latest(batch, LONGEST)
-    assert torch.equal(cut["history"], by_hand["history"])
-    assert torch.equal(cut["history_length"], by_hand["history_length"])
+    assert torch.equal(cut.history, by_hand.history)
+    assert torch.equal(cut.history_length, by_hand.history_length)
     (items, scores), (expected, values) = (
         made.recommend(given, 5, **options) for given in (batch, by_hand)
     )
@@ -203,8 +204,8 @@ def test_known_items_are_left_out_where_that_is_asked_for(
         items, scores = built.recommend(batch, k, unseen=True, **options)
         every, all_scores = built.recommend(batch, k + 15, **options)
         assert items.shape == scores.shape == (4, k)
-        for row, length in enumerate(batch["history_length"].tolist()):
-            known = set(batch["history"][row, :length].tolist())
+        for row, length in enumerate(batch.history_length.tolist()):
+            known = set(batch.history[row, :length].tolist())
             left = [
                 (item, score)
                 for item, score in zip(
@@ -232,8 +233,8 @@ def test_allowed_items_are_ranked_as_among_all(
         items, scores = built.recommend(
             batch, k, allowed=allowed, unseen=unseen, **wide
         )
-        for row, length in enumerate(batch["history_length"].tolist()):
-            known = batch["history"][row, :length].tolist() if unseen else []
+        for row, length in enumerate(batch.history_length.tolist()):
+            known = batch.history[row, :length].tolist() if unseen else []
             left = [
                 (item, score)
                 for item, score in zip(

@@ -53,7 +53,7 @@ def exact(name: str, **options: Any) -> tuple[RecurrentDecoder, History, Tensor]
     return (
         decoder.double(),
         History(history.states.double(), history.lengths),
-        catalogue().sids[batch["target"]],
+        catalogue().sids[batch.target],
     )
 
 
@@ -113,7 +113,7 @@ def test_a_history_is_read_once_for_all_beams(name: str) -> None:
         )
     model.recommend(batch, 5, beam=9)
     assert (
-        read == [(3, 2 + 4 * int(batch["history_length"].max()) + 1)] * 2
+        read == [(3, 2 + 4 * int(batch.history_length.max()) + 1)] * 2
     )  # users, not beams
 
 
@@ -188,5 +188,5 @@ def test_requests_whose_states_are_many_are_searched_in_pieces(
     assert (
         max(states) == 3 * 4 * model.decoder.beam_bytes
     )  # 3 requests of 4 beams at once
-    none = {name: value[:0] for name, value in batch.items()}
+    none = batch.select("B", slice(0))
     assert model.recommend(none, 5)[0].shape == (0, 5)

@@ -61,37 +61,22 @@ def unpack(examples, seed=None):
         else examples.epoch_rows(4, seed=seed, epoch=1)
     )
     for rows in order:
-        batch = {k: v.tolist() for k, v in examples.collate(rows).items()}
+        batch = examples.collate(rows)
+        histories = batch.history.tolist()
+        targets = batch.target.tolist()
         if examples.unit == "request":
-            repeats = (
-                [[value] for value in batch["repeats"]]
-                if "repeats" in batch
-                else [[]] * len(rows)
-            )
-            for row, history, length, target, seen in zip(
-                batch["user_row"],
-                batch["history"],
-                batch["history_length"],
-                batch["target"],
-                repeats,
-                strict=True,
-            ):
-                assert set(history[length:]) <= {-1}
-                found.append((row, tuple(history[:length]), target, *seen))
+            for i, length in enumerate(batch.history_length.tolist()):
+                assert set(histories[i][length:]) <= {-1}
+                repeats = (bool(batch.repeats[i]),)
+                if examples.split in ("train", "next"):
+                    repeats = ()
+                history = tuple(histories[i][:length])
+                found.append((int(batch.user_row[i]), history, targets[i], *repeats))
         else:
-            for row, position, target in zip(
-                batch["target_row"],
-                batch["target_position"],
-                batch["target"],
-                strict=True,
-            ):
-                found.append(
-                    (
-                        batch["user_row"][row],
-                        tuple(batch["history"][row][: position + 1]),
-                        target,
-                    )
-                )
+            for i, row in enumerate(batch.target_row.tolist()):
+                end = int(batch.target_position[i]) + 1
+                history = tuple(histories[row][:end])
+                found.append((int(batch.user_row[row]), history, targets[i]))
     return sorted(found)
 
 
@@ -221,9 +206,9 @@ def test_next_follows_all_behaviours_and_skipped_are_counted(write_tables):
         (0, (4,), -1),
         (1, (2, 3, 5), -1),
     ]
-    assert RetrievalDataset.load(uri, "train").skipped == 2
+    assert RetrievalDataset.load(uri, "train").num_skipped == 2
     assert (
-        RetrievalDataset.load(uri, "val").skipped == 1
+        RetrievalDataset.load(uri, "val").num_skipped == 1
     )  # tied with the first, so nothing is strictly earlier
 
 

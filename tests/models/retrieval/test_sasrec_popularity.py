@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.retrieval.data import PAD, Catalogue, RetrievalDataset
+from models.retrieval.data import PAD, Catalogue, RequestBatch, RetrievalDataset
 from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
+from tests.batches import fill_batch
+from tests.small_retrieval import windows
 
 ITEMS = 12
 
@@ -32,17 +34,21 @@ def test_a_later_behaviour_changes_no_earlier_state(sasrec):
 
 def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
     history = torch.tensor([[1, 2, 3, PAD, PAD], [4, 5, 6, 7, 8]])
-    batch = {
-        "history": history,
-        "history_length": torch.tensor([3, 5]),
-        "target": torch.tensor([1, 2]),
-    }
+    batch = fill_batch(
+        RequestBatch,
+        {},
+        history=history,
+        history_length=torch.tensor([3, 5]),
+        target=torch.tensor([1, 2]),
+    )
     items, scores = sasrec.recommend(batch, 5)
-    alone = {
-        "history": history[:1, :3],
-        "history_length": torch.tensor([3]),
-        "target": torch.tensor([9]),
-    }
+    alone = fill_batch(
+        RequestBatch,
+        {},
+        history=history[:1, :3],
+        history_length=torch.tensor([3]),
+        target=torch.tensor([9]),
+    )
     items_alone, scores_alone = sasrec.recommend(alone, 5)
     assert items_alone.tolist() == items[:1].tolist()
     torch.testing.assert_close(scores_alone, scores[:1])
@@ -60,12 +66,13 @@ def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tab
     losses = []
     for row in range(len(single)):
         batch = single.collate(torch.tensor([row]).numpy())
-        end = batch["history_length"] - 1
-        losses.append(
-            sasrec(batch | {"target_row": torch.tensor([0]), "target_position": end})[
-                "loss"
-            ]
+        window = windows(
+            batch,
+            target=batch.target,
+            target_row=torch.tensor([0]),
+            target_position=batch.history_length - 1,
         )
+        losses.append(sasrec(window)["loss"])
     torch.testing.assert_close(
         sasrec(together.collate(rows))["loss"], torch.stack(losses).mean()
     )
@@ -84,7 +91,7 @@ def test_it_learns_a_cycle(sasrec, write_tables):
     test = RetrievalDataset.load(uri, "test", max_history=8)
     (rows,) = test.evaluation_batches(100)
     batch = test.collate(rows)
-    assert (sasrec.recommend(batch, 1)[0][:, 0] == batch["target"]).float().mean() > 0.9
+    assert (sasrec.recommend(batch, 1)[0][:, 0] == batch.target).float().mean() > 0.9
 
 
 def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
@@ -106,10 +113,7 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
     model = Popularity(PopularityConfig(), Catalogue(10))
     model.fit_counts(train.epoch(2, seed=0, epoch=0))
     assert model.counts.tolist() == [0, 0, 0, 2, 0, 3, 0, 1, 0, 1]
-    batch = {
-        "history": torch.zeros((2, 1), dtype=torch.long),
-        "target": torch.tensor([3, 0]),
-    }
+    batch = fill_batch(RequestBatch, {"B": 2, "T": 1}, target=torch.tensor([3, 0]))
     items, scores = model.recommend(batch, 5)
     assert items.tolist() == [[5, 3, 7, 9, 0]] * 2
     assert scores[0].tolist() == [3, 2, 1, 1, 0]

@@ -124,7 +124,7 @@ def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
     total = 0.0
     for row in range(5):
         own = row_of(history, row)
-        target = codes[batch["target"][row]].tolist()
+        target = codes[batch.target[row]].tolist()
         for level in range(4):
             taught = taught_by.decoder.teacher_forced(own, torch.tensor([target]))[
                 level
@@ -151,7 +151,7 @@ def test_context_and_heads_are_equations_1_and_2() -> None:
     readout, heads_of = model.decoder.readout, model.decoder.heads
     for row in range(6):
         real = states[
-            row, : 2 + 4 * int(batch["history_length"][row])
+            row, : 2 + 4 * int(batch.history_length[row])
         ]  # (S, D) without padding
         query = readout.query(real.mean(0))
         heads = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.build import load_model, parse_options
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import PAD, Catalogue, HistoryBatch
 from models.retrieval.students.sid_mlp_pp import (
     SidMlpPp,
     SidMlpPpConfig,
@@ -65,11 +65,11 @@ def catalogue(levels: int = 3) -> Catalogue:
     )
 
 
-def token_by_token(encoder: MlpBackbone, batch: dict[str, Tensor], row: int) -> Tensor:
+def token_by_token(encoder: MlpBackbone, batch: HistoryBatch, row: int) -> Tensor:
     """(real tokens, D): equation 4 for one request, one token after the other."""
     levels, own = (
         encoder.tokens.levels,
-        {name: value[row : row + 1] for name, value in batch.items()},
+        batch.select("B", slice(row, row + 1)),
     )
     tokens, count = encoder.tokens.history(own), int(encoder.tokens.lengths(own))
     states = [
@@ -148,20 +148,21 @@ def test_padding_changes_nothing(packed):
     encoder = MlpBackbone(source.backbone, EncoderSizes(2, 20)).eval()
     batch = requests([2, 5, 1])
     states, _ = encoded(encoder, batch, packed)
-    filled = torch.where(
-        batch["history"] == PAD, torch.arange(5) % ITEMS, batch["history"]
-    )
+    filled = torch.where(batch.history == PAD, torch.arange(5) % ITEMS, batch.history)
     torch.testing.assert_close(
-        encoded(encoder, batch | {"history": filled}, packed)[0], states, rtol=0, atol=0
+        encoded(encoder, replace(batch, history=filled), packed)[0],
+        states,
+        rtol=0,
+        atol=0,
     )
-    wider = torch.cat([batch["history"], torch.full((3, 2), PAD)], 1)
-    more, padding = encoded(encoder, batch | {"history": wider}, packed)
+    wider = torch.cat([batch.history, torch.full((3, 2), PAD)], 1)
+    more, padding = encoded(encoder, replace(batch, history=wider), packed)
     torch.testing.assert_close(more[:, :17], states)
     assert not more[:, 17:].any()
     assert padding[:, :, :, 17:].isinf().all()
     for row, length in enumerate([2, 5, 1]):
-        alone = {name: value[row : row + 1] for name, value in batch.items()}
-        alone |= {"history": alone["history"][:, :length]}
+        alone = batch.select("B", slice(row, row + 1))
+        alone = replace(alone, history=alone.history[:, :length])
         torch.testing.assert_close(
             encoded(encoder, alone, packed)[0], states[row : row + 1, : 2 + 3 * length]
         )
@@ -172,7 +173,7 @@ def trained_of(encoder: MlpBackbone) -> list[Tensor]:
 
 
 def encoded(
-    encoder: MlpBackbone, batch: dict[str, Tensor], packed: bool | None = None
+    encoder: MlpBackbone, batch: HistoryBatch, packed: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """States and padding mask, with nothing done for padding or with it."""
     encoder.pack = packed
@@ -199,10 +200,7 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
     mse = (states - targets)[real].square().mean().item()
     variance = (targets[real] - targets[real].mean(0)).square().mean().item()
     assert model(batch)["loss"].item() == pytest.approx(mse, rel=1e-5)
-    parts = [
-        model.measure({name: value[rows] for name, value in batch.items()})
-        for rows in ([0, 3], [1], [2, 4])
-    ]
+    parts = [model.measure(batch.select("B", rows)) for rows in ([0, 3], [1], [2, 4])]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     means = model.metric_means(total)
     assert means["mse"] == pytest.approx(mse, rel=1e-5)
@@ -240,7 +238,7 @@ def test_stage_2_learns_from_the_teachers_own_states():
     """Its KL is 0 exactly where its logits are those that the whole teacher gives."""
     model, teacher = stage_2(alpha=1.0)
     batch = requests([3, 5, 1, 2])
-    codes = catalogue().sids[batch["target"]]
+    codes = catalogue().sids[batch.target]
     logits = teacher.decoder.teacher_forced(teacher.encode(batch), codes)
     model.eval()
     history = model.encode(batch)

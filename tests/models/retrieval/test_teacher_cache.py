@@ -22,8 +22,9 @@ from pyarrow import fs
 from training_tables import write_tables
 from trainings import build_training
 
-from models.retrieval.data import RetrievalDataset
+from models.retrieval.data import RequestBatch, RetrievalDataset
 from models.retrieval.distillation.teacher_cache import States
+from models.retrieval.parts import History
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.locks import LOCK, hold_lock
@@ -37,6 +38,7 @@ from models.storage.tables import (
 )
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
+from tests.batches import fill_batch
 
 ROOT = Path(__file__).parents[3]
 TIGER = {
@@ -314,7 +316,14 @@ def test_vectors_of_any_requests_in_any_order(
     own = dict(zip(numbers, np.split(values, np.cumsum(lengths)[:-1]), strict=True))
     states = States(np.array(numbers), np.array(lengths), values)
     asked = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6))
-    found = states.padded({"request": torch.tensor(asked)})
+
+    def find(numbers: list[int], target: int = 0) -> History | None:
+        request, targets = torch.tensor(numbers), torch.full((len(numbers),), target)
+        return states.padded(
+            fill_batch(RequestBatch, {}, request=request, target=targets)
+        )
+
+    found = find(asked)
     assert found is not None
     longest = max(len(own[number]) for number in asked)
     states_of, padding = found.states, found.padding
@@ -331,13 +340,8 @@ def test_vectors_of_any_requests_in_any_order(
             i < length for i in range(longest)
         ]
     for missing in (0, 1, 3 * len(lengths) + 2):
-        assert states.padded({"request": torch.tensor([*asked, missing])}) is None
-    assert (
-        states.padded(
-            {"request": torch.tensor(asked), "target": torch.full((len(asked),), -1)}
-        )
-        is None
-    )
+        assert find([*asked, missing]) is None
+    assert find(asked, target=-1) is None
 
 
 def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:

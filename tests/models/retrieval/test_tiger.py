@@ -10,7 +10,7 @@ import small_retrieval
 import torch
 
 from models.layers.t5 import _ReluDropout, dropout
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import PAD, Catalogue, HistoryBatch
 from models.retrieval.search.generate import to_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
 
@@ -38,7 +38,7 @@ def train(model: Tiger, steps: int) -> Tiger:
     optimizer = torch.optim.AdamW(model.train().parameters(), 1e-2)
     for step in range(steps):
         batch = requests(64, seed=step + 10)
-        batch["target"] = batch["history"][:, 0]
+        batch.target = batch.history[:, 0]
         optimizer.zero_grad()
         model(batch)["loss"].backward()
         optimizer.step()
@@ -52,11 +52,11 @@ def trained() -> Tiger:
 
 
 def test_the_input_is_user_codes_and_end(tiger):
-    batch = {
-        "history": torch.tensor([[5, PAD], [7, 9]]),
-        "history_length": torch.tensor([1, 2]),
-        "user": torch.tensor([4, 2]),
-    }
+    batch = HistoryBatch(
+        history=torch.tensor([[5, PAD], [7, 9]]),
+        history_length=torch.tensor([1, 2]),
+        user=torch.tensor([4, 2]),
+    )
     tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
     codes = catalogue().sids + torch.tensor([1, 9, 17, 25])
     assert tokens[0].tolist() == [28 + 1, *codes[5].tolist(), 31, 0, 0, 0, 0]
@@ -73,7 +73,7 @@ def test_the_input_is_user_codes_and_end(tiger):
 def test_loss_and_gradients_are_those_of_transformers(tiger, end_token):
     batch = requests(16)
     tiger.config = replace(tiger.config, end_token=end_token)
-    labels = tiger.tokens.items[batch["target"]]
+    labels = tiger.tokens.items[batch.target]
     if end_token:
         labels = torch.nn.functional.pad(labels, (0, 1), value=tiger.tokens.end)
     library = to_transformers(tiger.backbone, tiger.decoder)
@@ -93,8 +93,8 @@ def test_label_smoothing_spreads_a_share_of_each_target_over_the_vocabulary():
     config = TigerConfig(**SMALL, label_smoothing=0.1)
     model = Tiger(config, catalogue()).eval()
     batch = requests(16)
-    targets = model.tokens.items[batch["target"]]  # (B, L)
-    codes = model.tokens.codes(batch["target"])
+    targets = model.tokens.items[batch.target]  # (B, L)
+    codes = model.tokens.codes(batch.target)
     logits = model.decoder.teacher_forced(model.encode(batch), codes)
     surprise = -torch.stack(list(logits), 1).log_softmax(-1)  # (B, L, V)
     of_target = surprise.gather(-1, targets.unsqueeze(-1)).mean()

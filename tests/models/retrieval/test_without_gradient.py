@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from models.build import parse_options
-from models.retrieval.data import Catalogue, RetrievalDataset
+from models.retrieval.data import (
+    Catalogue,
+    HistoryBatch,
+    InteractionBatch,
+    RetrievalDataset,
+)
 from models.retrieval.floors import item_knn
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.tables import UserError
 from models.warm_start import load_extended_weights
+from tests.batches import fill_batch
 
 ITEMS, USERS = 12, 40
 
@@ -32,24 +37,26 @@ def draw_behaviours() -> list[list[int]]:
     ]
 
 
-def to_batches(behaviours: list[list[int]]) -> list[dict[str, Tensor]]:
+def to_batches(behaviours: list[list[int]]) -> list[InteractionBatch]:
     """Return training batches of unit `behaviour`, of shuffled rows."""
     rows = [(user, item) for user, items in enumerate(behaviours) for item in items]
     order = np.random.default_rng(0).permutation(len(rows))
     columns = torch.tensor(rows)[order]
     return [
-        {"user_row": part[:, 0] + 100, "target": part[:, 1]}
+        InteractionBatch(user_row=part[:, 0] + 100, target=part[:, 1])
         for part in columns.split(32)
     ]
 
 
-def to_request(histories: list[list[int]]) -> dict[str, Tensor]:
+def to_request(histories: list[list[int]]) -> HistoryBatch:
     width = max(len(history) for history in histories)
     padded = [history + [-1] * (width - len(history)) for history in histories]
-    return {
-        "history": torch.tensor(padded),
-        "history_length": torch.tensor([len(history) for history in histories]),
-    }
+    return fill_batch(
+        HistoryBatch,
+        {},
+        history=torch.tensor(padded),
+        history_length=torch.tensor([len(history) for history in histories]),
+    )
 
 
 def build_resolved(options: dict[str, Any], catalogue: Catalogue) -> Any:
@@ -222,7 +229,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
 
     expected = np.bincount(train.targets, minlength=catalogue.num_items)
     assert model.counts.tolist() == expected.tolist()
-    assert train.skipped == 0
+    assert train.num_skipped == 0
 
 
 @pytest.mark.parametrize(

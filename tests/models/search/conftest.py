@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.search.data import SearchCatalogue, SearchDataset
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch, SearchDataset
 from models.search.qgs import QGSConfig
 from models.storage.tables import join
 from tests.search_tables import write_search
-
-OPTIONS = SearchDataset.dataset_options(QGSConfig())
 
 
 @pytest.fixture(scope="session")
@@ -25,11 +24,12 @@ def catalogue(search) -> SearchCatalogue:
 
 
 @pytest.fixture(scope="session")
-def examples(search) -> SearchDataset:
+def examples(search, catalogue) -> SearchDataset:
     uri = join(search[0], "sequences")
-    return SearchDataset.load(uri, "train", max_history=8, **OPTIONS)
+    options = SearchDataset.dataset_options(QGSConfig(), catalogue)
+    return SearchDataset.load(uri, "train", max_history=8, **options)
 
 
 @pytest.fixture
-def batch(examples) -> dict:
+def batch(examples) -> SearchBatch:
     return examples.collate(np.arange(9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from trainings import build_training
 from models.build import load_model
 from models.loaded_model import load_catalogue
 from models.own_features import Category, Number, OwnFeatures
-from models.search.data import SearchCatalogue, no_text
+from models.search.catalogue import SearchCatalogue, SearchText
+from models.search.data import SearchBatch
 from models.search.floors.boosted import Boosted, BoostedConfig, map_codes
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -24,6 +26,7 @@ from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
 from models.warm_start import load_extended_weights
 from pipelines.evaluation.inference import infer_all
+from tests.batches import fill_batch
 
 ITEMS, QUERIES, T, SHOWN = 9, 4, 6, 5
 COUNTED = ("pair_ctr_7d", "position", "hour_sin")
@@ -32,7 +35,6 @@ OWN = OwnFeatures(
     (Category("cat_many", buckets=300), Category("cat_city", tuple("abcdefg"))),
 )
 FIT = FitConfig(batch_size=16, metric="gauc")
-Batch = dict[str, torch.Tensor]
 
 
 def small_catalogue(own: OwnFeatures = OWN) -> SearchCatalogue:
@@ -41,7 +43,7 @@ def small_catalogue(own: OwnFeatures = OWN) -> SearchCatalogue:
         QUERIES,
         ("click", "purchase"),
         (*COUNTED, *own.names),
-        **no_text(ITEMS, QUERIES),
+        SearchText.empty(ITEMS, QUERIES),
         feature_mean=torch.zeros(3),
         feature_std=torch.ones(3),
         own=own,
@@ -59,55 +61,58 @@ def features(
     )
 
 
-def searches(seed: int, count: int = 400, cities: int = 6) -> Batch:
+def searches(seed: int, count: int = 400, cities: int = 6) -> SearchBatch:
     """Clicks follow a number that is missing at times, the city, and earlier clicks on the item; the place too."""
     rng = np.random.default_rng(seed)
-    batch = {
-        "history": rng.integers(0, ITEMS, (count, T)),
-        "history_query": rng.integers(-1, QUERIES, (count, T)),
-        "request_row": rng.permutation(count),
-        "request_end": rng.integers(0, T + 1, count),
-        "request_query": rng.integers(-1, QUERIES, count),
-        "candidate": rng.integers(0, ITEMS, count * SHOWN),
-        "candidate_request": np.repeat(np.arange(count), SHOWN),
-    }
-    found: Any = {name: torch.from_numpy(value) for name, value in batch.items()}
-    found["features"] = features(rng, (count * SHOWN,), cities)
-    found["history_features"] = features(rng, (count, T), cities)
-    wants = (
-        found["features"][:, 3].nan_to_num(1.0)
-        + (found["features"][:, 5] % 2)
-        + found["features"][:, 1]
+    candidates = count * SHOWN
+    batch = fill_batch(
+        SearchBatch,
+        {"B": count, "R": count, "N": candidates, "T": T},
+        history=torch.from_numpy(rng.integers(0, ITEMS, (count, T))),
+        history_query=torch.from_numpy(rng.integers(-1, QUERIES, (count, T))),
+        request_row=torch.from_numpy(rng.permutation(count)),
+        request_end=torch.from_numpy(rng.integers(0, T + 1, count)),
+        request_query=torch.from_numpy(rng.integers(-1, QUERIES, count)),
+        candidate=torch.from_numpy(rng.integers(0, ITEMS, candidates)),
+        candidate_request=torch.arange(count).repeat_interleave(SHOWN),
+        candidate_valid=torch.ones(candidates, dtype=torch.bool),
+        features=features(rng, (candidates,), cities),
+        history_features=features(rng, (count, T), cities),
     )
-    wants = wants + torch.tensor([len(alike) for alike in of_item(found)])
-    click = torch.from_numpy(rng.random(count * SHOWN)) < torch.sigmoid(2 * (wants - 2))
-    return {**found, "labels": torch.stack([click, torch.zeros_like(click)], 1)}
+    wants = (
+        batch.features[:, 3].nan_to_num(1.0)
+        + (batch.features[:, 5] % 2)
+        + batch.features[:, 1]
+    )
+    wants = wants + torch.tensor([len(alike) for alike in of_item(batch)])
+    click = torch.from_numpy(rng.random(candidates)) < torch.sigmoid(2 * (wants - 2))
+    return replace(batch, labels=torch.stack([click, torch.zeros_like(click)], 1))
 
 
-def of_item(batch: Batch) -> list[list[int]]:
+def of_item(batch: SearchBatch) -> list[list[int]]:
     """For each candidate the places of earlier clicks on its item."""
     return [
         [
             t
-            for t in range(int(batch["request_end"][r]))
-            if batch["history"][batch["request_row"][r], t] == item
+            for t in range(int(batch.request_end[r]))
+            if batch.history[batch.request_row[r], t] == item
         ]
-        for item, r in zip(batch["candidate"], batch["candidate_request"], strict=True)
+        for item, r in zip(batch.candidate, batch.candidate_request, strict=True)
     ]
 
 
-def rows(batch: Batch) -> np.ndarray:
+def rows(batch: SearchBatch) -> np.ndarray:
     """What the model reads of each candidate, one by one: the city, numbers that are known before, and clicks."""
     found = []
-    for n, r in enumerate(batch["candidate_request"].tolist()):
+    for n, r in enumerate(batch.candidate_request.tolist()):
         own, row, end = (
-            batch["features"][n],
-            int(batch["request_row"][r]),
-            int(batch["request_end"][r]),
+            batch.features[n],
+            int(batch.request_row[r]),
+            int(batch.request_end[r]),
         )
         past, asked = (
-            batch["history_features"][row, :end],
-            int(batch["request_query"][r]),
+            batch.history_features[row, :end],
+            int(batch.request_query[r]),
         )
         city = float(own[5]) or np.nan
         alike = [
@@ -115,7 +120,7 @@ def rows(batch: Batch) -> np.ndarray:
             for place in (4, 5)
         ]
         after = sum(
-            int(query) == asked >= 0 for query in batch["history_query"][row, :end]
+            int(query) == asked >= 0 for query in batch.history_query[row, :end]
         )
         found.append(
             [city, *own[[0, 2, 3]].tolist(), end, len(of_item(batch)[n]), after, *alike]
@@ -123,7 +128,9 @@ def rows(batch: Batch) -> np.ndarray:
     return np.array(found)
 
 
-def fitted(train: list[Batch], val: list[Batch], seed: int = 0, **options: Any) -> Any:
+def fitted(
+    train: list[SearchBatch], val: list[SearchBatch], seed: int = 0, **options: Any
+) -> Any:
     torch.manual_seed(seed)
     small = {"num_leaves": 15, "max_depth": 4, "min_data_in_leaf": 20}
     settings = {**small, "feature_fraction": 1.0, **options}
@@ -135,7 +142,7 @@ def fitted(train: list[Batch], val: list[Batch], seed: int = 0, **options: Any) 
 def test_scores_are_lightgbm_s_on_columns_made_one_by_one() -> None:
     train, val = searches(0, 60), searches(1, 60, cities=8)  # cities 6, 7 are new
     data = lightgbm.Dataset(
-        rows(train), train["labels"][:, 0].numpy(), categorical_feature=[0]
+        rows(train), train.labels[:, 0].numpy(), categorical_feature=[0]
     )
     settings = {
         "objective": "binary",
@@ -154,7 +161,7 @@ def test_scores_are_lightgbm_s_on_columns_made_one_by_one() -> None:
         settings,
         data,
         200,
-        valid_sets=[data.create_valid(rows(val), val["labels"][:, 0].numpy())],
+        valid_sets=[data.create_valid(rows(val), val.labels[:, 0].numpy())],
         callbacks=[lightgbm.record_evaluation(losses)],
     )
     best = int(np.argmin(losses["valid_0"]["binary_logloss"])) + 1
@@ -163,12 +170,12 @@ def test_scores_are_lightgbm_s_on_columns_made_one_by_one() -> None:
 
     assert 1 < model.booster.num_trees() == best < 200
     for batch in (train, val):
-        assert batch["features"].isnan().any()
+        assert batch.features.isnan().any()
         expected = trees.predict(
             rows(batch), raw_score=True, num_iteration=best, num_threads=1
         )
         np.testing.assert_allclose(model.score(batch)[:, 0], expected, rtol=1e-5)
-    assert roc_auc_score(val["labels"][:, 0], model.score(val)[:, 0]) > 0.7
+    assert roc_auc_score(val.labels[:, 0], model.score(val)[:, 0]) > 0.7
     importance = model.booster.feature_importance()
     assert min(importance[[0, 3, 5]]) > 0  # city, missing number, clicks on the item
 
@@ -177,7 +184,7 @@ def test_boosting_stops_on_validation_and_ignores_its_order() -> None:
     train, val = searches(0, 100), searches(1, 100)
 
     model = fitted([train], [val])
-    unrelated = {**val, "labels": val["labels"].roll(7, 0)}
+    unrelated = replace(val, labels=val.labels.roll(7, 0))
     stopped = fitted([train], [unrelated])
 
     assert stopped.booster.num_trees() < model.booster.num_trees() < 200
@@ -187,22 +194,20 @@ def test_what_is_not_known_before_the_search_is_not_read() -> None:
     model, batch = fitted([searches(0)], [searches(2)]), searches(1)
     late = (
         torch.arange(T)
-        >= batch["request_end"]
-        .new_empty(len(batch["request_end"]))
-        .scatter_(0, batch["request_row"], batch["request_end"])[:, None]
+        >= batch.request_end.new_empty(len(batch.request_end)).scatter_(
+            0, batch.request_row, batch.request_end
+        )[:, None]
     )
-    changed = {
-        **batch,
-        "history": torch.where(late, 0, batch["history"]),
-        "history_query": torch.where(late, 0, batch["history_query"]),
-        "history_features": torch.where(
-            late[..., None], 1.0, batch["history_features"]
-        ),
-        "features": batch["features"].index_fill(1, torch.tensor(1), 9.0),  # the place
-        "labels": ~batch["labels"],
-    }
+    changed = replace(
+        batch,
+        history=torch.where(late, 0, batch.history),
+        history_query=torch.where(late, 0, batch.history_query),
+        history_features=torch.where(late[..., None], 1.0, batch.history_features),
+        features=batch.features.index_fill(1, torch.tensor(1), 9.0),
+        labels=~batch.labels,
+    )
     assert torch.equal(model.score(batch), model.score(changed))
-    past = {**batch, "history": torch.where(late, batch["history"], 0)}
+    past = replace(batch, history=torch.where(late, batch.history, 0))
     assert not torch.equal(model.score(batch), model.score(past))
 
 
@@ -263,11 +268,11 @@ def test_trees_read_tables_with_more_values_of_a_category_as_before(
         changed[..., 5] += changed[..., 5] > 0
         return changed
 
-    shifted = {
-        **batch,
-        "features": with_new_codes(batch["features"]),
-        "history_features": with_new_codes(batch["history_features"]),
-    }
+    shifted = replace(
+        batch,
+        features=with_new_codes(batch.features),
+        history_features=with_new_codes(batch.history_features),
+    )
     assert torch.equal(extended.score(shifted), model.score(batch))
 
 
@@ -285,7 +290,7 @@ def test_what_cannot_be_learned_or_read_is_refused() -> None:
     with pytest.raises(
         UserError, match="all 2,000 training candidates have the same 'click'"
     ):
-        fitted([{**train, "labels": torch.zeros_like(train["labels"])}], [train])
+        fitted([replace(train, labels=torch.zeros_like(train.labels))], [train])
     with pytest.raises(UserError, match="the val split is empty"):
         fitted([train], [])
     with pytest.raises(ValueError, match=r"feature_fraction 0 is not in \(0, 1\]"):

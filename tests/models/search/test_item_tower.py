@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModel
 
 from models.build import build_model
 from models.search import hllm
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch
 from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
 from models.storage.tables import UserError, join, read_table
@@ -45,7 +46,7 @@ def one_at_a_time(
     encoder: Any, catalogue: SearchCatalogue, pooling: str, normalize: bool
 ) -> torch.Tensor:
     """(I, W) of the catalogue's documents."""
-    documents, found = catalogue.documents, []
+    documents, found = catalogue.text.documents, []
     assert documents is not None
     for begin, end in zip(
         documents.begin[:-1].tolist(), documents.begin[1:].tolist(), strict=True
@@ -59,8 +60,9 @@ def one_at_a_time(
 
 
 def with_documents(catalogue: SearchCatalogue, **changes: Any) -> SearchCatalogue:
-    assert catalogue.documents is not None
-    return replace(catalogue, documents=replace(catalogue.documents, **changes))
+    assert catalogue.text.documents is not None
+    documents = replace(catalogue.text.documents, **changes)
+    return replace(catalogue, text=replace(catalogue.text, documents=documents))
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -144,13 +146,12 @@ def test_gradients_do_not_depend_on_pieces(
 
 
 def test_training_starts_at_the_frozen_encoder_and_moves_it(
-    catalogue: SearchCatalogue, batch: dict[str, torch.Tensor], folder: str
+    catalogue: SearchCatalogue, batch: SearchBatch, folder: str
 ) -> None:
     pretrained = AutoModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        embedded = replace(
-            catalogue, items=one_at_a_time(pretrained, catalogue, "cls", False)
-        )
+        items = one_at_a_time(pretrained, catalogue, "cls", False)
+    embedded = replace(catalogue, text=replace(catalogue.text, items=items))
     frozen = HLLM(HLLMConfig(**SMALL), embedded).eval()
     config = HLLM.resolve_config(HLLMConfig(**SMALL, item_tower=folder), embedded)
     assert config == HLLM.resolve_config(config, embedded)
@@ -186,10 +187,11 @@ def test_training_starts_at_the_frozen_encoder_and_moves_it(
 def test_what_does_not_fit_is_refused(
     catalogue: SearchCatalogue, tmp_path: Path
 ) -> None:
+    without = replace(catalogue, text=replace(catalogue.text, documents=None))
     with pytest.raises(
         UserError, match=r"no tokens for an item tower to read; run jobs\.encode again"
     ):
-        ItemTower(ITEM_MODEL, replace(catalogue, documents=None))
+        ItemTower(ITEM_MODEL, without)
     for changes in (
         {"hidden_size": 12},
         {"vocab_size": 10},

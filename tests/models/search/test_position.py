@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_search_models import changed, make
+from test_search_models import make
 
 from models.metrics.ranking_metrics import ranking_means, ranking_sums
 from models.search import metrics
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch
 from models.search.position import Position
+from tests.search_tables import change
 
 
 def places(catalogue: SearchCatalogue) -> list[int]:
@@ -23,12 +25,12 @@ def places(catalogue: SearchCatalogue) -> list[int]:
     ]
 
 
-def elsewhere(catalogue: SearchCatalogue, batch: dict) -> dict:
+def elsewhere(catalogue: SearchCatalogue, batch: SearchBatch) -> SearchBatch:
     """The same results, shown at other places."""
-    features = batch["features"].clone()
+    features = batch.features.clone()
     for place in places(catalogue):
         features[:, place] += torch.rand(len(features)) * 3
-    return changed(batch, features=features)
+    return change(batch, catalogue, features=features)
 
 
 @pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
@@ -56,16 +58,16 @@ def test_training_reads_it_as_the_mode_says(mode, catalogue, batch):
 
 def test_the_bias_is_a_term_of_the_place_alone_and_0_at_the_mean(catalogue, batch):
     model = make("base", catalogue, position="bias")
-    other = changed(batch, candidate=batch["candidate"].flip(0))
+    other = change(batch, catalogue, candidate=batch.candidate.flip(0))
     with torch.no_grad():
         for of in (batch, other):
             term = model.score(of, shown=True) - model.score(of)
             torch.testing.assert_close(
-                term, model.shown_at.term(model.scale(batch["features"]), True)
+                term, model.shown_at.term(model.scale(batch.features), True)
             )
-        features = batch["features"].clone()
+        features = batch.features.clone()
         features[:, places(catalogue)] = model.scale.mean[places(catalogue)]
-        at_mean = changed(batch, features=features)
+        at_mean = change(batch, catalogue, features=features)
         torch.testing.assert_close(
             model.score(at_mean, shown=True), model.score(at_mean)
         )
@@ -116,7 +118,7 @@ def test_what_the_place_would_have_added_stands_beside(catalogue, batch):
             else {name for name in found if "with_position" not in name}
         )
         logits = model.score(batch, shown=True)[:, 0]
-        sums = ranking_sums(logits, batch["labels"][:, 0], batch["candidate_request"])
+        sums = ranking_sums(logits, batch.labels[:, 0], batch.candidate_request)
         if beside:
             assert found["with_position/auc"] == ranking_means(sums)["auc"]
             assert found["with_position/auc"] != found["auc"]

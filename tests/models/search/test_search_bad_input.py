@@ -11,7 +11,8 @@ import torch
 from search_tables import request, write_tables
 
 from models.search import metrics
-from models.search.data import NO_QUERY, SearchCatalogue, SearchDataset
+from models.search.catalogue import NO_QUERY, SearchCatalogue
+from models.search.data import SearchDataset
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError, add_seal, check_seal, join
 
@@ -87,7 +88,7 @@ def test_a_log_without_queries_is_trained_on(tmp_path: Path) -> None:
         for user in "ab"
     ]
     catalogue = SearchCatalogue.load(*write_tables(tmp_path, rows, 8, 0))
-    assert catalogue.queries.shape == (0, catalogue.items.shape[1])
+    assert catalogue.text.queries.shape == (0, catalogue.text.width)
     examples = SearchDataset.load(
         join(str(tmp_path / "tables"), "sequences"), "train", unit="user", max_history=4
     )
@@ -128,9 +129,9 @@ def test_nothing_is_lost_and_what_has_no_auc_is_counted(odd: tuple[str, str]) ->
         join(tables, "sequences"), "train", unit="user", max_history=4
     )
     batch = examples.collate(np.arange(len(examples)))
-    assert len(batch["request_row"]) == 6
-    assert len(batch["candidate"]) == 10
-    assert np.bincount(batch["candidate_request"], minlength=6).tolist().count(0) == 2
+    assert len(batch.request_row) == 6
+    assert len(batch.candidate) == 10
+    assert np.bincount(batch.candidate_request, minlength=6).tolist().count(0) == 2
     options = {
         "width": 16,
         "num_layers": 1,
@@ -166,19 +167,15 @@ def test_a_batch_of_searches_that_showed_nothing(odd: tuple[str, str]) -> None:
         join(tables, "sequences"), "train", unit="user", max_history=4
     )
     batch = examples.collate(np.arange(len(examples)))
-    nothing = {
-        name: value[:0]
-        for name, value in batch.items()
-        if name.startswith(("candidate", "labels", "features"))
-    }
+    batch = batch.select("N", slice(0))
     model = QGS(
         QGSConfig(width=16, num_layers=1, max_history=4),
         SearchCatalogue.load(tables, text),
     ).eval()
     with torch.no_grad():
-        assert model.score(batch | nothing).shape == (0, 2)
-        sums = metrics.measure(model, batch | nothing)
-        assert torch.isfinite(model(batch | nothing)["loss"])
+        assert model.score(batch).shape == (0, 2)
+        sums = metrics.measure(model, batch)
+        assert torch.isfinite(model(batch)["loss"])
     with pytest.warns(UserWarning, match="there are no candidates"):
         found = metrics.means(sums)
     assert found["candidates"] == 0

@@ -10,31 +10,30 @@ import pytest
 import torch
 
 from models.retrieval.data import request_number
-from models.search.data import MAX_REQUESTS, SearchCatalogue, SearchDataset, pair_key
-from models.search.qgs import QGS
-from models.search.ranker import RankerConfig
+from models.search.catalogue import SearchCatalogue, pair_key
+from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
 from models.storage.tables import UserError, join, read_table
 from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
 
 
-def seen(batch: dict[str, torch.Tensor]) -> dict[int, dict]:
+def seen(batch: SearchBatch) -> dict[int, dict]:
     """By request number: what a batch says of it."""
     found = {}
-    for r, number in enumerate(batch["request"].tolist()):
-        row, end = int(batch["request_row"][r]), int(batch["request_end"][r])
-        mine = batch["candidate_request"] == r
+    for r, number in enumerate(batch.request.tolist()):
+        row, end = int(batch.request_row[r]), int(batch.request_end[r])
+        mine = batch.candidate_request == r
         found[number] = {
-            "user_row": int(batch["user_row"][row]),
-            "history": batch["history"][row, :end].tolist(),
-            "queries": batch["history_query"][row, :end].tolist(),
-            "times": batch["history_time"][row, :end].tolist(),
-            "past": batch["history_features"][row, :end],
-            "query": int(batch["request_query"][r]),
-            "time": int(batch["request_time"][r]),
-            "candidates": batch["candidate"][mine].tolist(),
-            "positions": batch["candidate_position"][mine].tolist(),
-            "labels": batch["labels"][mine].tolist(),
-            "features": batch["features"][mine],
+            "user_row": int(batch.user_row[row]),
+            "history": batch.history[row, :end].tolist(),
+            "queries": batch.history_query[row, :end].tolist(),
+            "times": batch.history_time[row, :end].tolist(),
+            "past": batch.history_features[row, :end],
+            "query": int(batch.request_query[r]),
+            "time": int(batch.request_time[r]),
+            "candidates": batch.candidate[mine].tolist(),
+            "positions": batch.candidate_position[mine].tolist(),
+            "labels": batch.labels[mine].tolist(),
+            "features": batch.features[mine],
         }
     return found
 
@@ -50,13 +49,11 @@ def test_batches_hold_what_the_table_says(search, split, unit, limit):
     found = {}
     for rows in examples.evaluation_batches(7):
         batch = examples.collate(rows)
-        assert batch["history"].shape[1] <= limit
-        padding = (
-            torch.arange(batch["history"].shape[1]) >= batch["history_length"][:, None]
-        )
-        assert (batch["history"][padding] == -1).all()
-        assert (batch["history_query"][padding] == -1).all()
-        assert (batch["history_features"][padding] == 0).all()
+        assert batch.history.shape[1] <= limit
+        padding = torch.arange(batch.history.shape[1]) >= batch.history_length[:, None]
+        assert (batch.history[padding] == -1).all()
+        assert (batch.history_query[padding] == -1).all()
+        assert (batch.history_features[padding] == 0).all()
         found |= seen(batch)
     wanted = 0
     for row, user in enumerate(read_table(uri).to_pylist()):
@@ -131,8 +128,8 @@ def test_many_searches_without_a_click_are_several_rows(tmp_path):
     for unit in ("user", "request"):
         examples = SearchDataset.load(join(tables, "sequences"), "train", unit=unit)
         batch = examples.collate(np.arange(len(examples)))
-        assert batch["user_row"].tolist() == [0, 1, 1, 1, 2]
-        sizes = torch.bincount(batch["request_row"]).tolist()
+        assert batch.user_row.tolist() == [0, 1, 1, 1, 2]
+        sizes = torch.bincount(batch.request_row).tolist()
         assert sizes == [3, MAX_REQUESTS, MAX_REQUESTS, 5, 3]
         assert len(seen(batch)) == count + 6  # each request once
 
@@ -150,16 +147,14 @@ def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
     users = read_table(uri).to_pylist()
     for rows in examples.epoch_rows(20, seed=3):
         batch = examples.collate(rows)
-        asked.update(batch["request"].tolist())
-        for row, user in enumerate(batch["user_row"].tolist()):
-            places = range(
-                int(batch["history_new"][row]), int(batch["history_length"][row])
-            )
+        asked.update(batch.request.tolist())
+        for row, user in enumerate(batch.user_row.tolist()):
+            places = range(int(batch.history_new[row]), int(batch.history_length[row]))
             learned.update(
                 (
                     user,
-                    int(batch["history_time"][row, t]),
-                    int(batch["history"][row, t]),
+                    int(batch.history_time[row, t]),
+                    int(batch.history[row, t]),
                 )
                 for t in places
             )
@@ -208,7 +203,7 @@ def test_a_table_in_which_nobody_clicked(tmp_path):
     batch = SearchDataset.load(join(tables, "sequences"), "train").collate(
         np.array([0])
     )
-    assert batch["history_features"].shape == (1, 1, 6)
+    assert batch.history_features.shape == (1, 1, 6)
     assert SearchCatalogue.load(tables, text).feature_std.tolist() == [0.0] * 6
 
 
@@ -216,11 +211,11 @@ def test_the_catalogue_reads_text_and_scale(search):
     catalogue = SearchCatalogue.load(*search)
     assert (catalogue.num_items, catalogue.num_queries) == (24, 8)
     assert (catalogue.labels, catalogue.features) == (LABELS, FEATURES)
-    assert catalogue.pairs.shape == catalogue.joint.shape == (24 * 9, WIDTH)
-    place = torch.searchsorted(catalogue.pair_keys, torch.tensor(pair_key(5, 3, 8)))
-    assert torch.allclose(
-        catalogue.pairs[place], (catalogue.items[5] + catalogue.queries[3]) / 2
-    )
+    text = catalogue.text
+    assert text.pairs.shape == text.joint.shape == (24 * 9, WIDTH)
+    (row,), _ = text.find_pairs(np.array([pair_key(5, 3, 8)]))
+    mean = (text.items[5].numpy() + text.queries[3]) / 2
+    assert np.allclose(text.pairs[row], mean)
     train = [
         asked["features"]
         for user in read_table(join(search[0], "sequences")).to_pylist()
@@ -242,69 +237,64 @@ def test_tables_that_do_not_belong_are_refused(search, tmp_path):
         SearchDataset.load(join(search[0], "sequences"), "next")
 
 
-@pytest.mark.parametrize(
-    ("token", "condition"), [("pair", "query"), ("item", "none"), ("pair", "joint")]
-)
-@pytest.mark.filterwarnings("ignore:query_condition 'joint'")
-def test_batches_bring_the_text_of_their_pairs(search, token, condition):
-    """A model that holds no pair gives the losses of one that holds them all."""
-    catalogue = SearchCatalogue.load(*search)
-    options = {
-        "width": 16,
-        "num_layers": 1,
-        "max_history": 8,
-        "dropout": 0.0,
-    }
-    options |= {"token": token, "query_condition": condition}
-    config = QGS.parse_config(options)
-    plain, bringing = (
-        SearchDataset.load(
-            join(search[0], "sequences"), "train", unit="user", max_history=8
-        )
-        for _ in range(2)
+@pytest.mark.parametrize("reads_history_queries", [True, False])
+def test_batches_bring_the_text_of_their_queries_and_pairs(
+    search, reads_history_queries
+):
+    text = SearchCatalogue.load(*search).text
+    examples = SearchDataset.load(
+        join(search[0], "sequences"),
+        "train",
+        max_history=8,
+        text=text,
+        reads_history_queries=reads_history_queries,
     )
-    without = catalogue.leave_pairs_to([bringing], config)
-    assert (len(without.pairs), len(without.pair_keys)) == (0, 0)
-    models = []
-    for made in (catalogue, without):
-        torch.manual_seed(0)
-        models.append(QGS(config, made))
-    for rows in plain.evaluation_batches(7):
-        batch = bringing.collate(rows)
-        pairs = {
-            (i, q)
-            for i, q in zip(
-                batch["candidate"].tolist(), seen_queries(batch), strict=True
-            )
-            if q >= 0
-        }
-        if config.history_pairs:
-            past = zip(
-                batch["history"].flatten().tolist(),
-                batch["history_query"].flatten().tolist(),
-                strict=True,
-            )
-            pairs |= {(i, q) for i, q in past if i >= 0 and q >= 0}
-        assert batch["pair_keys"].tolist() == sorted(
-            int(pair_key(i, q, 8)) for i, q in pairs
+
+    def check(query: int, item: int, query_row: int, pair_row: int) -> None:
+        """The rows of a use hold the vectors of its query and its pair."""
+        has_query = query >= 0
+        assert (query_row >= 0) == (pair_row >= 0) == has_query
+        if has_query:
+            (row,), _ = text.find_pairs(np.array([pair_key(item, query, 8)]))
+            assert np.array_equal(batch.query_text[query_row], text.queries[query])
+            assert np.array_equal(batch.pair_text[pair_row], text.pairs[row])
+            assert np.array_equal(batch.joint_text[pair_row], text.joint[row])
+
+    for rows in examples.evaluation_batches(7):
+        batch = examples.collate(rows)
+        request = batch.candidate_request
+        uses = zip(
+            batch.request_query[request].tolist(),
+            batch.candidate.tolist(),
+            batch.request_query_text[request].tolist(),
+            batch.candidate_pair_text.tolist(),
+            strict=True,
         )
-        assert torch.equal(
-            models[0](plain.collate(rows))["loss"], models[1](batch)["loss"]
-        )
+        for use in uses:
+            check(*use)
+        if not reads_history_queries:
+            assert (batch.history_query_text == -1).all()
+            assert (batch.history_pair_text == -1).all()
+            continue
+        for row, length in enumerate(batch.history_length.tolist()):
+            for t in range(length):
+                check(
+                    int(batch.history_query[row, t]),
+                    int(batch.history[row, t]),
+                    int(batch.history_query_text[row, t]),
+                    int(batch.history_pair_text[row, t]),
+                )
+        distinct = {tuple(vector) for vector in batch.pair_text.tolist()}
+        assert len(distinct) == len(batch.pair_text)
 
 
-def seen_queries(batch):
-    return batch["request_query"][batch["candidate_request"]].tolist()
+def test_a_pair_without_text_is_an_error(search):
+    text = SearchCatalogue.load(*search).text
+    few = replace(text, pairs=text.pairs[:5], pair_keys=text.pair_keys[:5])
+    uri = join(search[0], "sequences")
+    examples = SearchDataset.load(uri, "train", max_history=8, text=few)
 
-
-def test_a_pair_without_text_is_still_an_error(search):
-    catalogue = SearchCatalogue.load(*search)
-    few = replace(
-        catalogue, pairs=catalogue.pairs[:5], pair_keys=catalogue.pair_keys[:5]
-    )
-    config = RankerConfig()
-    examples = SearchDataset.load(join(search[0], "sequences"), "train", max_history=8)
     with pytest.raises(
         UserError, match=r"the text has no embedding of item \d+ with query \d+"
     ):
-        few.leave_pairs_to([examples], config)
+        examples.collate(np.arange(len(examples)))

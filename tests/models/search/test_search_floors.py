@@ -11,7 +11,8 @@ import torch
 from trainings import build_training
 
 from models.metrics.ranking_metrics import request_auc
-from models.search.data import SearchCatalogue, SearchDataset, no_text
+from models.search.catalogue import SearchCatalogue, SearchText
+from models.search.data import SearchBatch, SearchDataset
 from models.search.floors.click_rates import (
     ItemCtr,
     ItemCtrConfig,
@@ -26,6 +27,7 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
+from tests.batches import fill_batch
 
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")
 
@@ -36,7 +38,7 @@ def small_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
         2,
         ("click", "purchase"),
         features,
-        **no_text(3, 2),
+        SearchText.empty(3, 2),
         feature_mean=torch.zeros(len(features)),
         feature_std=torch.ones(len(features)),
     )
@@ -53,8 +55,9 @@ def test_a_click_rate_is_the_column_of_the_longest_window(
     model: Any, column: int
 ) -> None:
     features = torch.rand(6, len(RATES))
+    batch = fill_batch(SearchBatch, {}, features=features)
 
-    chances = model().score({"features": features})[:, 0].sigmoid()
+    chances = model().score(batch)[:, 0].sigmoid()
     torch.testing.assert_close(chances, features[:, column])
 
 
@@ -68,7 +71,8 @@ def test_all_results_tie_in_tables_without_click_rates() -> None:
 
     model = ItemCtr(ItemCtrConfig(), catalogue)
 
-    assert model.score({"features": torch.rand(4, 1)}).tolist() == [[0.0]] * 4
+    batch = fill_batch(SearchBatch, {}, features=torch.rand(4, 1))
+    assert model.score(batch).tolist() == [[0.0]] * 4
     (line,) = model.prepare_training(catalogue, {})
     assert line.startswith("the tables have no click rates by item")
 
@@ -78,9 +82,17 @@ def test_the_log_s_order_ranks_by_position_with_the_first_one_s_click_rate() -> 
     labels = torch.tensor([[1, 0, 0, 1, 1, 0, 0]], dtype=torch.bool).T
     model = LogOrder(LogOrderConfig(), small_catalogue())
 
-    model.fit_counts([{"candidate_position": position, "labels": labels}])
+    batch = fill_batch(
+        SearchBatch,
+        {},
+        candidate_position=position,
+        candidate_valid=torch.ones(7, dtype=torch.bool),
+        labels=labels,
+    )
 
-    chances = model.score({"candidate_position": position})[:, 0].sigmoid()
+    model.fit_counts([batch])
+
+    chances = model.score(batch)[:, 0].sigmoid()
     assert chances[0] == pytest.approx(3 / 5)  # 2 of 3 clicked, one added to each
     odds = chances / (1 - chances)
     torch.testing.assert_close(
@@ -107,7 +119,7 @@ def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
     examples = SearchDataset.load(uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
     auc, valid = request_auc(
-        -batch["candidate_position"], batch["labels"][:, 0], batch["candidate_request"]
+        -batch.candidate_position, batch.labels[:, 0], batch.candidate_request
     )
     expected = float(auc[valid].mean())
     assert metrics["with_position/gauc"] == pytest.approx(expected)
@@ -131,8 +143,8 @@ def test_a_click_rate_is_trained_measured_and_inferred(
     metrics = setup.means(setup.validate(setup.model)[0])
 
     batch = setup.val.collate(np.arange(len(setup.val)))
-    rate = batch["features"][:, setup.catalogue.features.index("pair_ctr_7d")]
-    auc, valid = request_auc(rate, batch["labels"][:, 0], batch["candidate_request"])
+    rate = batch.features[:, setup.catalogue.features.index("pair_ctr_7d")]
+    auc, valid = request_auc(rate, batch.labels[:, 0], batch.candidate_request)
     assert metrics["gauc"] == pytest.approx(float(auc[valid].mean()))
     checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=1))
     manifest, _ = infer_all(

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue, pair_key
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
 from models.search.ranker import Ranker, RankerConfig
 from tests.models.search.test_search_equations import loop_loss
-from tests.search_tables import ITEM_MODEL
+from tests.search_tables import ITEM_MODEL, change
 
 SMALL = {
     "max_history": 8,
@@ -57,10 +57,6 @@ def make(name: str, catalogue: SearchCatalogue, **changes) -> torch.nn.Module:
     return model
 
 
-def changed(batch: dict, **changes) -> dict:
-    return {**{name: value.clone() for name, value in batch.items()}, **changes}
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_loss_reaches_every_weight(name, catalogue, batch):
     model = make(name, catalogue).train()
@@ -70,7 +66,7 @@ def test_the_loss_reaches_every_weight(name, catalogue, batch):
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, key
         assert torch.isfinite(parameter.grad).all(), key
-    assert model.score(batch).shape == (len(batch["candidate"]), 2)
+    assert model.score(batch).shape == (len(batch.candidate), 2)
 
 
 @pytest.mark.parametrize("name", GENERATIVE)
@@ -78,31 +74,32 @@ def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(
     name, catalogue, batch
 ):
     model = make(name, catalogue)
-    row = int(batch["history_length"].argmax())
-    place = int(batch["history_length"][row]) // 2
+    row = int(batch.history_length.argmax())
+    place = int(batch.history_length[row]) // 2
     with torch.no_grad():
         states = model.states(batch, model.history_tokens(batch))
         scores = model.score(batch)
         for key, value in (
-            ("history", (batch["history"][row, place] + 5) % 24),
-            ("history_query", (batch["history_query"][row, place] + 2) % 8),
-            ("history_features", batch["history_features"][row, place] + 1),
-            ("history_time", batch["history_time"][row, place] + 90_000),
+            ("history", (batch.history[row, place] + 5) % 24),
+            ("history_query", (batch.history_query[row, place] + 2) % 8),
+            ("history_features", batch.history_features[row, place] + 1),
+            ("history_time", batch.history_time[row, place] + 90_000),
         ):
-            moved = changed(batch)
-            moved[key][row, place] = value
+            values = getattr(batch, key).clone()
+            values[row, place] = value
+            moved = change(batch, catalogue, **{key: values})
             after = model.states(moved, model.history_tokens(moved))
             assert torch.equal(after[row, :place], states[row, :place]), key
             others = torch.arange(len(states)) != row
             assert torch.equal(after[others], states[others]), key
-            early = (batch["request_row"] != row) | (batch["request_end"] <= place)
+            early = (batch.request_row != row) | (batch.request_end <= place)
             assert torch.equal(
-                model.score(moved)[early[batch["candidate_request"]]],
-                scores[early[batch["candidate_request"]]],
+                model.score(moved)[early[batch.candidate_request]],
+                scores[early[batch.candidate_request]],
             )
             if key == "history":
                 late = (after[row, place:] - states[row, place:]).abs().sum(-1)
-                assert (late[: int(batch["history_length"][row]) - place] > 0).all()
+                assert (late[: int(batch.history_length[row]) - place] > 0).all()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -110,9 +107,16 @@ def test_candidates_never_see_each_other_nor_labels(name, catalogue, batch):
     model = make(name, catalogue)
     with torch.no_grad():
         scores = model.score(batch)
-        moved = changed(batch, labels=~batch["labels"])
-        moved["candidate"][3] = (moved["candidate"][3] + 5) % 24
-        moved["features"][3] += 1
+        candidate, features = batch.candidate.clone(), batch.features.clone()
+        candidate[3] = (candidate[3] + 5) % 24
+        features[3] += 1
+        moved = change(
+            batch,
+            catalogue,
+            labels=~batch.labels,
+            candidate=candidate,
+            features=features,
+        )
         after = model.score(moved)
     others = torch.arange(len(scores)) != 3
     assert torch.equal(after[others], scores[others])
@@ -126,7 +130,7 @@ def test_a_users_scores_do_not_depend_on_the_batch(name, catalogue, examples, ba
         scores = model.score(batch)
         for row in range(3):
             alone = model.score(examples.collate(np.array([row])))
-            mine = batch["request_row"][batch["candidate_request"]] == row
+            mine = batch.request_row[batch.candidate_request] == row
             assert torch.allclose(alone, scores[mine], atol=1e-5)
 
 
@@ -134,25 +138,31 @@ def test_the_joint_condition_has_seen_the_document_and_ours_has_not(catalogue, b
     with pytest.warns(UserWarning, match="has seen the document"):
         joint = make("qgs", catalogue, query_condition="joint")
     ours = make("qgs", catalogue)
-    item, query = torch.tensor([2, 3]), torch.tensor([1, 1])
+    # two documents after one query
+    keys = np.array([pair_key(item, 1, catalogue.num_queries) for item in (2, 3)])
+    pairs, _ = catalogue.text.find_pairs(keys)
+    conditions = (
+        (joint, catalogue.text.joint[pairs], True),
+        (ours, catalogue.text.queries[[1, 1]], False),
+    )
     with torch.no_grad():
-        for model, moves in ((joint, True), (ours, False)):
+        for model, text, moves in conditions:
             past = torch.zeros(2, 24)
-            z = model.predict_head(past, item, query)
+            z = model.predict_head(past, torch.from_numpy(text), torch.arange(2))
             assert torch.allclose(z[0], z[1], atol=1e-5) != moves
-        assert joint.score(batch).shape == (len(batch["candidate"]), 2)
+        assert joint.score(batch).shape == (len(batch.candidate), 2)
     joint.train()(batch)["loss"].backward()
 
 
 def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, batch):
-    query = (batch["request_query"] + 2) % 8
+    other = change(batch, catalogue, request_query=(batch.request_query + 2) % 8)
     with torch.no_grad():
         for name, moves in (("qgs", True), ("qgs_item_only", False)):
             model = make(name, catalogue)
             past = model.past(model.states(batch, model.history_tokens(batch)), batch)
             z = [
-                model.predict_head(past, past, asked)
-                for asked in (batch["request_query"], query)
+                model.predict_head(past, each.query_text, each.request_query_text)
+                for each in (batch, other)
             ]
             assert torch.allclose(*z, atol=1e-5) != moves
 
@@ -169,8 +179,8 @@ def test_the_next_document_is_compared_in_place_of_the_next_token(
     document.load_state_dict(
         {**token.state_dict(), "target.weight": document.target.weight}
     )
-    item, new = batch["history"][:, 1:], batch["history_new"][:, None]
-    valid = (item >= 0) & (torch.arange(1, batch["history"].shape[1]) >= new)
+    item, new = batch.history[:, 1:], batch.history_new[:, None]
+    valid = (item >= 0) & (torch.arange(1, batch.history.shape[1]) >= new)
     with torch.no_grad():
         ours, theirs = document(batch), token(batch)
         assert torch.equal(ours["ranking"], theirs["ranking"])
@@ -178,8 +188,8 @@ def test_the_next_document_is_compared_in_place_of_the_next_token(
         z = torch.zeros(*item.shape, document.config.width)
         v = torch.zeros_like(z)
         for b, t in valid.nonzero().tolist():
-            asked = batch["history_query"][b, t + 1]
-            z[b, t] = document.predict_head(states[b, t], item[b, t], asked)
+            asked = batch.history_query_text[b, t + 1]
+            z[b, t] = document.predict_head(states[b, t], batch.query_text, asked)
             v[b, t] = document.target.weight @ document.document(item[b, t])
         want = loop_loss(z, v, item, valid, document.config.temperature, negatives)
         assert float(ours["infonce"]) == pytest.approx(want, rel=1e-4)
@@ -187,9 +197,10 @@ def test_the_next_document_is_compared_in_place_of_the_next_token(
             "history_query",
             "history_features",
         ):  # of the last behaviours, which no state before them reads
-            moved = changed(batch)
-            for row, length in enumerate(batch["history_length"].tolist()):
-                moved[key][row, length - 1] = (moved[key][row, length - 1] + 1) % 8
+            values = getattr(batch, key).clone()
+            for row, length in enumerate(batch.history_length.tolist()):
+                values[row, length - 1] = (values[row, length - 1] + 1) % 8
+            moved = change(batch, catalogue, **{key: values})
             moved_loss = document.next_item_loss(
                 document.states(batch, document.history_tokens(batch)), None, moved
             )
@@ -219,9 +230,11 @@ def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(
         past = model.past(model.states(batch, model.history_tokens(batch)), batch)
         assert torch.equal(read[model][:, :-1], read[without])
         for n, (item, request) in enumerate(
-            zip(batch["candidate"], batch["candidate_request"].tolist(), strict=True)
+            zip(batch.candidate, batch.candidate_request.tolist(), strict=True)
         ):
-            z = model.predict_head(past[request], item, batch["request_query"][request])
+            z = model.predict_head(
+                past[request], batch.query_text, batch.request_query_text[request]
+            )
             v = model.target.weight @ model.document(item)
             cosine = float((z * v).sum() / (z.norm() * v.norm()))
             assert float(read[model][n, -1]) == pytest.approx(cosine / 0.1, abs=1e-4)

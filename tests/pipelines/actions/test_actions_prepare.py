@@ -218,9 +218,9 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
     examples = ActionsDataset.load(tables + "/sequences", "test")
     batch = examples.collate(np.arange(len(examples)))
     seen = {
-        int(user): batch["candidate_viewer"][row][there].tolist()
+        int(user): batch.candidate_viewer[row][there].tolist()
         for row, (user, there) in enumerate(
-            zip(batch["user_row"], batch["candidate_valid"], strict=True)
+            zip(batch.user_row, batch.candidate_valid, strict=True)
         )
     }
     names = [row["user_id"] for row in read_table(tables + "/sequences").to_pylist()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.actions.batch import ActionsCatalogue
+from models.actions.catalogue import ActionsCatalogue
 from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import check_texts, encode_log, fit_tfidf_encoder

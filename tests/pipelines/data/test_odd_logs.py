@@ -148,7 +148,7 @@ def test_a_user_with_very_many_events(tmp_path: Path) -> None:
     assert long["timestamp_ms"] == sorted(long["timestamp_ms"])
     examples = RetrievalDataset.load(f"{tables}/sequences", "train", max_history=20)
     batch = examples.collate(examples.sort_for_evaluation(examples.rows())[-64:])
-    assert batch["history"].shape == (64, 20)
+    assert batch.history.shape == (64, 20)
     cut = made(
         mapping, tmp_path / "cut"
     )  # by default the latest events of a user stay, and a line says so

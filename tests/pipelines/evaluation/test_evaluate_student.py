@@ -156,9 +156,7 @@ def test_an_exported_student_ranks_as_it_did(
     batch = RetrievalDataset.load(f"{world[1][1]}/sequences", "test").collate(
         np.array([3, 17, 29])
     )
-    items, scores = load_exported(file)(
-        batch["history"], batch["history_length"], batch["user"]
-    )
+    items, scores = load_exported(file)(batch.history, batch.history_length, batch.user)
     expected = model.recommend(batch, 7)
     assert items.tolist() == expected[0].tolist()
     torch.testing.assert_close(scores, expected[1])

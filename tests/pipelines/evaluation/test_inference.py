@@ -182,21 +182,21 @@ def test_feeds(tmp_path: Path) -> None:
     for row in found[:40]:
         batch = examples.collate(np.array([of_user[users[row["user_id"]]]]))
         past, mine = (
-            int(batch["valid"].sum()),
-            batch["candidate_time"][0] == row["timestamp_ms"],
+            int(batch.valid.sum()),
+            batch.candidate_time[0] == row["timestamp_ms"],
         )
-        shown = [items[i] for i in batch["candidate_item"][0, mine].tolist()]
+        shown = [items[i] for i in batch.candidate_item[0, mine].tolist()]
         several += len(shown) > 1
         request = {
             "candidates": shown,
             "timestamp_ms": row["timestamp_ms"],
-            "viewer_device": devices[batch["candidate_viewer"][0, mine][0, 0]],
-            "features": batch["candidate_feature"][0, mine].tolist(),
-            "history": [items[i] for i in batch["item"][0, :past].tolist()],
-            "history_actions": batch["action"][0, :past].tolist(),
-            "history_time_ms": batch["time"][0, :past].tolist(),
+            "viewer_device": devices[batch.candidate_viewer[0, mine][0, 0]],
+            "features": batch.candidate_feature[0, mine].tolist(),
+            "history": [items[i] for i in batch.item[0, :past].tolist()],
+            "history_actions": batch.action[0, :past].tolist(),
+            "history_time_ms": batch.time[0, :past].tolist(),
             "history_viewer_device": [
-                devices[v] for v in batch["viewer"][0, :past, 0].tolist()
+                devices[v] for v in batch.viewer[0, :past, 0].tolist()
             ],
         }
         answer = served.predict(None, pd.DataFrame([request]), {"label": "like"})

@@ -111,7 +111,7 @@ def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
     ):  # one user at a time, the rank of the target among all 24 items
         batch = examples.collate(torch.tensor([row]).numpy())
         items, _ = model.recommend(batch, 24)
-        ranks.append(items[0].tolist().index(batch["target"].item()))
+        ranks.append(items[0].tolist().index(batch.target.item()))
         top += items[0, :10].tolist()
     requests = [
         request
@@ -404,7 +404,7 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
     hits, repeats, longest = 0, 0, 0
     for row in range(len(whole)):
         batch = whole.collate(torch.tensor([row]).numpy())
-        target, known = batch["target"].item(), set(batch["history"][0].tolist())
+        target, known = batch.target.item(), set(batch.history[0].tolist())
         ranked = [
             item
             for item in setup.model.recommend(batch, 24)[0][0].tolist()
@@ -412,7 +412,7 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
         ]
         hits += target in ranked[:10]
         repeats += target in known
-        longest = max(longest, int(batch["history_length"]))
+        longest = max(longest, int(batch.history_length))
     assert result.metrics["recall@10"] == pytest.approx(hits / len(whole))
     assert longest > 2
     assert repeats > 0
@@ -430,5 +430,5 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
     names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
     after = RetrievalDataset.load(f"{world.tables}/sequences", "next", max_history=1000)
     for row, items in enumerate(found):
-        history = after.collate(torch.tensor([row]).numpy())["history"][0].tolist()
+        history = after.collate(torch.tensor([row]).numpy()).history[0].tolist()
         assert sorted(items) == sorted(set(names) - {names[item] for item in history})

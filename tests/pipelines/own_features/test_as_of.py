@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
 from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of

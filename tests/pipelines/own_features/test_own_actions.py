@@ -105,7 +105,7 @@ def test_a_category_with_too_many_values_is_hashed(
     batch = ActionsDataset.load(
         join(tables, "sequences"), "test", max_history=16
     ).collate(np.arange(8))
-    assert len(batch["own"][batch["valid"]][:, 2].unique()) == 2
+    assert len(batch.own[batch.valid][:, 2].unique()) == 2
 
 
 @pytest.mark.long
@@ -146,8 +146,8 @@ def test_models_learn_from_them_and_serve_by_name(
         served = mlflow.pyfunc.load_model("models:/mvp/1")
     examples = ActionsDataset.load(join(tables, "sequences"), "test", max_history=16)
     batch = examples.collate(np.array([0]))
-    valid, past = batch["candidate_valid"][0], batch["valid"][0]
-    batch["candidate_viewer"][:] = batch["candidate_viewer"][:, :1]
+    valid, past = batch.candidate_valid[0], batch.valid[0]
+    batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]
     with torch.no_grad():
         want = torch.sigmoid(setup.model.eval().score(batch)[:, 0]).tolist()  # type: ignore[operator]
     items = read_table(f"{tables}/items")["item_id"].to_pylist()
@@ -159,7 +159,7 @@ def test_models_learn_from_them_and_serve_by_name(
     devices = (None, "phone", "tablet")
 
     def given(prefix: str, there: torch.Tensor) -> dict[str, Any]:
-        values = batch[f"{prefix}own"][0][there]
+        values = getattr(batch, f"{prefix}own")[0][there]
         numbers = {
             name: values[:, own[f"num_{name}"]].tolist() for name in ("score", "price")
         }
@@ -171,21 +171,19 @@ def test_models_learn_from_them_and_serve_by_name(
         }
 
     kept = sorted(
-        set(range(int(valid.sum()))), key=lambda i: int(batch["candidate_item"][0, i])
+        set(range(int(valid.sum()))), key=lambda i: int(batch.candidate_item[0, i])
     )
     unique = {
-        int(batch["candidate_item"][0, i]): i for i in kept
+        int(batch.candidate_item[0, i]): i for i in kept
     }  # scores are told by item
     chosen = torch.tensor(sorted(unique.values()))
     row = {
-        "candidates": [items[int(batch["candidate_item"][0, i])] for i in chosen],
-        "features": batch["candidate_feature"][0][chosen].tolist(),
-        "history": [items[int(i)] for i in batch["item"][0][past]],
-        "history_actions": batch["action"][0][past].tolist(),
-        "viewer_device": devices[int(batch["candidate_viewer"][0, 0, 0])],
-        "history_viewer_device": [
-            devices[int(i)] for i in batch["viewer"][0][past][:, 0]
-        ],
+        "candidates": [items[int(batch.candidate_item[0, i])] for i in chosen],
+        "features": batch.candidate_feature[0][chosen].tolist(),
+        "history": [items[int(i)] for i in batch.item[0][past]],
+        "history_actions": batch.action[0][past].tolist(),
+        "viewer_device": devices[int(batch.candidate_viewer[0, 0, 0])],
+        "history_viewer_device": [devices[int(i)] for i in batch.viewer[0][past][:, 0]],
         **given("candidate_", chosen),
         **{f"history_{name}": value for name, value in given("", past).items()},
     }

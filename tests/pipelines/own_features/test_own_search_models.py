@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from trainings import build_training
 
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
-from models.search.data import SearchCatalogue, SearchDataset
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchDataset
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
@@ -107,17 +109,15 @@ def test_batches_hold_what_the_tables_say_of_candidates_and_behaviours(
             values.index(value) + 1 if value in values else 0
             for value in request["cat_city"]
         ]
-    np.testing.assert_array_equal(
-        batch["features"][:, count], np.array(bm25, np.float32)
-    )
-    assert batch["features"][:, count + 1].tolist() == city
+    np.testing.assert_array_equal(batch.features[:, count], np.array(bm25, np.float32))
+    assert batch.features[:, count + 1].tolist() == city
     assert 0 in city  # of a city that training has not seen
     for number, (row, place) in enumerate(asked):
         end = row["requests"][place]["history_end"]
         past = row["num_bm25"][max(0, end - 8) : end]
-        where = int(batch["request_row"][number])
-        length = int(batch["request_end"][number])
-        found = batch["history_features"][where, :length, count].numpy()
+        where = int(batch.request_row[number])
+        length = int(batch.request_end[number])
+        found = batch.history_features[where, :length, count].numpy()
         np.testing.assert_array_equal(
             found[-len(past) or length :], np.array(past, np.float32)
         )
@@ -133,24 +133,26 @@ def test_a_candidate_is_ranked_by_its_own_features_alone(
         Inputs(tables, text=text),
     )
     model: Any = setup.model.eval()
+    options = SearchDataset.dataset_options(setup.config, setup.catalogue)
     examples = SearchDataset.load(
-        join(tables, "sequences"), "test", unit="request", max_history=8
+        join(tables, "sequences"), "test", unit="request", max_history=8, **options
     )
-    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     batch = examples.collate(np.arange(10))
     places = [len(setup.catalogue.features) - 2, len(setup.catalogue.features) - 1]
     with torch.no_grad():
         before = model.score(batch)
         for place, value in zip(places, (1.5, 2.0), strict=True):
-            other = batch["features"].clone()
+            other = batch.features.clone()
             other[3, place] = value if other[3, place] != value else 0.0
-            changed = (model.score({**batch, "features": other}) != before).any(1)
+            changed = (model.score(replace(batch, features=other)) != before).any(1)
             assert changed.nonzero().ravel().tolist() == [3]
         if name == "qgs":
-            past = batch["history_features"].clone()
+            past = batch.history_features.clone()
             past[..., places[0]] += 1.0
-            moved = (model.score({**batch, "history_features": past}) != before).any(1)
-            with_past = batch["request_end"][batch["candidate_request"]] > 0
+            moved = (model.score(replace(batch, history_features=past)) != before).any(
+                1
+            )
+            with_past = batch.request_end[batch.candidate_request] > 0
             assert torch.equal(moved, with_past)
 
 
@@ -165,26 +167,26 @@ def test_what_is_unknown_when_ranking_is_not_read_then(
         {"name": "qgs", **SMALL, "position": "dropout"}, FIT, Inputs(tables, text=text)
     )
     model: Any = setup.model.eval()
+    options = SearchDataset.dataset_options(setup.config, setup.catalogue)
     examples = SearchDataset.load(
-        join(tables, "sequences"), "test", unit="request", max_history=8
+        join(tables, "sequences"), "test", unit="request", max_history=8, **options
     )
-    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     batch = examples.collate(np.arange(10))
-    other = batch["features"].clone()
+    other = batch.features.clone()
     other[:, -1] = 3 - other[:, -1]
     with torch.no_grad():
         assert torch.equal(
-            model.score({**batch, "features": other}), model.score(batch)
+            model.score(replace(batch, features=other)), model.score(batch)
         )
         shown = [
-            model.score({**batch, "features": values}, shown=True)
-            for values in (other, batch["features"])
+            model.score(replace(batch, features=values), shown=True)
+            for values in (other, batch.features)
         ]
         assert not torch.equal(*shown)
-        past = batch["history_features"].clone()
+        past = batch.history_features.clone()
         past[..., -1] = 3 - past[..., -1]  # of what was shown before it is known
         assert not torch.equal(
-            model.score({**batch, "history_features": past}), model.score(batch)
+            model.score(replace(batch, history_features=past)), model.score(batch)
         )
     with pytest.raises(
         UserError,

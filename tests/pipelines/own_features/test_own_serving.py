@@ -13,7 +13,7 @@ import pytest
 import torch
 from trainings import build_training
 
-from models.search.data import SearchCatalogue, SearchDataset
+from models.search.data import SearchBatch, SearchDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_table
@@ -58,22 +58,22 @@ def served(folder: Path, tables: str, text: str) -> tuple[TrainingRun, Any]:
         return setup, mlflow.pyfunc.load_model("models:/qgs/1")
 
 
-def request(tables: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+def request(tables: str, batch: SearchBatch) -> dict[str, Any]:
     """The one request of the batch by the names of things, with its own features as the log has them."""
     users = read_table(join(tables, "sequences")).to_pylist()
     items, queries = (
         read_table(join(tables, name))[column].to_pylist()
         for name, column in (("items", "item_id"), ("queries", "query"))
     )
-    row = users[int(batch["user_row"][0])]
+    row = users[int(batch.user_row[0])]
     place = next(i for i, one in enumerate(row["requests"]) if one["split"] == "test")
     asked, end = row["requests"][place], row["requests"][place]["history_end"]
-    built_in = batch["features"].shape[1] - 2
+    built_in = batch.features.shape[1] - 2
     past = range(max(0, end - 8), end)
     return {
         "candidates": [items[i] for i in asked["candidates"]],
         "query": queries[asked["query_index"]],
-        "features": batch["features"][:, :built_in].tolist(),
+        "features": batch.features[:, :built_in].tolist(),
         "numbers": {"bm25": asked["num_bm25"]},
         "categories": {"city": asked["cat_city"]},
         "history": [items[row["item_index"][i]] for i in past],
@@ -137,15 +137,15 @@ def test_own_features_are_served_by_name(
     setup, model = served(tmp_path, tables, text)
     assert model.metadata.metadata["numbers"] == ["bm25"]
     assert model.metadata.metadata["categories"] == ["city"]
+    options = SearchDataset.dataset_options(setup.config, setup.catalogue)
     examples = SearchDataset.load(
-        join(tables, "sequences"), "test", unit="request", max_history=8
+        join(tables, "sequences"), "test", unit="request", max_history=8, **options
     )
-    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     number = int(np.flatnonzero(examples.lengths >= 3)[0])
     number = next(
         n
         for n in range(number, len(examples))
-        if len(examples.collate(np.array([n]))["request_end"]) == 1
+        if len(examples.collate(np.array([n])).request_end) == 1
         and examples.lengths[n] >= 3
     )
     batch = examples.collate(np.array([number]))
@@ -195,18 +195,18 @@ def test_counts_as_of_a_request_give_the_scores_of_its_row(
     tables = make(tmp_path, raw)
     text, uri = make_text(tmp_path, tables), f"sqlite:///{tmp_path}/mlflow.db"
     setup, plain = served(tmp_path, tables, text)
+    options = SearchDataset.dataset_options(setup.config, setup.catalogue)
     examples = SearchDataset.load(
-        join(tables, "sequences"), "test", unit="request", max_history=8
+        join(tables, "sequences"), "test", unit="request", max_history=8, **options
     )
-    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     batches = (examples.collate(np.array([number])) for number in range(len(examples)))
     alone = [
         batch
         for batch in batches
-        if len(batch["request_end"]) == 1 and int(batch["history_length"][0]) > 2
+        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
     ]
     for batch in alone[:: len(alone) // 3]:
-        moment = int(batch["request_time"][0])
+        moment = int(batch.request_time[0])
         row = request(tables, batch) | {"timestamp_ms": moment}
         with torch.no_grad():
             want = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
@@ -231,7 +231,7 @@ def test_counts_as_of_a_request_give_the_scores_of_its_row(
             assert other != pytest.approx(
                 want, abs=1e-5
             )  # without the counts, and at another hour
-        vectors = batch["features"][:, : len(setup.catalogue.feature_mean)]
+        vectors = batch.features[:, : len(setup.catalogue.feature_mean)]
         given = {**row, "features": vectors.tolist()}
         assert scores(plain, given) == pytest.approx(want, abs=1e-5)
         given["features"][0] = [float("nan")] * vectors.shape[

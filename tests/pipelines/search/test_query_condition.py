@@ -9,7 +9,8 @@ import pytest
 import torch
 from search_tables import FEATURES, request, write_tables
 
-from models.search.data import SearchCatalogue, SearchDataset
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch, SearchDataset
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import join
 from pipelines.data.search.simulator import SearchSettings, draw_searches
@@ -77,13 +78,19 @@ def simulated(
         )
     clusters = len(world.following_cluster)
     tables, text = write_tables(folder, rows, ITEMS, clusters, topic=world.cluster)
+    catalogue = SearchCatalogue.load(tables, text)
     examples = SearchDataset.load(
-        join(tables, "sequences"), "train", unit="user", max_history=40
+        join(tables, "sequences"),
+        "train",
+        unit="user",
+        max_history=40,
+        text=catalogue.text,
+        reads_history_queries=True,
     )
-    return examples, SearchCatalogue.load(tables, text)
+    return examples, catalogue
 
 
-def next_item_loss(model: QGS, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def next_item_loss(model: QGS, batch: SearchBatch) -> torch.Tensor:
     """The objective alone."""
     tokens = model.history_tokens(batch)
     return model.next_item_loss(model.states(batch, tokens), tokens, batch)

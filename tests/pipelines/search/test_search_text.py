@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from jobs import encode as job
-from models.search.data import SearchCatalogue
+from models.search.catalogue import SearchCatalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -183,7 +184,7 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     assert {made[name].info["width"] for name in found} == {16}
 
     # The documents' tokens give the same embeddings.
-    documents = SearchCatalogue.load(tables, str(tmp_path)).documents
+    documents = SearchCatalogue.load(tables, str(tmp_path)).text.documents
     assert documents is not None
     assert (documents.begin.diff() <= 24).all()
     model = AutoModel.from_pretrained(bert).eval()
@@ -223,7 +224,7 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
     # TF-IDF over it, which knows no tokens.
     by_words(tables, str(tmp_path))
     assert not (tmp_path / "tokens" / MANIFEST).exists()
-    assert SearchCatalogue.load(tables, str(tmp_path)).documents is None
+    assert SearchCatalogue.load(tables, str(tmp_path)).text.documents is None
 
 
 def by_words(tables: str, output: str) -> None:
@@ -397,19 +398,22 @@ def test_a_served_model_encodes_what_training_has_not_seen(
         warnings.simplefilter("error")
         want = model.predict(None, given)
         held = model.ranker.requests.text
-        assert not len(held.cache)
+        assert not len(held.cache._vectors)
         # without the query, and then without anything that was encoded before
-        del held.number[queries[asked["query_index"]]]
+        del held.query_index[queries[asked["query_index"]]]
         for _ in range(2):
             found = model.predict(None, given)
             assert found["item_id"].tolist() == want["item_id"].tolist()
             for mine, theirs in zip(found["score"], want["score"], strict=True):
                 assert mine == pytest.approx(theirs, abs=1e-5)
-            held.catalogue, held.number = (
-                held.catalogue.of_pairs(np.zeros(0, np.int64)),
-                {},
+            held.query_index = {}
+            held.text = replace(
+                held.text,
+                pair_keys=held.text.pair_keys[:0],
+                pairs=held.text.pairs[:0],
+                joint=held.text.joint[:0],
             )
-        encoded, held.encoder = len(held.cache), None
+        encoded, held.encoder = len(held.cache._vectors), None
         with pytest.warns(UserWarning, match="1 of 3 queries|3 of 3 queries"):
             assert (
                 model.predict(None, given)["score"].tolist() != want["score"].tolist()

@@ -20,7 +20,7 @@ from trainings import build_training
 
 from jobs.compare import Config, run
 from models.build import load_model
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
@@ -134,7 +134,12 @@ def test_the_best_of_a_sweep_ranks_alike_in_a_fresh_process(
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     users = torch.zeros(2, dtype=torch.int64)
     items, _ = model.recommend(
-        {"history": history, "history_length": torch.tensor([2, 3]), "user": users}, 5
+        HistoryBatch(
+            history=history,
+            history_length=torch.tensor([2, 3]),
+            user=users,
+        ),
+        5,
     )  # type: ignore[operator]
     names = [
         [f"item-{item:03d}" for item in row if item >= 0] for row in history.tolist()

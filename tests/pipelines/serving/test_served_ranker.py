@@ -16,7 +16,7 @@ import pytest
 import torch
 from trainings import build_training
 
-from models.actions.batch import ActionsCatalogue
+from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
 from models.build import build_model, load_model
@@ -112,14 +112,14 @@ def feeds(
         batch, every = (
             examples.collate(np.array([number])) for examples in (read, whole)
         )
-        shown, past = batch["candidate_item"][0].tolist(), int(every["valid"].sum())
+        shown, past = batch.candidate_item[0].tolist(), int(every.valid.sum())
         if len(set(shown)) < len(shown):
             continue
-        batch["candidate_time"][:] = 99  # one request shows them all
-        history = [items[i] for i in every["item"][0, :past].tolist()]
+        batch.candidate_time[:] = 99  # one request shows them all
+        history = [items[i] for i in every.item[0, :past].tolist()]
         actions, times = (
-            every["action"][0, :past].tolist(),
-            every["time"][0, :past].tolist(),
+            every.action[0, :past].tolist(),
+            every.time[0, :past].tolist(),
         )
         row = {
             "candidates": [items[i] for i in shown],
@@ -136,15 +136,15 @@ def feeds(
                 *times[-1:] * 2,
                 *range(99, 99 + len(items)),
             ],
-            "features": batch["candidate_feature"][0].tolist(),
+            "features": batch.candidate_feature[0].tolist(),
         }
         row["history_time_ms"] = (
             row["history_time_ms"] if past else [5, *range(99, 99 + len(items))]
         )
-        if "viewer" in batch:
-            batch["candidate_viewer"][:] = batch["candidate_viewer"][:, :1]
-            known = [devices[code] for code in every["viewer"][0, :past, 0].tolist()]
-            row["viewer_device"] = devices[int(batch["candidate_viewer"][0, 0, 0])]
+        if batch.viewer is not None:
+            batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]
+            known = [devices[code] for code in every.viewer[0, :past, 0].tolist()]
+            row["viewer_device"] = devices[int(batch.candidate_viewer[0, 0, 0])]
             row["history_viewer_device"] = [
                 *known[:-1],
                 "tablet",
@@ -156,7 +156,7 @@ def feeds(
         chances.append(dict(zip(row["candidates"], found.tolist(), strict=True)))
         rows.append(row)
         # without their times all events are before the request, whenever that is, and each before the next
-        in_order = {**batch, "time": torch.arange(batch["time"].shape[1])[None]}
+        in_order = replace(batch, time=torch.arange(batch.time.shape[1])[None])
         with torch.no_grad():
             found = torch.sigmoid(setup.model.score(in_order)[:, 1])
         last = dict(zip(row["candidates"], found.tolist(), strict=True))
@@ -278,10 +278,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     assert unseen["item_id"][0] == ["item_id-003", "7"]
     assert np.isnan(unseen["score"][0][1])
     text = model.ranker.requests.text
-    text.catalogue = replace(
-        text.catalogue,
-        pair_keys=text.catalogue.pair_keys[:1],
-        pairs=text.catalogue.pairs[:1],
+    text.text = replace(
+        text.text,
+        pair_keys=text.text.pair_keys[:1],
+        pairs=text.text.pairs[:1],
+        joint=text.text.joint[:1],
     )
     with pytest.warns(
         UserWarning,
@@ -407,9 +408,9 @@ def test_what_does_not_fit_a_model_of_actions_is_said(
     change: dict[str, Any], message: str, of_feed: ActionsRequests
 ) -> None:
     with pytest.raises(UserError, match=message):
-        of_feed.read(Row(FEED | change))
-    missing = of_feed.read(Row(FEED | {"history_actions": [[np.nan] * 3] * 3}))
-    assert not of_feed.batch([missing])["action"].any()
+        of_feed.parse(Row(FEED | change))
+    missing = of_feed.parse(Row(FEED | {"history_actions": [[np.nan] * 3] * 3}))
+    assert not of_feed.collate([missing]).action.any()
 
 
 def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trainings import build_training
 
 from models import registry
 from models.actions.data import ActionsDataset
-from models.search.data import SearchCatalogue, SearchDataset
+from models.search.data import SearchDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
@@ -107,13 +107,12 @@ def searches(
         "test",
         unit="request",
         max_history=longest,
-        **SearchDataset.dataset_options(setup.config),
+        **SearchDataset.dataset_options(setup.config, setup.catalogue),
     )
-    examples.attach_text(SearchCatalogue.load(tables, text), history=True)
     for number in range(8):
         batch = examples.collate(np.array([number]))
-        past, query = int(batch["request_end"][0]), int(batch["request_query"][0])
-        names = [items[i] for i in batch["candidate"].tolist()]
+        past, query = int(batch.request_end[0]), int(batch.request_query[0])
+        names = [items[i] for i in batch.candidate.tolist()]
         chances = [math.nan] * len(names)
         if past <= setup.config.max_history:
             with torch.no_grad():
@@ -121,14 +120,14 @@ def searches(
         row = {
             "candidates": names,
             "query": queries[query] if query >= 0 else None,
-            "features": batch["features"].tolist(),
-            "history": [items[i] for i in batch["history"][0, :past].tolist()],
+            "features": batch.features.tolist(),
+            "history": [items[i] for i in batch.history[0, :past].tolist()],
             "history_query": [
                 queries[q] if q >= 0 else ""
-                for q in batch["history_query"][0, :past].tolist()
+                for q in batch.history_query[0, :past].tolist()
             ],
-            "history_time_ms": batch["history_time"][0, :past].tolist(),
-            "history_features": batch["history_features"][0, :past].tolist(),
+            "history_time_ms": batch.history_time[0, :past].tolist(),
+            "history_features": batch.history_features[0, :past].tolist(),
         }
         yield row, dict(zip(names, chances, strict=True))
 
@@ -144,11 +143,11 @@ def feeds(
     )
     for number in range(12):
         batch = examples.collate(np.array([number]))
-        shown, past = batch["candidate_item"][0].tolist(), int(batch["valid"].sum())
+        shown, past = batch.candidate_item[0].tolist(), int(batch.valid.sum())
         if len(set(shown)) < len(shown):
             continue
-        batch["candidate_time"][:] = 99
-        batch["candidate_viewer"][:] = 1
+        batch.candidate_time[:] = 99
+        batch.candidate_viewer[:] = 1
         names = [items[i] for i in shown]
         with torch.no_grad():
             chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
@@ -156,12 +155,12 @@ def feeds(
             "candidates": names,
             "timestamp_ms": 99,
             "viewer_device": devices[1],
-            "features": batch["candidate_feature"][0].tolist(),
-            "history": [items[i] for i in batch["item"][0, :past].tolist()],
-            "history_actions": batch["action"][0, :past].tolist(),
-            "history_time_ms": batch["time"][0, :past].tolist(),
+            "features": batch.candidate_feature[0].tolist(),
+            "history": [items[i] for i in batch.item[0, :past].tolist()],
+            "history_actions": batch.action[0, :past].tolist(),
+            "history_time_ms": batch.time[0, :past].tolist(),
             "history_viewer_device": [
-                devices[v] for v in batch["viewer"][0, :past, 0].tolist()
+                devices[v] for v in batch.viewer[0, :past, 0].tolist()
             ],
         }
         yield row, dict(zip(names, chances, strict=True))

@@ -16,7 +16,7 @@ from training_tables import write_tables
 from trainings import build_training, train
 
 from models.build import load_model
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
@@ -181,10 +181,10 @@ def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
     model, _ = load_model(
         again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp"
     )
-    batch = {
-        "history": torch.tensor([[1, 8]]),
-        "history_length": torch.tensor([2]),
-        "user": torch.tensor([0]),
-    }
+    batch = HistoryBatch(
+        history=torch.tensor([[1, 8]]),
+        history_length=torch.tensor([2]),
+        user=torch.tensor([0]),
+    )
     items, _ = model.recommend(batch, 20)
     assert sorted(items[0].tolist()) == list(range(20))

@@ -23,7 +23,7 @@ from trainings import build_training, train
 from transformers import AutoConfig, AutoModel
 
 from models.build import load_model
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
@@ -34,6 +34,7 @@ from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
 from pipelines.training.run import Trained, stream_progress
+from tests.batches import fill_batch
 
 SASREC = {
     "name": "sasrec",
@@ -194,7 +195,10 @@ def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
     model, _ = load_model(world.trained.checkpoint, Catalogue.load(world.tables))
     history = torch.tensor([[1, 8, -1], [5, 4, 23]])
     items, scores = model.recommend(
-        {"history": history, "history_length": torch.tensor([2, 3])}, 4
+        fill_batch(
+            HistoryBatch, {}, history=history, history_length=torch.tensor([2, 3])
+        ),
+        4,
     )
     for row in range(2):
         assert ranked["item_id"][row] == [
@@ -399,10 +403,8 @@ def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
 
 SOME_GPUS = """
 import ray
-from models.storage.tables import UserError
 from pipelines.evaluation.checks import Workers
-from pipelines.training.config import RayOptions
-from pipelines.training.run import check_cluster, wants_gpu
+from pipelines.evaluation.ranking import takes_gpu
 
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
 print(wants_gpu(RayOptions()), wants_gpu(RayOptions(use_gpu=False)), Workers().needs_gpu(2), Workers(device="cpu").needs_gpu(4))

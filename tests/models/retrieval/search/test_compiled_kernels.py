@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from models.cpu import kernels
 from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear
-from models.retrieval.data import PAD, Catalogue
+from models.retrieval.data import PAD, Catalogue, HistoryBatch
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.trie import Trie
 from models.retrieval.tiger import Tiger, TigerConfig
@@ -324,11 +324,11 @@ def test_without_a_compiler_a_warning_says_so_and_results_stay(monkeypatch, tmp_
         num_decoder_layers=2,
     )
     tiger = Tiger(config, Catalogue.from_codes(codes, (4, 4, 2))).eval()
-    batch = {
-        "history": torch.tensor([[5, 3, PAD], [7, 9, 1], [2, PAD, PAD]]),
-        "history_length": torch.tensor([2, 3, 1]),
-        "user": torch.tensor([4, 2, 1]),
-    }
+    batch = HistoryBatch(
+        history=torch.tensor([[5, 3, PAD], [7, 9, 1], [2, PAD, PAD]]),
+        history_length=torch.tensor([2, 3, 1]),
+        user=torch.tensor([4, 2, 1]),
+    )
     items, scores = tiger.recommend(batch, 5)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))

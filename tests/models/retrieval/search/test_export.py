@@ -39,15 +39,11 @@ def test_it_recommends_the_same(make, tmp_path):
     for count, longest in ((1, 1), (1, 20), (7, 5), (30, 20)):
         batch = requests(count, 400, seed=count, longest=longest)
         items, scores = model.recommend(batch, 10)
-        found, exported = program(
-            batch["history"], batch["history_length"], batch["user"]
-        )
+        found, exported = program(batch.history, batch.history_length, batch.user)
         torch.testing.assert_close(exported, scores, rtol=1e-4, atol=1e-4)
         assert found.tolist() == items.tolist()
     empty = requests(1, 400)
-    items, scores = program(
-        empty["history"][:0], empty["history_length"][:0], empty["user"][:0]
-    )
+    items, scores = program(empty.history[:0], empty.history_length[:0], empty.user[:0])
     assert items.shape == scores.shape == (0, 10)
 
 

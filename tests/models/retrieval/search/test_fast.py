@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.decode import random_codes
 from models.cpu import kernels
-from models.retrieval.data import Catalogue
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
 from models.retrieval.tokenizers.codes import add_conflict_levels
@@ -53,10 +54,8 @@ def student(
     return model.eval()
 
 
-def same(
-    model: SidMlp, batch: dict[str, Tensor], k: int, beam: int, scores: str
-) -> None:
-    """Check scores up to rounding, and items unless rounding decides their order."""
+def same(model: SidMlp, batch: HistoryBatch, k: int, beam: int, scores: str) -> None:
+    """Scores equal by rank up to rounding; items equal in order, but where scores by rank leave it to rounding."""
     items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
     found, fast = model.recommend(batch, k, beam=beam, path="fast", scores=scores)
     torch.testing.assert_close(fast, plain, rtol=CLOSE, atol=CLOSE)
@@ -149,7 +148,7 @@ def test_a_trained_student():
         batch = requests(64, 500, seed=100 + step, longest=5)
         model.train()
         optimizer.zero_grad()
-        model({**batch, "target": batch["history"][:, 0]})["loss"].backward()
+        model(replace(batch, target=batch.history[:, 0]))["loss"].backward()
         optimizer.step()
         model.eval()
         if step % 30 == 0:

@@ -1,0 +1,210 @@
+"""What models of actions are built on: the items with their attributes, and the names of a log's actions and tasks.
+
+    catalogue = ActionsCatalogue.load("tables", "text")
+
+Shapes: `I` items, `A` kinds of action, `K` tasks, `F` features, `V` viewer-side categories, `X` numbers and `G`
+categories of an item, `W` width of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.own_features import CATEGORY, NUMBER, OwnFeatures
+from models.storage.inputs import Inputs
+from models.storage.tables import (
+    TableVersion,
+    UserError,
+    join,
+    read_table,
+    sequences_manifest,
+    table_hashes,
+)
+from models.text.text_tables import read_vectors, root_mean_square
+
+TABLES = {"tables": ("items", "sequences"), "text": ("items",)}
+"""Tables that a catalogue comes from, by folder of `Inputs`."""
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Statistics of the catalogue's attributes, by which any item's attributes are read."""
+
+    numbers: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean and standard deviation by column; a deviation of 0 stands for a constant or a column without values."""
+    categories: dict[str, pa.Array] = field(default_factory=dict)
+    """Values by column, with codes from 1 in their order; 0 is the code of unknown values."""
+
+    @classmethod
+    def from_items(
+        cls, items: pa.Table, scales: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Return the statistics of the columns `num_*` and `cat_*`.
+
+        Args:
+            items: The catalogue's items.
+            scales: The scales of a checkpoint, which replace the statistics of numbers.
+        """
+        trained = (scales or {}).get("numbers", {})
+        numbers: dict[str, tuple[float, float]] = {}
+        categories = {}
+        for name in items.column_names:
+            if name.startswith(NUMBER):
+                mean, std = trained.get(name) or _mean_and_std(_to_float(items[name]))
+                numbers[name] = (mean, std)
+            elif name.startswith(CATEGORY):
+                categories[name] = _distinct_strings(items[name])
+        return cls(numbers, categories)
+
+    def read(self, items: pa.Table) -> tuple[Tensor, Tensor]:
+        """Return the attributes of items.
+
+        Returns:
+            (n, X) float32 numbers, standardised over the catalogue, 0 where missing; (n, G) int64 codes.
+        """
+        numbers = np.zeros((len(items), len(self.numbers)))
+        categories = np.zeros((len(items), len(self.categories)))
+        for column, (name, (mean, std)) in enumerate(self.numbers.items()):
+            if std > 1e-9:
+                scaled = (_to_float(items[name]) - mean) / std
+                numbers[:, column] = np.nan_to_num(scaled)
+        for column, (name, values) in enumerate(self.categories.items()):
+            index = pc.index_in(items[name].cast(pa.string()), values)
+            categories[:, column] = pc.fill_null(index, -1).to_numpy() + 1
+        return torch.from_numpy(numbers).float(), torch.from_numpy(categories).long()
+
+
+def _to_float(column: pa.ChunkedArray) -> NDArray[np.float64]:
+    """Return the numbers of a column, NaN where missing."""
+    return pc.cast(column, pa.float64()).to_numpy()
+
+
+def _mean_and_std(numbers: NDArray[np.float64]) -> tuple[float, float]:
+    """Return mean and standard deviation of the numbers that are not NaN; 0 and 0 if all are."""
+    if not np.isfinite(numbers).any():
+        return 0.0, 0.0
+    return float(np.nanmean(numbers)), float(np.nanstd(numbers))
+
+
+def _distinct_strings(column: pa.ChunkedArray) -> pa.Array:
+    """Return the distinct strings of a column, sorted, without the empty one."""
+    values = pc.unique(column.cast(pa.string())).drop_null()
+    values = values.filter(pc.not_equal(values, ""))
+    return values.take(pc.sort_indices(values))
+
+
+@dataclass(frozen=True)
+class ActionsCatalogue:
+    """Items with their attributes, and the names of actions, tasks and features of a log."""
+
+    num_items: int
+    """I; `item_index` is dense from 0."""
+    actions: tuple[str, ...]
+    """Names of the A kinds of action that models read."""
+    labels: tuple[str, ...]
+    """Names of the K tasks."""
+    features: tuple[str, ...] = ()
+    """Names of the F late-fusion features."""
+    feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F,) mean over training events."""
+    feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F,) standard deviation over training events; 0 for a constant."""
+    numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(I, X) float32 attributes of items, or empty."""
+    categories: Tensor = field(
+        default_factory=lambda: torch.zeros(0, dtype=torch.int64)
+    )
+    """(I, G) int64 attributes of items such as author or type, each dense from 0; or empty."""
+    attributes: Attributes = field(default_factory=Attributes)
+    """Statistics of the attributes, for items that are not in the catalogue."""
+    text: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(I, W) float32 vectors of items' texts by a frozen encoder; empty if models read no text."""
+    text_size: float = 0.0
+    """Root mean square of `text`, or the value in a checkpoint."""
+    viewers: dict[str, list[str]] = field(default_factory=dict)
+    """Values in training of each of the V viewer-side categories of events, such as device (Sec. 1 of AttnMVP)."""
+    own: OwnFeatures = field(default_factory=OwnFeatures)
+    """The log's own features of events, including those joined as of the events' time."""
+    train_rates: tuple[float, ...] = ()
+    """Each task's fraction of positives among training events; empty if unknown."""
+    versions: dict[str, TableVersion] = field(default_factory=dict)
+    """Versions of the catalogue's tables, by name."""
+
+    def __post_init__(self) -> None:
+        if not self.text_size:
+            object.__setattr__(self, "text_size", root_mean_square(self.text))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the catalogue's tables, by name."""
+        return table_hashes(self.versions)
+
+    def scales(self) -> dict[str, Any]:
+        """Return the scales of numbers and texts, and the tasks' rates, which a checkpoint stores."""
+        own = [asdict(number) for number in self.own.numbers]
+        return {
+            "numbers": self.attributes.numbers,
+            "own": own,
+            "text_size": self.text_size,
+            "rates": dict(zip(self.labels, self.train_rates, strict=False)),
+        }
+
+    @classmethod
+    def load(
+        cls,
+        tables: str,
+        text: str | None = None,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Load the catalogue of a log of actions.
+
+        Args:
+            tables: The folder that jobs.prepare made.
+            text: The folder that jobs.encode made; None for models without text.
+            scales: The scales of a checkpoint.
+
+        Raises:
+            UserError: If the tables do not belong together.
+        """
+        versions = Inputs(tables, text=text).versions(TABLES)
+        info = sequences_manifest(join(tables, "sequences"), "actions").info
+        items = read_table(join(tables, "items"), "items")
+        if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
+            raise UserError(
+                f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
+            )
+        scales = scales or {}
+        attributes = Attributes.from_items(items, scales)
+        numbers, categories = attributes.read(items)
+        vectors = torch.zeros(0)
+        if text is not None:
+            uri = join(text, "items")
+            vectors = read_vectors(read_table(uri), "embedding", len(items), uri)
+        return cls(
+            num_items=len(items),
+            actions=tuple(info["actions"]),
+            labels=tuple(info["tasks"]),
+            features=tuple(info["features"]),
+            feature_mean=torch.tensor(info["feature_mean"], dtype=torch.float32),
+            feature_std=torch.tensor(info["feature_std"], dtype=torch.float32),
+            numbers=numbers,
+            categories=categories,
+            attributes=attributes,
+            text=vectors,
+            text_size=scales.get("text_size", 0.0),
+            viewers=info.get("viewers", {}),
+            own=OwnFeatures.from_info(info, scales),
+            train_rates=tuple(
+                float(info["base_rates"][task]) for task in info["tasks"]
+            ),
+            versions=versions,
+        )

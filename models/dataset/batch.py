@@ -1,0 +1,159 @@
+"""Batches: the tensors of some examples, each with named axes.
+
+    batch = dataset.collate(rows).to(device)
+    batch.history                              # (B, T)
+    batch.pad_to_buckets(max_behaviours=100)   # one of few shapes, for CUDA graphs
+
+Each family declares its tensors in subclasses of `Batch`, with their axes and the value at padded positions. Axes:
+`B` rows, `T` behaviours of the longest row, `R` requests, `N` candidates; a family documents others. Only the axes in
+`bucket_axes` are padded to buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def axes(*names: str, padding: float = 0, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a tensor of a batch.
+
+    Args:
+        names: The tensor's axes, in order.
+        padding: Value at positions that `pad_to_buckets` adds.
+        default: None for a tensor that may be left out.
+    """
+    return field(default=default, metadata={"axes": names, "padding": padding})
+
+
+def bucket_size(size: int) -> int:
+    """Return the smallest of 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is `size` or more."""
+    if size < 2:
+        return size
+    power = 1 << (size - 1).bit_length() - 1
+    half_more = power * 3 // 2
+    return half_more if size <= half_more else power * 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Tensors of some examples; subclasses declare them with `axes`."""
+
+    bucket_axes: ClassVar[tuple[str, ...]] = ()
+    """Axes whose sizes `pad_to_buckets` pads."""
+
+    is_stand_in: bool = False
+    """Whether this worker has no example of the global batch, so that nothing is learned from this one."""
+    is_padded: bool = False
+    """Whether the batch has one of few shapes, so that a model must not select positions by their values."""
+    padding_rows: int = 0
+    """Rows that padding has added."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows without padding."""
+        return self.size("B") - self.padding_rows
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return next(iter(self.tensors().values())).device
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Shapes, types and flags: all that a CUDA graph depends on beside values."""
+        shapes = [
+            (name, value.shape, value.dtype) for name, value in self.tensors().items()
+        ]
+        flags = [
+            getattr(self, entry.name)
+            for entry in dataclasses.fields(self)
+            if entry.type == "bool"
+        ]
+        return (*shapes, *flags)
+
+    @classmethod
+    def tensor_axes(cls) -> dict[str, tuple[str, ...]]:
+        """Return the axes of each declared tensor by name."""
+        return {
+            entry.name: entry.metadata["axes"]
+            for entry in dataclasses.fields(cls)
+            if "axes" in entry.metadata
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        values = {name: getattr(self, name) for name in self.tensor_axes()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def size(self, axis: str) -> int:
+        """Return the size of an axis."""
+        declared = self.tensor_axes()
+        for name, value in self.tensors().items():
+            if axis in declared[name]:
+                return value.shape[declared[name].index(axis)]
+        raise KeyError(f"{type(self).__name__} has no axis {axis}")
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the batch with `function` applied to each tensor."""
+        changed: dict[str, Any] = {
+            name: function(value) for name, value in self.tensors().items()
+        }
+        return replace(self, **changed)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the batch on `device`; copies of pinned memory to a GPU run beside computation."""
+        device = torch.device(device)
+        is_gpu = device.type == "cuda"
+        return self.map(lambda value: value.to(device, non_blocking=is_gpu))
+
+    def copy_from(self, other: Self) -> None:
+        """Overwrite the tensors with a batch of the same signature, such as the inputs of a CUDA graph."""
+        own = self.tensors()
+        for name, value in other.tensors().items():
+            own[name].copy_(value, non_blocking=True)
+
+    def select(self, axis: str, index: Tensor | slice) -> Self:
+        """Return the batch with only some positions of an axis, which must be each tensor's first one."""
+        declared = self.tensor_axes()
+        changed: dict[str, Any] = {
+            name: value[index]
+            for name, value in self.tensors().items()
+            if declared[name][0] == axis
+        }
+        return replace(self, **changed)
+
+    def pad_to_buckets(
+        self, max_behaviours: int, bucket_axes: Sequence[str] | None = None
+    ) -> Self:
+        """Pad the batch to one of few shapes.
+
+        Padding changes neither loss nor gradient: models ignore the padded positions by the values there.
+
+        Args:
+            max_behaviours: Behaviours of a row at most, beyond which the axis `T` is not padded.
+            bucket_axes: The axes to pad, by default those of the class.
+        """
+        more: dict[str, int] = {}
+        for axis in bucket_axes or self.bucket_axes:
+            size = self.size(axis)
+            padded_size = bucket_size(size)
+            if axis == "T":
+                padded_size = min(padded_size, max(size, max_behaviours))
+            more[axis] = padded_size - size
+        padded: dict[str, Any] = {}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            widths = [more.get(axis, 0) for axis in entry.metadata.get("axes", ())]
+            if value is not None and any(widths):
+                # functional.pad reads the last axis first
+                ends = [end for width in reversed(widths) for end in (0, width)]
+                empty = entry.metadata["padding"]
+                padded[entry.name] = functional.pad(value, ends, value=empty)
+        return replace(self, **padded, is_padded=True, padding_rows=more.get("B", 0))

@@ -1,0 +1,379 @@
+"""What search models are built on: the items and queries of a log, its labels and features, and the text vectors.
+
+    catalogue = SearchCatalogue.load("tables", "text")
+
+Vectors of documents are a tensor, which models hold as a table. Vectors of queries and of pairs stay in memory-mapped
+files; a batch brings those that it needs (`models/search/data.py`).
+
+Shapes: `I` items, `Q` queries, `P` pairs, `F` features, `K` labels, `W` width of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.own_features import OwnFeatures
+from models.ragged import find_sorted, lengths_to_offsets
+from models.storage.inputs import Inputs
+from models.storage.tables import (
+    Manifest,
+    TableVersion,
+    UserError,
+    has_manifest,
+    iter_parts,
+    join,
+    read_manifest,
+    read_table,
+    sequences_manifest,
+    table_hashes,
+)
+from models.text.text_tables import open_vectors, read_vectors, root_mean_square
+
+TABLES = {
+    "tables": ("items", "queries", "sequences"),
+    "text": ("items", "queries", "pairs"),
+}
+"""Tables that a catalogue comes from, by folder of `Inputs`."""
+
+NO_QUERY = -1
+"""`query_index` of a behaviour or request without a query."""
+
+
+@dataclass(frozen=True)
+class DocumentTokens:
+    """The tokens that the text encoder read of each document, and how it pools its states."""
+
+    tokens: Tensor
+    """int32, all documents end to end, special tokens included."""
+    begin: Tensor
+    """(I + 1,) int64 index of each document's first token, and the end."""
+    pooling: str
+    """`cls`: the first token's state; `mean`: the mean over all tokens."""
+    normalize: bool
+    """Whether the pooled state is scaled to length 1."""
+
+
+@dataclass(frozen=True)
+class SearchText:
+    """Text vectors by a frozen encoder: of documents, of queries, and of pairs of both."""
+
+    items: Tensor
+    """(I, W) float32: each document alone."""
+    queries: NDArray[np.float32]
+    """(Q, W): each query alone."""
+    pair_keys: NDArray[np.int64]
+    """(P,) ascending: the `pair_key` of each pair."""
+    pairs: NDArray[np.float32]
+    """(P, W): document and query together."""
+    joint: NDArray[np.float32]
+    """(P, W): the encoder's [SEP] output over query and document, which depends on the document; (P, 0) if not made."""
+    documents: DocumentTokens | None = None
+    """The encoder's input; None for TF-IDF."""
+    is_complete: bool = True
+    """Whether a pair without a vector is an error; else its document alone is read."""
+
+    @classmethod
+    def empty(cls, num_items: int, num_queries: int) -> Self:
+        """Return text of width 0, for models that read no text."""
+        none = np.zeros((0, 0), np.float32)
+        return cls(
+            items=torch.zeros(num_items, 0),
+            queries=np.zeros((num_queries, 0), np.float32),
+            pair_keys=np.zeros(0, np.int64),
+            pairs=none,
+            joint=none,
+        )
+
+    @classmethod
+    def load(cls, uri: str, items: Manifest, num_queries: int) -> Self:
+        """Open the tables of jobs.encode.
+
+        Args:
+            uri: The folder of the tables.
+            items: Manifest of the items that they are to belong to.
+            num_queries: Number of queries.
+
+        Raises:
+            UserError: If the tables were encoded with several settings, or have other keys.
+        """
+        names = ("items", "queries", "pairs", "tokens")
+        present = [name for name in names if has_manifest(join(uri, name))]
+        encoders = [_encoder(read_manifest(join(uri, name))) for name in present]
+        if any(encoder != encoders[0] for encoder in encoders):
+            raise UserError(
+                f"the tables of {uri} were encoded with several settings; run jobs.encode again"
+            )
+        items_uri = join(uri, "items")
+        documents = read_vectors(
+            read_table(items_uri), "embedding", items.rows, items_uri
+        )
+        width = documents.shape[1]
+        queries = np.zeros((0, width), np.float32)
+        if num_queries:
+            queries = _open_queries(join(uri, "queries"), num_queries)
+        pairs = open_vectors(join(uri, "pairs"))
+        none = np.zeros(0, np.int64)
+        pair_keys = pair_key(
+            pairs.get("item_index", none), pairs.get("query_index", none), num_queries
+        )
+        if (np.diff(pair_keys) <= 0).any():
+            raise UserError(
+                f"{join(uri, 'pairs')} is not sorted by item and query; run jobs.encode again"
+            )
+        count = len(pair_keys)
+        return cls(
+            items=documents,
+            queries=queries,
+            pair_keys=pair_keys,
+            pairs=pairs.get("embedding", np.zeros((count, width), np.float32)),
+            joint=pairs.get("joint", np.zeros((count, 0), np.float32)),
+            documents=_load_documents(join(uri, "tokens"), items),
+        )
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.items.shape[1]
+
+    @property
+    def num_queries(self) -> int:
+        """Q."""
+        return len(self.queries)
+
+    def find_pairs(
+        self, keys: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the row in `pairs` of each key, and whether the pair was encoded."""
+        return find_sorted(self.pair_keys, keys)
+
+    def collate(
+        self,
+        history: NDArray,
+        history_query: NDArray | None,
+        request_query: NDArray,
+        candidate: NDArray,
+        num_candidates: NDArray[np.int64],
+    ) -> dict[str, Any]:
+        """Return the text of a batch: its distinct vectors, and the row of each use, as `SearchBatch` has them.
+
+        Args:
+            history: (B, T) items.
+            history_query: (B, T) queries; None where models do not read them.
+            request_query: (R,) queries.
+            candidate: (N,) items.
+            num_candidates: (R,) candidates of each request.
+
+        Raises:
+            UserError: If a pair has no vector and the text is to be complete.
+        """
+        if history_query is None:
+            history_query = np.full(history.shape, NO_QUERY)
+        uses = np.concatenate([request_query, history_query.ravel()])
+        query, row = _distinct_rows(uses, (uses != NO_QUERY) & (self.width > 0))
+        request_row, history_row = np.split(row, [len(request_query)])
+        item = np.concatenate([candidate, history.ravel()]).astype(np.int64)
+        candidate_query = np.repeat(request_query, num_candidates)
+        asked = np.concatenate([candidate_query, history_query.ravel()])
+        has_pair = (item >= 0) & (asked != NO_QUERY) & (self.width > 0)
+        keys = pair_key(item, asked, self.num_queries)
+        pair, row = self._encoded_rows(keys, has_pair)
+        candidate_row, past_row = np.split(row, [len(candidate)])
+        return {
+            "query_text": torch.from_numpy(self.queries[query]),
+            "request_query_text": torch.from_numpy(request_row),
+            "history_query_text": torch.from_numpy(history_row.reshape(history.shape)),
+            "pair_text": torch.from_numpy(self.pairs[pair]),
+            "joint_text": torch.from_numpy(self.joint[pair]),
+            "candidate_pair_text": torch.from_numpy(candidate_row),
+            "history_pair_text": torch.from_numpy(past_row.reshape(history.shape)),
+        }
+
+    def _encoded_rows(
+        self, keys: NDArray[np.int64], is_pair: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows in `pairs` of the distinct encoded pairs, and the index of each of `keys` in them, or -1."""
+        key, index = _distinct_rows(keys, is_pair)
+        row, is_encoded = self.find_pairs(key)
+        if is_encoded.all():
+            return row, index
+        if self.is_complete:
+            item, query = divmod(int(key[~is_encoded][0]), self.num_queries + 1)
+            raise UserError(
+                f"the text has no embedding of item {item} with query {query - 1}; run jobs.encode again on these tables"
+            )
+        encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
+        return row[is_encoded], np.append(encoded_index, -1)[index]
+
+
+@dataclass(frozen=True)
+class SearchCatalogue:
+    """Items, queries, labels, features and text vectors of a search log."""
+
+    num_items: int
+    """Items; `item_index` is dense from 0."""
+    num_queries: int
+    """Queries; `query_index` is dense from 0."""
+    labels: tuple[str, ...]
+    """Names of the K labels; GAUC is of the first."""
+    features: tuple[str, ...]
+    """Names of the F features of a candidate and of a behaviour: counts, place and time, then the log's own."""
+    text: SearchText
+    """Text vectors; of width 0 for models that read no text."""
+    text_size: float = 0.0
+    """Root mean square of the documents' vectors, or the value in a checkpoint."""
+    feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F without the log's own,) mean over train candidates."""
+    feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """(F without the log's own,) standard deviation over train candidates; 0 for a constant."""
+    own: OwnFeatures = field(default_factory=OwnFeatures)
+    """The log's own features, the last ones of `features`."""
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Groups of features, in order."""
+    versions: dict[str, TableVersion] = field(default_factory=dict)
+    """Versions of the catalogue's tables, by name."""
+    unknown_when_ranking: tuple[str, ...] = ("position", "page")
+    """Features that a candidate has only once it was shown; `models/search/position.py` hides them when ranking."""
+
+    def __post_init__(self) -> None:
+        if not self.text_size:
+            object.__setattr__(self, "text_size", root_mean_square(self.text.items))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Hashes of the catalogue's tables, by name."""
+        return table_hashes(self.versions)
+
+    def scales(self) -> dict[str, Any]:
+        """Return the scales of texts and of the log's own numbers, which a checkpoint stores."""
+        return {
+            "own": [asdict(number) for number in self.own.numbers],
+            "text_size": self.text_size,
+        }
+
+    @classmethod
+    def load(
+        cls,
+        tables: str,
+        text: str | None,
+        scale: bool = True,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Load the catalogue of a search log.
+
+        Args:
+            tables: The folder that jobs.prepare made.
+            text: The folder that jobs.encode made; None for text of width 0.
+            scale: Whether to compute the features' mean and deviation; a checkpoint brings its own.
+            scales: The scales of a checkpoint.
+
+        Raises:
+            UserError: If the tables do not belong together.
+        """
+        versions = Inputs(tables, text=text).versions(TABLES)
+        uri = join(tables, "sequences")
+        info = sequences_manifest(uri, "search").info
+        items = read_manifest(join(tables, "items"), "items")
+        num_queries = read_manifest(join(tables, "queries"), "queries").rows
+        own = OwnFeatures.from_info(info, scales)
+        num_features = len(info["features"])
+        mean, std = torch.zeros(num_features), torch.ones(num_features)
+        if scale:
+            mean, std = _feature_scale(uri, num_features)
+        vectors = SearchText.empty(items.rows, num_queries)
+        if text:
+            vectors = SearchText.load(text, items, num_queries)
+        return cls(
+            num_items=items.rows,
+            num_queries=num_queries,
+            labels=tuple(info["labels"]),
+            features=(*info["features"], *own.names),
+            text=vectors,
+            text_size=(scales or {}).get("text_size", 0.0),
+            feature_mean=mean,
+            feature_std=std,
+            own=own,
+            unknown_when_ranking=tuple(info["unknown_when_ranking"]),
+            groups={
+                group["name"]: tuple(group["features"]) for group in info["groups"]
+            },
+            versions=versions,
+        )
+
+
+def pair_key(item: Any, query: Any, num_queries: int) -> Any:
+    """Return one int64 for each item and query; works on arrays and tensors."""
+    return item * (num_queries + 1) + query + 1
+
+
+def _distinct_rows(
+    values: NDArray, is_used: NDArray[np.bool_]
+) -> tuple[NDArray, NDArray[np.int64]]:
+    """Return the distinct values that are used, ascending, and each value's index in them, -1 if it is not used."""
+    rows = np.full(len(values), -1)
+    distinct, rows[is_used] = np.unique(values[is_used], return_inverse=True)
+    return distinct, rows
+
+
+def _encoder(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
+    """Return the encoder of a table of texts and its settings; `query_condition` concerns pairs alone."""
+    settings = {
+        name: value
+        for name, value in manifest.config.items()
+        if name != "query_condition"
+    }
+    return manifest.inputs.get("encoder"), settings
+
+
+def _open_queries(uri: str, num_queries: int) -> NDArray[np.float32]:
+    """Memory-map the vectors of queries, in the order of `query_index`."""
+    columns = open_vectors(uri)
+    index = columns.get("query_index", np.zeros(0, np.int64))
+    if not np.array_equal(index, np.arange(num_queries)):
+        raise UserError(
+            f"{uri} has {len(index)} rows that are not the {num_queries} queries in order; run jobs.encode again"
+        )
+    return columns["embedding"]
+
+
+def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
+    """Load the documents' tokens, or return None if the text has none.
+
+    Raises:
+        UserError: If the tokens were made from other items.
+    """
+    if not has_manifest(uri):
+        return None
+    manifest = read_manifest(uri, "tokens")
+    if manifest.inputs.get("items") != items.hash:
+        raise UserError(f"{uri} was made from other items; run jobs.encode again")
+    lists = read_table(uri, "tokens")["tokens"].combine_chunks()
+    begin = lengths_to_offsets(pc.list_value_length(lists).to_numpy())
+    tokens = torch.from_numpy(lists.flatten().to_numpy().copy())
+    return DocumentTokens(
+        tokens,
+        torch.from_numpy(begin),
+        manifest.info["pooling"],
+        manifest.info["normalize"],
+    )
+
+
+def _feature_scale(uri: str, num_features: int) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation (F,) over the train candidates of the first part that has some."""
+    for table in iter_parts(uri, "sequences", ["requests"]):
+        requests = table["requests"].combine_chunks().flatten()
+        train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
+        vectors = pc.struct_field(train, "features").flatten().to_numpy()
+        values = vectors.reshape(-1, max(1, num_features))[:, :num_features]
+        if len(values):
+            features = torch.from_numpy(values.astype(np.float64))
+            std = features.std(0, correction=0)
+            return features.mean(0).float(), torch.where(std > 1e-6, std, 0.0).float()
+    raise UserError(f"{uri} has no train request; check the split of jobs.prepare")
