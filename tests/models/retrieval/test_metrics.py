@@ -12,6 +12,7 @@ from sklearn.metrics import ndcg_score
 
 from models.retrieval.data import RequestBatch
 from models.retrieval.metrics import (
+    CUTOFFS,
     add_sums,
     count_shown,
     exposure,
@@ -59,7 +60,7 @@ def test_batches_and_workers_add_up():
 
 
 def test_requests_that_repeat_an_item_count_apart():
-    ranked = torch.arange(20).expand(3, 20)
+    ranked = torch.arange(max(CUTOFFS)).expand(3, -1)
     batch = fill_batch(
         RequestBatch,
         {},
