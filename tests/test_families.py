@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.evaluate import OPTIONS, Config
+from jobs.evaluate import RECOMMEND_NAMES, Config
 from jobs.options import parse
 from models import registry
 from models.retrieval.model import RetrievalModel
@@ -58,7 +58,7 @@ def test_a_probe_is_seen() -> None:
 
 
 def test_the_command_line_has_the_options_of_all_models() -> None:
-    assert set(OPTIONS) == {
+    assert set(RECOMMEND_NAMES) == {
         option
         for name in registry.MODELS
         for option in registry.find(name).recommend_options()

@@ -17,7 +17,7 @@ from trainings import build_training
 from models.loaded_model import LoadedModel
 from models.own_features import OwnFeatures, adopt_scales
 from models.search.catalogue import SearchCatalogue
-from models.search.inputs import Scale
+from models.search.inputs import FeatureScaler
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint, OtherTablesError
 from models.storage.inputs import Inputs
@@ -198,7 +198,7 @@ def test_features_of_searches_take_the_scale_of_the_day_that_has_some(
         growing, lambda row: row | ({"price": constant} if "price" in row else {})
     )
     catalogue = SearchCatalogue.load(growing.tables.tables, None)
-    first = nn.ModuleDict({"scale": Scale(catalogue, 8, 0.0)})
+    first = nn.ModuleDict({"scale": FeatureScaler(catalogue, 8, 0.0)})
     assert first["scale"].own.std.isinf().all()
     for day in (4, 5, 6):
         growing.add(day, with_price)
@@ -206,7 +206,7 @@ def test_features_of_searches_take_the_scale_of_the_day_that_has_some(
 
     scales, _ = adopt_scales(catalogue.scales(), info)
     later = SearchCatalogue.load(growing.tables.tables, None, scales=scales)
-    second = nn.ModuleDict({"scale": Scale(later, 8, 0.0)})
+    second = nn.ModuleDict({"scale": FeatureScaler(later, 8, 0.0)})
     old = first.state_dict()
     notes = keep_new_scales(second, old)
 
@@ -337,13 +337,13 @@ def test_a_category_that_gets_too_many_values_to_list_keeps_its_vectors(
     growing = Growing(tmp_path, SEARCH, SEARCH_SETTINGS)
     first_days(growing)
     catalogue = SearchCatalogue.load(growing.tables.tables, None)
-    first = nn.ModuleDict({"scale": Scale(catalogue, 8, 0.0)})
+    first = nn.ModuleDict({"scale": FeatureScaler(catalogue, 8, 0.0)})
     about = Checkpoint(model={}, learned={"names": collect_row_names(first)})
     for day in (4, 5, 6):
         growing.add(day, new_city)
     (category,) = OwnFeatures.from_info(growing.prepare()).categories
     later = SearchCatalogue.load(growing.tables.tables, None)
-    second = nn.ModuleDict({"scale": Scale(later, 8, 0.0)})
+    second = nn.ModuleDict({"scale": FeatureScaler(later, 8, 0.0)})
 
     [(name, (before, now))] = pair_row_names(second, about)
 

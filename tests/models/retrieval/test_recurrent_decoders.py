@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import yaml
 from small_retrieval import TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
-from jobs.train import parse
+from jobs.options import parse
+from jobs.train import Config
 from models import registry
 from models.build import build_model
 from models.retrieval import retriever
@@ -151,12 +151,9 @@ def test_it_has_about_as_many_parameters_as_the_teachers_decoder(name: str) -> N
 def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
     rest = ["--tables", "t", "--storage", "s", "--name", "n"]
     files = [str(ROOT / f"jobs/configs/{n}.yaml") for n in (name, "sid_mlp")]
-    own, sid_mlp = (parse(["--config", file, *rest]) for file in files)
+    own, sid_mlp = (parse(Config, ["--config", file, *rest]) for file in files)
     assert own.fit == sid_mlp.fit
-    assert own.model == {
-        "name": name,
-        **asdict(registry.find(name).config_class()),
-    }  # the file says the defaults
+    assert own.model == registry.find(name).config_class()  # the file has the defaults
     grid, theirs = (
         yaml.safe_load((ROOT / f"tuning/grids/{n}.yaml").read_text())
         for n in (name, "sid_mlp")

@@ -12,7 +12,8 @@ import yaml
 from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, row_of, tiger
 from torch import Tensor
 
-from jobs.train import parse
+from jobs.options import parse
+from jobs.train import Config
 from models.build import build_model
 from models.retrieval.decoders.sid_mlp import CrossAttention
 from models.retrieval.distillation.student import Student
@@ -233,7 +234,7 @@ def test_ablations_are_read_after_the_base() -> None:
     rest = ["--tables", "t", "--storage", "s", "--name", "n"]
     for name in ("sid_mlp", "one_layer"):
         base = ["--config", str(CONFIGS / f"{name}.yaml")]
-        cut = parse([*base, *rest])
+        cut = parse(Config, [*base, *rest])
         fit = cut.fit
         assert (fit.lr, fit.weight_decay, fit.batch_size, fit.max_epochs) == (
             5e-5,
@@ -243,17 +244,17 @@ def test_ablations_are_read_after_the_base() -> None:
         )
         for path in ABLATIONS:
             if path.parent.name == name:
-                whole = parse([*base, "--config", str(path), *rest])
+                whole = parse(Config, [*base, "--config", str(path), *rest])
                 changed = {
                     key: value
-                    for key, value in whole.model.items()
-                    if cut.model[key] != value
+                    for key, value in vars(whole.model).items()
+                    if getattr(cut.model, key) != value
                 }
                 assert changed == ablation(path)
                 assert whole.fit == fit
     with pytest.raises(UserError, match="no model is named"):
         parse(
-            ["--config", str(ABLATIONS[0]), *rest]
+            Config, ["--config", str(ABLATIONS[0]), *rest]
         )  # alone it would train with other settings than the paper's
 
 
