@@ -126,7 +126,7 @@ def takes_cache(model: Any) -> bool:
     """
     if model is None or "teacher_cache" not in path_fields(type(model), "folder"):
         return False
-    is_end_to_end = getattr(model, "end_to_end", False)
+    is_end_to_end = vars(model).get("end_to_end", False)
     return model.has_fixed_outputs and not (model.teacher_cache or is_end_to_end)
 
 

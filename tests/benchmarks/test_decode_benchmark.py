@@ -145,7 +145,7 @@ def test_real_histories_are_those_of_test_requests(tmp_path):
         == sorted(every.lengths.tolist())
         == [len(history) for history in found]
     )
-    rows = every.collate(np.arange(len(every)))["history"].tolist()
+    rows = every.collate(np.arange(len(every))).history.tolist()
     assert sorted(found) == sorted(
         [item for item in row if item != PAD] for row in rows
     )
