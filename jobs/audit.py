@@ -27,7 +27,7 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Audit tables and print the report; raise UserError for a violation."""
+    """Run the audit and print its report; raise UserError for a violation."""
     from pipelines.data.audit.rules import audit, report
 
     start = time.monotonic()

@@ -202,7 +202,7 @@ def check_address(address: str) -> None:
 
 
 def read_token() -> str:
-    """Return this client's token, where Ray looks for it; empty if there is none."""
+    """Return this client's token as Ray finds it, or an empty text."""
     if given := os.environ.get("RAY_AUTH_TOKEN"):
         return given.strip()
     path = Path(

@@ -34,7 +34,7 @@ DAYS = "days.json"
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of jobs.daily."""
 
     output: str
     """Folder for tables, sids or text, runs, and `days.json`."""

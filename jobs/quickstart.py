@@ -143,7 +143,7 @@ FLOWS = {
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of jobs.quickstart."""
 
     family: Literal[tuple(FLOWS)] | None = None  # type: ignore[valid-type]
     """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows, `actions`

@@ -28,7 +28,7 @@ SIMULATED: dict[str, Kind] = {kind.simulated: kind for kind in KINDS.values()}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options."""
+    """Options of jobs.simulate."""
 
     output: str
     """Folder for the log: new, empty, or with an earlier simulated log, which is replaced."""

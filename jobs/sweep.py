@@ -40,7 +40,7 @@ MAX_SHOWN = 20
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of jobs.sweep."""
 
     grid: str
     """Grid file, such as tuning/grids/sid_mlp_alpha.yaml."""

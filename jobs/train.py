@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 Config = TrainConfig
 
 
-def still_rising(best: int, done: int, fit: FitConfig) -> str:
-    """A line where the best epoch is the last of several measured ones, else nothing."""
+def describe_late_best(best: int, done: int, fit: FitConfig) -> str:
+    """Return a note if the best epoch is the last of several measured ones.
+
+    Args:
+        best: The best epoch.
+        done: Epochs of the run.
+        fit: The training's options.
+    """
     if not best == done == fit.max_epochs > fit.eval_every_epochs:
         return ""
     return f"note: the best epoch is the last; more epochs may be better: --fit.max_epochs {2 * done} goes on\n"
@@ -111,7 +117,7 @@ def print_result(config: TrainConfig, trained: Trained) -> None:
         floor = describe_floor(config, trained)
         print(floor, end="")
         if not floor.startswith("warning"):
-            print(still_rising(best.epoch, trained.epochs, config.fit), end="")
+            print(describe_late_best(best.epoch, trained.epochs, config.fit), end="")
     model_class = registry.find(best.name)
     metrics = "  ".join(
         f"{name} {format_metric(best.metrics.get(name))}"

@@ -350,7 +350,7 @@ ITEM_WORDS = {
 
 
 def expected_type(kind: Any, default: Any = None) -> str:
-    """Describe the values that an option takes: `a whole number, such as 20`."""
+    """Describe the values that an option takes: `true or false`."""
     choices: list[str] = []
     others: list[str] = []
     for member in union_members(kind):

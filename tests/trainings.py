@@ -92,7 +92,7 @@ def train(
     lock_timeout_s: float = 0,
     **options: Any,
 ) -> Trained:
-    """Train as jobs.train does; other options are those of `make_config`.
+    """Train as jobs.train does; other options are arguments of `make_config`.
 
     With `on_checkpoint`, one worker trains in this process.
     """

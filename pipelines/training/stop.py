@@ -1,7 +1,7 @@
-"""The request to stop this process: a training saves a checkpoint first, everything else ends at once.
+"""Request to stop this process: a training saves a checkpoint first, everything else ends at once.
 
-The signal handler of `jobs.cli` calls `request`. Inside `awaited()` the request is only noted, for the training loop to
-read after its current step; elsewhere the handler raises KeyboardInterrupt.
+The signal handler of `jobs.cli` calls `request`. Inside `defer_to_loop()` the request is only noted, for the training
+loop to read after its current step; elsewhere the handler raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and whether a training loop will read it."""
+    """Whether this process is to stop, and whether a training loop reads the request."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -23,8 +23,8 @@ class StopRequest:
         return self._awaited
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Promise that `requested` is read while the block runs, and KeyboardInterrupt raised after it."""
+    def defer_to_loop(self) -> Iterator[None]:
+        """Let a training loop read `requested` while the block runs, instead of an interrupt."""
         self._awaited = True
         try:
             yield

@@ -244,7 +244,7 @@ def perform(task: Task, worker: WorkerContext) -> None:
             stack.enter_context(tracking.system_metrics(task.run))
         if run.model.trains_by_gradient:
             try:
-                with STOP_REQUEST.awaited():
+                with STOP_REQUEST.defer_to_loop():
                     train_sgd(run, task, state, last, worker, logger)
             except SystemExit:  # a sweep stops the training
                 if logger:

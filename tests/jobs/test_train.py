@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from jobs import cli
 from jobs import train as job
-from jobs.train import learned_nothing, still_rising
+from jobs.train import describe_late_best, learned_nothing
 from models import registry
 from models.retrieval.sasrec import SASRecConfig
 from models.storage import checkpoint
@@ -50,11 +50,13 @@ CONFIG = {
 
 def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
     fit = FitConfig(max_epochs=10, eval_every_epochs=5)
-    assert "--fit.max_epochs 20 goes on" in still_rising(10, 10, fit)
-    assert still_rising(5, 10, fit) == ""
-    assert still_rising(5, 5, fit) == ""  # patience ended it, or another run's epochs
+    assert "--fit.max_epochs 20 goes on" in describe_late_best(10, 10, fit)
+    assert describe_late_best(5, 10, fit) == ""
     assert (
-        still_rising(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""
+        describe_late_best(5, 5, fit) == ""
+    )  # patience ended it, or another run's epochs
+    assert (
+        describe_late_best(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""
     )  # the only one measured
 
 
