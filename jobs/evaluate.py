@@ -213,7 +213,7 @@ def write_inference(config: Options, inputs: Inputs, folder: str) -> None:
 
 
 def print_scores(manifest: Manifest, folder: str, done: str) -> None:
-    """Print what a table of scores holds."""
+    """Print the size of a table of scores."""
     candidates = pluralize(manifest.info["candidates"], "candidate")
     requests = pluralize(manifest.rows, "request")
     model, split = manifest.info["model"], manifest.info["split"]
@@ -228,7 +228,7 @@ def print_scores(manifest: Manifest, folder: str, done: str) -> None:
 def print_recommendations(
     config: Options, manifest: Manifest, folder: str, done: str
 ) -> None:
-    """Print what a table of recommendations holds, and how many rankings are short."""
+    """Print the size of a table of recommendations, and the number of short rankings."""
     from models import registry
 
     model = manifest.info["model"]

@@ -180,13 +180,15 @@ class Model(nn.Module):
 
     @classmethod
     def list_unread(cls, info: Mapping[str, Any]) -> list[str]:
-        """Return what the tables hold and the model ignores, reported before training."""
+        """Return the columns of the tables that the model ignores, reported before
+        training.
+        """
         return []
 
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, RequestDataset]
     ) -> list[str]:
-        """Load what training needs beside the tables, and return messages about it.
+        """Load training inputs other than the tables, and return messages about them.
 
         Called on every worker, with the worker's datasets by split.
         """

@@ -151,7 +151,7 @@ class Requests:
     def __init__(
         self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]
     ) -> None:
-        """Read the items, and the encoder if there is one, from the bundle in `folder`."""
+        """Read the items, and the encoder if the bundle has one, from `folder`."""
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])
         self.items: list[str] = items["item_id"].to_pylist()
         self.index = {item: number for number, item in enumerate(self.items)}

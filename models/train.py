@@ -38,9 +38,9 @@ from models.training.fit import (
     EpochEvent,
     FitConfig,
     StillEvent,
-    best_of,
-    defined,
+    best_fields,
     describe,
+    drop_undefined,
     fit,
 )
 from models.training.fit_config import check_replay
@@ -121,8 +121,8 @@ def train_sgd(
             about = setup.checkpoint(
                 epoch=event.epoch,
                 step=event.step,
-                metrics=defined(event.metrics),
-                best=best_of(event.state),
+                metrics=drop_undefined(event.metrics),
+                best=best_fields(event.state),
                 attempt=attempt,
             )
             about.follow(before)

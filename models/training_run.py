@@ -246,7 +246,7 @@ class TrainingRun:
 
     @cached_property
     def learned(self) -> dict[str, Any]:
-        """Scales, names of values and times that a checkpoint holds beside weights."""
+        """Learned values other than weights, stored in checkpoints."""
         new = self.train.dataset.new
         return {
             "scales": self.catalogue.scales(),

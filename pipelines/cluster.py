@@ -93,7 +93,7 @@ def check_room(workers: int, each: Mapping[str, float], remedy: str) -> None:
 
 
 def describe_resource(kind: str, amount: float, plural: str = "") -> str:
-    """Return an amount of a Ray resource for a message, such as `2 CPUs` or `1.5 GiB memory`."""
+    """Format an amount of a Ray resource: `2 CPUs`, `1.5 GiB memory`."""
     if kind == "memory":
         return f"{amount / 2**30:.3g} GiB memory"
     if kind.startswith(ACCELERATOR):

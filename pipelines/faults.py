@@ -93,7 +93,7 @@ def iter_causes(
 
 
 def find_user_error(error: BaseException | None) -> UserError | None:
-    """Return the UserError that a Ray task, actor or training worker failed with, if there is one."""
+    """Return the UserError behind a failed Ray task, actor or training worker, or None."""
     for current in iter_causes(error, handled=True):
         if isinstance(current, UserError):
             # an error of a Ray task is of its cause's class too

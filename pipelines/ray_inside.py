@@ -132,10 +132,11 @@ def probe_token(address: str, token: str) -> grpc.StatusCode:
 
 @contextmanager
 def silence_cpp_log() -> Iterator[None]:
-    """Keep the log lines of Ray's C++ off the terminal, such as a warning for each actor of Ray Data about restarts.
+    """Keep log lines of Ray's C++ code off the terminal.
 
-    Ray's log files have these lines, and failures are raised in Python. Python's output to stderr is still printed.
-    RAY_BACKEND_LOG_LEVEL would print a line about itself in every job.
+    Ray's log files have these lines, and failures are raised in Python. Python's output
+    to stderr is still printed. RAY_BACKEND_LOG_LEVEL would print a line about itself in
+    every job.
     """
     sys.stderr.flush()
     original = sys.stderr

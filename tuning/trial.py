@@ -18,7 +18,7 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from models.storage import attempts, checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
-from models.training.fit import defined
+from models.training.fit import drop_undefined
 from models.training.memory import resident_peak_mb
 from pipelines import tracking
 from pipelines.evaluation.checks import Workers
@@ -208,7 +208,7 @@ def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
         if spec.device == "cuda"
         else resident_peak_mb()
     )
-    values = defined(result.to_metrics()) | {"test/peak_memory_mb": peak}
+    values = drop_undefined(result.to_metrics()) | {"test/peak_memory_mb": peak}
     logger = tracking.Logger(run)
     logger.update(values, about.step)
     logger.tag(

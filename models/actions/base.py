@@ -180,7 +180,7 @@ class ItemNetwork(EmbeddingTables):
         viewer = item.new_zeros(*item.shape, self.viewers) if viewer is None else viewer
         keys = (
             [
-                self.hashed(
+                self.hash_ids(
                     item if new is None else item.clamp(max=len(self.numbers) - 1)
                 )
             ]
@@ -204,7 +204,9 @@ class ItemNetwork(EmbeddingTables):
         return self.project(torch.cat(parts, -1))
 
     def content(self, name: str, item: Tensor, new: dict[str, Tensor] | None) -> Tensor:
-        """(..., width) what the catalogue has of `item` (...), and `new` of those from I on."""
+        """Return the (..., width) catalogue values of `item` (...); rows from I on come
+        from `new`.
+        """
         table = getattr(self, name)
         if new is None:
             return table[item]
@@ -213,8 +215,8 @@ class ItemNetwork(EmbeddingTables):
         found[place >= 0] = new[name][place[place >= 0]]
         return found
 
-    def hashed(self, item: Tensor) -> Tensor:
-        """(...) rows of the table of ids: of `buckets` by a multiplicative hash, so that neighbours part."""
+    def hash_ids(self, item: Tensor) -> Tensor:
+        """Return the bucket of each hashed id, or the item itself without buckets."""
         return (item * 0x9E3779B1 & 0xFFFFFFFF) % self.buckets if self.buckets else item
 
 
@@ -263,7 +265,10 @@ class FusionModel(ActionsModel):
         )
 
     def layout(self, batch: ActionsBatch) -> Layout:
-        """What each event of the batch reads, for a model with `tokens` positions to an event of the context."""
+        """Return the positions that each event of the batch reads.
+
+        A context event has `tokens` positions.
+        """
         context, width = (
             batch.item.shape[1],
             self.config.width // self.config.num_heads,
@@ -324,7 +329,9 @@ class FusionModel(ActionsModel):
         return {"loss": loss, "padding": 1 - events.float().mean()}
 
     def parameter_counts(self) -> dict[str, int]:
-        """Learned numbers by part: items, actions, head, and what the fusion consists of; and `total`."""
+        """Count parameters by part: items, actions, head, the fusion's parts, and
+        `total`.
+        """
         counts: Counter[str] = Counter()
         for name, parameter in self.named_parameters():
             counts[name.split(".")[0]] += parameter.numel()

@@ -79,7 +79,7 @@ class BaseRate(ActionsModel):
         self.register_buffer("done", zeros)  # (I, K)
 
     def fit_counts(self, batches: Iterable[ActionsBatch]) -> None:
-        """Count the training events of each item, and those with each task done."""
+        """Count the training events of each item, and its positive events per task."""
         events, done = torch.zeros_like(self.events), torch.zeros_like(self.done)
         events, done = events.cpu(), done.cpu()
         for batch in batches:

@@ -43,10 +43,13 @@ AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 
 
 def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]:
-    """Sums over a batch's candidates. `model.score(batch)` gives logits (N, K), `model.labels` the tasks' names,
-    `model.train_rates` their shares of positives in training, or nothing, `model.correction` what it adds to
-    logits. With `by_user` also the loss of every so-manieth user, but for models with masks, whose tasks count other
-    candidates each."""
+    """Sum the metrics over a batch's candidates.
+
+    Args:
+        model: Model whose `score(batch)` gives logits (N, K) of the tasks `labels`.
+        by_user: Also sum the loss of every `by_user`-th user; 0 for none. Models with
+            label masks skip it, since their tasks count different candidates.
+    """
     logits, valid = model.score(batch).float(), batch.candidate_valid
     label = batch.candidate_label[valid]
     kept = select_measured(label, model.masks)
@@ -78,7 +81,7 @@ def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]
 
 
 def names(catalogue: Any) -> list[str]:
-    """Names of what `means` gives for the tasks of a catalogue."""
+    """Return the metric names of `means` for the tasks of a catalogue."""
     tasks = [
         f"{task}/{name}"
         for task in catalogue.labels
@@ -119,7 +122,7 @@ def constant_loss(label: Tensor, rate: float) -> Tensor:
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """What is told of every task, whose candidates of a user are one request, and of all."""
+    """Format the metrics of every task, and their mean."""
     kinds = ("gauc", "auc", "log_loss", "normalised_entropy")
     entropy, by_training = (
         metrics["mean/normalised_entropy"],

@@ -71,7 +71,7 @@ def content_columns(items: Manifest, text: Manifest | None) -> list[str]:
 
 
 def field_name(column: str) -> str:
-    """Return the name of an item's column in requests, such as `title` for `text_title`."""
+    """Return the name of an item's column in requests: `title` for `text_title`."""
     return column.partition("_")[2]
 
 

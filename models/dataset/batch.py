@@ -114,7 +114,9 @@ class Batch:
         return self.map(lambda value: value.to(device, non_blocking=is_gpu))
 
     def copy_from(self, other: Self) -> None:
-        """Overwrite the tensors with a batch of the same signature, such as the inputs of a CUDA graph."""
+        """Overwrite the tensors with a batch of the same signature, for inputs of CUDA
+        graphs.
+        """
         own = self.tensors()
         for name, value in other.tensors().items():
             own[name].copy_(value, non_blocking=True)

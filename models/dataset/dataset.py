@@ -252,7 +252,7 @@ class RequestDataset:
         return users % self.world == self.rank
 
     def keep_random(self, limit: int) -> None:
-        """Keep `limit` examples, drawn at random, or all if there are fewer."""
+        """Keep `limit` examples, drawn at random; all examples if they are fewer."""
         if not 0 < limit < len(self):
             return
         drawn = np.random.default_rng(0).permutation(len(self))[:limit]

@@ -46,9 +46,15 @@ def hit_rank(items: Tensor, target: Tensor) -> Tensor:
 def metric_sums(
     items: Tensor, target: Tensor, cutoffs: Sequence[int] = CUTOFFS
 ) -> dict[str, float]:
-    """Sums over the batch, for the ranked items (B, K) and `target` (B,), and `examples`, the count: of `recall@k`, 1
-    where the target is among the first k, of `ndcg@k`, there 1 / log2(2 + rank), as the ideal DCG is 1, and of
-    `mrr@k`, there 1 / (1 + rank), which is MAP@k too."""
+    """Sum `recall@k`, `ndcg@k` and `mrr@k` over the batch, and count its `examples`.
+
+    With one target the ideal DCG is 1: NDCG is 1 / log2(2 + rank), and MRR, which
+    equals MAP, 1 / (1 + rank), each 0 below rank k.
+
+    Args:
+        items: Ranked items (B, K).
+        target: Target items (B,).
+    """
     if not 1 <= min(cutoffs) <= max(cutoffs) <= items.shape[1]:
         raise ValueError(
             f"cutoffs {cutoffs} are not within the {items.shape[1]} ranked items; rank more of them"
@@ -73,9 +79,16 @@ def count_shown(shown: Tensor, items: Tensor) -> None:
 
 
 def exposure(shown: Tensor, trained: Tensor) -> dict[str, float]:
-    """Of how often each item is in a top 10, and how many behaviours it has in training, each (N,): the share of the
-    catalogue that is in any top 10; the share of their places that items without behaviours have; and how
-    concentrated they are, by Gini: 0 where all items are there equally often, 1 - 1 / N where it is always one."""
+    """Return coverage, the share of new items, and the Gini coefficient of a ranking.
+
+    Coverage is the share of the catalogue in any top 10. New items have no training
+    behaviours. Gini is 0 if all items are shown equally often, and 1 - 1 / N if only
+    one is.
+
+    Args:
+        shown: Number of top 10 lists that contain each item (N,).
+        trained: Number of training behaviours of each item (N,).
+    """
     counts = shown.double().sort().values
     places, total = torch.arange(1, len(counts) + 1, dtype=torch.float64), counts.sum()
     return {
@@ -89,7 +102,7 @@ def exposure(shown: Tensor, trained: Tensor) -> dict[str, float]:
 
 
 def names(catalogue: Any) -> list[str]:
-    """Names of what `means` gives, on any catalogue."""
+    """Return the metric names of `means`, which do not depend on the catalogue."""
     every = [f"{metric}@{k}" for metric in METRICS for k in CUTOFFS]
     return [*every, *(FIRST + name for name in [*every, EXAMPLES])]
 
@@ -110,8 +123,13 @@ def measure_ranking(
 def ranking_sums(
     items: Tensor, batch: RequestBatch, by_user: int = 0
 ) -> dict[str, Any]:
-    """`metric_sums` of the ranked items (B, K), those of the requests that repeat no item (`FIRST`), and of every
-    `by_user`th user, of none for 0, recall@10 and ndcg@10, the latter of requests that repeat no item too."""
+    """Sum metrics over all requests, and over requests that repeat no item (`FIRST`).
+
+    Args:
+        items: Ranked items (B, K).
+        by_user: Also return recall@10 and ndcg@10 of every `by_user`-th user; 0 for
+            none.
+    """
     target, first = batch.target, batch.repeats == 0
     of_first = {
         FIRST + name: value

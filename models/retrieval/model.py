@@ -69,9 +69,10 @@ class RetrievalModel(Model):
         raise NotImplementedError
 
     def encode_allowed(self, items: Tensor) -> Tensor:
-        """Return what `recommend` takes as `allowed` for a set of `items` (N,) bool.
+        """Convert a set of `items` (N,) bool to the `allowed` argument of `recommend`.
 
-        Here (N,) numbers to add to scores: 0, and -inf for items outside of the set.
+        By default (N,) numbers to add to scores: 0, and -inf for items outside of the
+        set.
         """
         return torch.zeros(items.shape, device=items.device).masked_fill(
             ~items, -torch.inf

@@ -26,7 +26,9 @@ class RecommendOptions:
 
 @dataclass
 class BeamOptions(RecommendOptions):
-    """Options of a `recommend` by beam search; left out they are those of the model's config."""
+    """Options of a `recommend` by beam search, by default the options of the model's
+    config.
+    """
 
     beam: int | None = None
     """Beams, of models that decode semantic IDs."""
@@ -77,7 +79,7 @@ class SidMlpOptions(StudentOptions):
 
 @dataclass
 class AtSpeedOptions(RecommendOptions):
-    """Options of `AtSpeed.recommend`; left out they are those of the model's config."""
+    """Options of `AtSpeed.recommend`, by default the options of the model's config."""
 
     beam: int | None = None
     """Beams, of models that decode semantic IDs."""

@@ -40,9 +40,12 @@ WHOLE = 2**31 - 1
 
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
-    """The method `search(self, batch, k, ...)` as a model's `recommend`; it takes the same arguments, those of
-    `RecommendOptions`, and `allowed`, which `encode_allowed` makes of a set of items: the search is within the set, for all
-    requests of the batch. A search finds it in its batch."""
+    """Wrap `search(self, batch, k, ...)` as a model's `recommend`.
+
+    The wrapper takes the same arguments, the options of `RecommendOptions`, and
+    `allowed`, a set of items made by `encode_allowed` that restricts the search for all
+    requests of the batch.
+    """
 
     @functools.wraps(search)
     def recommend(
@@ -70,7 +73,7 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 
         if device.type == "cuda":
             asked = f"graphs of {k + more} {args} {sorted(options.items())} {precision} {compile}"
-            items, scores = _replayed(
+            items, scores = _replay(
                 self, asked, read, found, precision or "highest", bool(compile)
             )
         else:
@@ -85,7 +88,7 @@ ONE = threading.Lock()
 """Held from the copy of a batch to that of its answer: requests that are served by several threads share the graphs."""
 
 
-def _replayed(
+def _replay(
     model: Any,
     asked: str,
     batch: HistoryBatch,
@@ -93,7 +96,7 @@ def _replayed(
     precision: str,
     fused: bool,
 ) -> Ranked:
-    """The search on a GPU, by a CUDA graph where one is there for as many requests and as long histories."""
+    """Search on a GPU by the CUDA graph of the batch's shape, if one was captured."""
     given = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
 
     def make() -> Graphs[Ranked]:
@@ -124,8 +127,11 @@ def nothing(k: int, device: torch.device) -> Ranked:
 
 
 def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
-    """How many behaviours a request is to have for a `recommend` that reads `longest`: all, where known items are left
-    out."""
+    """Return how many behaviours a request needs for a `recommend` that reads
+    `longest`.
+
+    All behaviours are needed to leave out known items.
+    """
     return WHOLE if options.get("unseen") else longest
 
 

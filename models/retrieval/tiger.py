@@ -30,7 +30,7 @@ from models.retrieval.search.generate import generate, to_transformers
 
 @dataclass
 class TigerConfig:
-    """Sizes of TIGER; the defaults are those of the public code behind the SID-MLP paper."""
+    """Sizes of TIGER, by default the sizes of the public code of the SID-MLP paper."""
 
     d_model: int = 128
     """Width of token embeddings and states."""

@@ -67,7 +67,7 @@ class Rows:
         features: Sequence[str],
         never: Mapping[str, float],
     ) -> Self:
-        """Of the rows of `table` with the columns `names`."""
+        """Read the counts of `table`'s rows, by the key columns `names`."""
         columns = [
             np.append(table[name].to_numpy(), np.float32(never[name])) for name in names
         ]
@@ -95,8 +95,15 @@ class Counts:
     def load(
         cls, uri: str, features: Sequence[str], settings: Mapping[str, Any]
     ) -> Self:
-        """Reads the table at `uri` for a model of these built-in features; `settings` are those of its log, as the
-        manifest of its sequences has them. Raises UserError where the table was made with others."""
+        """Read the table at `uri` for a model of these built-in features.
+
+        Args:
+            settings: Settings of the counts in the model's tables, from the manifest of
+                `sequences`.
+
+        Raises:
+            UserError: if the table was made with other settings.
+        """
         info = read_manifest(uri, "counts").info
         for name in COUNTED_BY:
             here, there = (
@@ -140,7 +147,9 @@ class Counts:
         return cls(rows, by_id[0], by_id[1], key[order])
 
     def fill(self, vectors: Floats, items: Sequence[str], query: str | None) -> None:
-        """Writes what is counted of `items` (N,) and of their pairs with the query to `vectors` (N, F)."""
+        """Write the counts of `items` (N,) and of their pairs with the query to
+        `vectors` (N, F).
+        """
         item = np.array([self.items.get(id_, -1) for id_ in items], np.int64)
         asked = self.queries.get(query or "", -1)
         place, there = find_sorted(self.pairs, item * len(self.queries) + asked)

@@ -42,7 +42,12 @@ class ItemTower(nn.Module):
     begin: Tensor
 
     def __init__(self, model: dict[str, Any], catalogue: SearchCatalogue) -> None:
-        """Raises UserError where the text has no tokens, or those of an encoder that this one cannot stand for."""
+        """Load the encoder of documents.
+
+        Raises:
+            UserError: if the tables have no tokens, or tokens of an incompatible
+                encoder.
+        """
         super().__init__()
         from transformers import AutoConfig, AutoModel
 
@@ -119,7 +124,7 @@ class ItemTower(nn.Module):
 
 
 def encoder_model(path: str) -> dict[str, Any]:
-    """What makes an encoder like the pretrained one at `path` again: its kind, and what differs from its defaults."""
+    """Return the kind and the non-default settings of the pretrained encoder at `path`."""
     found = load_encoder(path).config.to_diff_dict()
     return {
         name: value

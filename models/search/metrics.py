@@ -32,8 +32,12 @@ WITH_POSITION = "with_position/"
 
 
 def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
-    """Sums over the batch's requests. `model.score(batch)` gives logits (N, labels); `model.labels` their names. With
-    `by_user` also the GAUC of every so-manieth user."""
+    """Sum the metrics over the batch's requests.
+
+    Args:
+        model: Model whose `score(batch)` gives logits (N, labels).
+        by_user: Also return the GAUC of every `by_user`-th user; 0 for none.
+    """
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(batch.request_row)), dtype=torch.float64)
     }
@@ -61,7 +65,7 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
 
 
 def names(catalogue: Any) -> list[str]:
-    """Names of what `means` gives for the labels of a catalogue."""
+    """Return the metric names of `means` for the labels of a catalogue."""
     return [
         f"{label}/{name}" if i else name
         for i, label in enumerate(catalogue.labels)
@@ -82,7 +86,7 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(metrics: dict[str, float]) -> list[str]:
-    """What is told of every label."""
+    """Format the metrics of every label."""
     return ranking_metrics.summarize(
         metrics, ("gauc", "auc", "log_loss", "normalised_entropy")
     )

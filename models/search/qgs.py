@@ -277,8 +277,12 @@ class QGS(Ranker):
     def next_item_loss(
         self, states: Tensor, tokens: Tensor, batch: SearchBatch
     ) -> Tensor:
-        """Eq. 3-5: each behaviour that has others before it, predicted from the state before it and its query; those
-        of several rows in one of them."""
+        """Compute Eq. 3-5: predict each behaviour from the state before it and its
+        query.
+
+        A behaviour without predecessors is no target; one in several rows is a target
+        in one of them.
+        """
         item = batch.history[:, 1:]
         new = (
             torch.arange(1, batch.history.shape[1], device=item.device)

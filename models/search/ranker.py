@@ -115,8 +115,16 @@ class HFGAttention(nn.Module):
     def forward(
         self, groups: list[Tensor], group_mask: Tensor, context: Tensor
     ) -> Tensor:
-        """(N, output) of `groups`, each (N, its size), without those outside of `group_mask` (N, G), and of the DNN's
-        output (N, context), through which no gradient goes back."""
+        """Attend over groups of features.
+
+        Args:
+            groups: Features of each group, (N, size of the group).
+            group_mask: (N, G) groups to read.
+            context: (N, context) output of the DNN, through which no gradient flows.
+
+        Returns:
+            (N, output).
+        """
         tokens = [
             functional.relu(layer(group))
             for layer, group in zip(self.groups, groups, strict=True)
@@ -130,8 +138,11 @@ class HFGAttention(nn.Module):
 
 
 class Ranker(SearchModel):
-    """Scores candidates; `sequence_width` is that of what a subclass knows of the user's past (0 for nothing), `match`
-    whether it also knows how well a candidate matches that."""
+    """A model that scores candidates.
+
+    `sequence_width` is the width of a subclass's user state (0 for none); `match` tells
+    whether the subclass also gives the similarity of user state and candidate.
+    """
 
     example_unit = "user"
     config: RankerConfig
@@ -208,10 +219,12 @@ class Ranker(SearchModel):
         shown: bool = False,
         match: Tensor | None = None,
     ) -> Tensor:
-        """(N, K) logits from the candidates and, where there are any, `sequence` (N, width): h_seq of each, and `match`
-        (N, 1): how well it matches the candidate.
+        """Return (N, K) logits of the candidates.
 
-        With `shown` the places where they were shown are read too, as far as `position` has it.
+        Args:
+            sequence: (N, width) user state of each candidate, or None.
+            shown: Whether to read shown positions, if `position` allows it.
+            match: (N, 1) similarity of user state and candidate.
         """
         request = batch.candidate_request
         scaled = self.scale(batch.features)

@@ -372,7 +372,7 @@ def local(uri: str | Path) -> Iterator[Path]:
 
 
 def exists(uri: str | Path) -> bool:
-    """Return whether there is a checkpoint, damaged or not."""
+    """Return whether `uri` has a checkpoint, damaged or not."""
     return bool(file_info(join(str(uri), CONFIG)).type == fs.FileType.File)
 
 
@@ -381,9 +381,11 @@ class OtherTablesError(UserError):
 
 
 def locate(uri: str, what: str = "checkpoint") -> str:
-    """Return the checkpoint at `uri`, or the best one of the finished run there; absolute.
+    """Return the absolute URI of the checkpoint at `uri`, or of the best one of a
+    finished run.
 
-    `what` is the word for it in the UserError where there is none.
+    Args:
+        what: Word for the checkpoint in the UserError about a missing one.
     """
     uri = absolute(uri)
     for candidate in (uri, join(uri, BEST)):
@@ -455,7 +457,7 @@ def weights_hash(uri: str) -> str:
 
 
 def _remedy(table: str) -> str:
-    """Return what the user can do about a table that a checkpoint does not belong to."""
+    """Return the remedy for a table that a checkpoint does not belong to."""
     if table.startswith("text_"):
         what = "give the --text that it was trained with"
     elif table in ("sids", "trie"):

@@ -165,7 +165,9 @@ class _LockObject:
             time.sleep(1)
 
     def read(self) -> tuple[str, Any] | None:
-        """Return the content and the version of the object, or None if there is no object."""
+        """Return the content and the version of the object, or None if it does not
+        exist.
+        """
         try:
             found = self.store.get(self.key)
         except FileNotFoundError:

@@ -574,7 +574,7 @@ def check_output(
 
 
 def _first_other(uri: str, known: Callable[[str], bool]) -> str | None:
-    """Return the first file or folder in `uri` that is neither hidden nor `known`, if there is one."""
+    """Return the first visible file or folder in `uri` that is not `known`, or None."""
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return None

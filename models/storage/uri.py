@@ -51,9 +51,11 @@ CREDENTIALS = {
 
 
 def refuse_secrets(value: Any, what: str = "a URI") -> None:
-    """Raise UserError if a value is a URI with a user or a secret parameter, or holds such a URI at any depth.
+    """Raise UserError if a value contains, at any depth, a URI with a user or a secret
+    parameter.
 
-    `what` names the value in the message, which does not print the URI.
+    Args:
+        what: Name of the value in the message, which does not print the URI.
     """
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
@@ -136,9 +138,9 @@ def check_buckets_first() -> None:
 
 
 def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a local path or a URI such as `s3://bucket/key`, and the path in it.
+    """Return the file system and the path of a local path or a URI (`s3://bucket/key`).
 
-    All file systems are opened here, with the retries above.
+    All file systems are opened by this function, with retries.
 
     Raises:
         UserError: if the URI holds a secret, or the storage does not answer.
@@ -255,7 +257,11 @@ def write_file(uri: str, content: bytes | pa.Buffer) -> None:
 
 
 def read_json(uri: str) -> Any:
-    """Return the content of a JSON file, or None if there is no file. Raise ValueError for a damaged file."""
+    """Return the content of a JSON file, or None if it does not exist.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
     filesystem, path = open_uri(uri)
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return None

@@ -28,7 +28,7 @@ MOST = 64
 
 
 def compiled(function: Any) -> Any:
-    """The function or module with its kernels fused, by one program per shape (PyTorch by itself would stop at 8)."""
+    """Compile a function with torch.compile."""
     torch._dynamo.config.recompile_limit = MOST
     return torch.compile(function, dynamic=False)
 
@@ -52,7 +52,10 @@ class Graphs(Generic[Result]):
         self._waits = False
 
     def __call__(self, batch: Batch) -> Result:
-        """What `run` gives of the batch, which may be in pinned memory. The next call overwrites it."""
+        """Return the result of `run` for a batch, which may be in pinned memory.
+
+        The next call overwrites the result.
+        """
         key = batch.signature
         if key not in self._graphs:
             self._graphs[key] = None
@@ -60,7 +63,7 @@ class Graphs(Generic[Result]):
         if self._waits or not Graphs.on:
             return self._plain(batch)
         if self._graphs[key] is None and self._made < MOST:
-            self._graphs[key] = self._captured(batch)
+            self._graphs[key] = self._capture(batch)
             self._made += 1
         if (made := self._graphs[key]) is None:
             return self._plain(batch)
@@ -69,7 +72,9 @@ class Graphs(Generic[Result]):
         return replay()
 
     def _first(self, batch: Batch) -> Result:
-        """Without a graph, and with an eye on what waits for the device, which no graph can repeat."""
+        """Run without a graph, and detect waits for the device, which a graph cannot
+        repeat.
+        """
         if self.device.type != "cuda" or self._waits:
             return self._plain(batch)
         with warnings.catch_warnings(record=True) as seen:
@@ -94,7 +99,9 @@ class Graphs(Generic[Result]):
         return result
 
     def _plain(self, batch: Batch) -> Result:
-        """Without a graph, on the stream of the captures: what a first call makes lasts for them."""
+        """Run without a graph on the capture stream, so that first-call allocations
+        last.
+        """
         if self.device.type != "cuda":
             return self.run(batch)
         main = torch.cuda.current_stream(self.device)
@@ -104,8 +111,8 @@ class Graphs(Generic[Result]):
         main.wait_stream(self._side)
         return result
 
-    def _captured(self, batch: Batch) -> tuple[Callable[[], Result], Batch] | None:
-        """The graph's launch and the tensors that it reads; None, with a warning, where none can be made."""
+    def _capture(self, batch: Batch) -> tuple[Callable[[], Result], Batch] | None:
+        """Capture a graph for the batch's shape; None if the run cannot be captured."""
         inputs = batch.map(lambda value: value.to(self.device, copy=True))
         if self.device.type != "cuda":
             return lambda: self.run(inputs), inputs

@@ -22,8 +22,8 @@ _step = {"workers": 1, "idle": False}
 
 
 @contextmanager
-def of_workers(world: int, idle: bool) -> Iterator[None]:
-    """While a training step's loss is computed by `world` workers; an `idle` one's terms do not count."""
+def set_workers(world: int, idle: bool) -> Iterator[None]:
+    """Set the number of workers, and whether this one is idle, for `global_mean`."""
     before = dict(_step)
     _step.update(workers=world, idle=idle)
     try:
@@ -33,10 +33,11 @@ def of_workers(world: int, idle: bool) -> Iterator[None]:
 
 
 def global_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
-    """`mean`, over this worker's `terms`, or several means over so many each, such that the average over workers is the
-    mean over all terms.
+    """Scale a mean over this worker's `terms` so that the workers' average is the mean
+    over all terms.
 
-    Every worker must come here equally often. Alone, or outside of a training step, `mean` as it is.
+    Every worker must call it equally often. With one worker, or outside of a training
+    step, return `mean` unchanged.
     """
     world, idle = _step["workers"], _step["idle"]
     if world == 1:

@@ -34,7 +34,7 @@ from models.dataset.batch import Batch
 from models.storage.tables import UserError
 from models.training import fsdp
 from models.training.cuda_graphs import Graphs, compiled
-from models.training.distributed import of_workers
+from models.training.distributed import set_workers
 from models.training.fit_config import FitConfig
 from models.training.optimizers import (
     make_optimizer,
@@ -58,7 +58,7 @@ Sums = dict[str, Any]
 
 
 class TrainBatches(Protocol):
-    """One worker's training data."""
+    """The training batches of one worker."""
 
     def steps(self, epoch: int) -> int:
         """Number of batches in the epoch."""
@@ -80,7 +80,7 @@ class ValidationStopped(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """Where the run stands, and what a validation found where there was one."""
+    """The position of a run, and the result of a validation if one ran."""
 
     step: int
     """Optimizer steps so far."""
@@ -118,7 +118,9 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """Some steps were taken. Values are means over the steps since the last event, and over ranks."""
+    """Steps were taken; values are means over steps since the last event, and over
+    ranks.
+    """
 
     lr: float = 0.0
     """Learning rate of the last step, before `lr_multipliers`."""
@@ -130,7 +132,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class StillEvent(Event):
-    """Progress of this rank, yielded where there was no other event to show for `PROGRESS_S` seconds."""
+    """Progress of this rank, yielded when no other event came for `PROGRESS_S` seconds."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,15 @@ def autocast(precision: str, device: torch.device) -> Any:
 
 
 def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> bool:
-    """Whether steps are CUDA graphs: those of one worker. DDP would need eleven steps of each shape before."""
+    """Return whether steps are CUDA graphs: with one worker on a GPU.
+
+    DDP would need eleven warm-up steps per shape.
+    """
     return device.type == "cuda" and world == 1 and config.cuda_graphs == "auto"
 
 
 def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The same batches, made in a thread and pinned while the GPU is busy."""
+    """Yield the batches, collated and pinned in a thread while the GPU is busy."""
     made: queue.Queue[Any] = queue.Queue(4)
     end, closed = object(), threading.Event()
 
@@ -220,7 +225,7 @@ def reduce(
 
 @dataclass
 class Cursor:
-    """Where a run stands: with weights and optimizer all that there is to keep."""
+    """The position of a run; together with weights and optimizer its whole state."""
 
     epoch: int = 0
     """Epochs done."""
@@ -271,7 +276,7 @@ class Cursor:
         }
 
     def note(self, value: float) -> bool:
-        """Takes what a validation found; whether it is better than all before."""
+        """Record a validation metric and return whether it is the best so far."""
         self.validated = self.step
         if self.best is not None and value <= self.best:
             self.waiting += 1
@@ -294,7 +299,9 @@ class Cursor:
         )
 
     def next_epoch(self, stop: bool) -> dict[str, Any]:
-        """Ends the epoch in progress, and where `stop` the run; what an event says of it."""
+        """End the current epoch, and with `stop` the run; return the fields of its
+        event.
+        """
         said = {**self.means(), "seconds": self.seconds}
         self.epoch, self.step_in_epoch, self.stopped = self.epoch + 1, 0, stop
         self.loss = self.seconds = self.examples = self.waited = 0.0
@@ -411,7 +418,9 @@ class Meter:
         )
 
     def read(self, cursor: Cursor) -> dict[str, Any]:
-        """Adds the steps since the last reading to the epoch in progress; what an event says of them."""
+        """Add the steps since the last reading to the epoch; return the fields of an
+        event.
+        """
         names = sorted(self.parts)
         values = [
             self.loss.item(),
@@ -450,9 +459,12 @@ def make_step(
     world: int,
     sharded: bool,
 ) -> tuple[Any, Callable[..., tuple[dict[str, Tensor], Tensor]]]:
-    """(the model under DDP and compiled where it is so trained, what takes a step with a batch on the device).
+    """Return the wrapped model and a function that takes one step with a batch on the
+    device.
 
-    The latter gives what the model gives, and the gradient's norm before clipping."""
+    The model is wrapped by DDP and compiled as configured. The function returns the
+    model's outputs and the gradient norm before clipping.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     module: Any = model
     if world > 1 and not sharded:
@@ -466,7 +478,7 @@ def make_step(
 
     def step_on(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         try:
-            workers = of_workers(world, batch.is_stand_in)
+            workers = set_workers(world, batch.is_stand_in)
             with autocast(config.precision, device), workers:
                 found = module(batch)
             found["loss"].backward()
@@ -551,9 +563,8 @@ def fit(
             )
         return steps
 
-    def validated(last: bool = False) -> dict[str, Any] | None:
-        """Validate, note the result in the cursor and return the fields of an event; None where a rank stopped the
-        validation. A run never stops early at its `last` validation."""
+    def run_validation(last: bool = False) -> dict[str, Any] | None:
+        """Validate, and return the fields of an event; None if it was interrupted."""
         began = time.perf_counter()
         with fsdp.gather_weights(model):
             found = validation(model, validate, means, config, device, world)
@@ -571,8 +582,8 @@ def fit(
             "why": why,
         }
 
-    def stopped() -> StepEvent:
-        """The event of a run that ends before a validation, which the continued run begins with."""
+    def stop_event() -> StepEvent:
+        """Return the event of a stopped run."""
         return StepEvent(
             step=cursor.step,
             epoch=cursor.epoch + 1,
@@ -594,7 +605,7 @@ def fit(
             batches = prefetch(batches)
         meter.clear()
         owed = cursor.step_in_epoch < steps and cursor.owes_validation(config)
-        if owed and (measured := validated()) is not None:
+        if owed and (measured := run_validation()) is not None:
             cursor.stopped = bool(measured["why"])
             yield StepEvent(
                 step=cursor.step,
@@ -609,7 +620,7 @@ def fit(
                 return
             meter.clear()
         elif owed:
-            yield stopped()
+            yield stop_event()
             return
         for i in range(cursor.step_in_epoch, steps):
             batch = meter.take(batches)
@@ -640,9 +651,9 @@ def fit(
                 raise UserError(
                     f"the loss is {loss} at step {cursor.step}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
                 )
-            measured = validated() if check else {}
+            measured = run_validation() if check else {}
             if measured is None:
-                yield stopped()
+                yield stop_event()
                 return
             cursor.stopped = bool(measured.get("why"))
             told = clock() if check else told
@@ -665,9 +676,9 @@ def fit(
 
         ended = epoch + 1 == config.max_epochs
         check = ended or (epoch + 1) % config.eval_every_epochs == 0
-        measured = validated(last=ended) if check else {}
+        measured = run_validation(last=ended) if check else {}
         if measured is None:
-            yield stopped()
+            yield stop_event()
             return
         pace.note_epoch(cursor)
         said = cursor.next_epoch(stop=ended or bool(measured.get("why")))
@@ -736,13 +747,13 @@ def validation(
     return metrics, count
 
 
-def defined(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that have a value; the others are absent from checkpoints."""
+def drop_undefined(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that have a value."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def best_of(state: State) -> dict[str, Any]:
-    """The best validation so far, out of an event's state."""
+def best_fields(state: State) -> dict[str, Any]:
+    """Return the best epoch's fields of a state."""
     cursor = state["cursor"]
     return {
         "value": cursor["best"],

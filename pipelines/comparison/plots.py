@@ -476,7 +476,7 @@ def draw_setting(
 
 
 def choose_panels(metric: str, rows: Sequence[Row]) -> list[list[str]]:
-    """Return the metrics of each panel of a setting, of those that two rows have."""
+    """Return the metrics of each panel of a setting that at least two rows have."""
     measured = {
         name
         for name in {name for row in rows for name in row.measured()}

@@ -39,7 +39,7 @@ REPEATS = 0.05
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Options of an evaluation that differ from those of its checkpoint."""
+    """Options of an evaluation that differ from its checkpoint's own options."""
 
     values: tuple[tuple[str, str], ...] = ()
     """Names and values, sorted by name."""
@@ -238,13 +238,13 @@ class Row:
         return "" if math.isnan(steps) else f"{steps:,.0f}", batch, seeds
 
     def identity(self, without: Collection[str] = ()) -> tuple[Any, ...]:
-        """Return what tells the row from others, without some of its params."""
+        """Return the key of a row, without some of its params."""
         params = [item for item in self.params.items() if item[0] not in without]
         return *self.log, self.model, self.options, *sorted(params)
 
 
 def shared_name(first: str, second: str) -> str:
-    """Return the common prefix of two names, such as `tiger*` of two seeds."""
+    """Return the common prefix of two names: `tiger*` for two seeds."""
     if first == second:
         return first
     common = Path(first.rstrip("*")).name

@@ -88,7 +88,7 @@ def select(
 def find_experiments(
     client: MlflowClient, uri: str, names: Sequence[str]
 ) -> dict[str, str]:
-    """Return the names of experiments by id: of those named, or of all.
+    """Return the names of the given experiments by id; of all without names.
 
     Raises:
         UserError: if an experiment is not in the store, or deleted.

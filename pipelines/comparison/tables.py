@@ -80,7 +80,7 @@ def runs_table(comparison: Comparison) -> Table:
 
 
 def name_row(row: Row, rows: Sequence[Row]) -> str:
-    """Return the name of a row, with its experiment if there are several."""
+    """Return the name of a row, with its experiment if rows have several."""
     if len({other.experiment for other in rows}) > 1:
         return f"{row.experiment}: {row.name}"
     return row.name
@@ -236,7 +236,7 @@ def best_cells(comparison: Comparison) -> list[list[str]]:
 
 
 def paired_tables(comparison: Comparison) -> list[Table]:
-    """Return rows with several seeds beside the best such row of their log, seed by seed."""
+    """Compare rows with several seeds with the best row of their log, seed by seed."""
     name = f"test/{comparison.metric}"
     best: dict[tuple[str, ...], Row] = {}
     cells = []
@@ -327,7 +327,7 @@ def task_name(metric: str) -> str:
 
 
 def format_mean(row: Row, metric: str) -> str:
-    """Format the mean, with the deviation over seeds if there are several."""
+    """Format the mean, with the standard deviation over several seeds."""
     mean, deviation = row.mean(metric), row.deviation(metric)
     if math.isnan(mean):
         return "-"

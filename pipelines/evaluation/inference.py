@@ -123,7 +123,7 @@ def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """What a batch inference ranks."""
+    """Options of a batch inference."""
 
     k: int = 20
     """Items per ranking, of a model that ranks a catalogue."""
@@ -144,7 +144,7 @@ class InferenceOptions:
 
 @dataclass(frozen=True)
 class InferenceTask:
-    """What every worker of a batch inference is told."""
+    """Arguments of every worker of a batch inference."""
 
     uri: str
     """Folder of the checkpoint."""
@@ -466,7 +466,7 @@ def infer_all(
 def choose_kind(
     checked: CheckedEvaluation, options: InferenceOptions
 ) -> type[Inference]:
-    """Return the class that ranks what the options ask for.
+    """Return the inference class for the options.
 
     Raises:
         UserError: if the model ranks nothing, or refuses the options.

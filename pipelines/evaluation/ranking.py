@@ -43,7 +43,7 @@ SHOWN, TRAINED = "shown", "trained"
 
 @dataclass(frozen=True)
 class Task:
-    """What every shard of an evaluation is told."""
+    """Arguments of every shard of an evaluation."""
 
     uri: str
     """Folder of the checkpoint."""

@@ -66,7 +66,7 @@ class Result:
         return self.hashes.get("sequences") != about.hashes.get("sequences")
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics of an MLflow run, such as `test/ndcg@10`."""
+        """Return the metrics by their MLflow names: `test/ndcg@10`."""
         metrics = {
             **self.metrics,
             "examples": float(self.examples),
@@ -83,11 +83,12 @@ class Result:
 def changed_options(
     options: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of an evaluation that differ from those of its checkpoint.
+    """Return the options of an evaluation that differ from its checkpoint's own
+    options.
 
     Args:
-        options: options of the evaluation.
-        own: the config of the model.
+        options: Options of the evaluation.
+        own: Config of the model.
     """
     return {
         name: value

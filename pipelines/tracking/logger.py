@@ -36,13 +36,13 @@ class Logger:
         curves: Curves | None = None,
         check_attempt: Callable[[], None] = lambda: None,
     ) -> None:
-        """Read what the run has already, and send what it lacks of `curves`.
+        """Read the metrics of a run, and send the missing points of `curves`.
 
         Args:
             run: Run to log to.
-            curves: Curves up to the checkpoint that the run goes on from.
-            check_attempt: Called before metrics are sent; raises where a newer attempt logs
-                to the run.
+            curves: Curves up to the checkpoint that the run continues from.
+            check_attempt: Called before metrics are sent; raises if a newer attempt
+                logs to the run.
         """
         self.run, self.curves = run, curves or {}
         self.check_attempt = check_attempt
@@ -64,9 +64,9 @@ class Logger:
         self._send(missing)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Log metrics at a step, without those of steps that were logged before.
+        """Log metrics at a step, unless that step was logged before.
 
-        It does not wait for MLflow.
+        The call does not wait for MLflow.
         """
         now = int(time.time() * 1000)
         finite = {

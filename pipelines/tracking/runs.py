@@ -227,7 +227,8 @@ def find_trial_run(
 
 
 def opening(uri: str, experiment: str) -> dict[str, str]:
-    """Return what is written down before a run is opened, with the key for its `KEY_TAG`.
+    """Return the record written before a run is opened, with the value of its
+    `KEY_TAG`.
 
     Raises:
         UserError: if the store cannot be reached.

@@ -40,9 +40,9 @@ from models.training.fit import (
     Event,
     StepEvent,
     StillEvent,
-    best_of,
-    defined,
+    best_fields,
     describe,
+    drop_undefined,
     fit,
 )
 from models.training_run import TrainingRun
@@ -411,8 +411,8 @@ def train_sgd(
         about = run.checkpoint(
             epoch=event.epoch,
             step=event.step,
-            metrics=defined(event.metrics),
-            best=best_of(event.state),
+            metrics=drop_undefined(event.metrics),
+            best=best_fields(event.state),
             timing=timing,
             tracking=task.run.to_dict() if task.run else {},
             attempt=task.attempt,
@@ -454,7 +454,7 @@ def fit_counts(
     about = run.checkpoint(
         epoch=1,
         step=1,
-        metrics=defined(metrics),
+        metrics=drop_undefined(metrics),
         best={"value": value, "epoch": 1, "step": 1},
         timing={"train_seconds": seconds},
         tracking=task.run.to_dict() if task.run else {},

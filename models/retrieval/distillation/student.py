@@ -118,7 +118,9 @@ class ReusesDecoder(Decoder):
 
 
 class TwoScorers:
-    """A `Scorer` with the teacher's log-probabilities before level m and the student's from there on."""
+    """A `Scorer` with the teacher's log-probabilities below level m and the student's
+    from level m on.
+    """
 
     def __init__(self, teacher: Scorer, own: Scorer, m: int) -> None:
         self.teacher, self.own, self.m, self.level = teacher, own, m, 0
@@ -169,7 +171,7 @@ class Student(TaughtModel, Retriever):
         raise NotImplementedError
 
     def keep_parts(self, teacher: Retriever) -> None:
-        """Keep further parts of the untrained teacher as parts of the student; here none."""
+        """Keep further parts of the untrained teacher; a plain student keeps none."""
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -218,7 +220,7 @@ class Student(TaughtModel, Retriever):
         validation are cached.
         """
         found = (
-            self._teacher_outputs[name].padded(batch)
+            self._teacher_outputs[name].pad_states(batch)
             if name in self._teacher_outputs
             else None
         )
@@ -244,7 +246,9 @@ class Student(TaughtModel, Retriever):
         self._teacher_outputs = tables
 
     def teacher_history(self, batch: HistoryBatch, history: History) -> History:
-        """Return the states of the teacher's backbone; here the student's own `history`."""
+        """Return the states of the teacher's backbone, by default the student's own
+        `history`.
+        """
         return history
 
     @torch.no_grad()
@@ -361,7 +365,7 @@ class Student(TaughtModel, Retriever):
         constrained: bool | None,
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Search with the decoder's scorer; arguments are those of `recommend`."""
+        """Search with the decoder's scorer; `recommend` documents the arguments."""
         return self.find(
             history,
             k,

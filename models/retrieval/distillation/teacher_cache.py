@@ -81,7 +81,7 @@ Outputs = Callable[[RequestBatch], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Query:
-    """What a table holds, of the requests of some splits."""
+    """Key of a cached table: a teacher's outputs for the requests of some splits."""
 
     name: str
     """Of the table: `encoder` or `decoder`."""
@@ -110,9 +110,11 @@ class States:
         self.starts = (np.cumsum(lengths) - lengths)[order]
         self.values = values
 
-    def padded(self, batch: HistoryBatch) -> History | None:
-        """The batch's requests with float32 vectors (B, S, D), zero at padding; None where one of them is not here, or
-        is no request of the log."""
+    def pad_states(self, batch: HistoryBatch) -> History | None:
+        """Return the batch's states as float32 vectors (B, S, D), zero at padding.
+
+        Return None if a request is not in the cache.
+        """
         if not isinstance(batch, RequestBatch) or bool((batch.target == PAD).any()):
             return None
         numbers = batch.request.cpu().numpy()
@@ -270,8 +272,10 @@ def _open(
 
 @contextmanager
 def _held(uri: str) -> Iterator[bool]:
-    """Whether the table is there. Where it is not, other runs are kept from making it, and one that does is waited
-    for."""
+    """Yield whether the table exists.
+
+    If it does not, hold its lock, so that other runs wait until it is made.
+    """
     if has_manifest(uri):
         yield True
         return
@@ -283,7 +287,7 @@ def _held(uri: str) -> Iterator[bool]:
 
 
 def _agree(value: Any, world: int) -> Any:
-    """Rank 0's value, on every rank, when all have come here."""
+    """Broadcast rank 0's value to all ranks."""
     if world == 1:
         return value
     values = [value]

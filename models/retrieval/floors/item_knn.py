@@ -50,7 +50,9 @@ PRODUCTS_PER_BLOCK = 20_000_000
 
 @dataclass
 class ItemKNNConfig:
-    """ItemKNN: recommends the items that are most similar, by the users they share, to those of the history."""
+    """Options of ItemKNN, which recommends the items most similar to the history by
+    common users.
+    """
 
     neighbours: int = 100
     """Most similar items kept for each item."""
@@ -67,7 +69,7 @@ class ItemKNNConfig:
 
 
 class ItemKNN(RetrievalModel):
-    """Each item's nearest items and their similarities, -1 and 0 where it has fewer."""
+    """A ranker by similar items; tables of nearest items are padded with -1 and 0."""
 
     name = "item_knn"
     config_class = ItemKNNConfig

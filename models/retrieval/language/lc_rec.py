@@ -51,7 +51,9 @@ from models.training.distributed import global_mean
 
 @dataclass
 class LcRecConfig:
-    """Options of LC-Rec; the sizes are those of a small LLaMA from random weights, which the paper does not have."""
+    """Options of LC-Rec; default sizes are a small LLaMA with random weights, unlike
+    the paper's.
+    """
 
     lm: str = field(default="", metadata={"names": "encoder"})
     """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7 billion parameters in the paper,

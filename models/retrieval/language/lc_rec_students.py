@@ -87,7 +87,7 @@ class LcRecSidMlpConfig(StudentConfig):
 
 
 class EarlyReadout(nn.Module):
-    """One readout: x = LN(q + MHA(q, keys, values)); LN(x + FFN(x))."""
+    """A readout layer: x = LN(q + MHA(q, keys, values)); LN(x + FFN(x))."""
 
     def __init__(self, given: int, config: LcRecSidMlpConfig) -> None:
         """Build the readout of keys and values of width `given` (E)."""

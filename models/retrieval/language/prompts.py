@@ -113,7 +113,9 @@ def encode_prompt(tokenizer: Tokenizer, task: str) -> dict[str, list[int]]:
 
 
 def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
-    """Return the text `column` of each item, "" if it has none; None if the log has no such text."""
+    """Return the text `column` of each item, empty if missing; None if no item has the
+    column.
+    """
     uri, name = join(catalogue.tables, "items"), f"text_{column}"
     if not catalogue.tables:
         return None

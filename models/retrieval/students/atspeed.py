@@ -50,7 +50,9 @@ TOP = 20
 
 @dataclass
 class AtSpeedConfig(StudentConfig):
-    """What strict and relaxed verification have in common: the draft, and how far it runs ahead."""
+    """Options of strict and relaxed verification: the draft model and its number of
+    steps.
+    """
 
     beam: int = 50
     """The target's beams (Appendix D.2 of SID-MLP; 10 or 20 in the AtSpeed paper)."""
@@ -82,7 +84,7 @@ class AtSpeedConfig(StudentConfig):
 
 @dataclass
 class AtSpeedSConfig(AtSpeedConfig):
-    """Strict verification: what the teacher recommends."""
+    """Options of strict verification, which recommends exactly the teacher's items."""
 
 
 @dataclass
@@ -200,7 +202,9 @@ class AtSpeed(Student):
         scores: Scores | None = None,
         seed: int | None = None,
     ) -> SpeculativeResult:
-        """As `recommend`, with the number of the target's passes and of the steps drafted and accepted per request."""
+        """Recommend, and count target passes, drafted steps and accepted steps per
+        request.
+        """
         config, batch = self.config, latest(batch, self.config.max_history)
         how = Speculation(
             beam=config.beam if beam is None else beam,
@@ -257,7 +261,7 @@ class AtSpeed(Student):
         unseen: bool | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Return the family's sums, and those of the target's passes and the draft's steps."""
+        """Sum the family's metrics, target passes and drafted steps."""
         k = max(metrics.CUTOFFS)
         more = batch.history.shape[1] if unseen else 0
         found = self.speculate(batch, k + more, **options)
@@ -299,7 +303,7 @@ class AtSpeed(Student):
 
 
 class AtSpeedS(AtSpeed):
-    """AtSpeed with strict verification: it recommends what its teacher does."""
+    """AtSpeed with strict verification: it recommends the teacher's items."""
 
     name = "atspeed_s"
     config_class = AtSpeedSConfig
@@ -313,7 +317,7 @@ class AtSpeedR(AtSpeed):
 
 
 def request_keys(batch: HistoryBatch, seed: int) -> Tensor:
-    """(B,) int64: what the draws of each request follow from, however its batch is padded."""
+    """Return (B,) int64 seeds of the requests' random draws, independent of padding."""
     keys = mix_bits(batch.user + seed)
     real = real_positions(batch.history_length, batch.history.shape[1])
     for items, mask in zip(batch.history.unbind(1), real.unbind(1), strict=True):

@@ -90,7 +90,7 @@ class EarnBackbone(ExtendedT5):
         *all_see_all, last = self.encoder.blocks[: self.layer]
         for block in all_see_all:
             x = block(x, position, dropout_p)
-        x = narrowed(last, x, at, of_registers, dropout_p)
+        x = run_at_positions(last, x, at, of_registers, dropout_p)
         for block in self.encoder.blocks[self.layer :]:
             x = block(x, between, dropout_p)
         states = dropout(self.encoder.final_layer_norm(x), dropout_p)
@@ -100,11 +100,17 @@ class EarnBackbone(ExtendedT5):
         return self.encode(batch)
 
 
-def narrowed(
+def run_at_positions(
     block: Block, x: Tensor, at: Tensor, bias: Tensor, dropout_p: float
 ) -> Tensor:
-    """(B, 2, D): what `block` makes of x (B, S, D) at the positions `at` (B, 2), whose attention to all positions has
-    the `bias` (B, H, 2, S). The others' outputs would be dropped, so they are not computed."""
+    """Return the (B, 2, D) outputs of `block` at the positions `at` (B, 2) of x (B, S,
+    D).
+
+    Outputs at other positions would be dropped, so they are not computed.
+
+    Args:
+        bias: Attention bias (B, H, 2, S) of these positions to all positions.
+    """
     normed, at = block.norm(0, x), at.unsqueeze(-1)
     (q,) = block.attention.project(normed.take_along_dim(at, 1), "q")
     k, v = block.attention.project(normed, "kv")

@@ -31,7 +31,7 @@ class OneLayerConfig(StudentConfig):
 
 
 class OneLayer(Student):
-    """One layer of T5's decoder on the teacher's backbone."""
+    """A student with a single layer of T5's decoder on the teacher's backbone."""
 
     name = "one_layer"
     config_class = OneLayerConfig

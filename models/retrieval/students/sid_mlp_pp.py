@@ -103,12 +103,13 @@ class SidMlpPpEncoder(TaughtModel):
                 "encoder",
                 self.config.teacher_hash,
                 config,
-                self._encoded,
+                self._encode_by_teacher,
                 ("train", "val"),
             )
         ]
 
-    def _encoded(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
+    def _encode_by_teacher(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
+        """Return the teacher's states and their lengths."""
         history = self.teacher.encode(batch)
         return history.states, history.lengths
 
@@ -118,7 +119,7 @@ class SidMlpPpEncoder(TaughtModel):
     def match_states(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return errors (B, S, D), the teacher's states (B, S, D), both 0 at padding, and real positions (B, S, 1)."""
         history = self.backbone.encode(batch)
-        outputs = self._states.padded(batch) if self._states else None
+        outputs = self._states.pad_states(batch) if self._states else None
         with torch.no_grad():
             target = (outputs or self.teacher.encode(batch)).states
         states = history.states

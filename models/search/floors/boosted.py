@@ -40,7 +40,7 @@ MAX_SPLIT_VALUES = 255
 
 @dataclass
 class BoostedConfig:
-    """Gradient-boosted trees. Names are those of LightGBM."""
+    """Options of gradient-boosted trees, with LightGBM's names."""
 
     max_history: int = 100
     """Latest behaviours among which clicks are counted."""
@@ -173,7 +173,8 @@ class Boosted(SearchModel):
     def fit_counts(
         self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
     ) -> None:
-        """Grow the trees on batches of the train split, stopped on those of val.
+        """Grow the trees on batches of the train split; stop by the log loss on the val
+        split.
 
         Raises:
             UserError: if all training candidates have the same label, or val is empty.

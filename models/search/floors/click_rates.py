@@ -41,7 +41,7 @@ from models.search.model import SearchModel
 
 @dataclass
 class FloorConfig:
-    """What examples and requests ask of every search model."""
+    """Options that datasets and requests read from every search model."""
 
     max_history: int = 1
     """Behaviours read per request, as for every model; floors read none of them."""

@@ -311,7 +311,7 @@ def test_an_item_of_the_request_is_read_as_one_of_the_catalogue(name, catalogue,
 
 def test_hashes_spread_items_over_their_buckets(catalogue):
     config = ActionsConfig(**SMALL, item_ids="hashed", id_buckets=64)
-    hashed = ItemNetwork(catalogue, config).hashed(torch.arange(6400))
+    hashed = ItemNetwork(catalogue, config).hash_ids(torch.arange(6400))
     assert torch.bincount(hashed, minlength=64).min() > 60
 
 

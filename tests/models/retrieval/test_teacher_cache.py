@@ -319,7 +319,7 @@ def test_vectors_of_any_requests_in_any_order(
 
     def find(numbers: list[int], target: int = 0) -> History | None:
         request, targets = torch.tensor(numbers), torch.full((len(numbers),), target)
-        return states.padded(
+        return states.pad_states(
             fill_batch(RequestBatch, {}, request=request, target=targets)
         )
 
