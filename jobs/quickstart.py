@@ -551,7 +551,7 @@ def run(config: Config) -> None:
     uri = resolve_uri(None, folders.runs)  # where the trainings logged
     page = Path(folders.runs).parent / "compare.html"
     experiment = f"{folders.family}/{folders.dataset}"
-    compare = {"experiment": experiment, "html": str(page), "tracking_uri": uri}
+    compare = {"experiment": [experiment], "html": str(page), "tracking_uri": uri}
     steps.run("Compare", "compare", compare)
     label = (
         ""

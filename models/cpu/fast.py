@@ -143,7 +143,7 @@ class FastSearch:
             tokens[real_positions(lengths, tokens.shape[1])], lengths
         )
         begin = functional.pad(lengths.cumsum(0), (1, 0))
-        index = torch.arange(len(states))
+        index = torch.arange(states.shape[0])
         query = self.readout.query(
             functional.embedding_bag(index, states, begin[:-1], mode="mean")
         )
@@ -231,11 +231,11 @@ class FastSearch:
             )
             return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
         hidden = joined.chunk(trie.levels, 1)  # per level (B, N)
-        node = torch.zeros((len(z), 1), dtype=torch.long, device=z.device)  # (B, W)
+        node = torch.zeros((z.shape[0], 1), dtype=torch.long, device=z.device)  # (B, W)
         parent = torch.zeros_like(node)
         score = torch.zeros(node.shape, device=z.device)
         # (B, W, level): table rows of the codes of each beam
-        rows = z.new_zeros((len(z), 1, 0), dtype=torch.long)
+        rows = z.new_zeros((z.shape[0], 1, 0), dtype=torch.long)
         for level in range(trie.levels):
             if level > 0:
                 token = trie.tokens(level - 1)[node] + self.first_row[level - 1]

@@ -59,9 +59,8 @@ from torch.nn import functional
 
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
-from models.search.inputs import Text, TextProjection
+from models.search.inputs import TextProjection
 from models.search.model import SearchModel
-from models.search.catalogue import SearchCatalogue
 from models.search.ranker import RankerConfig
 
 
