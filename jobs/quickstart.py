@@ -539,7 +539,7 @@ def run(config: Config) -> None:
             for model in models
             if flow.extra not in registry.find(model.model).extra_inputs
         )
-        left_out = set(flow.models) - set(models)
+        left_out = [model for model in flow.models if model not in models]
         steps.count -= 1 + sum(map(count_steps, left_out))
         made = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
         print(

@@ -132,7 +132,7 @@ def check_changes(tables, rules, core_users):
     rules["targets"].rows += requests.height
     asked = requests.with_columns(item_index=pl.col("candidates").list.first())
     again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
-    rules["targets"].broken_rows(again, REQUEST + ": asks for the item before it")
+    rules["targets"].add_rows(again, REQUEST + ": asks for the item before it")
     return core_users
 
 
