@@ -204,7 +204,7 @@ def test_a_sweep_and_its_comparison(world: World) -> None:
         "--experiment retrieval/rates",
         "compare --experiment retrieval/rates --tracking_uri {store} --markdown {here}/compare.md",
     )
-    assert "SweepResult 2 trials of rates" in said
+    assert "Swept 2 trials of rates" in said
     assert best_trial(f"{world.s3}/runs/rates").startswith(f"{world.s3}/runs/rates/lr-")
     told = (world.here / "compare.md").read_text()
     assert "sasrec" in told

@@ -319,7 +319,7 @@ def test_a_sweep(
         text=True,
     )
     assert again.returncode == 0, again.stderr
-    assert "SweepResult 2 trials of rates" in again.stdout
+    assert "Swept 2 trials of rates" in again.stdout
     assert set(status(store).values()) == {"FINISHED"}
 
 
