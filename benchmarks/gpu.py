@@ -4,9 +4,9 @@
 
 Needs neither Ray nor MLflow: PyTorch, pyarrow, numpy, safetensors, PyYAML and psutil.
 `train` runs `models.training.fit` on batches in memory: plain, captured
-(`fit.cuda_graphs`), and compiled before (`fit.compile`). Weights (seed 0, steps seed 3) and
-batches are random, and the first `SKIPPED` steps are not timed. `same` says whether the
-weights after them equal the plain run's, `off` how much they differ. `search` times
+(`fit.cuda_graphs`), and compiled before (`fit.compile`). Weights (seed 0, steps seed 3)
+and batches are random, and the first `SKIPPED` steps are not timed. `same` says whether
+the weights after them equal the plain run's, `off` how much they differ. `search` times
 `recommend` without a graph, as a graph, and as a graph with products in TF32, in turn.
 """
 

@@ -1,12 +1,11 @@
-"""Decide the papers' claims from stored runs: each holds, does not hold, or is not yet
-measured.
+"""The papers' claims, decided by saved runs: holds, does not hold, not yet measured.
 
     python -m papers.claims [--results FILE_OR_FOLDER]
 
-A claim is a rule of `claims.yaml`: one system against another by a metric, the effect
+A claim is a rule in `claims.yaml`: one system against another by a metric, the effect
 of a setting, or the range of a metric. It is decided on every dataset (and trie) on
-which its systems were evaluated. Direction and size must both hold: the size may be
-half of the printed range's lower end, or twice its upper end.
+which its systems were evaluated. Direction and size must both hold; the size may be
+from half to double the printed range.
 """
 
 from __future__ import annotations
@@ -41,22 +40,23 @@ from pipelines.comparison.table import Table, percent
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
 
-PAIRED = ("higher", "lower", "same", "no_worse", "no_lower", "non_inferior")
-"""Expectations of `left` against `right`."""
+PAIR_EXPECTATIONS = ("higher", "lower", "same", "no_worse", "no_lower", "non_inferior")
+"""Expectations of left against right."""
 
-OF_PARAM = ("best_in", "falls", "flat")
-"""Expectations of a setting."""
+PARAM_EXPECTATIONS = ("best_in", "falls", "flat")
+"""Expectations of the effect of a setting."""
 
-SEEDS = 3
-"""Pairs of runs that a test of non-inferiority takes, as in the paper (Table 12 of SID-MLP): two decide little."""
+MIN_SEEDS = 3
+"""Pairs of runs for a test of non-inferiority, as in the paper (Table 12 of
+SID-MLP)."""
 
-FACTOR = 2.0
-"""A size holds within the printed range, this many times smaller at its lower end and larger at its upper."""
+SIZE_FACTOR = 2.0
+"""A size holds within the printed range, widened by this factor at both ends."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A rule of claims.yaml, whose head documents the fields."""
+    """A rule; the head of claims.yaml explains its fields."""
 
     id: str
     """Short name."""
@@ -69,25 +69,26 @@ class Claim:
     left: str | None = None
     """System that the claim is about."""
     right: str | None = None
-    """System that `left` is compared with."""
+    """System that it is compared with."""
     system: str | None = None
     """System of a rule about a setting or a range."""
     match: str = "settings"
-    """`teacher`: right is the teacher of left; settings: all else is equal."""
+    """`teacher`: right is the teacher of left; `settings`: all other settings are
+    equal."""
     as_: str = "change"
     """change, points or times."""
     expect: str = "higher"
-    """One of PAIRED or OF_PARAM."""
+    """One of PAIR_EXPECTATIONS or PARAM_EXPECTATIONS."""
     within: float = 0.01
-    """Tolerated share for same, no_worse, no_lower and flat."""
+    """Tolerance of same, no_worse, no_lower and flat, as a share."""
     paper: tuple[float, float] | None = None
-    """The printed sizes, from and to."""
+    """Smallest and largest printed size."""
     size: str = "printed"
     """any: only the direction is claimed."""
     param: str | None = None
     """Setting whose effect is claimed."""
     values: tuple[float, ...] = ()
-    """Claimed values of the best setting."""
+    """Values of the setting that are claimed to be best."""
     range: tuple[float, float] | None = None
     """Claimed range of the metric."""
 
@@ -99,9 +100,16 @@ class Claim:
         }
         if sum(rules.values()) != 1 or (bool(self.system) == bool(self.left)):
             raise UserError(
-                f"claim {self.id}: give left and right, or a system with a param or a range"
+                f"claim {self.id}: give left and right, or a system with a param or a "
+                f"range"
             )
-        known = PAIRED if self.left else OF_PARAM if self.param else ("higher",)
+        known = (
+            PAIR_EXPECTATIONS
+            if self.left
+            else PARAM_EXPECTATIONS
+            if self.param
+            else ("higher",)
+        )
         check_names([self.expect], known, f"claim {self.id}, expect")
         check_names([self.as_], ("change", "points", "times"), f"claim {self.id}, as")
         check_names([self.match], ("settings", "teacher"), f"claim {self.id}, match")
@@ -109,28 +117,28 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one claim and dataset."""
+    """The decision on a claim for one dataset."""
 
     claim: Claim
     verdict: str
     """HOLDS, FAILS or OPEN."""
     where: str = ""
-    """Experiment, and the semantic IDs if the experiment has several."""
+    """Experiment, with the semantic IDs if there are several."""
     ours: str = ""
-    """The measured size."""
+    """Measured size."""
     paper: str = ""
-    """The printed size."""
+    """Printed size."""
     why: str = ""
-    """The criterion that decided."""
+    """Part of the rule that decided."""
     rows: tuple[Row, ...] = field(default=(), repr=False)
-    """The rows that the verdict is based on."""
+    """Rows that the decision is based on."""
 
 
 def read_claims(papers: Papers) -> list[Claim]:
-    """Return the rules.
+    """Read the rules.
 
     Raises:
-        UserError: if a rule is inconsistent.
+        UserError: If a rule is not valid.
     """
     claims = []
     for given in papers.claims:
@@ -149,8 +157,9 @@ def read_claims(papers: Papers) -> list[Claim]:
 
 
 def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Return a verdict per dataset on which the claim was measured, or one that it was
-    not.
+    """Decide a claim on every dataset on which it was measured.
+
+    If there is none, the only verdict is "not yet measured".
     """
     ended = [row for row in rows if any(run.finished for run in row.runs)]
     if claim.left and claim.right:
@@ -179,9 +188,7 @@ def claimed_size(claim: Claim, left: float, right: float) -> float:
 
 
 def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
-    """Return the smallest and largest printed size, from the claim or else the
-    published tables.
-    """
+    """Return the printed sizes, of the claim or of the published tables."""
     if claim.paper or not (claim.left and claim.right):
         return claim.paper or claim.range
     sizes = []
@@ -202,10 +209,10 @@ def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
 
 
 def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
-    """Judge `left` against `right` by the mean size over pairs of runs.
+    """Compare left and right by the mean of the claimed quantity over pairs of runs.
 
-    Where runs have per-user metrics, the verdict names the bootstrap interval over
-    users.
+    The verdict includes the bootstrap interval over users if a metric per user is
+    saved.
     """
     left, values, rows = pair.left, pair.values(claim.metric), (pair.left, pair.right)
     size = statistics.fmean(claimed_size(claim, *both) for both in values)
@@ -222,13 +229,13 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
     neutral = 1.0 if claim.as_ == "times" else 0.0
     above, why = size - neutral, "direction"
     if claim.expect == "non_inferior":
-        if len(values) < SEEDS:
+        if len(values) < MIN_SEEDS:
             return Verdict(
                 claim,
                 OPEN,
                 left.place,
-                show(claim, size),
-                why=f"needs {SEEDS} seeds",
+                format_size(claim, size),
+                why=f"needs {MIN_SEEDS} seeds",
                 rows=rows,
             )
         p = non_inferiority(
@@ -239,7 +246,7 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
         good = above > 0 if claim.expect == "higher" else above < 0
         if good and theirs and claim.size == "printed":
             low, high = sorted(abs(end) for end in theirs)
-            good, why = low / FACTOR <= abs(size) <= high * FACTOR, "size"
+            good, why = low / SIZE_FACTOR <= abs(size) <= high * SIZE_FACTOR, "size"
     else:
         good = {
             "same": abs(above) <= claim.within,
@@ -257,7 +264,7 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
         claim,
         HOLDS if good else FAILS,
         left.place,
-        show(claim, size),
+        format_size(claim, size),
         format_printed(claim, theirs),
         why,
         rows,
@@ -265,26 +272,25 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
 
 
 def format_interval(claim: Claim, pair: Pair) -> str:
-    """Format the bootstrap interval over users: `; 95% -2.1% to +1.0%`.
+    """Format the bootstrap interval over users, for example `; 95% -2.1% to +1.0%`.
 
-    Return an empty text for runs without per-user metrics.
+    It is empty if the metric per user is not saved.
     """
     split, _, metric = claim.metric.partition("/")
     if split != "test" or (same := same_users(pair.runs, metric)) is None:
         return ""
     (found,) = intervals(same.difference[None], same.counts)
     low, high = (
-        show(claim, claimed_size(claim, same.mean + end, same.mean))
+        format_size(claim, claimed_size(claim, same.mean + end, same.mean))
         for end in (found.low, found.high)
     )
     return f"; 95% {low} to {high}"
 
 
 def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
-    """Judge the effect of a setting, per experiment and trie, on the group with the
-    most values.
+    """Judge the effect of a setting, with all others equal, per experiment and trie.
 
-    All rows of a group differ in this setting only.
+    Of several groups of rows, that with the most values is judged.
     """
     without = System(
         system.model,
@@ -304,9 +310,7 @@ def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
 
 
 def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
-    """Judge rows sorted by one setting; return None if fewer than three have the
-    metric.
-    """
+    """Judge rows in the order of a setting; None if fewer than three are measured."""
     name = claim.metric
     if "/" not in name or not name.startswith(("val/", "test/", "train/")):
         name = next(
@@ -357,9 +361,7 @@ def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
 
 
 def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
-    """Judge whether a system's metric lies in its claimed range, per experiment and
-    trie.
-    """
+    """Judge whether the metric of a system is in its range, per experiment and trie."""
     low, high = claim.range or (-math.inf, math.inf)
     found: dict[tuple[str, str], Verdict] = {}
     for row in rows:
@@ -378,8 +380,8 @@ def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
     return list(found.values())
 
 
-def show(claim: Claim, size: float) -> str:
-    """Format a size in the claim's unit: 8.74x, -2.4%, +1.91 points."""
+def format_size(claim: Claim, size: float) -> str:
+    """Format a size as it is claimed: 8.74x, -2.4%, +1.91 points."""
     if claim.as_ == "times":
         return f"{size:.3f}x" if size < 2 else f"{size:.3g}x"
     return percent(size) if claim.as_ == "change" else f"{100 * size:+.2f} points"
@@ -391,14 +393,12 @@ def format_printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
         return ""
     if claim.range:
         return f"{sizes[0]:g} to {sizes[1]:g}"
-    low, high = (show(claim, size) for size in sizes)
+    low, high = (format_size(claim, size) for size in sizes)
     return low if low == high else f"{low} to {high}"
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    """Return a table of all verdicts in the order of the file, with a count of each
-    verdict.
-    """
+    """Make the table of all claims, with the number of each verdict."""
     cells = [
         [v.verdict, v.claim.source, v.claim.says, v.where, v.ours, v.paper, v.why]
         for v in verdicts
@@ -409,10 +409,11 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
     }
     notes = [
         ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".",
-        f"A claim that one system is above or below another holds where its direction does and its size lies within "
-        f"the printed range, {FACTOR:g} times widened. The rules are in claims.yaml, the figures from kept runs alone.",
-        "ours: the mean over pairs of runs, each a student and its teacher, or two models of one seed. 95%: the "
-        "interval of a bootstrap over users.",
+        f"A claim that one system is above or below another holds where its direction "
+        f"does and its size lies within the printed range, {SIZE_FACTOR:g} times "
+        f"widened. The rules are in claims.yaml, the figures from kept runs alone.",
+        "ours: the mean over pairs of runs, each a student and its teacher, or two "
+        "models of one seed. 95%: the interval of a bootstrap over users.",
     ]
     header = [
         "verdict",
@@ -427,7 +428,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Decide every claim from the rows of real logs."""
+    """Decide all claims by rows that are not from simulated logs."""
     real = [row for row in rows if not row.simulated]
     return [
         verdict
@@ -441,7 +442,7 @@ class Config:
     """Options of `python -m papers.claims`."""
 
     results: str = str(kept.RESULTS)
-    """File of kept runs, or folder of such files."""
+    """File of saved runs, or folder of such files."""
     claims: str = str(CLAIMS)
     """File with systems, published figures and claims."""
 

@@ -1,11 +1,12 @@
-"""Trained on every day, trained once, or trained anew: what models of a growing log find on each day before they train
-on it.
+r"""Models of a growing log: trained further every day, trained once, or anew.
 
-    python -m papers.days --log kuairand --data ../shared/data --output runs/days --results papers/results/days
+    python -m papers.days --log kuairand --data ../shared/data \
+        --output runs/days --results papers/results/days
 
-A log is cut into days, which join its tables one by one. Test is the newest day, validation the one before, and
-training all that is older. Each of the `POLICIES` measures its model on that test split. Of the validations of a
-training the best one counts. Run again, it goes on. `python -m papers.pages` makes the page.
+A log is split into days, which are added to its tables one by one. The newest day is
+test, the day before validation, and all older days are training. Each of the `POLICIES`
+measures its model on test. The best validation of a training counts. The same command
+line continues from finished steps. `python -m papers.pages` makes the page.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig, fit
 from models.training_run import TrainingRun, resolve_training
-from papers.kept import short
+from papers.kept import shorten_paths
 from pipelines.comparison.svg import STYLE, Plot, to_svg
 from pipelines.comparison.table import Table
 from pipelines.figures import COLOURS, label_axes, new_figure
 
 CONFIGS = Path(__file__).parents[1] / "jobs/configs"
 BEGIN, DAY = 1_750_032_000_000, 86_400_000
-"""Midnight in ms of the first made-up day, and its length."""
+"""Midnight in ms of the first generated day, and the length of a day."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,28 @@ class Log:
     folder: str
     """Folder of the raw log."""
     source: str
-    """Its mapping, under `jobs/configs/sources`."""
+    """Its mapping file in `jobs/configs/sources`."""
     changed: dict[str, Any]
-    """What the mapping of the days has in place of its own."""
+    """Changes of the mapping for the days."""
     first: int
-    """Number of the first day that is tested on, from 1."""
+    """Number of the first day to test on, from 1."""
     configs: tuple[str, ...]
-    """Of the model, under `jobs/configs`."""
+    """Configs of the model in `jobs/configs`."""
     model: dict[str, Any]
-    """Options of the model that win over the files."""
+    """Options of the model that override the configs."""
     fit: dict[str, Any]
-    """Options of the training likewise; `max_epochs` of the first one."""
+    """Options of the training that override the configs; `max_epochs` of the first
+    one."""
     daily: dict[str, Any]
-    """Options of a day's training likewise, as of `continue_training` in jobs.daily."""
+    """Options of a day's training that override `fit`, such as those of jobs.daily."""
     last: int
-    """Number of the last day, on which the models `in full` have as many steps as `daily`."""
+    """Number of the last day, for which the policies `in full` have as many steps as
+    `daily`."""
     requests: int = 0
-    """Requests of a day that are ranked, spread evenly over the lengths of their histories; 0: all."""
+    """Requests of a day to rank, spread evenly over the lengths of histories; 0 for
+    all."""
     shown: tuple[str, ...] = ()
-    """Metrics of an evaluation that are kept, of models that rank no catalogue."""
+    """Metrics to save of models that do not rank a catalogue."""
 
 
 LOGS = {
@@ -110,7 +114,7 @@ LOGS = {
     ),
 }
 
-ONCE, ANEW, CODES, OLD = (
+ONCE_IN_FULL, ANEW_IN_FULL, ANEW_WITH_CODES, OLD_CATALOGUE = (
     "once, in full",
     "anew, in full",
     "anew, in full, codes anew",
@@ -119,20 +123,20 @@ ONCE, ANEW, CODES, OLD = (
 POLICIES = {
     "daily": "goes on each day from its last model, with what is newer and a share of what is older (`fit.replay_fraction`)",
     "once": "trained on the first tables",
-    ONCE: "likewise, with all the steps that `daily` has taken until the last day",
+    ONCE_IN_FULL: "likewise, with all the steps that `daily` has taken until the last day",
     "anew": "begins anew each day, with the steps that `daily` takes on that day",
-    ANEW: "begins anew on the last day, with all the steps that `daily` has taken until then",
-    CODES: "likewise, and the semantic IDs are made anew of all items; else those of new items extend the first ones",
-    OLD: "`daily` as it was the day before, with the items of then alone",
+    ANEW_IN_FULL: "begins anew on the last day, with all the steps that `daily` has taken until then",
+    ANEW_WITH_CODES: "likewise, and the semantic IDs are made anew of all items; else those of new items extend the first ones",
+    OLD_CATALOGUE: "`daily` as it was the day before, with the items of then alone",
 }
-"""What they do, in the order of tables."""
+"""Description of each policy, in the order of tables."""
 METRICS = {
     "kuairand": ("mean/rig", "mean/auc"),
     "beauty": ("recall@10", "recall@10 new", "recall@10 old"),
 }
-"""By log the metrics of its tables; the first is drawn."""
+"""Metrics in the tables of each log; the first is plotted."""
 WEIGHTS = {"recall@10 new": "share new"}
-"""Of a metric of some requests their share."""
+"""Share of the requests that a metric covers."""
 
 
 @dataclass
@@ -140,19 +144,19 @@ class Config:
     """Options of `python -m papers.days`."""
 
     log: Literal[tuple(LOGS)]  # type: ignore[valid-type]
-    """Which log."""
+    """Name of the log."""
     data: str
     """Folder of the folders of raw logs."""
     output: str
     """Folder for tables, semantic IDs and checkpoints."""
     results: str
-    """Folder for the figures, as LOG.jsonl."""
+    """Folder for the figures, in LOG.jsonl."""
     seed: int = 42
     """Seed of the trainings."""
 
 
 def kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
-    """Yield the rows of each date, with a header."""
+    """Yield the rows of each date, with their header."""
     with gzip.open(next(raw.glob("log_standard*.gz")), "rt", newline="") as file:
         header, *rows = csv.reader(file)
     at = header.index("date")
@@ -161,10 +165,10 @@ def kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
 
 
 def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
-    """Yield twenty days with equally many rows.
+    """Yield twenty days of equally many rows.
 
-    Users follow each other by their newest item: Amazon's item numbers rise with time,
-    and the log has no other clock.
+    Users come one after the other, by the newest item of each: Amazon's item numbers
+    rise with time, and the log has no other clock.
     """
     with gzip.open(raw / "interactions.csv.gz", "rt", newline="") as file:
         rows = [
@@ -190,22 +194,23 @@ def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
 
 NOTES = {
     "kuairand": "AttnLFA of two layers on `kuairand_pure`, cut into its fourteen dates; all impressions of a date are "
-    "test. First tables: days 1 to 5, so 952 steps of batch 64 on days 1 to 3. A day of `daily` is one epoch of what "
-    "is newer and a fifth of what is older.",
+    "test. First tables: days 1 to 5, so 952 steps of batch 64 on days 1 to 3. A day "
+    "of `daily` is one epoch of what is newer and a fifth of what is older.",
     "beauty": "TIGER (`tiger_small`) on `amazon14_beauty` in twenty parts of 9,925 interactions. "
-    "The log has no clock: users come one after the other by the newest item that each has, as Amazon's "
-    "numbers of items rise with time. 2,000 requests of each part are ranked, the same for all. New are items"
-    " that no part before has. Rqkmeans of two levels on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 6 "
-    "epochs on parts 1 to 10. A day of `daily` is one epoch of what is newer and a tenth of what is older, at rate "
-    "0.002, as in `jobs/configs/daily.yaml`.",
+    "The log has no clock: users come one after the other by the newest item that each "
+    "has, as Amazon's numbers of items rise with time. 2,000 requests of each part are "
+    "ranked, the same for all. New are items that no part before has. Rqkmeans of two "
+    "levels on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 6 epochs on "
+    "parts 1 to 10. A day of `daily` is one epoch of what is newer and a tenth of what "
+    "is older, at rate 0.002, as in `jobs/configs/daily.yaml`.",
 }
-"""What is under the tables of a log."""
+"""Notes below the tables of a log."""
 
 
-DAYS = {"kuairand": kuairand_days, "beauty": beauty_days}
+DAY_READERS = {"kuairand": kuairand_days, "beauty": beauty_days}
 
 
-def do(job: str, **options: Any) -> None:
+def run_job(job: str, **options: Any) -> None:
     """Run a job in this process."""
     paths = {key: str(v) for key, v in options.items() if isinstance(v, Path)}
     cli.run_job(job, {**options, **paths})
@@ -215,7 +220,7 @@ def do(job: str, **options: Any) -> None:
 
 
 class Days:
-    """The run of a log."""
+    """The experiment on one log."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.log = config, LOGS[config.log]
@@ -240,9 +245,7 @@ class Days:
         return read_manifest(self.inputs(day).tables + "/items").rows
 
     def prepare(self) -> None:
-        """Make the tables and semantic IDs of each day; each day extends the one
-        before.
-        """
+        """Write tables and semantic IDs of each day, extending the day before."""
         raw, log = Path(self.config.data) / self.log.folder, self.log
         mapping = (
             yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text())
@@ -253,7 +256,7 @@ class Days:
         for file in {*raw.glob("items*"), *raw.glob("video_features*")}:
             shutil.copy2(file, self.folder / "raw")
         name = log.changed.get("files", "log_standard_*.csv").replace("*", "{:02d}")
-        for day, rows in enumerate(DAYS[self.config.log](raw), 1):
+        for day, rows in enumerate(DAY_READERS[self.config.log](raw), 1):
             if (done := self.folder / f"{day}/done").exists():
                 continue
             with (self.folder / "raw" / name.format(day)).open("w", newline="") as file:
@@ -266,7 +269,7 @@ class Days:
             shutil.rmtree(here, ignore_errors=True)
             if day > log.first:
                 shutil.copytree(before / "tables", here / "tables")
-            do(
+            run_job(
                 "prepare",
                 source=self.folder / "source.yaml",
                 input=self.folder / "raw",
@@ -283,9 +286,9 @@ class Days:
             done.touch()
 
     def tokenize(self, day: int, codes: str, **more: Any) -> None:
-        """Make the semantic IDs of the day's items."""
+        """Write semantic IDs of the day's items."""
         here = self.folder / str(day)
-        do(
+        run_job(
             "tokenize",
             tables=here / "tables",
             tokenizer="rqkmeans",
@@ -299,11 +302,17 @@ class Days:
     def train(
         self, policy: str, day: int, steps: int = 0, init: str = "", codes: str = "sids"
     ) -> tuple[str, int]:
-        """Return the checkpoint and its number of steps.
+        """Train a model of a policy on a day, unless it is finished.
 
         Args:
-            steps: Approximate number of steps to train; 0 for the epochs of the config.
-            init: Checkpoint to start from.
+            policy: Name of the policy.
+            day: Number of the day.
+            steps: Approximate number of steps; 0 for all epochs.
+            init: Checkpoint to start from, or "".
+            codes: Folder of the semantic IDs.
+
+        Returns:
+            The checkpoint, and the number of its steps.
         """
         place = self.folder / f"runs/{policy}-{day}-{self.config.seed}".replace(
             ", ", "-"
@@ -335,8 +344,9 @@ class Days:
             last = event.step
             if event.metrics:
                 print(
-                    f"{policy}, day {day}: epoch {event.epoch}, step {last}, {event.metrics[options.metric]:.4f}, "
-                    f"{event.examples_per_s:.0f} examples/s",
+                    f"{policy}, day {day}: epoch {event.epoch}, step {last}, "
+                    f"{event.metrics[options.metric]:.4f}, {event.examples_per_s:.0f} "
+                    f"examples/s",
                     flush=True,
                 )
             if event.is_best:
@@ -349,10 +359,13 @@ class Days:
     def measure(
         self, where: str, day: int, codes: str = "sids", known: int = 0
     ) -> dict[str, float]:
-        """Return the metrics of a checkpoint on one day.
+        """Measure a checkpoint on a day.
 
         Args:
-            known: Recommend only this many first items of the catalogue; 0 for all.
+            where: Checkpoint.
+            day: Number of the day.
+            codes: Folder of the semantic IDs.
+            known: Number of items to recommend from; 0 for all.
         """
         inputs = self.inputs(day, codes)
         loaded = LoadedModel.load(where, inputs)
@@ -414,7 +427,7 @@ class Days:
         codes: str = "sids",
         known: int = 0,
     ) -> None:
-        """Measure a checkpoint and append the result, unless the results have it."""
+        """Measure a checkpoint and save the line, unless it exists."""
         key = {
             "log": self.config.log,
             "policy": policy,
@@ -428,7 +441,9 @@ class Days:
             | {"steps": steps, "metrics": self.measure(where, day, codes, known)}
             | describe_origin()
         )
-        line["command"] = short(f"python -m papers.days {shlex.join(sys.argv[1:])}")
+        line["command"] = shorten_paths(
+            f"python -m papers.days {shlex.join(sys.argv[1:])}"
+        )
         self.lines.append(line)
         self.results.parent.mkdir(parents=True, exist_ok=True)
         with self.results.open("a") as file:
@@ -436,7 +451,7 @@ class Days:
         print(json.dumps(line), flush=True)
 
     def run(self) -> None:
-        """Run all policies; policies that need the steps of `daily` run after it."""
+        """Run all policies; policies that need the steps of `daily` come last."""
         log, last = self.log, self.log.last
         self.prepare()
         first, begun = self.train("daily", log.first)
@@ -444,27 +459,27 @@ class Days:
         for day in range(log.first + 1, last + 1):
             self.note("once", day, first, begun if day == log.first + 1 else 0)
             if self.sids:
-                self.note(OLD, day, where, 0, known=self.items(day - 1))
+                self.note(OLD_CATALOGUE, day, where, 0, known=self.items(day - 1))
             where, taken[day] = self.train("daily", day, init=where)
             self.note("daily", day, where, taken[day])
             self.note("anew", day, *self.train("anew", day, taken[day]))
         total = begun + sum(taken.values())
-        where, steps = self.train(ONCE, log.first, total)
+        where, steps = self.train(ONCE_IN_FULL, log.first, total)
         for day in taken:
-            self.note(ONCE, day, where, steps if day == last else 0)
-        self.note(ANEW, last, *self.train(ANEW, last, total))
+            self.note(ONCE_IN_FULL, day, where, steps if day == last else 0)
+        self.note(ANEW_IN_FULL, last, *self.train(ANEW_IN_FULL, last, total))
         if self.sids:
             self.tokenize(last, "codes_anew")
             self.note(
-                CODES,
+                ANEW_WITH_CODES,
                 last,
-                *self.train(CODES, last, total, codes="codes_anew"),
+                *self.train(ANEW_WITH_CODES, last, total, codes="codes_anew"),
                 codes="codes_anew",
             )
 
 
-def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
-    """Return the tables and the plot of a log."""
+def summarize(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
+    """Make the tables and the plot of a log."""
     days = sorted({line["day"] for line in lines})
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for line in lines:
@@ -512,7 +527,7 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
     summary = [
         [
             policy,
-            f"{steps[policy] // len(seeds):,}" if policy != OLD else "-",
+            f"{steps[policy] // len(seeds):,}" if policy != OLD_CATALOGUE else "-",
             *(
                 cell(mean(policy, some, name))
                 for some in spans
@@ -533,7 +548,8 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
             ]
         )
     notes = [
-        f"{NOTES[log]} Seed {', '.join(map(str, seeds))}; {lines[0]['hardware']}; `{lines[0]['command']}`."
+        f"{NOTES[log]} Seed {', '.join(map(str, seeds))}; {lines[0]['hardware']}; "
+        f"`{lines[0]['command']}`."
     ]
     tables = [
         Table(f"{log}: all in all", header, summary, notes, num_words=1),
@@ -569,15 +585,15 @@ def shown(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
 
 
 def pages(results: Path) -> Iterator[tuple[list[Table], Plot]]:
-    """Yield the tables and the plot of each log from its stored results."""
+    """Yield the tables and the plot of each log from its saved figures."""
     for file in sorted(results.glob("*.jsonl")):
-        yield shown(
+        yield summarize(
             file.stem, [json.loads(line) for line in file.read_text().splitlines()]
         )
 
 
 def run(config: Config) -> None:
-    """Train and measure all missing days."""
+    """Train and measure all policies, except finished runs."""
     torch.set_num_threads(1)
     Days(config).run()
 

@@ -1,13 +1,13 @@
-"""Store runs in a small file of the repository, and restore them for a comparison.
+r"""Runs as a small file in the repository, and back as a store that comparisons read.
 
-    python -m papers.kept --experiment retrieval/DATASET --tracking_uri STORE --output papers/results/NAME.jsonl
+    python -m papers.kept --experiment retrieval/DATASET --tracking_uri STORE \
+        --output papers/results/NAME.jsonl
 
-One line is one run: params, tags (command, hardware, commit, table hashes), last
-metrics, per-user metrics of evaluations, and the curves of the plots. Paths are
-shortened to their last two parts, and metrics of the machine are dropped. Restored,
-they are an MLflow store in a temporary folder, so that tables, plots and claims are
-made as from the original store. Rows of `python -m benchmarks` are stored beside them
-unchanged.
+A line is a run: its params, tags (command, hardware, commit, hashes of tables), last
+metrics, metrics per user from evaluations, and the curves in plots. Paths are shortened
+to their last two parts, and system metrics are left out. Read back, the runs are an
+MLflow store in a temporary folder, so tables, plots and claims are about those of the
+original store. Lines of `python -m benchmarks` are in the same folder.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from pipelines.evaluation.record import group_evaluations
 from pipelines.tracking import PARENT_TAG
 
 RESULTS = Path(__file__).with_name("results")
-"""The stored runs."""
+"""Folder of the saved runs."""
 
-POINTS = 100
-"""Most points of a stored curve: every n-th point and the last one."""
+MAX_CURVE_POINTS = 100
+"""Most points of a saved curve, at a constant stride, with the last one."""
 
-LEFT_OUT = ("system/",)
-"""Prefixes of metrics of the machine, which are not stored."""
+EXCLUDED_METRICS = ("system/",)
+"""Prefixes of system metrics, which are not saved."""
 
-PLACE = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
+PATH_PATTERN = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
 """An absolute path or a URI within a text."""
 
-KEPT = (PARENT_TAG, tracking.COMMIT_TAG)
-"""MLflow's own tags that are stored; all of ours are."""
+INCLUDED_TAGS = (PARENT_TAG, tracking.COMMIT_TAG)
+"""Tags of MLflow that are saved, in addition to all other tags."""
 
-GRID = "grid.yaml"
-"""The artifact of a sweep's run that holds its grid file."""
+GRID_ARTIFACT = "grid.yaml"
+"""Artifact of a sweep's run with its grid file."""
 
 Line = dict[str, Any]
 
@@ -68,19 +68,17 @@ class Config:
     """Options of `python -m papers.kept`."""
 
     tracking_uri: str
-    """The MLflow store that the runs are in."""
+    """MLflow store of the runs."""
     output: str
     """File to write (.jsonl), small enough to be kept in a repository."""
     experiment: str
     """MLflow experiment: family/dataset."""
     sweep: str | None = None
-    """A sweep of it, by its name or the id of its run, in place of all runs."""
+    """Name or run id of a sweep of the experiment, instead of all runs."""
 
 
 def run(config: Config) -> None:
-    """Write the runs of an experiment or a sweep as JSON lines, with the sweeps that
-    they belong to.
-    """
+    """Write the runs of an experiment or sweep, with their parents, as JSON lines."""
     selection = select(config.tracking_uri, [config.experiment], config.sweep)
     chosen = {run.info.run_id for run in [*selection.runs, *selection.teachers]}
     there = search_runs(selection.client, list(selection.experiments))
@@ -104,20 +102,20 @@ def run(config: Config) -> None:
 
 
 def to_line(selection: Selection, run: Any) -> Line:
-    """Return the stored line of a run."""
+    """Return the saved content of a run."""
     metrics = {
         name: value
         for name, value in run.data.metrics.items()
-        if not name.startswith(LEFT_OUT)
+        if not name.startswith(EXCLUDED_METRICS)
     }
     curves = {
         "train/loss",
         f"val/{tracking.metric_name(run.data.params.get('fit.metric', ''))}",
     } & metrics.keys()
     tags = {
-        name: short(value)
+        name: shorten_paths(value)
         for name, value in run.data.tags.items()
-        if name in KEPT or "mlflow." not in name
+        if name in INCLUDED_TAGS or "mlflow." not in name
     }
     line = {
         "id": run.info.run_id,
@@ -126,7 +124,9 @@ def to_line(selection: Selection, run: Any) -> Line:
         "status": run.info.status,
         "start_ms": run.info.start_time,
         "end_ms": run.info.end_time,
-        "params": {name: short(value) for name, value in run.data.params.items()},
+        "params": {
+            name: shorten_paths(value) for name, value in run.data.params.items()
+        },
         "tags": tags,
         "metrics": metrics,
         "curves": {
@@ -141,14 +141,12 @@ def to_line(selection: Selection, run: Any) -> Line:
 
 
 def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
-    """Return the [step, value] points of a metric, sorted by step, at most about
-    `POINTS`.
-    """
+    """Return [step, value] pairs in the order of steps."""
     points = sorted(
         (point.step, float(f"{point.value:.5g}"))
         for point in client.get_metric_history(run_id, name)
     )
-    stride = max(1, -(-len(points) // POINTS))
+    stride = max(1, -(-len(points) // MAX_CURVE_POINTS))
     return [
         list(point)
         for place, point in enumerate(points)
@@ -156,27 +154,28 @@ def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
     ]
 
 
-def short(value: str) -> str:
-    """Shorten every absolute path or URI in the text to its last two parts."""
-    return PLACE.sub(
+def shorten_paths(value: str) -> str:
+    """Shorten all absolute paths and URIs in a text to their last two parts."""
+    return PATH_PATTERN.sub(
         lambda found: "/".join(found[0].rstrip("/").rsplit("/", 2)[-2:]), value
     )
 
 
 def grid_text(sweep: Any) -> str:
-    """Return the grid file of a sweep's run, or an empty text if the run has none."""
+    """Return the grid file of a sweep's run, or "" if the run has none."""
     try:
-        return str(mlflow.artifacts.load_text(f"{sweep.info.artifact_uri}/{GRID}"))
+        return str(
+            mlflow.artifacts.load_text(f"{sweep.info.artifact_uri}/{GRID_ARTIFACT}")
+        )
     except (MlflowException, OSError):
         return ""
 
 
 def read(path: str | Path) -> tuple[list[Line], list[Line]]:
-    """Return the runs and the benchmark rows of a file, or of all `*.jsonl` files of a
-    folder.
+    """Read runs and timings from a file, or from all `*.jsonl` of a folder.
 
     Raises:
-        UserError: if a file contains anything else.
+        UserError: If a file has other content.
     """
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
     runs: list[Line] = []
@@ -192,7 +191,8 @@ def read(path: str | Path) -> tuple[list[Line], list[Line]]:
                 (timings if "benchmark" in line else runs).append(line)
                 if "benchmark" not in line and "curves" not in line:
                     raise UserError(
-                        f"a line of {file} is neither a run nor a timing; write it with papers.kept"
+                        f"a line of {file} is neither a run nor a timing; write it "
+                        f"with papers.kept"
                     )
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
@@ -205,7 +205,7 @@ def read(path: str | Path) -> tuple[list[Line], list[Line]]:
 
 @contextmanager
 def store(lines: Sequence[Line]) -> Iterator[str]:
-    """Restore the runs to a temporary MLflow store and yield its tracking URI."""
+    """Yield the tracking URI of a temporary store with the runs."""
     with tempfile.TemporaryDirectory(prefix="trieline-results-") as folder:
         uri = f"sqlite:///{folder}/mlflow.db"
         client = tracking.connect(uri)
@@ -228,7 +228,7 @@ def store(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> None:
-    """Log the content of a line to a run; tags with run ids are mapped to the new ids."""
+    """Log the content of a line to a run; tags with the id of a run get the new id."""
     tags = {
         name: ids.get(value, value)
         if name in (PARENT_TAG, tracking.BEST_TAG)

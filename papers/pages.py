@@ -1,7 +1,6 @@
-"""The pages of kept runs: of each experiment and sweep its tables and plots, beside what the papers print; benchmarks;
-and the papers' claims.
+"""Pages of the saved runs: tables and plots, published figures, benchmarks and claims.
 
-    python -m papers.pages
+python -m papers.pages
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pipelines.comparison.table import Table
 from pipelines.comparison.tables import tables
 
 ORIGIN = ("hardware", tracking.COMMIT_TAG, "command")
-"""Tags that say where a run is from."""
+"""Tags with the origin of a run."""
 
 
 @dataclass
@@ -35,13 +34,13 @@ class Config:
     """Options of `python -m papers.pages`."""
 
     results: str = str(kept.RESULTS)
-    """File of kept runs, or folder of such files."""
+    """File of saved runs, or folder of such files."""
     output: str = "docs/results"
     """Folder for the pages and their plots."""
 
 
 def run(config: Config) -> None:
-    """Write all pages of results."""
+    """Write all pages."""
     folder, papers = Path(config.output), load()
     runs, timings = kept.read(config.results)
     with kept.store(runs) as uri:
@@ -75,9 +74,7 @@ def run(config: Config) -> None:
 
 
 def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None:
-    """Write the page of an experiment or a sweep, with its plots as SVG files beside
-    it.
-    """
+    """Write the page of an experiment or a sweep, with its plots as SVG files."""
     comparison = compare(selection)
     origins = [
         (str(run.info.run_name), *(run.data.tags.get(tag, "") for tag in ORIGIN))
@@ -99,7 +96,7 @@ def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None
 
 
 def write_days(results: Path, folder: Path) -> None:
-    """Write the page of daily policies, if results of them are stored."""
+    """Write the page of policies on logs that grow by days, if figures exist."""
     shown, words = [], []
     for of_log, plot in days.pages(results):
         shown += of_log
@@ -121,7 +118,7 @@ def write_days(results: Path, folder: Path) -> None:
 def write_page(
     title: str, shown: Sequence[Table], words: Sequence[str], folder: Path
 ) -> None:
-    """Write tables and text as a Markdown file named by the title."""
+    """Write tables, then texts, as Markdown to a file named by the title."""
     content = "\n".join([*(table.markdown() for table in shown), *words])
     name = re.sub(r"\W+", "-", title.lower())
     write(f"# {title}\n\n{content}", str(folder / f"{name}.md"))

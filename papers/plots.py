@@ -1,8 +1,8 @@
 """Figures of the papers: tokenizers and beams (Fig. 3a and c of SID-MLP).
 
-    plots(compare(select(uri, ["retrieval/DATASET"])), more=(tokenizers, beams))
+    plots(compare(select(uri, ["retrieval/DATASET"])), (tokenizers, beams))
 
-Each function returns no drawing if no runs have what it shows.
+A function returns (name, title, caption, figure) tuples, none if no run has the values.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from pipelines.figures import COLOURS, label_axes, new_figure
 
 
 def tokenizers(comparison: Comparison) -> list[Drawing]:
-    """Draw teacher and student side by side per set of semantic IDs, for two or more
-    sets.
-    """
+    """Plot teacher and student for each folder of semantic IDs, for two or more."""
     name = f"test/{comparison.metric}"
     pairs: dict[str, tuple[float, Row]] = {}
     sign = 1 if lower_is_better(comparison.metric) else -1
@@ -79,7 +77,7 @@ def tokenizers(comparison: Comparison) -> list[Drawing]:
 
 
 def beams(comparison: Comparison) -> list[Drawing]:
-    """Draw the metric by the beam width, for models evaluated with at least two widths."""
+    """Plot the metric by the number of beams, for models evaluated with two or more."""
     name = f"test/{comparison.metric}"
     lines: dict[tuple[str, str], dict[int, float]] = {}
     for row in comparison.rows:

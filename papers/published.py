@@ -1,11 +1,12 @@
-"""Compare runs with the figures that the papers print; `claims.yaml` defines systems
-and figures.
+"""Published figures of the papers, compared with measured ones.
 
     papers = load()
-    for table in beside_the_papers(comparison, papers): print(table.text())
+    for table in beside_the_papers(comparison, papers):
+        print(table.text())
 
-Figures stand beside runs on the papers' own datasets only, as absolute values and
-relative to the same reference.
+`claims.yaml` defines how systems are recognised among runs, and has their figures.
+Figures are shown for runs on the papers' datasets only, as printed and relative to the
+same reference system.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from pipelines.comparison.rows import (
 from pipelines.comparison.table import Table, percent
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
-"""The papers' rules and figures."""
+"""File of rules and figures."""
 
 USERS = {"Instruments": 57_439, "Scientific": 50_985, "Games": 94_762}
-"""Users of the papers' data sets (Table 10 of SID-MLP), by whom a run on one is told: names are alike of logs of other
-years. Those of QGS and AttnMVP are not public."""
+"""Users of the papers' datasets (Table 10 of SID-MLP), which identify runs on them:
+logs of other years have similar names. The datasets of QGS and AttnMVP are not public."""
 
 
 @dataclass(frozen=True)
 class System:
-    """A system of a paper, and how its rows are recognised."""
+    """A system of a paper, as a rule that recognises its rows."""
 
     model: str | list[str]
     """Name in the registry, or BENCHMARK/VARIANT; or several names."""
@@ -48,9 +49,7 @@ class System:
     """Required params of the model: a value, a list of values, {above: n}, or any."""
 
     def matches(self, row: Row) -> bool:
-        """Return whether the row is this system, evaluated with its trained options or
-        the required `beam`.
-        """
+        """Return whether a row is this system, under its options or a given `beam`."""
         if not fits(row.model, self.model) or (
             row.options and not ("beam" in self.params and "beam" in row.options.names)
         ):
@@ -67,16 +66,16 @@ class Published:
     source: str
     """Paper and table."""
     metrics: list[str]
-    """Metrics, by the names that runs have."""
+    """Names of the metrics in this project."""
     datasets: dict[str, dict[str, list[float]]]
-    """A value per metric, by dataset and system."""
+    """A figure per metric, by dataset and system."""
     reference: str | None = None
     """System that the others are compared with."""
     relative: bool = False
-    """Whether the values are changes against the reference."""
+    """Whether figures are changes against the reference, without absolute figures."""
 
     def value(self, dataset: str, system: str, metric: str) -> float | None:
-        """Return the printed value, or None."""
+        """Return the printed figure, or None."""
         line = self.datasets[dataset].get(system)
         value = (
             line[self.metrics.index(metric)]
@@ -88,9 +87,7 @@ class Published:
     def change(
         self, dataset: str, system: str, metric: str, reference: str | None = None
     ) -> float | None:
-        """Return (system - reference) / reference, or None if one of them is not
-        printed.
-        """
+        """Return (system - reference) / reference, or None if one is not printed."""
         reference = reference or self.reference
         value = self.value(dataset, system, metric)
         base = self.value(dataset, reference, metric) if reference else None
@@ -103,23 +100,23 @@ class Published:
 
 @dataclass
 class Papers:
-    """The content of claims.yaml."""
+    """Content of the file."""
 
     systems: dict[str, System]
     published: list[Published]
     claims: list[dict[str, Any]]
-    """Rules, as `claims.py` reads them."""
+    """Rules, which `claims.py` reads."""
 
 
 def param_value(row: Row, name: str) -> str | None:
-    """Return a param of the row; `beam` is the beam width of its evaluation."""
+    """Return a param of a row; `beam` is that of its evaluation."""
     if name == "beam":
         return str(row.beam) if row.beam else None
     return row.params.get(name, row.params.get(f"model.{name}"))
 
 
 def fits(value: str | None, wanted: Any) -> bool:
-    """Return whether a param matches a required value."""
+    """Return whether a param, a string, has a wanted value."""
     if wanted == "any" or value is None:
         return bool(wanted == "any")
     if isinstance(wanted, list):
@@ -136,10 +133,10 @@ def fits(value: str | None, wanted: Any) -> bool:
 
 
 def load(path: str | Path = CLAIMS) -> Papers:
-    """Read claims.yaml.
+    """Load the file of rules and figures.
 
     Raises:
-        UserError: for an unknown key or system; names the nearest one.
+        UserError: If a key or a system is unknown (the message names the nearest).
     """
     content = read_yaml(str(path), "give a file with systems, published and claims")
     check_names(content, ("systems", "published", "claims"), str(path))
@@ -166,7 +163,8 @@ def load(path: str | Path = CLAIMS) -> Papers:
             for name, line in lines.items():
                 if len(line) != len(given["metrics"]):
                     raise UserError(
-                        f"{where}: {name} has {len(line)} figures for {len(given['metrics'])} metrics"
+                        f"{where}: {name} has {len(line)} figures for "
+                        f"{len(given['metrics'])} metrics"
                     )
     for claim in content.get("claims", []):
         used = [claim[side] for side in ("left", "right", "system") if side in claim]
@@ -175,7 +173,7 @@ def load(path: str | Path = CLAIMS) -> Papers:
 
 
 def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise UserError for an unknown name."""
+    """Raise a UserError for an unknown name."""
     check_known(
         given,
         known,
@@ -202,7 +200,7 @@ OF_STAGE_1 = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Two comparable rows, restricted to runs that have a partner if any run has one."""
+    """Two comparable rows, restricted to runs with a partner if any run has one."""
 
     left: Row
     """The compared row; for students of several teachers, all of their runs."""
@@ -214,17 +212,16 @@ class Pair:
     """
 
     def values(self, metric: str) -> list[tuple[float, float]]:
-        """Return (left, right) values of each pair of runs, or the means of rows
-        without pairs.
-        """
+        """Return the values of each pair of runs, or means of rows without pairs."""
         both = [
             (one.metrics[metric], other.metrics[metric]) for one, other in self.runs
         ]
         return both or [(self.left.mean(metric), self.right.mean(metric))]
 
     def change(self, metric: str) -> float:
-        """Return the mean of (left - right) / right over the pairs of runs; NaN if a
-        right value is 0.
+        """Return the mean of (left - right) / right over the pairs of runs.
+
+        It is NaN if a right value is 0.
         """
         return statistics.fmean(
             ratio(one, other) - 1 for one, other in self.values(metric)
@@ -232,9 +229,7 @@ class Pair:
 
 
 def pair_runs(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
-    """Pair the runs that have the metric; of several runs with one seed and teacher,
-    take the newest.
-    """
+    """Pair the runs with the metric by seed or teacher; of equal ones the newest."""
     ours = [run for row in lefts for run in row.runs if metric in run.metrics]
     theirs = [run for run in right.runs if metric in run.metrics]
     told: dict[tuple[str, str], tuple[Run, Run]] = {}
@@ -258,14 +253,18 @@ def pair_runs(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair
 def pairs(
     rows: Sequence[Row], left: System, right: System, metric: str, match: str
 ) -> list[Pair]:
-    """Return one pair of comparable rows per experiment and trie.
+    """Pair rows of two systems, one pair per experiment and trie.
 
-    Pairs with the most seeds come first, then the best `left`, then the best `right` on
-    validation.
+    Of several, the pair with the most seeds is returned, then the best left, then the
+    best right on validation.
 
     Args:
-        match: `teacher` pairs each student with its own teacher among `right`'s runs;
-            `settings` pairs rows that are equal in everything else, by seed.
+        rows: Rows of the comparison.
+        left: System that is compared.
+        right: System that it is compared with.
+        metric: Metric of the comparison.
+        match: "teacher" if right has taught left, each student with its own teacher;
+            "settings" if all else is equal, on the seeds that both have, if any.
     """
     named = {
         name if "." in name else f"model.{name}"
@@ -291,7 +290,12 @@ def pairs(
         fewer, more = sorted(
             len({run.seed for run in row.runs}) for row in (pair.left, pair.right)
         )
-        return fewer, more, on_val(pair.left, metric), on_val(pair.right, metric)
+        return (
+            fewer,
+            more,
+            validation_rank(pair.left, metric),
+            validation_rank(pair.right, metric),
+        )
 
     return [max(group, key=rank) for group in groups.values()]
 
@@ -299,9 +303,9 @@ def pairs(
 def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
     """Return whether two rows may be compared.
 
-    They share experiment, tables and evaluation options. Rows of one model or benchmark
-    may differ only in the params `named`. With `match` `teacher`, `right` is the
-    teacher of `left`.
+    They need the same experiment, tables and evaluation, and equal settings except for
+    the params `named` if the models are the same or of one benchmark. With `match`
+    "teacher", right must have taught left.
     """
     if left is right or left.experiment != right.experiment:
         return False
@@ -333,8 +337,8 @@ def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
     return all(left.params[key] == right.params[key] for key in shared - apart)
 
 
-def on_val(row: Row, metric: str) -> float:
-    """Return the row's validation metric with larger values better; -inf if unknown."""
+def validation_rank(row: Row, metric: str) -> float:
+    """Return the metric on validation, larger is better, -inf if it is unknown."""
     name = f"val/{metric.split('/', 1)[-1]}"
     sign = -1 if lower_is_better(metric) else 1
     return sign * row.mean(name) if row.values(name) else -math.inf
@@ -345,13 +349,13 @@ def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
     there = [row for row in rows if system.matches(row) and row.values(metric)]
     return max(
         there,
-        key=lambda row: (len(row.by_seed(metric)), on_val(row, metric)),
+        key=lambda row: (len(row.by_seed(metric)), validation_rank(row, metric)),
         default=None,
     )
 
 
 def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
-    """Return a table per source and dataset with at least one measured system."""
+    """Make a table per source and dataset with a system that is measured on it."""
     made = []
     for published, name in (
         (each, name) for each in papers.published for name in each.datasets
@@ -369,9 +373,7 @@ def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
 def compare_with(
     comparison: Comparison, published: Published, systems: dict[str, System]
 ) -> Table | None:
-    """Return our values beside one source's, or None if no measured system is
-    comparable.
-    """
+    """Make the table of one source, or None if no system can be compared."""
     names = list(
         dict.fromkeys(name for lines in published.datasets.values() for name in lines)
     )
@@ -449,6 +451,7 @@ def compare_with(
         else []
     )
     notes = [
-        f"{', '.join(datasets)}: as printed in {published.source}; ours on {comparison.selection.title}."
+        f"{', '.join(datasets)}: as printed in {published.source}; ours on "
+        f"{comparison.selection.title}."
     ]
     return Table(f"Beside the paper: {published.source}", header, cells, notes, 3)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from papers.days import BEGIN, DAY, beauty_days, shown
+from papers.days import BEGIN, DAY, beauty_days, summarize
 
 
 def test_users_come_by_their_newest_item_in_days_of_equal_size(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_policies_are_compared_on_the_days_that_all_have() -> None:
         line("anew, in full", 2, 0.2, 0.1, 0.1),
         line("anew, in full", 3, 0.2, 0.2, 0.3),
     ]
-    tables, plot = shown("beauty", lines)
+    tables, plot = summarize("beauty", lines)
     # all days, then days 2 and 3; a new item's metric counts by how many requests ask for one
     assert tables[0].cells == [
         ["daily", "15", "0.2000", "0.2800", "0.2000", "0.2000", "0.3000", "0.2000"],

@@ -1,16 +1,16 @@
-"""SID-MLP's decoder (Guo et al., 2026): one attention readout per user and an MLP per digit.
+"""SID-MLP's decoder (Guo et al., 2026): one readout per user, an MLP per digit.
 
 z = readout(states) is computed once per user (equation 1):
 
     q = mean(H) Wq;  x = LN(q + MHA(q, H, H));  z = LN(x + FFN(x))
 
-The logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), so a beam needs no
-attention. The paper's ablations are options; each has its YAML under
+The logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), so a beam
+needs no attention. The paper's ablations are options; each has its YAML under
 `jobs/configs/sid_mlp/`.
 
-Shapes: `B` requests, `W` prefixes or queries of a user, `S` source positions, `D` width, `H`
-heads, `K` width of a head, `N` hidden width of a digit's head, `L` levels (digits), `C_l`
-codes and `O_l` logits of level l, `V` tokens of the vocabulary.
+Shapes: `B` requests, `W` prefixes or queries of a user, `S` source positions, `D`
+width, `H` heads, `K` width of a head, `N` hidden width of a digit's head, `L` levels
+(digits), `C_l` codes and `O_l` logits of level l, `V` tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class SidMlpConfig(StudentConfig):
     """Options of SID-MLP; the defaults are the paper's student and its public code."""
 
     path: Path = "fast"
-    """`fast` shares work between beams if it covers the variant; `plain` is the search by definition."""
+    """`fast` shares work between beams if it covers the variant; `plain` is the search
+    by definition."""
     attention_heads: int = 4
     """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
     attention_width: int = 384
@@ -42,25 +43,29 @@ class SidMlpConfig(StudentConfig):
     ffn_width: int = 1024
     """Inner width of the readout's feed-forward (public code)."""
     head_width: int = 512
-    """Hidden width of each digit's head (public code; swept from 128 to 2048, Appendix C.2)."""
+    """Hidden width of each digit's head (public code; swept from 128 to 2048, Appendix
+    C.2)."""
     dropout: float = 0.2
     """Dropout of heads and feed-forward (public code; 0.1 and 0.2 in Appendix C.2)."""
     attention_dropout: float = 0.0
     """Dropout of the readout's attention weights; the paper names none."""
     prefix: Literal["concat", "none", "sum", "cascade"] = "concat"
-    """What a head reads of the prefix (Table 5, G1): `concat` all embeddings in order; `none` nothing; `sum` their sum;
-    `cascade` the newest embedding, and the hidden layer of the previous head in place of z."""
+    """What a head reads of the prefix (Table 5, G1): `concat` all embeddings in order;
+    `none` nothing; `sum` their sum; `cascade` the newest embedding, and the hidden
+    layer of the previous head in place of z."""
     shared_head: bool = False
     """One head for all digits, on the summed prefix (Table 5, G1)."""
     readout: Literal["attention", "mean", "per_digit"] = "attention"
-    """z by `attention`, one per user; by the `mean` state and a linear layer; or `per_digit`, one attention per digit
-    whose query reads the prefix too (Table 5, G2)."""
+    """z by `attention`, one per user; by the `mean` state and a linear layer; or
+    `per_digit`, one attention per digit whose query reads the prefix too (Table 5, G2)."""
     context_ffn: bool = True
     """Whether the readout has its feed-forward (Table 5, G2)."""
     logits: Literal["codebook", "vocabulary"] = "codebook"
-    """Tokens that heads predict, and that the teacher's logits are restricted to (Table 5, G3)."""
+    """Tokens that heads predict, and that the teacher's logits are restricted to (Table
+    5, G3)."""
     embeddings: Literal["teacher", "random"] = "teacher"
-    """Embeddings of the prefix: the teacher's, frozen, or random ones, trained (Table 5, G3)."""
+    """Embeddings of the prefix: the teacher's, frozen, or random ones, trained (Table
+    5, G3)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,8 +74,8 @@ class SidMlpConfig(StudentConfig):
         )
         if self.attention_width % self.attention_heads:
             raise ValueError(
-                f"attention_width {self.attention_width} does not divide by attention_heads {self.attention_heads}; "
-                f"give a multiple"
+                f"attention_width {self.attention_width} does not divide by "
+                f"attention_heads {self.attention_heads}; give a multiple"
             )
         check_dropout(self, "dropout", "attention_dropout")
         conflicts = {
@@ -80,7 +85,8 @@ class SidMlpConfig(StudentConfig):
             "readout mean has no feed-forward to leave out": (
                 self.readout == "mean" and not self.context_ffn
             ),
-            f"readout per_digit reads the prefix and prefix {self.prefix} does not fit it; "
+            f"readout per_digit reads the prefix and prefix {self.prefix} does not fit "
+            f"it; "
             "set prefix concat or sum": (
                 self.readout == "per_digit" and self.prefix in ("none", "cascade")
             ),
@@ -97,7 +103,7 @@ class SidMlpConfig(StudentConfig):
 
 
 def query_state(history: History) -> Tensor:
-    """Return (B, D) states that a readout asks with; without one, the mean of the real states."""
+    """Return the state (B, D) for queries, by default the mean of the real states."""
     if history.query is not None:
         return history.query
     states, padding = history.states, history.padding
@@ -108,7 +114,7 @@ def query_state(history: History) -> Tensor:
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention without biases; its inner `width` is independent of the states' width."""
+    """Multi-head attention without biases, with an inner `width` of its choice."""
 
     def __init__(self, dim: int, width: int, heads: int, dropout: float = 0.0) -> None:
         """Build the layer; `dropout` is applied to the attention weights."""
@@ -122,8 +128,8 @@ class CrossAttention(nn.Module):
     def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
         """Return (B, W, D): `query` (B, W, D) attends to `states` (B, S, D).
 
-        Scores are scaled by 1 / sqrt(K). Training has one query per user, which needs no
-        keys and values of the states (`attend_once`).
+        Scores are scaled by 1 / sqrt(K). Training has one query per user, which needs
+        no keys and values of the states (`attend_once`).
         """
         if self.training and query.shape[1] == 1:
             return self.attend_once(query[:, 0], states, padding).unsqueeze(1)
@@ -161,7 +167,7 @@ class CrossAttention(nn.Module):
 
 
 class Readout(nn.Module):
-    """Equation 1. With `prefix_width` above 0 the query also reads the embedded prefix of a digit."""
+    """Equation 1; with `prefix_width` > 0 the query also reads a digit's prefix."""
 
     def __init__(self, config: SidMlpConfig, dim: int, prefix_width: int = 0) -> None:
         super().__init__()
@@ -213,7 +219,7 @@ class SidMlpDecoder(Decoder):
     def __init__(
         self, config: SidMlpConfig, backbone: Backbone, width: int | None = None
     ) -> None:
-        """Build the decoder; `width` is that of z and of the prefix's embeddings, by default D."""
+        """Build the decoder; `width` of z and the embeddings is D by default."""
         super().__init__()
         self.config, self.tokens, self.first_level = config, backbone.tokens, config.m
         self.hidden_width = config.head_width
@@ -340,7 +346,7 @@ class SidMlpDecoder(Decoder):
 
 
 class HeadScorer:
-    """A `Scorer` of each level's codebook; levels before `first_level` have no scores."""
+    """A `Scorer` of each level's codebook; none before `first_level`."""
 
     def __init__(self, decoder: SidMlpDecoder, history: History) -> None:
         self.decoder, self.history, self.z = decoder, history, decoder.context(history)

@@ -1,19 +1,21 @@
 """T5's decoder, which TIGER and its one-layer student decode with.
 
-In training all codes are read at once. In search the keys and values of cross-attention are
-computed once per user and shared by the user's beams, which stand on the query axis of one
-product. As they serve many queries, the query projection is folded into the keys and the
-output projection into the values: `(x Wq)(s Wk)' = x (s Wk Wq')'`. The keys and values of
-self-attention stay where they were computed, and a beam looks them up by its ancestors. The
-cache of `transformers` holds cross-attention once per beam and copies it at every step.
+In training all codes are read at once. In search the keys and values of cross-attention
+are computed once per user and shared by the user's beams, which stand on the query axis
+of one product. As they serve many queries, the query projection is folded into the keys
+and the output projection into the values: `(x Wq)(s Wk)' = x (s Wk Wq')'`. The keys and
+values of self-attention stay where they were computed, and a beam looks them up by its
+ancestors. The cache of `transformers` holds cross-attention once per beam and copies it
+at every step.
 
-To verify the steps of a draft (`search/speculative.py`) one pass reads a tree of prefixes:
-all prefixes of a user are positions of one sequence. A mask lets each see its own beginnings
-alone, and the relative position bias is that of the length, not of the position.
+To verify the steps of a draft (`search/speculative.py`) one pass reads a tree of
+prefixes: all prefixes of a user are positions of one sequence. A mask lets each see its
+own beginnings alone, and the relative position bias is that of the length, not of the
+position.
 
-Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D` width, `H`
-heads, `K` width of a head, `V` vocabulary; `R` users of a tree, `T` prefixes of a user, `W_l`
-of them with l codes.
+Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D` width,
+`H` heads, `K` width of a head, `V` vocabulary; `R` users of a tree, `T` prefixes of a
+user, `W_l` of them with l codes.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from models.retrieval.parts import Decoder, History, SidTokens
 from models.retrieval.search.speculative import Tree
 
 MAX_TREE_SCORES = 2**26
-"""Attention scores of a layer over a tree computed at once; more users are taken in turn."""
+"""Attention scores of a layer over a tree computed at once; more users are taken in
+turn."""
 
 
 class T5Decoder(Decoder):
-    """Blocks over the token embeddings of the backbone, which are the output layer too."""
+    """T5 blocks over the backbone's token embeddings, also used as output layer."""
 
     def __init__(
         self,
@@ -61,10 +64,11 @@ class T5Decoder(Decoder):
             layers: Blocks, in place of `sizes.num_decoder_layers`.
             self_attention: Whether blocks attend to the prefix.
             cross_attention: Whether blocks attend to the history.
-            codebook_logits: Whether logits of a level are of its codes; otherwise of the
-                whole vocabulary.
+            codebook_logits: Whether logits of a level are of its codes; otherwise of
+                the whole vocabulary.
             codebook_scores: Whether log-probabilities in search are normalised over the
-                level's codes; otherwise over the whole vocabulary, as `transformers` does.
+                level's codes; otherwise over the whole vocabulary, as `transformers`
+                does.
         """
         super().__init__()
         self.tokens = tokens
@@ -133,7 +137,7 @@ class T5Decoder(Decoder):
 
 
 class PackedDecoder:
-    """The decoder's weights for search: joined, with each norm's weights folded into the next layer."""
+    """The decoder's weights for search, joined, with folded norms."""
 
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, stack: Stack) -> None:
@@ -198,7 +202,7 @@ class SharedKV:
         tokens: SidTokens,
         vocabulary: bool = True,
     ) -> None:
-        """Start a search; log-probabilities are normalised over the `vocabulary` or each level's codes."""
+        """Start a search; scores are over the `vocabulary` or each level's codes."""
         self.decoder, self.tokens, self.vocabulary = decoder, tokens, vocabulary
         self.padding = history.padding
         self.batch, self.device = len(history.states), history.states.device
@@ -286,7 +290,16 @@ class SharedKV:
         return logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)
 
     def _attend_to_codes(self, q: Tensor, codes: list[Tensor], bias: Tensor) -> Tensor:
-        """Return (N, H * K): self-attention from the queries `q` (N, H * K) to the codes of their beams."""
+        """Attend from the newest code of each beam to all codes of the beam.
+
+        Args:
+            q: (N, H * K) queries of the newest codes.
+            codes: Keys and values (n, 2 * H * K) per level.
+            bias: (H, level + 1) position bias.
+
+        Returns:
+            (N, H * K)
+        """
         heads = self.decoder.heads
         if kernels.ready(q):
             return kernels.beam_attention(q, codes, self.ancestors, bias, heads)
@@ -306,14 +319,18 @@ class SharedKV:
 
 
 class T5Target:
-    """A `Target` of `search/speculative.py` over a T5 decoder and the users' histories."""
+    """A `Target` of speculative search over a T5 decoder and encoded histories."""
 
     def __init__(self, decoder: T5Decoder, history: History) -> None:
         self.decoder, self.history = decoder, history
 
     @torch.no_grad()
     def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
-        """Return (R, W_l, C_l) log-probabilities for l from `first` on, normalised as by `scorer`."""
+        """Return log-probabilities (R, W_l, C_l) after prefixes, per length l.
+
+        Lengths start at `first`. Log-probabilities are normalised as by the decoder's
+        scorer.
+        """
         num_prefixes = 1 + sum(codes.shape[1] for codes in tree.codes)
         scores_per_user = self.decoder.stack.sizes.num_heads * num_prefixes**2
         num_users = max(1, MAX_TREE_SCORES // scores_per_user)
@@ -357,7 +374,11 @@ class T5Target:
         return logits.float().log_softmax(-1).narrow(-1, first, size)
 
     def _bias(self, tree: Tree, widths: list[int]) -> Tensor:
-        """Return (R, H, T, T): position bias by length, -inf where the key is no beginning of the query."""
+        """Return the attention bias (R, H, T, T) over the prefixes of a tree.
+
+        It is the position bias by length, and -inf if the key is not a beginning of the
+        query.
+        """
         device = self.decoder.embedding.weight.device
         lengths = [
             torch.full((width,), length, device=device)

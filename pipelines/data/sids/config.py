@@ -114,7 +114,7 @@ class TokenizerConfig:
         return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
 
     def too_few_items(self, items_uri: str) -> str | None:
-        """Return a message if a codebook has more codes than the catalogue has items."""
+        """Return a message if the items are fewer than the codes of a codebook."""
         if self.quantizer == "published":
             return None
         size = getattr(self, self.quantizer).codebook_size
