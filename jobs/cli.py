@@ -384,13 +384,13 @@ def main(
         config: The dataclass of its options.
         parse_: Build the configuration of a job with further options.
     """
-    catch_signals()
-    set_ray_defaults()
-    check_buckets_first()
-    # so that a file or a pipe can be watched
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
     try:
+        catch_signals()
+        set_ray_defaults()
+        check_buckets_first()
+        # so that a file or a pipe can be watched
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
         run(parse_() if parse_ else parse(config, module=run.__module__))
         sys.stdout.flush()
         for number in (signal.SIGINT, signal.SIGTERM):
