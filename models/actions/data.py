@@ -1,12 +1,12 @@
-"""Users' sequences as batches for models of actions: what was done before, and what is to be predicted.
+"""Examples and batches of a log of actions: a user's context, and candidates whose actions are to be predicted.
 
     dataset = ActionsDataset.load("tables/sequences", "train", unit="user", max_history=1024)
-    for batch in dataset.epoch(64, seed=1, epoch=0): ...     # tensors of models/actions/batch.py
+    for batch in dataset.epoch(64, seed=1, epoch=0): ...
 
-Training takes batches of similar length and of equally many events, so that there is little padding and every step
-weighs its events alike. A user with more than `max_history` training events gives several examples, cut from the end,
-which overlap by `window_overlap` of it: events that two examples share are learned from in the earlier one, and history
-in the later one.
+Batches of training have similar lengths, so that there is little padding, and equally many events, so that all events
+have the same weight in the loss. A user with more than `max_history` training events has several examples. These are
+cut from the end and overlap by a fraction `window_overlap` of `max_history`: an event that two examples share is
+learned from in the earlier one and is history in the later one.
 
 Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features, `n` examples.
 """
@@ -35,15 +35,14 @@ from models.ragged import (
 )
 from models.storage.tables import Manifest
 
-GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples lie evenly within 0 to 1, and so do the cuts of a batch's rows."""
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""Its multiples modulo 1 are evenly distributed, and so are the cuts of a batch's rows."""
 
 MAX_PAIRS = 1 << 24
-"""Largest B x C x (T + 1) of an evaluation batch of several rows: its candidates by what they may attend to, which
-bounds the memory of attention scores."""
+"""Largest B x C x (T + 1) of an evaluation batch of several rows, which bounds the memory of attention scores."""
 
 EVENT_COLUMNS = ("item", "time", "action", "label", "feature", "viewer", "own")
-"""Columns by event; `viewer` and `own` where the log has some."""
+"""Columns by event; `viewer` and `own` only if the log has some."""
 
 TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 """Types of a batch's tensors that are not float32."""
@@ -52,13 +51,14 @@ TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 class ActionsDataset(RequestDataset):
     """The events of one split, in examples of one user.
 
-    Training, `user`: an example is a sequence of training events, all context, each learned from in one example.
-    Training, `split_sequence`, for models that learn from candidates only: the sequence is cut in two, context and candidates.
-    The share of the context is drawn anew for each example and epoch, uniformly, and evenly over the rows of a batch,
-    which so learns from about half of its events; at least one event is a candidate, and none of the events that
-    another example learns from.
-    Validation and test: the context is the latest `max_history` events before the split's time, the candidates are all
-    of the user's events in it, also of users without a context.
+    Training, `user`: an example is a sequence of training events, all of them context. Each event is learned from in
+    one example.
+    Training, `split_sequence`, for models that learn from candidates only: the sequence is cut into context and
+    candidates. The cut is drawn uniformly for each example and epoch, and evenly over the rows of a batch, so that a
+    batch learns from about half of its events. At least one event is a candidate, and no event that another example
+    learns from.
+    Validation and test: the context is the latest `max_history` events before the split's time. The candidates are all
+    of the user's events in the split, also of users without a context.
     """
 
     kind = "actions"
@@ -67,7 +67,7 @@ class ActionsDataset(RequestDataset):
     counted = "sequences of events"
     learned_unit = "events"
     window_overlap: float = 0.5
-    """Share of `max_history` by which examples of a user overlap in training."""
+    """Fraction of `max_history` by which examples of a user overlap in training."""
     keep_empty: bool = False
     """Whether users without a candidate have an example in evaluation too."""
 
@@ -190,7 +190,7 @@ class ActionsDataset(RequestDataset):
         """Return for unit `split_sequence` (B, 2): the example, and the size of its context."""
         if self.unit != "split_sequence":
             return rows
-        share = (rng.random() + np.arange(len(rows)) * GOLDEN) % 1
+        share = (rng.random() + np.arange(len(rows)) * GOLDEN_RATIO) % 1
         shared = self.shared[rows]
         context = shared + (share * (self.lengths[rows] - shared)).astype(np.int64)
         return np.stack([rows, context], 1)
@@ -311,13 +311,13 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
 
 
 def _category_codes(strings: pa.Array, values: list[str]) -> NDArray[np.int32]:
-    """Return the number of each string in `values`, from 1; 0 for another one."""
+    """Return the index of each string in `values`, from 1; 0 for other strings."""
     index = pc.fill_null(pc.index_in(strings, pa.array(values, pa.string())), -1)
     return index.to_numpy(zero_copy_only=False).astype(np.int32) + 1
 
 
 def _narrow(values: NDArray) -> NDArray:
-    """Return the same numbers as uint8 or float16 where every number fits exactly; else as they are."""
+    """Return the values as uint8 or float16 if every number fits exactly, else unchanged."""
     for dtype in (np.uint8, np.float16):
         with np.errstate(invalid="ignore", over="ignore"):
             narrow = values.astype(dtype)

@@ -127,9 +127,9 @@ class SearchDataset(RequestDataset):
     default_unit = "user"
     default_max_history = 1000
     window_overlap: float = 0.75
-    """Share of `max_history` that a search of a longer history reads at least in training."""
+    """Least fraction of `max_history` that training reads before a request with a longer history."""
     batch_unit: str = "requests"
-    """What a batch counts in training: `requests`, or examples of `users`."""
+    """Unit of a training batch's size: `requests`, or examples of `users`."""
 
     requests: NDArray[np.int64]
     """(m,) index of each request of the split in the columns."""
@@ -140,8 +140,7 @@ class SearchDataset(RequestDataset):
     first: NDArray[np.int64]
     """(n + 1,) index in `requests` of each example's first request."""
     first_new: NDArray[np.int64]
-    """(n,) the first behaviour of an example that no earlier one has learned; at least 1, as the first behaviour has
-    nothing before it."""
+    """(n,) first behaviour that no earlier example has learned; at least 1, since nothing precedes a first behaviour."""
     text: SearchText = SearchText.empty(0, 0)
     """Text vectors that batches bring; of width 0 for models that read no text."""
     reads_history_queries: bool = False
