@@ -205,4 +205,5 @@ def test_a_training_outlives_half_a_minute_of_503(
 
     assert training.wait() == 0, "".join(printed[-20:])
     assert proxy.refused > refused + 2
-    assert not [text for text in printed if text.startswith("note:") and "1 of" in text]
+    # an answer that is cut off midway may cost one restart, a refused request none
+    assert not [text for text in printed if "2 of 2 times" in text]

@@ -38,7 +38,7 @@ def train(model: Tiger, steps: int) -> Tiger:
     optimizer = torch.optim.AdamW(model.train().parameters(), 1e-2)
     for step in range(steps):
         batch = requests(64, seed=step + 10)
-        batch.target = batch.history[:, 0]
+        batch = replace(batch, target=batch.history[:, 0])
         optimizer.zero_grad()
         model(batch)["loss"].backward()
         optimizer.step()
