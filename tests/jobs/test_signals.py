@@ -69,6 +69,7 @@ def send(
     while not until and not catches(
         process.pid
     ):  # Python has started, and the imports go on
+        assert process.poll() is None
         time.sleep(0.01)
     while until and until not in printed:
         printed += (read := process.stdout.readline())
@@ -89,16 +90,35 @@ def status(store: str) -> dict[str, str]:
     return {str(run.info.run_name): run.info.status for run in found}
 
 
+SLEEPER = '''
+import time
+from dataclasses import dataclass
+
+from jobs import cli
+
+
+@dataclass
+class Config:
+    """Options."""
+
+    seconds: float = 60
+    """Seconds to sleep."""
+
+
+if __name__ == "__main__":
+    cli.main(lambda config: time.sleep(config.seconds), Config)
+'''
+
+
 @pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize(
-    "job", ["simulate", "prepare", "tokenize", "train", "evaluate", "sweep", "compare"]
-)
-def test_before_anything_is_begun(
-    job: str, number: signal.Signals, tmp_path: Path
+def test_a_signal_at_the_very_start_ends_a_command(
+    number: signal.Signals, tmp_path: Path
 ) -> None:
-    printed, code = send(
-        [f"jobs.{job}", "--output", f"{tmp_path}/out"], number, "", dict(os.environ)
-    )
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+
+    printed, code = send(["sleeper"], number, "", {**os.environ, "PYTHONPATH": paths})
+
     assert (printed, code) == (STOPPED, CODES[number])
 
 
