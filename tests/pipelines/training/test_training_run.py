@@ -403,8 +403,10 @@ def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
 
 SOME_GPUS = """
 import ray
+from models.storage.tables import UserError
 from pipelines.evaluation.checks import Workers
-from pipelines.evaluation.ranking import takes_gpu
+from pipelines.training.config import RayOptions
+from pipelines.training.run import check_cluster, wants_gpu
 
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
 print(wants_gpu(RayOptions()), wants_gpu(RayOptions(use_gpu=False)), Workers().needs_gpu(2), Workers(device="cpu").needs_gpu(4))
