@@ -228,11 +228,11 @@ def sweep(
             write_trials(spec.folder, results)
         num_done = len(trials) - len(pending)
         reporter = TrialReporter(spec, num_done, say)
-        say(
-            f"{pluralize(len(trials), 'trial')} of {grid.name}, {num_done} done before; metric {grid.metric}"
-        )
         tune_results = None
         try:
+            say(
+                f"{pluralize(len(trials), 'trial')} of {grid.name}, {num_done} done before; metric {grid.metric}"
+            )
             if pending:
                 tune_results = run_pending(
                     spec, pending, config.options.concurrency, reporter
