@@ -256,7 +256,10 @@ def set_padding(variant: str, model: Any) -> None:
 def make_encoder_call(
     variant: str, model: Any
 ) -> tuple[str, Callable[[HistoryBatch], Any]]:
-    """Return the first part of a variant, with a name that variants of it share."""
+    """Return the name of a variant's encoder, and the function to time for it.
+
+    Variants that share an encoder get the same name.
+    """
     if variant in ("hf", "hf_nocache"):
         return "encoder/transformers", lambda batch: model.by_transformers().encoder(
             *model.with_mask(batch)

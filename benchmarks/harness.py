@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -164,6 +165,26 @@ def row(
     }
 
 
+def sample_usage(pid: int, cpu_seconds: dict[int, float]) -> float:
+    """Return the memory in MB of a process and its children, and update their processor times.
+
+    Args:
+        pid: Id of the process.
+        cpu_seconds: Processor time in seconds by process id, updated in place.
+    """
+    memory_bytes = 0
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.Error, OSError):
+                times = process.cpu_times()
+                cpu_seconds[process.pid] = times.user + times.system
+                memory = process.memory_full_info()._asdict()
+                # on Linux PSS counts shared pages once
+                memory_bytes += memory.get("pss", memory["rss"])
+    return memory_bytes / 2**20
+
+
 def run_module(module: str, *arguments: Any) -> Row:
     """Run `python -m module arguments` and measure its processor time and memory.
 
@@ -178,39 +199,29 @@ def run_module(module: str, *arguments: Any) -> Row:
         "RAY_raylet_start_wait_time_s": "180",  # Ray starts slowly on a busy machine
         "RAY_worker_niceness": "0",  # by default Ray's workers have a low priority
     }
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **settings},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    main_process = psutil.Process(process.pid)
     cpu_seconds: dict[int, float] = {}
     peak = 0.0
-    while process.poll() is None:
-        memory_bytes = 0
-        with suppress(psutil.Error):
-            for each in [main_process, *main_process.children(recursive=True)]:
-                with suppress(psutil.Error, OSError):
-                    times = each.cpu_times()
-                    cpu_seconds[each.pid] = times.user + times.system
-                    memory = each.memory_full_info()._asdict()
-                    # on Linux PSS counts shared pages once
-                    memory_bytes += memory.get("pss", memory["rss"])
-        peak = max(peak, memory_bytes / 2**20)
-        time.sleep(0.25)
-    out, err = process.communicate()
+    # files, since a process that fills a pipe waits for its reader
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command, env={**os.environ, **settings}, stdout=out, stderr=err
+        )
+        while process.poll() is None:
+            peak = max(peak, sample_usage(process.pid, cpu_seconds))
+            time.sleep(0.25)
+        out.seek(0)
+        err.seek(0)
+        output, errors = out.read(), err.read()
     usage = {
         "cpu_s": round(sum(cpu_seconds.values()), 2),
         "peak_memory_mb": round(peak),
     }
     if process.returncode < 0:
-        return {**usage, "error": "killed, as by a machine out of memory"}
+        return {**usage, "error": "killed, possibly out of memory"}
     if process.returncode:
-        lines = err.strip().splitlines() or ["no words"]
+        lines = errors.strip().splitlines() or ["no error output"]
         return {**usage, "error": lines[-1][:300]}
-    return {**usage, **json.loads(out.splitlines()[-1])}
+    return {**usage, **json.loads(output.splitlines()[-1])}
 
 
 def describe_origin() -> Row:

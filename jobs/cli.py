@@ -34,7 +34,7 @@ from models.storage.uri import check_buckets_first
 from pipelines.faults import explain, find_user_error, first_line
 from pipelines.training.stop import STOP_REQUEST
 
-STOPPED = "stopped; the same line again goes on from what is finished\n"
+STOPPED = "stopped; the same command again continues from what is finished\n"
 """Message of a command that SIGINT (Ctrl-C) or SIGTERM ends, with exit code 130 or 143."""
 
 TRACEBACK = "TRIELINE_TRACEBACK"
@@ -98,7 +98,7 @@ def _start_ray(num_cpus: int | None) -> None:
             if attempt == STARTS:
                 raise UserError(
                     f"a local Ray did not start ({first_line(error)}); see that the machine has memory, room in /tmp "
-                    f"and is not too busy, then run the same line again"
+                    f"and is not too busy, then run the same command again"
                 ) from error
             print(
                 f"note: a local Ray did not start ({first_line(error)}); trying again, {attempt + 1} of {STARTS}"

@@ -399,7 +399,7 @@ def find_mapping(config: Config, name: str, home: Path) -> str:
         home.mkdir(parents=True, exist_ok=True)
         guess.write_text(suggestion.text)
     print(
-        f"{guess} describes {config.data} as far as can be guessed; read it, and mend what is wrong:"
+        f"{guess} describes {config.data} as far as can be guessed; read it and fix what is wrong:"
     )
     print(
         "".join(f"    {line}\n" for line in guess.read_text().splitlines()),

@@ -5,7 +5,7 @@
 
 Any setting of all trials can be given as --model.KEY or --fit.KEY, other values of an axis as --axes.KEY '[A, B]';
 --axes.fit.seed '[42, 43, 44]' repeats any grid over seeds.
---smoke takes the grid's variant of about a minute, --dry-run prints the trials. The same line again finds what is
+--smoke takes the grid's variant of about a minute, --dry-run prints the trials. The same command finds what is
 finished and goes on with the rest, trials that failed too; with failed trials the command ends with exit code 1. Pass
 the folder of a finished sweep to use its best trial, as in --model.encoder runs/STAGE_1.
 """
@@ -171,7 +171,7 @@ def run(config: Config) -> SweepResult | None:
     if failed := swept.failed:
         raise UserError(
             f"{len(failed)} of {pluralize(len(trials), 'trial')} failed ({failed[0].name}: {failed[0].error}), so the "
-            f"best is of an incomplete grid; mend what failed, then the same line does only that"
+            f"best is of an incomplete grid; fix what failed, then the same command runs only that"
         )
     return swept
 

@@ -258,7 +258,7 @@ class Schedule:
         return cls(content["training"], content["evaluation"])
 
     def write(self, file: str, tables: str) -> None:
-        """Write the schedule for tables of this hash, so that the same line goes on with it."""
+        """Write the schedule for tables of this hash, so that the same command continues with it."""
         content = {"tables": tables, **asdict(self)}
         write_file(file, json.dumps(content, indent=2).encode())
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -73,6 +74,8 @@ class Model(nn.Module):
     """Whether it is a model without training that trained models have to clear."""
     is_diagnostic: ClassVar[bool] = False
     """Whether it ranks by what is known only after results were shown."""
+    metrics_module: ClassVar[ModuleType]
+    """The family's module with `means`, `names` and `summary` of its metrics."""
     has_own_metrics: ClassVar[bool] = False
     """Whether it is measured by other metrics than its family's."""
     shown_metrics: ClassVar[tuple[str, ...]]
@@ -216,14 +219,14 @@ class Model(nn.Module):
     @classmethod
     def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
         """Return the metrics from the sums of all batches and workers."""
-        raise NotImplementedError
+        return dict(cls.metrics_module.means(sums))
 
     @classmethod
     def metric_names(cls, catalogue: Any) -> list[str]:
         """Return the names of the metrics of a model on this catalogue."""
-        raise NotImplementedError
+        return list(cls.metrics_module.names(catalogue))
 
     @classmethod
     def format_metrics(cls, metrics: dict[str, float]) -> list[str]:
         """Return the lines in which an evaluation prints its metrics."""
-        raise NotImplementedError
+        return list(cls.metrics_module.summary(metrics))

@@ -130,7 +130,7 @@ def train_sgd(
                 print(describe(event, setup.fit, setup.counted), flush=True)
             checkpoint.keep(output, setup.model, about, event.state)
             if event.interrupted:
-                print(f"stopped at step {event.step}; the same line again continues")
+                print(f"stopped at step {event.step}; the same command again continues")
                 sys.exit(128 + signals[0])
     return about
 

@@ -359,13 +359,16 @@ class Days:
     def measure(
         self, where: str, day: int, codes: str = "sids", known: int = 0
     ) -> dict[str, float]:
-        """Measure a checkpoint on a day.
+        """Measure a checkpoint on the test requests of one day.
 
         Args:
             where: Checkpoint.
             day: Number of the day.
             codes: Folder of the semantic IDs.
-            known: Number of items to recommend from; 0 for all.
+            known: Recommend only the first `known` items of the catalogue; 0 for all.
+
+        Returns:
+            Metrics by name.
         """
         inputs = self.inputs(day, codes)
         loaded = LoadedModel.load(where, inputs)

@@ -130,7 +130,7 @@ def to_line(selection: Selection, run: Any) -> Line:
         "tags": tags,
         "metrics": metrics,
         "curves": {
-            name: curve(selection.client, run.info.run_id, name)
+            name: read_curve(selection.client, run.info.run_id, name)
             for name in sorted(curves)
         },
         "by_user": download_per_user(selection.uri, run.info.run_id),
@@ -140,8 +140,11 @@ def to_line(selection: Selection, run: Any) -> Line:
     return line
 
 
-def curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
-    """Return [step, value] pairs in the order of steps."""
+def read_curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
+    """Return the [step, value] pairs of a metric, sorted by step.
+
+    They are thinned to about `MAX_CURVE_POINTS`, and values rounded to 5 digits.
+    """
     points = sorted(
         (point.step, float(f"{point.value:.5g}"))
         for point in client.get_metric_history(run_id, name)

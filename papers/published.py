@@ -87,7 +87,10 @@ class Published:
     def change(
         self, dataset: str, system: str, metric: str, reference: str | None = None
     ) -> float | None:
-        """Return (system - reference) / reference, or None if one is not printed."""
+        """Return the relative change of `system` over `reference`.
+
+        Return None if the paper does not print both figures.
+        """
         reference = reference or self.reference
         value = self.value(dataset, system, metric)
         base = self.value(dataset, reference, metric) if reference else None

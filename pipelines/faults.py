@@ -1,6 +1,6 @@
 """Turn infrastructure failures (full disk, lost storage, dead process) into one-line messages.
 
-    error: the disk is full (No space left on device); free some space, then run the same line again, which ...
+    error: the disk is full (No space left on device); free some space, then run the same command again, which ...
 
 These failures are neither mistakes of the user (`UserError`) nor defects. Exception classes are compared by name, so
 this module imports neither Ray nor MLflow.
@@ -15,7 +15,7 @@ from functools import partial
 
 from models.storage.tables import UserError
 
-AGAIN = "then run the same line again, which goes on from what is finished"
+AGAIN = "then run the same command again, which continues from what is finished"
 
 DISK_FULL = re.compile(
     r"no space left on device|disk is full|disk quota exceeded|file too large|PytorchStreamWriter failed|"

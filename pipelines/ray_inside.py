@@ -79,19 +79,20 @@ an autoscaler is about to serve; `pipelines.cluster.check_room` refuses all othe
 
 
 def shorten_raylet_errors() -> None:
-    """Print only the first line of each error that Ray pushes to the driver, without a node's last 20 log lines.
+    """Patch Ray to print only the first line of each raylet error, and to drop the warnings in `MISLEADING`.
 
-    Both agents of a lost node push these lines, and Ray has no option for them. The dashboard has the logs.
+    Both agents of a lost node push the node's last 20 log lines to the driver, and Ray has no option for that. The
+    dashboard has the logs. Does nothing if Ray is patched already.
     """
     worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
     print_lines = getattr(worker, "print_to_stdstream", None)
-    if print_lines is None or hasattr(print_lines, "shortens"):
+    if print_lines is None or hasattr(print_lines, "is_patched"):
         return
 
     def print_first_line(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
         if data.get("pid") == "raylet":
             lines = [
-                first_sentences(text)
+                first_line_of_error(text)
                 for text in data["lines"]
                 if not any(words in text for words in MISLEADING)
             ]
@@ -99,11 +100,11 @@ def shorten_raylet_errors() -> None:
         if data["lines"]:
             print_lines(data, *arguments, **options)
 
-    print_first_line.shortens = True  # type: ignore[attr-defined]
+    print_first_line.is_patched = True  # type: ignore[attr-defined]
     worker.print_to_stdstream = print_first_line
 
 
-def first_sentences(text: str) -> str:
+def first_line_of_error(text: str) -> str:
     """Return the first line of an error, without the announcement of the log lines below it."""
     first = text.strip().partition("\n")[0]
     return first.partition(" Last 20 lines")[0]

@@ -6,7 +6,7 @@ Each of prepare, tokenize, train (two workers), evaluate and sweep is first run 
 for, one of them is started in a fresh folder and at a random moment one of these is killed with SIGKILL: its driver, a
 worker process, a whole node (its raylet and all that runs on it), or the MLflow server, which comes back after `AWAY`
 seconds.
-A command that ends with an error is run again by the same line until it ends well, as a user would do.
+A command that ends with an error is run again by the same command until it ends well, as a user would do.
 
 The result has to be that of the undisturbed run: the same tables, weights and rankings, in MLflow one run per name and
 each point of a metric once, with the same validation. A line that is no single `error: ...`, a command that needs more

@@ -265,15 +265,18 @@ def require_best(
     best: TrialResult | None, results: list[TrialResult], config: SweepConfig
 ) -> TrialResult:
     """Return the best trial, or raise UserError if trials are left or none has a value."""
-    left = sum(result.status == "unfinished" for result in results)
-    if left:
+    num_unfinished = sum(result.status == "unfinished" for result in results)
+    if num_unfinished:
         raise UserError(
-            f"the sweep '{config.name}' stopped with {left} of {len(results)} trials to do; the same line goes on"
+            f"the sweep '{config.name}' stopped with {num_unfinished} of {len(results)} trials unfinished; "
+            f"run the same command again to continue"
         )
     if best is None:
-        errors = [f" ({one.name}: {one.error})" for one in results if one.error]
+        errors = [
+            f" ({result.name}: {result.error})" for result in results if result.error
+        ]
         raise UserError(
-            f"no trial of the sweep {config.folder} has a value; mend what failed, then run the same line, or with "
+            f"no trial of the sweep {config.folder} has a value; fix what failed and run the same command again, or with "
             f"other settings another --name{''.join(errors[:1])}"
         )
     return best

@@ -1,7 +1,7 @@
 """Run one trial of a sweep: an ordinary run with its own folder, in the process that Tune gives it.
 
 `run.json` and the checkpoints in the folder hold its state, and MLflow its metrics. So a trial that is started again,
-by Tune or by the same line of jobs.sweep, continues or is finished already.
+by Tune or by the same command of jobs.sweep, continues or is finished already.
 """
 
 from __future__ import annotations

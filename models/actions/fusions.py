@@ -24,9 +24,9 @@ class InterleavedConfig(ActionsConfig):
 class Interleaved(FusionModel):
     """The interleaved transformer, the baseline (Fig. 3 of AttnMVP; HSTU's layout): tokens i_0, a_0, i_1, a_1, ...
 
-    Twice as many tokens as events. What comes next after an item's token is its action, so that token's state, which
-    has seen all earlier items and actions and its own item, predicts it. An action's token reads its own item's beside
-    what is strictly earlier, and so nothing of events of its time. Candidates are item tokens alone.
+    There are twice as many tokens as events. The state of an item token, which has seen all earlier items and actions
+    and its own item, predicts the item's action. An action token attends to its item's token and to strictly earlier
+    events, never to other events with the same timestamp. A candidate is a single item token.
     """
 
     name = "interleaved"

@@ -1,4 +1,4 @@
-"""Metrics of the actions family: those of `models/metrics/ranking_metrics.py` for every task, over candidates alone.
+"""Metrics of the actions family: the metrics of `models/metrics/ranking_metrics.py` for every task, over candidates.
 
     sums = measure(model, batch)
     means(sums)["like/normalised_entropy"], means(sums)["mean/normalised_entropy"]
@@ -39,7 +39,7 @@ SHOWN: tuple[str, ...] = ("eval_loss", "mean/normalised_entropy", "mean/auc")
 """Metrics of a training's best epoch that are printed."""
 
 AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
-"""Metrics whose mean over tasks is given."""
+"""Metrics whose mean over tasks is reported."""
 
 
 def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]:
@@ -64,9 +64,8 @@ def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]
         sums |= ranking_sums(
             logits[mine, i], label[mine, i], user[mine], f"{name}/", model.correction
         )
-        if (
-            model.train_rates and model.masks[i] is None
-        ):  # of what is masked the rate is another
+        # the training rate is not the rate among candidates that a mask keeps
+        if model.train_rates and model.masks[i] is None:
             sums[f"{name}/constant_loss"] = constant_loss(
                 label[mine, i].double(), model.train_rates[i]
             )
@@ -91,31 +90,31 @@ def names(catalogue: Any) -> list[str]:
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:
-    """Metrics from the sums of all batches and workers."""
+    """Compute the metrics from sums over all batches and workers.
+
+    The mean over tasks leaves out tasks without a value.
+    """
     tasks = [
         name.removesuffix("/histogram") for name in sums if name.endswith("/histogram")
     ]
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for task in tasks:
-        found |= ranking_means(sums, f"{task}/")
+        metrics |= ranking_means(sums, f"{task}/")
         constant = float(sums.get(f"{task}/constant_loss", math.nan))
-        found[f"{task}/normalised_entropy_train"] = (
+        metrics[f"{task}/normalised_entropy_train"] = (
             float(sums[f"{task}/loss"]) / constant if constant else math.nan
         )
-    found["eval_loss"] = sum(found[f"{task}/log_loss"] for task in tasks)
-    for metric in AVERAGED:
-        known = [
-            value
-            for task in tasks
-            if not math.isnan(value := found[f"{task}/{metric}"])
-        ]
-        found[f"mean/{metric}"] = statistics.fmean(known) if known else math.nan
-    found["mean/rig"] = 1 - found["mean/normalised_entropy"]
-    return found
+    metrics["eval_loss"] = sum(metrics[f"{task}/log_loss"] for task in tasks)
+    for name in AVERAGED:
+        by_task = [metrics[f"{task}/{name}"] for task in tasks]
+        defined = [value for value in by_task if not math.isnan(value)]
+        metrics[f"mean/{name}"] = statistics.fmean(defined) if defined else math.nan
+    metrics["mean/rig"] = 1 - metrics["mean/normalised_entropy"]
+    return metrics
 
 
 def constant_loss(label: Tensor, rate: float) -> Tensor:
-    """Log loss in nats, summed over `label` (N,), of predicting `rate` for all; NaN for a rate of 0 or 1."""
+    """Return the log loss in nats of predicting `rate` for all, summed over `label` (N,); NaN for a rate of 0 or 1."""
     if not 0 < rate < 1:
         return torch.full((), math.nan, dtype=torch.float64)
     return -(label.sum() * math.log(rate) + (1 - label).sum() * math.log(1 - rate))

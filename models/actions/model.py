@@ -6,6 +6,7 @@ Shapes: `N` candidates, `K` tasks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -30,6 +31,7 @@ class ActionsModel(Model):
     example_unit = "user"
     eval_unit = "user"
     ranks: ClassVar[Ranked] = "candidates"
+    metrics_module: ClassVar[ModuleType] = metrics
     shown_metrics = metrics.SHOWN
 
     wants_ids: bool = False
@@ -53,15 +55,3 @@ class ActionsModel(Model):
         self, batch: ActionsBatch, by_user: int = 0, **options: Any
     ) -> dict[str, Any]:
         return metrics.measure(self, batch, by_user)
-
-    @classmethod
-    def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
-        return metrics.means(sums)
-
-    @classmethod
-    def metric_names(cls, catalogue: ActionsCatalogue) -> list[str]:
-        return metrics.names(catalogue)
-
-    @classmethod
-    def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
-        return metrics.summary(metrics_)

@@ -192,7 +192,7 @@ class Histogram:
         return Histogram(((key, counts, dropped + more),))
 
     def auc(self) -> tuple[float, float]:
-        """Return the AUC and the bound of its error; NaN if a label is missing."""
+        """Return the AUC and a bound on its binning error; NaN if only one class is present."""
         ((_, (negative, positive), dropped),) = self.merge().chunks
         pairs = float(negative.sum() * positive.sum())
         if not pairs:

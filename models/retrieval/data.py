@@ -337,7 +337,7 @@ class RetrievalDataset(RequestDataset):
 
     @property
     def request_numbers(self) -> NDArray[np.int64]:
-        """(m,) `request_number` of each request; no two splits share one, but for `next`."""
+        """(m,) `request_number` of each request, unique across all splits except `next`."""
         counts = np.diff(self.first)
         user = np.repeat(self.user, counts)
         return request_number(user, self.requests - self.request_offsets[user])

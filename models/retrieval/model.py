@@ -6,6 +6,7 @@ Shapes: `B` requests, `T` behaviours of the longest history, `N` items.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +38,7 @@ class RetrievalModel(Model):
     options_class: ClassVar[type | None] = RecommendOptions
     ranks: ClassVar[Ranked] = "catalogue"
     logs_every_run = True
+    metrics_module: ClassVar[ModuleType] = metrics
     shown_metrics = metrics.SHOWN
 
     @classmethod
@@ -116,15 +118,3 @@ class RetrievalModel(Model):
         """
         items, _ = self.recommend(batch, max(metrics.CUTOFFS), **options)
         return metrics.measure_ranking(items, batch, by_user, shown)
-
-    @classmethod
-    def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
-        return metrics.means(sums)
-
-    @classmethod
-    def metric_names(cls, catalogue: Catalogue) -> list[str]:
-        return metrics.names(catalogue)
-
-    @classmethod
-    def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
-        return metrics.summary(metrics_)

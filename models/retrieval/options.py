@@ -8,7 +8,7 @@ from typing import Literal
 from models.config import check_least
 
 DecodeBy = Literal["shared_kv", "hf", "hf_nocache"]
-Path = Literal["fast", "plain"]
+DecodePath = Literal["fast", "plain"]
 Scores = Literal["children", "codebook"]
 
 
@@ -66,7 +66,7 @@ class StudentOptions(BeamOptions):
 class SidMlpOptions(StudentOptions):
     """Options of `SidMlp.recommend`."""
 
-    path: Path | None = None
+    path: DecodePath | None = None
     """SID-MLP: the search that shares work, or the definition."""
 
     def __post_init__(self) -> None:

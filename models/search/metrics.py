@@ -41,22 +41,22 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(batch.request_row)), dtype=torch.float64)
     }
-    kept = select_measured(batch.labels, model.masks)
-    for beside in ("", WITH_POSITION) if model.reads_position else ("",):
-        logits = (
-            model.score(batch, shown=True) if beside else model.score(batch)
-        ).float()
+    is_measured = select_measured(batch.labels, model.masks)  # (N, K)
+    all_logits = {"": model.score(batch)}
+    if model.reads_position:
+        all_logits[WITH_POSITION] = model.score(batch, shown=True)
+    for position_prefix, logits in all_logits.items():
         for i, label in enumerate(model.labels):
-            prefix = f"{beside}{label}/" if i else beside
-            mine = kept[:, i]
-            of = (
-                logits[mine, i],
-                batch.labels[mine, i],
-                batch.candidate_request[mine],
+            prefix = f"{position_prefix}{label}/" if i else position_prefix
+            candidates = is_measured[:, i]
+            label_logits = logits.float()[candidates, i]
+            labels = batch.labels[candidates, i]
+            request = batch.candidate_request[candidates]
+            sums |= ranking_sums(
+                label_logits, labels, request, prefix, model.correction
             )
-            sums |= ranking_sums(*of, prefix, model.correction)
             if by_user and not prefix:
-                auc, _ = request_auc(*of)
+                auc, _ = request_auc(label_logits, labels, request)
                 user = batch.user_row[batch.request_row[: len(auc)]]
                 sums[f"{PER_USER_PREFIX}gauc"] = PerUserValues.from_batch(
                     user, auc, by_user
@@ -74,7 +74,7 @@ def names(catalogue: Any) -> list[str]:
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:
-    """Metrics from the sums of all batches and workers."""
+    """Compute the metrics from sums over all batches and workers."""
     prefixes = [
         name.removesuffix("histogram") for name in sums if name.endswith("histogram")
     ]

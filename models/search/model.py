@@ -6,6 +6,7 @@ Shapes: `N` candidates, `K` labels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,6 +28,7 @@ class SearchModel(Model):
     catalogue_tables = TABLES
     extra_inputs: ClassVar[Mapping[str, bool]] = {"text": True}
     ranks: ClassVar[Ranked] = "candidates"
+    metrics_module: ClassVar[ModuleType] = metrics
     shown_metrics = metrics.SHOWN
     reads_first_label: ClassVar[bool] = False
     """Whether it learns and ranks by the first of the log's labels alone."""
@@ -65,15 +67,3 @@ class SearchModel(Model):
         self, batch: SearchBatch, by_user: int = 0, **options: Any
     ) -> dict[str, Any]:
         return metrics.measure(self, batch, by_user)
-
-    @classmethod
-    def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
-        return metrics.means(sums)
-
-    @classmethod
-    def metric_names(cls, catalogue: SearchCatalogue) -> list[str]:
-        return metrics.names(catalogue)
-
-    @classmethod
-    def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
-        return metrics.summary(metrics_)

@@ -242,32 +242,36 @@ class SearchRequests(Requests):
         return np.concatenate([row.vectors(f"{prefix}features", default), own], 1)
 
     def collate(self, requests: Sequence[Request]) -> SearchBatch:
+        """Collate requests into one batch, with distinct queries encoded once."""
         parts = concat_columns([dict(request.parts) for request in requests])
-        asked, past_asked = parts.pop("asked"), parts.pop("query")
+        request_queries, history_queries = parts.pop("asked"), parts.pop("query")
         for request in requests:
             self._warn_of_queries(request.parts["query"])
-        self._warn_of_queries(asked)
-        distinct = dict.fromkeys([*asked, *past_asked])
+        self._warn_of_queries(request_queries)
+        distinct = dict.fromkeys([*request_queries, *history_queries])
         queries = [query for query in distinct if query and self.text.has_query(query)]
-        number = {query: index for index, query in enumerate(queries)}
-        query = np.array([number.get(text, NO_QUERY) for text in asked], np.int64)
-        past_query = np.array(
-            [number.get(text, NO_QUERY) for text in past_asked], np.int64
+        ids = {query: index for index, query in enumerate(queries)}
+        request_query = np.array(
+            [ids.get(query, NO_QUERY) for query in request_queries], np.int64
+        )
+        history_query = np.array(
+            [ids.get(query, NO_QUERY) for query in history_queries], np.int64
         )
         lengths = np.array([request.events for request in requests])
         counts = np.array([len(request.known) for request in requests])
-        pairs = {"candidates": (parts["candidate"], np.repeat(query, counts))}
+        # the items and queries of the pairs whose text the model reads
+        pairs = {"candidates": (parts["candidate"], np.repeat(request_query, counts))}
         if self.config.reads_history_queries:
-            pairs["behaviours"] = parts["item"], past_query
+            pairs["behaviours"] = parts["item"], history_query
         text = self.text.select(
             queries,
             np.concatenate([item for item, _ in pairs.values()]),
-            np.concatenate([number for _, number in pairs.values()]),
+            np.concatenate([query for _, query in pairs.values()]),
         )
-        for name, (item, asked_with) in pairs.items():
-            self._warn_of_pairs(name, item, asked_with, text)
+        for name, (item, query) in pairs.items():
+            self._warn_of_pairs(name, item, query, text)
         dataset = SearchDataset.from_requests(
-            {**parts, "query": past_query, "request_query": query},
+            {**parts, "query": history_query, "request_query": request_query},
             lengths,
             counts,
             text,

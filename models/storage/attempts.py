@@ -53,7 +53,7 @@ def read_attempt(folder: str) -> Attempt:
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{folder}/{ATTEMPT} is damaged ({error}); see that no other process trains this run, remove that file, "
-            f"then run the same line again"
+            f"then run the same command again"
         ) from error
 
 
@@ -108,5 +108,5 @@ def _superseded_error(
 ) -> SupersededError:
     return SupersededError(
         f"attempt {newest} trains the run in {folder} meanwhile, so attempt {attempt} ends without changing it; wait "
-        f"for the other job, or stop it and run the same line again"
+        f"for the other job, or stop it and run the same command again"
     )

@@ -520,7 +520,7 @@ def clear(uri: str, keep: Collection[str] = ()) -> None:
         filesystem.delete_dir(root)
 
 
-def check_place(uri: str, table: str) -> bool:
+def has_earlier_table(uri: str, table: str) -> bool:
     """Return whether `uri` holds an earlier version of `table`.
 
     Raises:
@@ -559,7 +559,7 @@ def check_output(
         UserError: if the folder holds anything else and no earlier output.
     """
     earlier = [
-        check_place(join(uri, folder), table) for folder, table in tables.items()
+        has_earlier_table(join(uri, folder), table) for folder, table in tables.items()
     ]
     other = (
         None
@@ -568,7 +568,7 @@ def check_output(
     )
     if other:
         raise UserError(
-            f"{uri} holds '{other}' and no {next(iter(tables))} made here before; choose a new or empty output folder, "
+            f"{uri} holds '{other}' and no table '{next(iter(tables))}' of an earlier run; choose a new or empty output folder, "
             f"such as {join(uri, 'tables')}"
         )
 

@@ -8,7 +8,7 @@
 # small: a TIGER of a twentieth of the published size, 20 epochs, and two students, one of a tenth of the requests in as
 # many steps: an hour on a core of AMD EPYC. full: TIGER at the published size, on the published RQ-VAE codes, 60
 # epochs of 4 to 6 minutes on 2 cores with bfloat16 instructions, a student 20 s an epoch. It can be stopped at any
-# time; the same line goes on from the last 200 steps. Then:
+# time; the same command continues from the last 200 steps. Then:
 #
 #   python -m papers.kept --experiment retrieval/beauty --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/beauty.jsonl

@@ -40,9 +40,9 @@ from models.storage.tables import (
     Manifest,
     Part,
     UserError,
-    check_place,
     commit,
     fingerprint,
+    has_earlier_table,
     join,
     part_uris,
     read_manifest,
@@ -421,7 +421,7 @@ def infer_all(
         recommend["allowed"], hashes["allowed"] = read_allowed(
             options.allowed, inputs.tables
         )
-    if check_place(output, kind.table) and not options.overwrite:
+    if has_earlier_table(output, kind.table) and not options.overwrite:
         if up_to_date(output, fingerprint(config, hashes)):
             return read_manifest(output, kind.table), True
         raise UserError(

@@ -79,7 +79,10 @@ class Progress:
         return self.stopping
 
     def stop(self) -> bool:
-        """Request that the workers save a checkpoint and stop. Return whether they train, so that they will."""
+        """Ask the workers to save a checkpoint and stop.
+
+        Return False if no training loop has begun, so that nothing will be saved.
+        """
         self.stopping = True
         return self.trains
 
@@ -474,8 +477,8 @@ def save_and_report(
 ) -> None:
     """Save a checkpoint, with the curves up to it, and report it.
 
-    Rank 0 saves; of a sharded model the other ranks write their shards. The checkpoint may still be on its way to the
-    storage when every rank reports it.
+    Rank 0 saves the checkpoint and removes outdated ones. If the model is sharded, every rank writes its shard first.
+    The upload may finish after the report.
     """
     folder = task.config.folder
     curves = {}

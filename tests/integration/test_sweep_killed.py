@@ -1,4 +1,4 @@
-"""A sweep whose driver is killed: the same line loses no trial, runs none twice, and prunes like an undisturbed sweep."""
+"""A sweep whose driver is killed: the same command loses no trial, runs none twice, and prunes like an undisturbed sweep."""
 
 from __future__ import annotations
 

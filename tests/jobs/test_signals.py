@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM on real commands: one line, an exit code that says which, and the same line goes on."""
+"""Ctrl-C and SIGTERM on real commands: one line, an exit code that says which, and the same command continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tuning.grid import flatten_sections
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
-STOPPED = "stopped; the same line again goes on from what is finished\n"
+STOPPED = "stopped; the same command again continues from what is finished\n"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 MODEL = {
     "name": "sasrec",
@@ -294,7 +294,7 @@ def test_models_train_continues_within_the_epoch_to_the_same_weights(
     again = train("cut")
 
     assert code == CODES[signal.SIGTERM]
-    stopped = re.search(r"stopped at step (\d+); the same line again", printed)
+    stopped = re.search(r"stopped at step (\d+); the same command again", printed)
     assert stopped, printed
     assert f", step {stopped[1]}\n" in again
     whole, cut = (

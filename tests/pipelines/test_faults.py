@@ -71,7 +71,9 @@ def test_a_full_disk_is_told_by_every_library(
     with no_room(), pytest.raises(Exception) as caught:  # noqa: PT011
         fill(tmp_path)
     assert str(explain(caught.value)).startswith("the disk is full (")
-    assert "free some space, then run the same line again" in str(explain(caught.value))
+    assert "free some space, then run the same command again" in str(
+        explain(caught.value)
+    )
     assert is_permanent(caught.value)
 
 

@@ -16,13 +16,13 @@ from models.storage.tables import (
     UserError,
     add_seal,
     check_output,
-    check_place,
     check_seal,
     clear,
     code_version,
     commit,
     fingerprint,
     git,
+    has_earlier_table,
     read_manifest,
     read_parquet,
     read_table,
@@ -264,17 +264,17 @@ def test_an_output_that_holds_other_things_is_refused(tmp_path: Path) -> None:
     check_output(str(out), tables, ["statistics.json"])
     with pytest.raises(
         UserError,
-        match=r"out holds 'statistics.json' and no sids made here before; choose a new or",
+        match=r"out holds 'statistics.json' and no table 'sids' of an earlier run; choose a new or",
     ):
         check_output(str(out), tables)
     make(out / "sids", sids([1]))
     check_output(str(out), tables)  # an earlier output, with what the user keeps there
-    assert check_place(str(out / "sids"), "sids")
+    assert has_earlier_table(str(out / "sids"), "sids")
     with pytest.raises(
         UserError,
         match=r"sids holds the table 'sids', not 'recommendations'; choose a new or empty",
     ):
-        check_place(str(out / "sids"), "recommendations")
+        has_earlier_table(str(out / "sids"), "recommendations")
     (out / "trie").mkdir()
     (out / "trie" / "thesis.txt").write_text("mine")
     with pytest.raises(
@@ -284,7 +284,7 @@ def test_an_output_that_holds_other_things_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"out holds 'sids', which is no part of a table"
     ):
-        check_place(
+        has_earlier_table(
             str(out), "recommendations"
         )  # recommendations into a folder of tables
 

@@ -408,7 +408,7 @@ def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> No
 
     with pytest.raises(
         UserError,
-        match=r"no trial of .*/lost has a value; mend what failed, .* \(lr-0.01-\w+: the teacher",
+        match=r"no trial of .*/lost has a value; fix what failed .* \(lr-0.01-\w+: the teacher",
     ):
         world.sweep(one, **asked, say=lose)
     with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint"):

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from models.config import check_dropout, check_positive
 from models.retrieval.distillation.student import StudentConfig
-from models.retrieval.options import Path
+from models.retrieval.options import DecodePath
 from models.retrieval.parts import Backbone, Decoder, History
 
 
@@ -33,7 +33,7 @@ from models.retrieval.parts import Backbone, Decoder, History
 class SidMlpConfig(StudentConfig):
     """Options of SID-MLP; the defaults are the paper's student and its public code."""
 
-    path: Path = "fast"
+    path: DecodePath = "fast"
     """`fast` shares work between beams if it covers the variant; `plain` is the search
     by definition."""
     attention_heads: int = 4

@@ -349,9 +349,9 @@ class Student(TaughtModel, Retriever):
     ) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k), best first, by the teacher's search (`beam_search`).
 
-        Options left out are the config's. Without the trie (`constrained` False) there are
-        no valid children, and scores are those of codebooks. If fewer than k items are
-        found, the tail is item -1 with score -inf.
+        Arguments that are None default to the config. If `constrained` is False, the search
+        ignores the trie and log-probabilities are normalised over the whole codebook. If
+        fewer than k items are found, the tail is item -1 with score -inf.
         """
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
         return self.search(history, k, beam, scores, constrained, batch.allowed)

@@ -120,7 +120,7 @@ class EarlyReadout(nn.Module):
 
 
 class EarlyReadouts(nn.Module):
-    """Equation 1, as changed by Appendix D.1."""
+    """Attention readouts over an early layer of the frozen language model (SID-MLP, Eq. 1 and App. D.1)."""
 
     def __init__(self, backbone: LmBackbone, config: LcRecSidMlpConfig) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from models.cpu.fast import fast_search
 from models.retrieval.data import HistoryBatch
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import Student
-from models.retrieval.options import Path, Scores, SidMlpOptions
+from models.retrieval.options import DecodePath, Scores, SidMlpOptions
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 
@@ -54,9 +54,13 @@ class SidMlp(Student):
         beam: int | None = None,
         scores: Scores | None = None,
         constrained: bool | None = None,
-        path: Path | None = None,
+        path: DecodePath | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rank as `Student.recommend`; `path` None is the config's."""
+        """Recommend as `Student.recommend` does, by the fast search where it covers the model.
+
+        Args:
+            path: How to decode: `fast` or `plain`; None for the config's.
+        """
         if (
             (path or self.config.path) == "plain"
             or constrained is False

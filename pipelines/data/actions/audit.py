@@ -34,7 +34,7 @@ VECTORS = ["tasks", "actions", "features"]
 
 
 def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check the rows of `sequences`. Return the users that must be in them (`user_id`)."""
+    """Check the rows of `sequences`. Return a frame (`user_id`) of the users that `sequences` must contain."""
     info = tables.info
     users = check_lengths(tables.sequences, rules["behaviours"])
     values = {name: read_vectors(users, name, len(info[name])) for name in VECTORS}

@@ -488,7 +488,7 @@ def _check_files_unchanged(
     for file, digest in catalogue.file_hashes.items():
         if written.hashes[file] != digest:
             raise UserError(
-                f"{join(run.input, file)} has changed while it was read; run the same line again"
+                f"{join(run.input, file)} has changed while it was read; run the same command again"
             )
 
 

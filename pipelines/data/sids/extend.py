@@ -379,28 +379,41 @@ def extend(
 
 def _extend_codes(
     embeddings: np.ndarray,
-    taken: np.ndarray,
+    old_codes: np.ndarray,
     arrays: dict[str, np.ndarray],
     old: Manifest,
     config: TokenizerConfig,
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the codes of all items, and measures for the manifest."""
-    codebooks, sizes = arrays.pop("codebooks"), old.info["codebook_sizes"]
-    depth, known = len(codebooks), len(taken)
+    """Assign codes to the items after the first M.
+
+    Args:
+        embeddings: (N, width) embeddings of all items.
+        old_codes: (M, C) codes of the first M items, which stay.
+        arrays: The quantizer: `codebooks`, and the weights of an encoder, if it has one.
+        old: Manifest of the codes to extend.
+
+    Returns:
+        The codes (N, C) of all items, and measures for the manifest.
+    """
+    codebooks, sizes = arrays["codebooks"], old.info["codebook_sizes"]
+    depth, known = len(codebooks), len(old_codes)
     latents = torch.from_numpy(embeddings)
-    if arrays:
+    weights = {
+        name: torch.from_numpy(weight)
+        for name, weight in arrays.items()
+        if name != "codebooks"
+    }
+    if weights:
         model = Rqvae(embeddings.shape[1], config.rqvae)
-        model.encoder.load_state_dict(
-            {name: torch.from_numpy(weight) for name, weight in arrays.items()}
-        )
+        model.encoder.load_state_dict(weights)
         latents = model.latents(latents)
     nearest = encode(latents, torch.from_numpy(codebooks))[0].numpy()
     vectors = latents.numpy()
     doubles = vectors[known:].astype(np.float64), codebooks.astype(np.float64)
     new = psid.extend(
-        doubles[0], nearest[known:], taken, doubles[1], sizes[depth:], config.psid
+        doubles[0], nearest[known:], old_codes, doubles[1], sizes[depth:], config.psid
     )
-    codes = np.concatenate([taken, new])
+    codes = np.concatenate([old_codes, new])
     fitted = old.info.get("fitted_items", known)
     return codes, {
         **measure_collisions(codes[:, :depth]),

@@ -41,10 +41,10 @@ from models.storage.tables import (
     Manifest,
     UserError,
     check_output,
-    check_place,
     clear,
     commit,
     fingerprint,
+    has_earlier_table,
     has_manifest,
     join,
     read_manifest,
@@ -393,7 +393,7 @@ def check_folders(output: str, embeddings: str = "") -> None:
             output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")}
         )
     if embeddings:
-        check_place(embeddings, "embeddings")
+        has_earlier_table(embeddings, "embeddings")
 
 
 def tokenize(

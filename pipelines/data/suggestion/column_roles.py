@@ -436,8 +436,8 @@ def find_hidden(columns: list[Column], ids: list[Column]) -> list[Column]:
 
 
 def find_unnamed(ids: list[Column], roles: Roles) -> list[Column]:
-    """Return columns that may be users or items though their names do not say so."""
-    others = [
+    """Return columns that may be users or items though their names do not say so, the likeliest first."""
+    candidates = [
         c
         for c in ids
         if c is not roles.user
@@ -445,14 +445,14 @@ def find_unnamed(ids: list[Column], roles: Roles) -> list[Column]:
         and not tell(c.name, "query")
         and not tell(c.name, "position")
     ]
-    others = [c for c in others if c.share < 0.99 or roles.listed]
+    candidates = [c for c in candidates if c.share < 0.99 or roles.listed]
 
     def rank(c: Column) -> tuple[bool, bool, bool]:
         supplies = roles.user is None and bool(tell(c.name, "supplier"))
         # of two columns, one of few values is less likely to be an id
         return is_attribute(c.name), supplies, c.distinct <= 20
 
-    return sorted(others, key=rank)
+    return sorted(candidates, key=rank)
 
 
 def take_unnamed(

@@ -233,7 +233,7 @@ def test_a_storage_that_goes_away_ends_a_training_with_a_line(
     said = str(explain(caught.value))
     assert "\n" not in said
     assert (
-        "see that the storage is there and may be written, then run the same line again"
+        "see that the storage is there and may be written, then run the same command again"
         in said
     )
     assert storage.read_text() == "another file"

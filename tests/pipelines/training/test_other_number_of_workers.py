@@ -239,7 +239,7 @@ def test_killed_with_two_workers_and_continued_with_one(
         said = str(explain(caught.value))
         assert said.startswith("a process of Ray was lost (")
         assert said.endswith(
-            "then run the same line again, which goes on from what is finished"
+            "then run the same command again, which continues from what is finished"
         )
     else:
         options = RayOptions(threads=1, fsdp=family == "sharded")
