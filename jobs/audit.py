@@ -2,8 +2,8 @@
 
     python -m jobs.audit --tables TABLES
 
-Prints each rule with the rows it checked and the violations it found, names the first offenders, and exits
-with code 1 on any violation.
+Prints each rule with the rows it checked and the violations it found, names the first
+offenders, and exits with code 1 on any violation.
 """
 
 from __future__ import annotations

@@ -35,19 +35,23 @@ from pipelines.faults import explain, find_user_error, first_line
 from pipelines.training.stop import STOP_REQUEST
 
 STOPPED = "stopped; the same command again continues from what is finished\n"
-"""Message of a command that SIGINT (Ctrl-C) or SIGTERM ends, with exit code 130 or 143."""
+"""Message of a command that SIGINT (Ctrl-C) or SIGTERM ends, with exit code 130 or
+143."""
 
 TRACEBACK = "TRIELINE_TRACEBACK"
-"""Environment variable that shows tracebacks, and on a cluster all that workers print."""
+"""Environment variable that shows tracebacks, and on a cluster all that workers
+print."""
 
 STARTS = 3
-"""Attempts to start a local Ray, which gives its processes 30 seconds; a busy machine may need longer."""
+"""Attempts to start a local Ray, which gives its processes 30 seconds; a busy machine
+may need longer."""
 
 
 def start_ray(num_cpus: int | None = None) -> None:
     """Connect to the cluster that this job was submitted to (RAY_ADDRESS), or start a local Ray.
 
-    A Ray that happens to run on this machine is never joined. A local Ray listens on loopback alone.
+    A Ray that happens to run on this machine is never joined. A local Ray listens on
+    loopback alone.
     """
     say_loading("ray")
     import ray
@@ -57,7 +61,8 @@ def start_ray(num_cpus: int | None = None) -> None:
     if ray.is_initialized():
         return
     main = threading.current_thread() is threading.main_thread()
-    # Python drops exceptions while it forks processes, so a signal ends this process at once.
+    # Python drops exceptions while it forks processes, so a signal ends this process at
+    # once.
     before = (
         {
             number: signal.signal(number, leave)
@@ -154,7 +159,8 @@ def join_cluster(address: str) -> None:
     if not os.environ.get(TRACEBACK):
         shorten_raylet_errors()
     try:
-        # what workers print stands in the dashboard: what is worth a line here, they tell the job
+        # what workers print stands in the dashboard: what is worth a line here, they
+        # tell the job
         ray.init(
             log_to_driver=bool(os.environ.get(TRACEBACK)), logging_level=logging.WARNING
         )
@@ -274,8 +280,9 @@ def set_ray_defaults() -> None:
 def catch_signals() -> None:
     """Let SIGINT and SIGTERM stop the job.
 
-    The first signal lets a training save a checkpoint; elsewhere it raises KeyboardInterrupt, so that the job releases
-    its locks. A second signal, or `GRACE` seconds after the first one, ends the process at once.
+    The first signal lets a training save a checkpoint; elsewhere it raises
+    KeyboardInterrupt, so that the job releases its locks. A second signal, or `GRACE`
+    seconds after the first one, ends the process at once.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupt)
@@ -294,7 +301,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 GRACE = 25.0
-"""Seconds that a stopped job has to end its MLflow run: less than the 30 of Kubernetes."""
+"""Seconds that a stopped job has to end its MLflow run: less than the 30 of
+Kubernetes."""
 
 
 def save_traceback(error: BaseException) -> str:
@@ -376,8 +384,9 @@ def main(
 ) -> NoReturn:
     """Parse the command line, run the job, and exit.
 
-    The exit code is 0 for success, 1 after a UserError or an infrastructure failure (`pipelines/faults.py`), 130 or 143
-    after SIGINT or SIGTERM, and 141 if the reader of the output is gone (`| head`).
+    The exit code is 0 for success, 1 after a UserError or an infrastructure failure
+    (`pipelines/faults.py`), 130 or 143 after SIGINT or SIGTERM, and 141 if the reader
+    of the output is gone (`| head`).
 
     Args:
         run: Function of the job, in the job's module.

@@ -1,8 +1,8 @@
 """Compare MLflow runs in tables and on a page with plots.
 
-    python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
-    python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
-    python -m jobs.compare --run RUN --run OTHER_RUN
+    python -m jobs.compare --experiment retrieval/DATASET --tracking_uri
+    sqlite:////ABSOLUTE/runs/mlflow.db python -m jobs.compare --sweep SWEEP_NAME --html
+    page.html --register MODEL_NAME python -m jobs.compare --run RUN --run OTHER_RUN
 
 Runs that differ in their seed alone are one row. --markdown FILE writes the tables as Markdown,
 --html FILE one self-contained page with plots: learning curves, accuracy against requests per
@@ -35,13 +35,16 @@ class Config:
     tracking_uri: str | None = None
     """MLflow; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
     metric: str | None = None
-    """Rows are sorted by it on test, then on val; by default the sweep's, gauc where runs have it, or ndcg@10."""
+    """Rows are sorted by it on test, then on val; by default the sweep's, gauc where
+    runs have it, or ndcg@10."""
     markdown: str | None = None
     """Also write the tables to this file as Markdown."""
     html: str | None = None
-    """Also write tables and plots to this file as one page, which is logged to MLflow too."""
+    """Also write tables and plots to this file as one page, which is logged to MLflow
+    too."""
     register: str | None = None
-    """Register the best checkpoint by validation under this name in MLflow's model registry."""
+    """Register the best checkpoint by validation under this name in MLflow's model
+    registry."""
 
     def __post_init__(self) -> None:
         if not (self.experiment or self.sweep or self.run):

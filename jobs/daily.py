@@ -2,10 +2,12 @@
 
     python -m jobs.daily --config shop_daily.yaml
 
-The file has the options of the jobs that run, as docs/days.md shows: append, audit, semantic IDs or texts of new items,
-evaluation of the running model on the new day before anything is trained on it, training from its weights, evaluation,
-comparison, and registration if no metric drops by more than `max_drop`. An accepted model is the running one from then
-on. Finished steps are not repeated, so a run that was stopped continues.
+The file has the options of the jobs that run, as docs/days.md shows: append, audit,
+semantic IDs or texts of new items, evaluation of the running model on the new day
+before anything is trained on it, training from its weights, evaluation, comparison, and
+registration if no metric drops by more than `max_drop`. An accepted model is the
+running one from then on. Finished steps are not repeated, so a run that was stopped
+continues.
 """
 
 from __future__ import annotations
@@ -39,23 +41,27 @@ class Config:
     output: str
     """Folder for tables, sids or text, runs, and `days.json`."""
     prepare: dict[str, Any]
-    """Options of jobs.prepare; the split has to be by time, such as `split: {val_days: 1, test_days: 1}`."""
+    """Options of jobs.prepare; the split has to be by time, such as `split: {val_days:
+    1, test_days: 1}`."""
     train: dict[str, Any]
     """Options of jobs.train on the first day."""
     continue_training: dict[str, Any] = field(default_factory=dict)
-    """Options of jobs.train that win from the second day on, such as `fit: {replay_fraction: 0.2, max_epochs: 3}`."""
+    """Options of jobs.train that win from the second day on, such as `fit:
+    {replay_fraction: 0.2, max_epochs: 3}`."""
     tokenize: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.tokenize, for models of semantic IDs."""
     encode: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.encode, for models that read text."""
     max_drop: dict[str, float] = field(default_factory=dict)
-    """By metric of which larger is better: the largest share by which it may be below that of the running model on the
-    new day; by default 0.05 for `fit.metric`."""
+    """By metric of which larger is better: the largest share by which it may be below
+    that of the running model on the new day; by default 0.05 for `fit.metric`."""
     register: str | None = None
-    """Name of the model in MLflow's registry that accepted ones become versions of; by default none is registered."""
+    """Name of the model in MLflow's registry that accepted ones become versions of; by
+    default none is registered."""
 
     register_below_floor: bool = False
-    """Register a model that is below the best model without training on the day, too."""
+    """Register a model that is below the best model without training on the day,
+    too."""
 
     def __post_init__(self) -> None:
         for metric, share in self.max_drop.items():
@@ -294,8 +300,9 @@ class Day:
         """Measure the running model on the day.
 
         Returns:
-            The record of its day; None if there is no running model, or it cannot continue with the tables, as after
-            `jobs.prepare --overwrite`. A model is then trained anew.
+            The record of its day; None if there is no running model, or it cannot
+            continue with the tables, as after `jobs.prepare --overwrite`. A model is
+            then trained anew.
         """
         from models.loaded_model import read_versions
         from models.storage import checkpoint

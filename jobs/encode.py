@@ -2,8 +2,9 @@
 
     python -m jobs.encode --tables TABLES --encoder minilm --output TEXT
 
-`--encoder tfidf` needs no weights, `minilm` is a pip package, anything else is a transformers name or folder.
-Each distinct text and each distinct pair is encoded once. Run again, it makes only what is missing.
+`--encoder tfidf` needs no weights, `minilm` is a pip package, anything else is a
+transformers name or folder. Each distinct text and each distinct pair is encoded once.
+Run again, it makes only what is missing.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class Config:
     tables: str
     """TABLES of a log of searches or of actions, made by jobs.prepare."""
     output: str
-    """TEXT: folder for the table items and, of searches, queries, pairs and (but for tfidf) tokens."""
+    """TEXT: folder for the table items and, of searches, queries, pairs and (but for
+    tfidf) tokens."""
     encoder: str = "minilm"
-    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or `tfidf` (no weights)."""
+    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
+    `tfidf` (no weights)."""
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: TextConfig = field(default_factory=TextConfig)

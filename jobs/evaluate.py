@@ -2,12 +2,12 @@
 
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
-It prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and log loss of
-a model that scores candidates, and writes them beside the checkpoint and to MLflow, as a child run
-of the training whose params are the options. With --batch_inference FOLDER it writes the top K
-items of all users to a table instead (of the items in --allowed FILE alone), with --split those of
-its requests, or the scores of all candidates of the split; with --export FILE.pt2 a student as one
-program.
+It prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and
+log loss of a model that scores candidates, and writes them beside the checkpoint and to
+MLflow, as a child run of the training whose params are the options. With
+--batch_inference FOLDER it writes the top K items of all users to a table instead (of
+the items in --allowed FILE alone), with --split those of its requests, or the scores of
+all candidates of the split; with --export FILE.pt2 a student as one program.
 """
 
 from __future__ import annotations
@@ -49,33 +49,36 @@ class Options:
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
+    """TEXT: the folder that jobs.encode made, for search models; models of actions can
+    do without."""
     split: Literal["val", "test"] | None = None
-    """Which requests to rank for; left out: test, and in --batch_inference of a model that ranks the catalogue what
-    comes after everything that each user did."""
+    """Which requests to rank for; left out: test, and in --batch_inference of a model
+    that ranks the catalogue what comes after everything that each user did."""
     batch_inference: str | None = None
-    """Write to this folder the top K of all users, or of the requests of --split with their targets, as the table
-    `recommendations`; of a model that ranks candidates the chances and labels of all candidates of the split as the
-    table `scores`."""
+    """Write to this folder the top K of all users, or of the requests of --split with
+    their targets, as the table `recommendations`; of a model that ranks candidates the
+    chances and labels of all candidates of the split as the table `scores`."""
     allowed: str | None = None
-    """File of the only items that --batch_inference ranks: text with an id per line, or CSV or Parquet with a column
-    item_id."""
+    """File of the only items that --batch_inference ranks: text with an id per line, or
+    CSV or Parquet with a column item_id."""
     export: str | None = None
-    """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked to rank as the model does."""
+    """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked
+    to rank as the model does."""
     nearest: str | None = None
-    """Write each item's K nearest items to this Parquet file: by the cosine of SASRec's item embeddings or of the
-    embeddings of TIGER's codes, or the neighbours of item_knn."""
+    """Write each item's K nearest items to this Parquet file: by the cosine of SASRec's
+    item embeddings or of the embeddings of TIGER's codes, or the neighbours of
+    item_knn."""
     k: int = 20
     """Items per item of --nearest, and per user of --export and, of a model that ranks the catalogue,
     --batch_inference."""
     batch_size: int = 256
     """Requests per batch."""
     user_stride: int = 1
-    """Measure the requests of every N-th user alone, the same users for every model, where the whole split takes too
-    long."""
+    """Measure the requests of every N-th user alone, the same users for every model,
+    where the whole split takes too long."""
     shards: int = 1
-    """Parts of the users ranked at once, each by a Ray task (or actor, in batch inference); 1: in this process, unless
-    the job was submitted to a cluster."""
+    """Parts of the users ranked at once, each by a Ray task (or actor, in batch
+    inference); 1: in this process, unless the job was submitted to a cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: a GPU where there is one."""
     tracking_uri: str | None = None

@@ -2,10 +2,12 @@
 
     config = parse(Config)          # of sys.argv: --config FILE, --key value, --section.key value, --flag
 
-A field that is a dataclass is a section with options of its own; an `inline` section has no name before its options.
-A field that is a mapping takes any key below its name. A field that is a list of texts also takes them one by one, if
-the option is given several times. A field with the metadata `variants` is a section whose dataclass is chosen by its
-option `name`, such as `--model.name sasrec`; `variants` maps names to dataclasses.
+A field that is a dataclass is a section with options of its own; an `inline` section
+has no name before its options. A field that is a mapping takes any key below its name.
+A field that is a list of texts also takes them one by one, if the option is given
+several times. A field with the metadata `variants` is a section whose dataclass is
+chosen by its option `name`, such as `--model.name sasrec`; `variants` maps names to
+dataclasses.
 """
 
 from __future__ import annotations
@@ -285,7 +287,8 @@ class Values:
     content: dict[str, Any]
     """The values by section and field."""
     labels: dict[str, str]
-    """How messages call the keys that are given, by section and field, joined by dots."""
+    """How messages call the keys that are given, by section and field, joined by
+    dots."""
     options: Mapping[str, Option]
     """The command's options."""
     variants: Mapping[str, type] = field(default_factory=dict)
@@ -461,7 +464,8 @@ def parse(
             dataclass's own.
 
     Raises:
-        UserError: for an unknown key (with the nearest one), a wrong type, or a value that
+        UserError: for an unknown key (with the nearest one), a wrong type, or a value
+        that
             the dataclass refuses.
     """
     argv = sys.argv[1:] if argv is None else argv

@@ -1,15 +1,17 @@
 """A raw log to tables: events, items, sequences, rejects and statistics.json.
 
-    python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
+    python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input
+    RAW_DIR --output TABLES
 
     python -m jobs.prepare --suggest RAW_DIR [--kind search] [--output SOURCE.yaml]
 
-The second line looks at the files and writes a first source file, with its guesses as comments, on the screen or to
-`--output`. `--dry-run` reads the first rows, prints what they become, and ends. The source file says how to read the
-log and has a `prepare` section with the settings below; options on the command line win over it. Run again, it makes
-only what is missing or says that all is up to date. With `--append` new files join the tables (docs/days.md).
-`--counts_as_of TIME` also makes the table `counts`, with which a
-served search model ranks.
+The second line looks at the files and writes a first source file, with its guesses as
+comments, on the screen or to `--output`. `--dry-run` reads the first rows, prints what
+they become, and ends. The source file says how to read the log and has a `prepare`
+section with the settings below; options on the command line win over it. Run again, it
+makes only what is missing or says that all is up to date. With `--append` new files
+join the tables (docs/days.md). `--counts_as_of TIME` also makes the table `counts`,
+with which a served search model ranks.
 """
 
 from __future__ import annotations
@@ -49,11 +51,13 @@ class Config:
     output: str
     """Folder for the tables."""
     settings: PrepareConfig = field(metadata={"inline": True})
-    """What is made of the log: the options below, else what the source file's `prepare` says."""
+    """What is made of the log: the options below, else what the source file's `prepare`
+    says."""
     overwrite: bool = False
     """Make all tables again, whatever is there."""
     append: bool = False
-    """Join the files of events that are new to the tables that are there, if any; items keep their numbers."""
+    """Join the files of events that are new to the tables that are there, if any; items
+    keep their numbers."""
     dry_run: bool = False
     """Read the first rows of the log, print what becomes of them, and end."""
     log: Any = field(default=None, metadata={"hidden": True})
@@ -144,10 +148,11 @@ class Suggestion:
     """Options of jobs.prepare --suggest."""
 
     suggest: str
-    """Folder of a raw log that no source file describes yet: a local path, s3:// or gs://."""
+    """Folder of a raw log that no source file describes yet: a local path, s3:// or
+    gs://."""
     kind: Literal["retrieval", "search", "actions"] | None = None
-    """What a request is to be (`prepare.kind`); by default a search where queries come with results, else a
-    behaviour."""
+    """What a request is to be (`prepare.kind`); by default a search where queries come
+    with results, else a behaviour."""
     output: str | None = None
     """File to write the mapping to; by default it is printed."""
 

@@ -6,11 +6,13 @@
     python -m jobs.quickstart --data FOLDER       # a real log
     python -m jobs.quickstart --seed 43           # the same with another seed, beside what is there
 
-Without `--data` it simulates a small log (`results are labelled simulated`). The mapping of a real one is the file that
-`--source` names, else `jobs/configs/sources/FOLDER_FAMILY.yaml` or `FOLDER.yaml` there, else a first one that is
-guessed from the log (`jobs.prepare --suggest`) and written to `OUTPUT/FOLDER/source.yaml`, to be corrected. It stops
-where the guess is in doubt, such as about which of two columns is the user. Every step is one of the other commands
-and is printed as such before it runs, so each can be repeated on its own.
+Without `--data` it simulates a small log (`results are labelled simulated`). The
+mapping of a real one is the file that `--source` names, else
+`jobs/configs/sources/FOLDER_FAMILY.yaml` or `FOLDER.yaml` there, else a first one that
+is guessed from the log (`jobs.prepare --suggest`) and written to
+`OUTPUT/FOLDER/source.yaml`, to be corrected. It stops where the guess is in doubt, such
+as about which of two columns is the user. Every step is one of the other commands and
+is printed as such before it runs, so each can be repeated on its own.
 """
 
 from __future__ import annotations
@@ -146,26 +148,32 @@ class Config:
     """Options of jobs.quickstart."""
 
     family: Literal[tuple(FLOWS)] | None = None  # type: ignore[valid-type]
-    """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what a search shows, `actions`
-    predicts what a user will do with an item; by default what the mapping file is of, and without one retrieval."""
+    """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what
+    a search shows, `actions` predicts what a user will do with an item; by default what
+    the mapping file is of, and without one retrieval."""
     data: str | None = None
     """Folder of a real raw log; without it a log is simulated."""
     source: str | None = None
-    """Mapping file of the real log; by default the one named after the folder, else a guess."""
+    """Mapping file of the real log; by default the one named after the folder, else a
+    guess."""
     output: str = "runs"
     """Folder for everything that is made: one folder below it per dataset."""
     encoder: str = "tfidf"
-    """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or path."""
+    """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or
+    path."""
     epochs: int | None = None
-    """Epochs of each model; by default what fits some ten minutes in all on this machine, by timed steps of each."""
+    """Epochs of each model; by default what fits some ten minutes in all on this
+    machine, by timed steps of each."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
     """Items of the simulated log."""
     events: int = 15000
-    """Events or searches of the simulated log; impressions of a feed are twice as many."""
+    """Events or searches of the simulated log; impressions of a feed are twice as
+    many."""
     seed: int = SEED
-    """Seed of the trainings; runs of another one than 42 have it in their names, and join the comparison."""
+    """Seed of the trainings; runs of another one than 42 have it in their names, and
+    join the comparison."""
 
     def __post_init__(self) -> None:
         check_positive(self, ["epochs", "users", "items", "events"])
@@ -287,7 +295,8 @@ def make_schedule(
 ) -> Schedule:
     """Choose how much each model is trained, and print the choice.
 
-    `--epochs` decides, then an earlier start of the same flow, then the time budget by timed steps of each model.
+    `--epochs` decides, then an earlier start of the same flow, then the time budget by
+    timed steps of each model.
     """
     from models import registry
 
@@ -457,7 +466,8 @@ def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
             steps.run("Texts to embeddings", "encode", encode)
         return has_texts
     if has_texts:
-        # for few items two levels and the code of duplicates: a quarter fewer tokens, learned in fewer epochs
+        # for few items two levels and the code of duplicates: a quarter fewer tokens,
+        # learned in fewer epochs
         levels = 2 if items.rows <= 16_384 else 3
         size = {"levels": levels, "codebook_size": codebook_size(items.rows)}
         tokenize = {

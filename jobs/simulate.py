@@ -4,8 +4,8 @@
     python -m jobs.simulate --kind search --output raw_search --query_driven 0.5
     python -m jobs.simulate --kind feed --output raw_feed --events 30000
 
-The same settings give the same log. Read it with `jobs/configs/sources/simulated.yaml`, a search log with
-`simulated_search.yaml`, a feed with `simulated_feed.yaml`.
+The same settings give the same log. Read it with `jobs/configs/sources/simulated.yaml`,
+a search log with `simulated_search.yaml`, a feed with `simulated_feed.yaml`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ class Options:
     """Options of jobs.simulate."""
 
     output: str
-    """Folder for the log: new, empty, or with an earlier simulated log, which is replaced."""
+    """Folder for the log: new, empty, or with an earlier simulated log, which is
+    replaced."""
     kind: Literal[tuple(SIMULATED)] = "retrieval"  # type: ignore[valid-type]
-    """`retrieval`: one item per event. `search`: searches with a query, ten results, clicks, purchases and dwell.
-    `feed`: impressions with likes, comments, shares, follows, hides and dwell of dog and cat users."""
+    """`retrieval`: one item per event. `search`: searches with a query, ten results,
+    clicks, purchases and dwell. `feed`: impressions with likes, comments, shares,
+    follows, hides and dwell of dog and cat users."""
 
     def __post_init__(self) -> None:
         mine = _options(self.kind)

@@ -47,15 +47,18 @@ class Config:
     tables: str | None = None
     """TABLES: the folder that jobs.prepare made."""
     storage: str | None = None
-    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is named."""
+    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is
+    named."""
     name: str | None = None
     """Name of this sweep; by default that of the grid."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
+    """TEXT: the folder that jobs.encode made, for search models; models of actions can
+    do without."""
     smoke: bool = False
-    """Take the grid's small variant, whose trials the tables of the experiment leave out."""
+    """Take the grid's small variant, whose trials the tables of the experiment leave
+    out."""
     dry_run: bool = False
     """Print the trials, and do nothing."""
     samples: int | None = None
@@ -73,7 +76,8 @@ class Config:
     ray: RayOptions = field(default_factory=RayOptions)
     """Workers and resources of each trial."""
     tracking_uri: str | None = None
-    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage folder."""
+    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage
+    folder."""
     experiment: str | None = None
     """MLflow experiment; by default family/dataset."""
 

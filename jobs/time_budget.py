@@ -3,9 +3,10 @@
     probes = {"sasrec": probe(options_of_jobs_train), ...}
     schedule, lines = make_schedule(probes, most_epochs, sizes, others=4, elapsed_s=90)
 
-Every model gets the same time. What a model does not need for its most epochs goes to the others. Where less than an
-epoch fits, a model is trained on a share of the training requests. Where the test split takes too long, every n-th user
-is measured, the same users for all models.
+Every model gets the same time. What a model does not need for its most epochs goes to
+the others. Where less than an epoch fits, a model is trained on a share of the training
+requests. Where the test split takes too long, every n-th user is measured, the same
+users for all models.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ BUDGET_S = 600.0
 """Seconds that the whole quickstart is to take on this machine."""
 
 TRAINING_SHARE = 0.5
-"""Share of the budget that trainings get at least, however long the tables have taken."""
+"""Share of the budget that trainings get at least, however long the tables have
+taken."""
 
 EVALUATION_SHARE = 0.2
 """Share of the budget that evaluations on test take at most."""
@@ -46,7 +48,8 @@ PROBE_S = 3.0
 """Seconds for which the steps of a model are timed, after its first ones."""
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 3
-"""Steps that are not timed, as they allocate and compile; steps that are timed at least."""
+"""Steps that are not timed, as they allocate and compile; steps that are timed at
+least."""
 
 PROBED_REQUESTS = 256
 """Requests of validation that a probe ranks."""
@@ -55,7 +58,8 @@ EVAL_EXAMPLES = 2_000
 """Requests that each validation of a larger split ranks at most."""
 
 START_S = 4.0
-"""Seconds of a training and an evaluation beside reading tables and computing: MLflow, checkpoints."""
+"""Seconds of a training and an evaluation beside reading tables and computing: MLflow,
+checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ def probe(config: TrainConfig, save: str | None = None) -> Probe:
     """Time real training steps and one batch of validation.
 
     Args:
-        config: The training.
-        save: Folder for a checkpoint of the model, which stands in for the teacher of a model that is timed later.
+        config: The training. save: Folder for a checkpoint of the model, which stands
+        in for the teacher of a model that is timed later.
     """
     import torch
 

@@ -1,9 +1,10 @@
 """Items to semantic ids: embeds item texts, makes unique codes and lays them out as a trie.
 
-python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --output SIDS
-python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --embeddings FILE.parquet --id item_id --output SIDS
-python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS
-python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE --output SIDS
+python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128
+--output SIDS python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --embeddings
+FILE.parquet --id item_id --output SIDS python -m jobs.tokenize --tables TABLES
+--tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS python -m
+jobs.tokenize --tables TABLES --tokenizer published --published FILE --output SIDS
 """
 
 from __future__ import annotations
@@ -40,22 +41,27 @@ class Config:
     output: str
     """SIDS: folder for the tables embeddings, sids and trie."""
     tokenizer: Literal["rqvae", "rqkmeans", "psid", "published"]
-    """How codes are made: trained codebooks with a conflict code, trained and relaxed (psid), or read."""
+    """How codes are made: trained codebooks with a conflict code, trained and relaxed
+    (psid), or read."""
     encoder: str = "minilm"
-    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or `tfidf` (no weights)."""
+    """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
+    `tfidf` (no weights)."""
     pca: int = 0
     """Width of the PCA of the embeddings; 0: none. SID-MLP takes 128, whitened."""
     published: str = ""
-    """File with published SIDs, for --tokenizer published: CSV or LC-Rec index.json, gzipped or not."""
+    """File with published SIDs, for --tokenizer published: CSV or LC-Rec index.json,
+    gzipped or not."""
     embeddings: str = ""
-    """Folder of the embeddings, made where there are none; OUTPUT/embeddings if not given. Tokenizers share it. Or a
-    .parquet or .npy file of your own embeddings, in place of --encoder."""
+    """Folder of the embeddings, made where there are none; OUTPUT/embeddings if not
+    given. Tokenizers share it. Or a .parquet or .npy file of your own embeddings, in
+    place of --encoder."""
     id: str = ""
-    """Of your own embeddings: the column of ids of a .parquet file, or a text file with the id of each row of a .npy
-    file."""
+    """Of your own embeddings: the column of ids of a .parquet file, or a text file with
+    the id of each row of a .npy file."""
     extend: str = ""
-    """SIDS of the items that TABLES extend, such as OUTPUT itself: their codes and codebooks stay, new items get free
-    codes. All other options must be the same as then; a file of your own embeddings has more rows."""
+    """SIDS of the items that TABLES extend, such as OUTPUT itself: their codes and
+    codebooks stay, new items get free codes. All other options must be the same as
+    then; a file of your own embeddings has more rows."""
     overwrite: bool = False
     """Replace tables that are there already."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)

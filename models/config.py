@@ -77,8 +77,8 @@ def format_duration(seconds: float) -> str:
 def path_fields(config: type, *kinds: str) -> set[str]:
     """Return the names of a config's fields that take a path of one of some kinds.
 
-    A kind is `checkpoint`, `folder`, or `encoder`, which is a folder or a name of the model
-    hub. Fields declare it by `metadata={"names": "checkpoint"}`.
+    A kind is `checkpoint`, `folder`, or `encoder`, which is a folder or a name of the
+    model hub. Fields declare it by `metadata={"names": "checkpoint"}`.
     """
     return {one.name for one in fields(config) if one.metadata.get("names") in kinds}
 

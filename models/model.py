@@ -7,9 +7,9 @@
         trains_by_gradient = False
 
 A model states what it is by class attributes and overrides the methods in which it
-differs. `RetrievalModel`, `SearchModel` and `ActionsModel` hold what the models of a family
-share; `models/registry.py` lists all models by name. The commands ask a model's class and
-never which model it is.
+differs. `RetrievalModel`, `SearchModel` and `ActionsModel` hold what the models of a
+family share; `models/registry.py` lists all models by name. The commands ask a model's
+class and never which model it is.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class Model(nn.Module):
     catalogue_tables: ClassVar[Mapping[str, Sequence[str]]]
     """Tables that a catalogue is loaded from, by folder of `Inputs`."""
     extra_inputs: ClassVar[Mapping[str, bool]] = {}
-    """Folders of `Inputs` beside the tables that it reads, and whether it needs them."""
+    """Folders of `Inputs` beside the tables that it reads, and whether it needs
+    them."""
     example_unit: ClassVar[str]
-    """What a training example is, such as `request` or `user`; the dataset documents it."""
+    """What a training example is, such as `request` or `user`; the dataset documents
+    it."""
     eval_unit: ClassVar[str] = "request"
     """What an example of an evaluation is."""
 
@@ -88,14 +90,16 @@ class Model(nn.Module):
     requirements: ClassVar[tuple[str, ...]] = ()
     """Python packages that it is served with, beside those of all models."""
     logs_every_run: ClassVar[bool] = False
-    """Whether each training logs the model to MLflow; otherwise its registration does."""
+    """Whether each training logs the model to MLflow; otherwise its registration
+    does."""
 
     config: Any
     """Options of this model."""
     labels: Sequence[str] = ()
     """Names of the K labels that it scores; none for a model that ranks a catalogue."""
     masks: Sequence[int | None] = ()
-    """(K,) index of the label that must be true where a label is learned and measured."""
+    """(K,) index of the label that must be true where a label is learned and
+    measured."""
     train_rates: Sequence[float] = ()
     """(K,) shares of positives in training, if known."""
     correction: float = 0.0
@@ -212,7 +216,8 @@ class Model(nn.Module):
     def measure(self, batch: Any, **options: Any) -> dict[str, Any]:
         """Return sums over a batch that add up to the metrics.
 
-        `by_user`: Stride of the users of whom metrics are kept user by user; 0 for none.
+        `by_user`: Stride of the users of whom metrics are kept user by user; 0 for
+        none.
         """
         raise NotImplementedError
 

@@ -3,8 +3,9 @@
     own = OwnFeatures.from_info(manifest.info)
     own.matrix({"num_bm25": pa.array([2.5, None]), "cat_city": pa.array(["Oslo", "Rome"])}, 2)   # (2, 2) float32
 
-jobs.prepare learns their description from the training window alone (`pipelines/data/sequences/own_features.py`).
-Tables hold values as the log has them; training, evaluation and serving read them with this module.
+jobs.prepare learns their description from the training window alone
+(`pipelines/data/sequences/own_features.py`). Tables hold values as the log has them;
+training, evaluation and serving read them with this module.
 
 Shapes: `n` values, `X` numbers, `G` categories, `O` columns that a layer reads.
 """
@@ -40,7 +41,8 @@ class Number:
     std: float
     """Standard deviation; 0 for a constant, and if training has no value."""
     missing: bool
-    """Whether training lacks some values; models then read whether the number is present."""
+    """Whether training lacks some values; models then read whether the number is
+    present."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Category:
     values: tuple[str, ...] = ()
     """Values of training, with codes from 1."""
     buckets: int = 0
-    """Number of codes, given by a value's hash, where training has too many values; else 0."""
+    """Number of codes, given by a value's hash, where training has too many values;
+    else 0."""
 
     @property
     def rows(self) -> int:
@@ -133,8 +136,8 @@ def adopt_scales(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the scales of a model that continues a checkpoint, and warnings.
 
-    Numbers keep the checkpoint's scale. A number without values or without spread in the checkpoint takes the scale of
-    the new tables.
+    Numbers keep the checkpoint's scale. A number without values or without spread in
+    the checkpoint takes the scale of the new tables.
 
     Args:
         scales: The scales of the checkpoint.
@@ -169,7 +172,8 @@ def adopt_scales(
 class OwnInputs(Standardised, EmbeddingTables):
     """Own features as a layer reads them: standardised numbers, whether a number is present, category embeddings.
 
-    In training a fraction `dropout` of the categories' values counts as unknown, so that unknown values are learned.
+    In training a fraction `dropout` of the categories' values counts as unknown, so
+    that unknown values are learned.
     """
 
     at_times: Tensor

@@ -2,8 +2,8 @@
 
     model_class = find("sasrec")
 
-A class is imported when it is looked up, so that a command imports only what it uses, and
-a student can look up its teacher's class.
+A class is imported when it is looked up, so that a command imports only what it uses,
+and a student can look up its teacher's class.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ MODELS = {
     "lac": "models.actions.fusions:LAC",
     "genrank": "models.actions.fusions:GenRank",
 }
-"""Module and class of each model; floors come first in their family, the cheapest first."""
+"""Module and class of each model; floors come first in their family, the cheapest
+first."""
 
 
 def find(name: str) -> type[Model]:

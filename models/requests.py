@@ -3,8 +3,9 @@
     requests = family.requests(bundle, model, catalogue, {"device": "cpu"})
     batch = requests.collate([requests.parse(Row(row)) for row in rows])
 
-`models/<family>/requests.py` declares the columns of a family's requests; most may be left out. `pipelines/serving` has
-the MLflow models that call it. A bundle is the folder of a served model: its checkpoint, and copies of tables.
+`models/<family>/requests.py` declares the columns of a family's requests; most may be
+left out. `pipelines/serving` has the MLflow models that call it. A bundle is the folder
+of a served model: its checkpoint, and copies of tables.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ NAMES = ("features", "actions", "viewers")
 """Keys of the manifest of sequences that list names in order, beside labels."""
 
 Columns = dict[str, Any]
-"""Type of each column: `ids` of items, `id`, `string`, `strings`, `long`, `longs`, `numbers`, `vectors`, by name
-`own_numbers`, `own_categories` or `labels`, or for a list of objects a mapping with the types of their fields."""
+"""Type of each column: `ids` of items, `id`, `string`, `strings`, `long`, `longs`,
+`numbers`, `vectors`, by name `own_numbers`, `own_categories` or `labels`, or for a list
+of objects a mapping with the types of their fields."""
 
 
 class Row(dict[str, Any]):
@@ -100,10 +102,9 @@ class Row(dict[str, Any]):
         """Return the log's own features (count, X + G).
 
         Args:
-            own: The features.
-            prefix: Beginning of the names of the two columns, `{prefix}numbers` and `{prefix}categories`.
-            count: Number of candidates or behaviours.
-            defaults: Columns of the features that the request leaves out.
+            own: The features. prefix: Beginning of the names of the two columns,
+            `{prefix}numbers` and `{prefix}categories`. count: Number of candidates or
+            behaviours. defaults: Columns of the features that the request leaves out.
         """
         columns, names = dict(defaults or {}), _own_names(own)
         numbers = self.entries_by_name(
@@ -127,11 +128,13 @@ class Request:
     candidates: list[str]
     """Ids, in the order of the row."""
     known: list[int]
-    """Indices of the candidates that are scored: those of the catalogue, and new items."""
+    """Indices of the candidates that are scored: those of the catalogue, and new
+    items."""
     events: int
     """Number of behaviours that are read."""
     parts: dict[str, NDArray]
-    """Arrays by behaviour or by scored candidate; `collate` concatenates those of all requests."""
+    """Arrays by behaviour or by scored candidate; `collate` concatenates those of all
+    requests."""
     new: Sequence[dict[str, Any]] = ()
     """Items of the row that are not in the catalogue."""
 
@@ -142,7 +145,8 @@ class Requests:
     required_columns: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}
     """Columns of every request; the history is oldest first."""
     optional_columns: ClassVar[Columns] = {}
-    """Columns that a request may have, beside those that depend on the log (`columns`)."""
+    """Columns that a request may have, beside those that depend on the log
+    (`columns`)."""
     answer_columns: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}
     """Columns of an answer, best item first."""
     settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}  # or cuda

@@ -3,8 +3,8 @@
     run = TrainingRun.build(SASRecConfig(), FitConfig(), Inputs("tables"))
     for event in fit(run.model, run.train, run.validate, run.fit, means=run.means): ...
 
-Used by `python -m models.train` and by the workers of `pipelines/training` alike, so both
-train the same.
+Used by `python -m models.train` and by the workers of `pipelines/training` alike, so
+both train the same.
 """
 
 from __future__ import annotations
@@ -375,7 +375,8 @@ def check_init(
 def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
     """Return the time in ms up to which the model of `--init` was trained on requests.
 
-    `fit.replay_fraction` leaves a share of the requests before it. 0: all are trained on.
+    `fit.replay_fraction` leaves a share of the requests before it. 0: all are trained
+    on.
     """
     if first is None or fit.replay_fraction == 1:
         return 0

@@ -1,16 +1,17 @@
 """Load the weights of a checkpoint into a model on tables that extend those of its training.
 
-    messages = load_extended_weights(model, "runs/monday/best", about, catalogue.num_items)
+    messages = load_extended_weights(model, "runs/monday/best", about,
+    catalogue.num_items)
 
-Old items keep their rows, as they keep their index. Rows of category values are found by
-name. A new value begins as the unknown value does. A new item begins as the unknown item if
-the model learns one (`id_dropout`), otherwise as the mean of all items; its content is read
-like that of old items. Numbers and texts keep the scale of the first training
-(`Catalogue.scales`), so the scores of old items stay the same.
+Old items keep their rows, as they keep their index. Rows of category values are found
+by name. A new value begins as the unknown value does. A new item begins as the unknown
+item if the model learns one (`id_dropout`), otherwise as the mean of all items; its
+content is read like that of old items. Numbers and texts keep the scale of the first
+training (`Catalogue.scales`), so the scores of old items stay the same.
 
 For this, `learned` of a checkpoint holds `scales`; `names`, the values of the rows of
-embedding tables by module; `until`, the time in ms before which training requests lie, if the
-split is by time; and `since`, the `until` of the run before.
+embedding tables by module; `until`, the time in ms before which training requests lie,
+if the split is by time; and `since`, the `until` of the run before.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from models.storage.checkpoint import (
 )
 
 RowNames = Sequence[Sequence[str] | None]
-"""Of each embedding table, the values of its rows from 1 on; None if they have no names."""
+"""Of each embedding table, the values of its rows from 1 on; None if they have no
+names."""
 
 EXTRA_STATE = "_extra_state"
 """Key under which PyTorch stores what a module's `get_extra_state` returns."""

@@ -36,7 +36,8 @@ CLAIMS = Path(__file__).with_name("claims.yaml")
 
 USERS = {"Instruments": 57_439, "Scientific": 50_985, "Games": 94_762}
 """Users of the papers' datasets (Table 10 of SID-MLP), which identify runs on them:
-logs of other years have similar names. The datasets of QGS and AttnMVP are not public."""
+logs of other years have similar names. The datasets of QGS and AttnMVP are not public.
+"""
 
 
 @dataclass(frozen=True)

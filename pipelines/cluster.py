@@ -3,8 +3,8 @@
     check_room(workers=4, each={"CPU": 1, "GPU": 1}, remedy="lower --ray.num_workers")
     check_paths({"tables": "s3://bucket/tables", "storage": "/mnt/efs/runs"})
 
-Without them, a job would wait for ever for a node that nobody starts, or spread its output over the disks of several
-machines.
+Without them, a job would wait for ever for a node that nobody starts, or spread its
+output over the disks of several machines.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from models.storage.tables import UserError
 from pipelines.ray_inside import has_autoscaler
 
 SHARED = "TRIELINE_SHARED"
-"""Environment variable with folders that are one file system on all nodes, such as /mnt/efs, separated by `:`."""
+"""Environment variable with folders that are one file system on all nodes, such as
+/mnt/efs, separated by `:`."""
 
 ACCELERATOR = "accelerator_type:"
 """Prefix of Ray's resource for a type of accelerator."""
 
 UPLOADED = ("runtime_resources", "working_dir_files")
-"""Folders below which Ray unpacks the code of a job. Ray removes them when it needs the space."""
+"""Folders below which Ray unpacks the code of a job. Ray removes them when it needs the
+space."""
 
 
 def alive_nodes() -> list[dict[str, Any]]:
@@ -111,7 +113,8 @@ def check_paths(paths: Mapping[str, str | None]) -> None:
     """Check that all nodes of the cluster reach the paths of a job, given by option.
 
     Raises:
-        UserError: if a path is on the disk of one machine, or in a folder that Ray removes.
+        UserError: if a path is on the disk of one machine, or in a folder that Ray
+        removes.
     """
     machines = count_machines(alive_nodes())
     shared = shared_folders()

@@ -1,9 +1,10 @@
 """Turn infrastructure failures (full disk, lost storage, dead process) into one-line messages.
 
-    error: the disk is full (No space left on device); free some space, then run the same command again, which ...
+    error: the disk is full (No space left on device); free some space, then run the
+    same command again, which ...
 
-These failures are neither mistakes of the user (`UserError`) nor defects. Exception classes are compared by name, so
-this module imports neither Ray nor MLflow.
+These failures are neither mistakes of the user (`UserError`) nor defects. Exception
+classes are compared by name, so this module imports neither Ray nor MLflow.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ BOTO = {"BotoCoreError", "ClientError", "Boto3Error"}
 """Errors of boto3, by which MLflow reads and writes artifacts on S3."""
 
 LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Errors of PyTorch about a lost worker or store of the process group. Errors of NCCL are among them."""
+"""Errors of PyTorch about a lost worker or store of the process group. Errors of NCCL
+are among them."""
 
 GLOO_LOST_PEER = re.compile(r"^\[\S*/gloo/\S*\] *(.*?)(?:\. This is typically|$)")
 """Message of gloo about a worker that it exchanges gradients with."""

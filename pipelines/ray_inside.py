@@ -1,9 +1,11 @@
 """Every use of Ray's private interfaces. Jobs do without the result if a version of Ray has changed one of them.
 
-`models.storage.tables.submission_id` reads one more, an environment variable, because `models` imports no Ray.
+`models.storage.tables.submission_id` reads one more, an environment variable, because
+`models` imports no Ray.
 
-Ray 2.60 is supported. Ray 2.59 has the shuffle that prepare uses, but refuses an empty block between two shuffles, which
-windowed counts have. All other tests of data and training pass with it (`make test-ray RAY=2.59.0`).
+Ray 2.60 is supported. Ray 2.59 has the shuffle that prepare uses, but refuses an empty
+block between two shuffles, which windowed counts have. All other tests of data and
+training pass with it (`make test-ray RAY=2.59.0`).
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ SHUFFLE_ENV = {
 }
 """Runtime environment with the variables that Ray Data gives the tasks of its shuffle.
 
-Ray starts separate processes for each environment. If all tasks have this one, they share processes, which spares a small
-log 5 s of process starts. With a version of Ray that sets other variables, only this saving is lost.
+Ray starts separate processes for each environment. If all tasks have this one, they
+share processes, which spares a small log 5 s of process starts. With a version of Ray
+that sets other variables, only this saving is lost.
 """
 
 
@@ -51,8 +54,9 @@ def keep_sigterm_handler() -> Iterator[None]:
 def has_autoscaler() -> bool:
     """Return whether an autoscaler starts nodes of this cluster.
 
-    Version 1 reports node types to GCS; on a cluster without an autoscaler it reports one type per node, `node_ID`.
-    Version 2 numbers its reports. KubeRay sets the label `ray.io/node-group` on all pods, so the label tells nothing.
+    Version 1 reports node types to GCS; on a cluster without an autoscaler it reports
+    one type per node, `node_ID`. Version 2 numbers its reports. KubeRay sets the label
+    `ray.io/node-group` on all pods, so the label tells nothing.
     """
     with suppress(ImportError, AttributeError, ValueError):
         from ray.experimental.internal_kv import _internal_kv_get
@@ -73,16 +77,18 @@ def has_autoscaler() -> bool:
 MISLEADING = ("maximum expected startup concurrency", "infeasible resource requests")
 """Parts of warnings that are not printed.
 
-The first is about processes without a CPU, such as trials that wait for their workers. The second is about requests that
-an autoscaler is about to serve; `pipelines.cluster.check_room` refuses all others.
+The first is about processes without a CPU, such as trials that wait for their workers.
+The second is about requests that an autoscaler is about to serve;
+`pipelines.cluster.check_room` refuses all others.
 """
 
 
 def shorten_raylet_errors() -> None:
     """Patch Ray to print only the first line of each raylet error, and to drop the warnings in `MISLEADING`.
 
-    Both agents of a lost node push the node's last 20 log lines to the driver, and Ray has no option for that. The
-    dashboard has the logs. Does nothing if Ray is patched already.
+    Both agents of a lost node push the node's last 20 log lines to the driver, and Ray
+    has no option for that. The dashboard has the logs. Does nothing if Ray is patched
+    already.
     """
     worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
     print_lines = getattr(worker, "print_to_stdstream", None)
@@ -113,7 +119,8 @@ def first_line_of_error(text: str) -> str:
 def probe_token(address: str, token: str) -> grpc.StatusCode:
     """Return the status with which the cluster at HOST:PORT answers a client with the token, within 10 seconds.
 
-    `ray.init` would try for minutes if the cluster refuses the token. An empty token is not sent.
+    `ray.init` would try for minutes if the cluster refuses the token. An empty token is
+    not sent.
     """
     try:
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc

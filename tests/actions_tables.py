@@ -1,4 +1,6 @@
-"""Small tables of kind `actions` for tests: half of the users like dogs and pass over cats, the others the reverse."""
+"""Small tables of kind `actions` for tests: half of the users like dogs and pass over
+cats, the others the reverse.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def user(
     cuts: tuple[int, int],
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """One row; a user shares some of what is liked, and dwells on it and now and then on other things."""
+    """One row; a user shares some of what is liked, and dwells on it and now and then
+    on other things.
+    """
     like = np.asarray(liked, bool)
     share = like & (rng.random(len(like)) < 0.3)
     dwell = np.where(like, 0.9, 0.2) * rng.random(len(like))
@@ -73,8 +77,8 @@ def write_rows(
     content: bool = False,
     parts: int = 1,
 ) -> str:
-    """TABLES with these rows of `sequences`; even items are dogs. With `viewers` models read the device, with `content`
-    items have a title and a price too."""
+    """TABLES with these rows of `sequences`; even items are dogs. With `viewers` models
+    read the device, with `content` items have a title and a price too."""
     tables = str(folder / "tables")
     more = {
         "text_title": [

@@ -31,8 +31,9 @@ def rewrite(
     name: str = "sequences",
     second: int | None = None,
 ) -> str:
-    """A copy of the tables in which `change` has changed the rows and the info of one, which has a second part from the
-    row `second` on; the tables that were made from it name its new hash."""
+    """A copy of the tables in which `change` has changed the rows and the info of one,
+    which has a second part from the row `second` on; the tables that were made from it
+    name its new hash."""
     copied, hashes = folder / "tables", dict[str, str]()
     shutil.copytree(tables, copied)
     for table in ("events", "items", "queries", "sequences"):

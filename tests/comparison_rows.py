@@ -20,7 +20,9 @@ def row(
     options: EvaluationOptions | None = None,
     **params: str,
 ) -> Row:
-    """A row with a run per seed; params with __ for dots, and the runs' name, teacher and sids."""
+    """A row with a run per seed; params with __ for dots, and the runs' name, teacher
+    and sids.
+    """
     told = {key: params.pop(key, "") for key in ("name", "weights", "teacher", "sids")}
     runs = [
         Run(

@@ -1,4 +1,6 @@
-"""Fixtures that more than one folder of tests uses, and what tells the long tests from the fast ones."""
+"""Fixtures that more than one folder of tests uses, and what tells the long tests from
+the fast ones.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,24 @@ os.environ.pop(
     "PYTHONDONTWRITEBYTECODE", None
 )  # else each process that a test starts compiles the project anew
 
-# Workers without Ray Train are forked from a process that has imported the loop, started when first asked for.
+# Workers without Ray Train are forked from a process that has imported the loop,
+# started when first asked for.
 multiprocessing.set_forkserver_preload(
     ["pipelines.training.worker", "models.retrieval.tiger", "models.actions.fusions"]
 )
 
 LONG = {"ray_local", "trained", "taught", "s3"}
-"""Fixtures that start Ray or a server, or train for long: who takes one, also by way of others, is long."""
+"""Fixtures that start Ray or a server, or train for long: who takes one, also by way of
+others, is long."""
 
 running: list[pytest.Item] = []
 """The fast test that runs, with its set-up, or none."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests as long by their fixtures; files with long tests come first, so that all workers end together."""
+    """Marks tests as long by their fixtures; files with long tests come first, so that
+    all workers end together.
+    """
     for item in items:
         if LONG & set(getattr(item, "fixturenames", ())):
             item.add_marker("long")
@@ -88,7 +94,9 @@ def threads() -> int:
 
 @pytest.fixture(autouse=True)
 def same_threads(threads: int) -> Iterator[None]:
-    """Benchmarks set their own, and sums by another number of threads differ in their last digits."""
+    """Benchmarks set their own, and sums by another number of threads differ in their
+    last digits.
+    """
     import torch
 
     yield
@@ -117,7 +125,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
-    """Puts an empty MLflow store `mlflow.db` into a folder and gives its URI: a copy, as making one takes seconds."""
+    """Puts an empty MLflow store `mlflow.db` into a folder and gives its URI: a copy,
+    as making one takes seconds.
+    """
     from pipelines import tracking
 
     template = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -145,7 +155,9 @@ def in_ray(ray_local: None) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A bucket of a local S3 server; the environment says where it is, to this process and those that it starts."""
+    """A bucket of a local S3 server; the environment says where it is, to this process
+    and those that it starts.
+    """
     import socket
     import uuid
 

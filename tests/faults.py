@@ -1,16 +1,20 @@
-"""Kills at random moments, on a cluster of three Ray nodes on this machine, and what came of them.
+"""Kills at random moments, on a cluster of three Ray nodes on this machine, and what
+came of them.
 
     python -m tests.faults --kills 100 --seed 1
 
-Each of prepare, tokenize, train (two workers), evaluate and sweep is first run undisturbed. Then, as often as asked
-for, one of them is started in a fresh folder and at a random moment one of these is killed with SIGKILL: its driver, a
-worker process, a whole node (its raylet and all that runs on it), or the MLflow server, which comes back after `AWAY`
-seconds.
-A command that ends with an error is run again by the same command until it ends well, as a user would do.
+Each of prepare, tokenize, train (two workers), evaluate and sweep is first run
+undisturbed. Then, as often as asked for, one of them is started in a fresh folder and
+at a random moment one of these is killed with SIGKILL: its driver, a worker process, a
+whole node (its raylet and all that runs on it), or the MLflow server, which comes back
+after `AWAY` seconds. A command that ends with an error is run again by the same command
+until it ends well, as a user would do.
 
-The result has to be that of the undisturbed run: the same tables, weights and rankings, in MLflow one run per name and
-each point of a metric once, with the same validation. A line that is no single `error: ...`, a command that needs more
-than `TRIES` starts, and one that is silent for `LONGEST` seconds is a finding. About 40 seconds a kill on 2 cores.
+The result has to be that of the undisturbed run: the same tables, weights and rankings,
+in MLflow one run per name and each point of a metric once, with the same validation. A
+line that is no single `error: ...`, a command that needs more than `TRIES` starts, and
+one that is silent for `LONGEST` seconds is a finding. About 40 seconds a kill on 2
+cores.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ AWAY = 15.0
 TRIES = 4
 """Starts of one command at most."""
 IDLE = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Processes that run nothing of a job. Without its agents a node ends, or starts no worker any more."""
+"""Processes that run nothing of a job. Without its agents a node ends, or starts no
+worker any more."""
 LONGEST = 900.0
 """Seconds after which a command is said to hang."""
 
@@ -83,7 +88,9 @@ def free_address() -> str:
 
 
 def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
-    """An MLflow server on the SQLite file of the folder, once it answers; in a session of its own."""
+    """An MLflow server on the SQLite file of the folder, once it answers; in a session
+    of its own.
+    """
     line = [
         sys.executable,
         "-m",
@@ -110,7 +117,9 @@ def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 class World:
-    """A cluster, an MLflow server, a raw log, and what each command makes of it undisturbed."""
+    """A cluster, an MLflow server, a raw log, and what each command makes of it
+    undisturbed.
+    """
 
     def __init__(self, folder: Path, head_cpus: int = 2) -> None:
         os.environ.setdefault(
@@ -305,7 +314,9 @@ def weights(folder: Path) -> dict[str, str]:
 
 
 def logged(world: World, folder: Path) -> dict[str, Any]:
-    """Of each name its validation metrics by step; ValueError where a name has two runs or a point is there twice."""
+    """Of each name its validation metrics by step; ValueError where a name has two runs
+    or a point is there twice.
+    """
     from mlflow import MlflowClient
 
     client = MlflowClient(world.store)
@@ -523,7 +534,9 @@ def kill(
     number: int,
     reference: Undisturbed,
 ) -> Kill:
-    """Starts a command in a fresh folder, kills, starts it again as often as it needs, and compares."""
+    """Starts a command in a fresh folder, kills, starts it again as often as it needs,
+    and compares.
+    """
     step, out = STEPS[name], world.folder / f"{name}-{number}"
     world.mend()
     found = Kill(name, target, round(moment * reference.seconds, 2))

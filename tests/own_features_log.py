@@ -1,5 +1,5 @@
-"""A small search log with features of its own that decide clicks, beside counts that do not: a number, a category, and
-a table of the items' prices with its own time."""
+"""A small search log with features of its own that decide clicks, beside counts that do
+not: a number, a category, and a table of the items' prices with its own time."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ BEGIN, HOUR = 1_700_000_000_000, 3_600_000
 def write_log(
     folder: Path, users: int = 250, searches: int = 8, shown: int = 5, seed: int = 0
 ) -> None:
-    """Clicks follow bm25, which some results lack, and whether the item's last sale state is `sale`; the city of a
-    search says whether high or low scores count. One city is of the last days alone."""
+    """Clicks follow bm25, which some results lack, and whether the item's last sale
+    state is `sale`; the city of a search says whether high or low scores count. One
+    city is of the last days alone."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     days = [
@@ -143,7 +144,9 @@ FEED_PREPARE: dict[str, Any] = {
 
 
 def write_feed(folder: Path, users: int = 60, events: int = 40, seed: int = 0) -> None:
-    """A feed whose likes follow a score and the item's last sale state; `write_log` in the folder first."""
+    """A feed whose likes follow a score and the item's last sale state; `write_log` in
+    the folder first.
+    """
     rng = np.random.default_rng(seed)
     states = {
         (id_, since): state == "sale"

@@ -1,4 +1,6 @@
-"""Small logs in the layouts of H&M, MovieLens-1M and MIND, of random draws: nothing in them is of the real ones."""
+"""Small logs in the layouts of H&M, MovieLens-1M and MIND, of random draws: nothing in
+them is of the real ones.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def hm(
     unsold: int = 20,
     rows: int = 1500,
 ) -> Path:
-    """Half a year of purchases by day; some come twice on a day, and `unsold` articles never."""
+    """Half a year of purchases by day; some come twice on a day, and `unsold` articles
+    never.
+    """
     folder.mkdir()
     draw = np.random.default_rng(1)
     names = [f"{draw.integers(2**63):016x}{number:048x}" for number in range(customers)]
@@ -118,7 +122,9 @@ def movielens_1m(
 
 
 def mind(folder: Path, users: int = 40, news: int = 60, rows: int = 400) -> Path:
-    """Shown news with a click glued to each, and what a user clicked before; without header lines."""
+    """Shown news with a click glued to each, and what a user clicked before; without
+    header lines.
+    """
     folder.mkdir()
     draw = np.random.default_rng(3)
     past = [

@@ -1,4 +1,6 @@
-"""A server before a local S3 that passes requests on, refuses them with 503 or 403, or passes them on late."""
+"""A server before a local S3 that passes requests on, refuses them with 503 or 403, or
+passes them on late.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class S3Proxy(ThreadingTCPServer):
         self.refused = 0
         """Number of refused requests."""
         self.on_request: Callable[[str, int], None] = lambda line, port: None
-        """Called before a request is passed on, with its first line and the port of the client."""
+        """Called before a request is passed on, with its first line and the port of the
+        client."""
         Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -85,7 +88,9 @@ class Connection(BaseRequestHandler):
 
 @contextmanager
 def s3_proxy() -> Iterator[S3Proxy]:
-    """Start a proxy before the S3 of `AWS_ENDPOINT_URL` and put it in the place of that address."""
+    """Start a proxy before the S3 of `AWS_ENDPOINT_URL` and put it in the place of that
+    address.
+    """
     with S3Proxy(os.environ["AWS_ENDPOINT_URL"]) as server:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("AWS_ENDPOINT_URL", server.url)

@@ -1,14 +1,18 @@
-"""Whether a change of structure changes results: what the commands make of small simulated logs, before and after it.
+"""Whether a change of structure changes results: what the commands make of small
+simulated logs, before and after it.
 
     python tests/same_results.py --write before.json                      # this checkout
     python tests/same_results.py --checkout ../other --compare before.json
     python tests/same_results.py --kinds search actions --compare before.json
 
-Of one log of each kind: all tables, the codes of three tokenizers, every model's weights after a short training and its
-validation; of some models the ranking of all users and a test; the trials of a sweep; the answers of a served model of
-each family, and what MLflow holds of its run. Nothing is imported from the project: commands run, and their tables,
-tensors and metrics are compared by content, whatever files and tensors are called. So the script reads any checkout
-whose commands are the same. Compare on one machine: other processors sum in other orders. Eight minutes on two cores.
+Of one log of each kind: all tables, the codes of three tokenizers, every model's
+weights after a short training and its validation; of some models the ranking of all
+users and a test; the trials of a sweep; the answers of a served model of each family,
+and what MLflow holds of its run. Nothing is imported from the project: commands run,
+and their tables, tensors and metrics are compared by content, whatever files and
+tensors are called. So the script reads any checkout whose commands are the same.
+Compare on one machine: other processors sum in other orders. Eight minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ LOGS: dict[str, tuple[str, list[str], list[str], str]] = {
     ),
     "actions": ("simulated_feed", ["--kind", "feed"], [], "--text"),
 }
-"""By kind: mapping file, options of the simulator and of jobs.prepare, and the option for what is made beside."""
+"""By kind: mapping file, options of the simulator and of jobs.prepare, and the option
+for what is made beside."""
 SIZE = ["--users", "200", "--items", "120", "--events", "2400", "--seed", "3"]
 TOKENIZERS = {
     "rqkmeans": "--rqkmeans.codebook_size 16",
@@ -174,7 +179,8 @@ SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
         ],
     ),
 }
-"""By kind: the model that jobs.train trains and that is served, options of its answers, and the frames it is asked."""
+"""By kind: the model that jobs.train trains and that is served, options of its answers,
+and the frames it is asked."""
 
 SERVE = """
 import json, sys, mlflow, pandas
@@ -200,7 +206,9 @@ def table(folder: Path) -> str:
 
 
 def trained(run: Path) -> dict[str, Any]:
-    """A hash per tensor of the best checkpoints below a folder, and what was measured of them: by name, all values."""
+    """A hash per tensor of the best checkpoints below a folder, and what was measured
+    of them: by name, all values.
+    """
     tensors = [
         x
         for file in run.rglob("best/*.safetensors")
@@ -257,7 +265,9 @@ class Proof:
     def step(
         self, name: str, after: list[str], do: Callable[[str], Any], what: str
     ) -> None:
-        """Does something of that name after other steps, which are given before it, and keeps what it finds."""
+        """Does something of that name after other steps, which are given before it, and
+        keeps what it finds.
+        """
 
         def run() -> None:
             for other in after:

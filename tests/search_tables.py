@@ -1,4 +1,6 @@
-"""Small search tables for tests: clicks follow the query's topic and the user's taste; with text that tells both."""
+"""Small search tables for tests: clicks follow the query's topic and the user's taste;
+with text that tells both.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,8 @@ def write_text(
     queries: np.ndarray,
     joint: bool = False,
 ) -> None:
-    """TEXT of these vectors; a pair is the mean of its two, its joint form leans to the document; documents have 3 to
-    9 random tokens."""
+    """TEXT of these vectors; a pair is the mean of its two, its joint form leans to the
+    document; documents have 3 to 9 random tokens."""
     rng = np.random.default_rng(1)
     tokens = pa.array(
         [rng.integers(20, size=3 + i % 7).tolist() for i in range(len(items))],
@@ -165,7 +167,9 @@ def write_text(
 def change(
     batch: SearchBatch, catalogue: SearchCatalogue, **changes: Any
 ) -> SearchBatch:
-    """A copy of the batch with other tensors, and with the text of its items and queries as they are then."""
+    """A copy of the batch with other tensors, and with the text of its items and
+    queries as they are then.
+    """
     copy = replace(batch.map(Tensor.clone), **changes)
     text = catalogue.text.collate(
         copy.history.numpy(),
@@ -186,8 +190,8 @@ def write_tables(
     topic: Any = None,
     parts: int = 1,
 ) -> tuple[str, str]:
-    """TABLES and TEXT with these rows of `sequences`; text is of the topics `topic` (items,) and q, or of i % 4 and
-    q % 4."""
+    """TABLES and TEXT with these rows of `sequences`; text is of the topics `topic`
+    (items,) and q, or of i % 4 and q % 4."""
     tables, text = str(folder / "tables"), str(folder / "text")
     rng = np.random.default_rng(0)
     names = {
@@ -253,9 +257,11 @@ def write_search(
     joint: bool = False,
     parts: int = 1,
 ) -> tuple[str, str]:
-    """A log in which a user clicks what has the query's topic, mostly; the last two requests are val and test.
+    """A log in which a user clicks what has the query's topic, mostly; the last two
+    requests are val and test.
 
-    User 0 never clicks, so that one history is empty; requests without and with clicks only occur.
+    User 0 never clicks, so that one history is empty; requests without and with clicks
+    only occur.
     """
     rng = np.random.default_rng(seed)
     rows = []

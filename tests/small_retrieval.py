@@ -1,4 +1,6 @@
-"""A small catalogue of semantic IDs, random requests and a TIGER of random weights, for tests of retrieval models."""
+"""A small catalogue of semantic IDs, random requests and a TIGER of random weights, for
+tests of retrieval models.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def requests(
 def requests_of(
     lengths: list[int], seed: int = 1, items: int = ITEMS, longest: int = 0
 ) -> RequestBatch:
-    """Requests with histories of these lengths, padded to the longest of them, or to `longest`."""
+    """Requests with histories of these lengths, padded to the longest of them, or to
+    `longest`.
+    """
     generator, length = (
         torch.Generator().manual_seed(seed),
         torch.tensor(lengths, dtype=torch.long),
@@ -72,7 +76,9 @@ def requests_of(
 
 
 def windows(batch: RequestBatch, **requests: Tensor) -> WindowBatch:
-    """The histories of a batch as windows that serve the `requests` (target, target_row and target_position)."""
+    """The histories of a batch as windows that serve the `requests` (target, target_row
+    and target_position).
+    """
     return WindowBatch(
         history=batch.history,
         history_length=batch.history_length,

@@ -1,4 +1,5 @@
-"""All keys of mapping files as tables of jobs/configs/sources/README.md, from the dataclasses that read them.
+"""All keys of mapping files as tables of jobs/configs/sources/README.md, from the
+dataclasses that read them.
 
     python -m tests.source_keys jobs/configs/sources/README.md    # writes the tables anew into the page
 
@@ -107,7 +108,9 @@ LEFT_OUT = (
 
 
 def described(kind: type) -> dict[str, str]:
-    """What stands beneath each field of a dataclass, by its name, those of its bases among them."""
+    """What stands beneath each field of a dataclass, by its name, those of its bases
+    among them.
+    """
     found: dict[str, str] = {}
     for cls in reversed(kind.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
@@ -172,7 +175,9 @@ def table(header: str, found: Iterator[tuple[str, ...]]) -> str:
 
 
 def page(text: str) -> str:
-    """A page with its tables written anew. ValueError for one that has no place for them."""
+    """A page with its tables written anew. ValueError for one that has no place for
+    them.
+    """
     kinds = ((*row, f"`{EXAMPLES[row[0]]}`") for row in rows(KINDS))
     tables = {
         "keys": table("| key | meaning | default |", rows(SECTIONS)),

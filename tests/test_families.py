@@ -1,4 +1,6 @@
-"""What models and families declare is what they have, and nothing is found out by probing."""
+"""What models and families declare is what they have, and nothing is found out by
+probing.
+"""
 
 from __future__ import annotations
 

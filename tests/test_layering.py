@@ -53,7 +53,9 @@ def module_of(path: Path) -> str:
 
 
 def imported(path: Path, known: set[str]) -> set[str]:
-    """The modules of this project that a file imports anywhere: in functions and for types too."""
+    """The modules of this project that a file imports anywhere: in functions and for
+    types too.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,6 @@
-"""Small tables for tests of training: a log in which the next item mostly follows from the last one."""
+"""Small tables for tests of training: a log in which the next item mostly follows from
+the last one.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ def write_tables(
     parts: int = 1,
     titles: bool = False,
 ) -> tuple[str, str]:
-    """TABLES, with `parts` files of users, and SIDS of `users` who go from item i to 5 i + 3 most of the time; the last
-    two are val and test. With `titles` most items have one."""
+    """TABLES, with `parts` files of users, and SIDS of `users` who go from item i to 5
+    i + 3 most of the time; the last two are val and test. With `titles` most items have
+    one."""
     rng = np.random.default_rng(seed)
     tables, sids = str(folder / "tables"), str(folder / "sids")
     names = [f"item-{i:03d}" for i in range(items)]

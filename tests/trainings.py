@@ -73,7 +73,9 @@ def make_config(
 
 
 def make_sweep(**options: Any) -> SweepConfig:
-    """Build the configuration of a sweep, with `tracking_uri` and `experiment` as options."""
+    """Build the configuration of a sweep, with `tracking_uri` and `experiment` as
+    options.
+    """
     tracking = {
         key: options.pop(key)
         for key in ("tracking_uri", "experiment")

@@ -1,11 +1,14 @@
 """Read a grid file: the settings that a sweep tries, and the published results.
 
-    trials = load("tuning/grids/sid_mlp_alpha.yaml").trials({"model.teacher": "runs/tiger"})
+    trials = load("tuning/grids/sid_mlp_alpha.yaml").trials({"model.teacher":
+    "runs/tiger"})
 
-The file names the base config, the axes, the metric, the scheduler, where the values are documented and the published
-results. An axis is a dotted key of jobs.train's config (`model.alpha`, `fit.lr`, `fit.seed`), `sids` or `text`, or, in
-grids of kind evaluate, `checkpoint` or an option of jobs.evaluate (`evaluate.beam`). `points` lists settings
-that are no product. An axis without values is for the user to fill in (`--axes.sids '[A, B]'`).
+The file names the base config, the axes, the metric, the scheduler, where the values
+are documented and the published results. An axis is a dotted key of jobs.train's config
+(`model.alpha`, `fit.lr`, `fit.seed`), `sids` or `text`, or, in grids of kind evaluate,
+`checkpoint` or an option of jobs.evaluate (`evaluate.beam`). `points` lists settings
+that are no product. An axis without values is for the user to fill in (`--axes.sids
+'[A, B]'`).
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ Point = dict[str, Any]
 """Values of the axes, by dotted key."""
 
 SEED = "fit.seed"
-"""The axis that every grid of trainings has: runs that differ in it alone are one row of a comparison."""
+"""The axis that every grid of trainings has: runs that differ in it alone are one row
+of a comparison."""
 
 INPUTS = ("sids", "text")
 """Folders that a point can name beside the tables."""
@@ -57,11 +61,13 @@ class Scheduler:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     name: Literal["none", "asha"] = "none"
-    """none: all run to their end; asha: asynchronous successive halving (Li et al., 2020)."""
+    """none: all run to their end; asha: asynchronous successive halving (Li et al.,
+    2020)."""
     grace: int = 1
     """asha: epochs that every trial gets."""
     reduction: int = 3
-    """asha: at epochs grace, grace * reduction, ... only the best 1 / reduction go on."""
+    """asha: at epochs grace, grace * reduction, ... only the best 1 / reduction go
+    on."""
 
     def __post_init__(self) -> None:
         check_choices(self, "scheduler.")
@@ -103,13 +109,16 @@ class Grid:
     source: str
     """Paper and the section, table or figure that documents the values."""
     config: str | list[str] | None = None
-    """Base config of jobs.train, relative to the grid file; of several the later ones win."""
+    """Base config of jobs.train, relative to the grid file; of several the later ones
+    win."""
     kind: Literal["train", "evaluate"] = "train"
     """What a trial does: trains a model, or measures a trained checkpoint."""
     axes: dict[str, list[Any] | None] = field(default_factory=dict)
-    """Values by dotted key; the trials are their product. Without values: to be given by the user."""
+    """Values by dotted key; the trials are their product. Without values: to be given
+    by the user."""
     together: list[list[str]] = field(default_factory=list)
-    """Axes that run side by side instead of crosswise: the first value with the first, and so on."""
+    """Axes that run side by side instead of crosswise: the first value with the first,
+    and so on."""
     points: list[Point] = field(default_factory=list)
     """Settings one by one, crossed with the axes."""
     fixed: Point = field(default_factory=dict)
@@ -117,7 +126,8 @@ class Grid:
     seeds: list[int] = field(default_factory=list)
     """Values of fit.seed; more than one make an axis."""
     metric: str = "val/ndcg@10"
-    """What the trials are ranked by, larger is better: `val/` or, in grids of kind evaluate, `test/`."""
+    """What the trials are ranked by, larger is better: `val/` or, in grids of kind
+    evaluate, `test/`."""
     scheduler: Scheduler = field(default_factory=Scheduler)
     """When trials are stopped early."""
     samples: int | None = None
@@ -129,7 +139,8 @@ class Grid:
     notes: str = ""
     """What this grid does otherwise than the paper, or what the paper leaves open."""
     smoke: dict[str, Any] = field(default_factory=dict)
-    """`fixed`, `axes`, `points`, `samples` and `seeds` of the variant that takes about a minute on 2 cores."""
+    """`fixed`, `axes`, `points`, `samples` and `seeds` of the variant that takes about
+    a minute on 2 cores."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -231,7 +242,8 @@ class Grid:
             sets: Settings of all trials, which win over the file's.
 
         Raises:
-            UserError: for an empty grid, an axis that the model does not have, or a value that it refuses.
+            UserError: for an empty grid, an axis that the model does not have, or a
+            value that it refuses.
         """
         for key in sets or {}:
             if key in self.keys:

@@ -1,8 +1,9 @@
 """Run the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is the command.
 
-`STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values; finished trials and the reports that
-the scheduler needs (`tuning/halving.py`) are read from there. `trials.json` beside them lists the trials of the last
-call and the best one. Tune's own folder is never read, and is removed when the sweep has ended.
+`STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values;
+finished trials and the reports that the scheduler needs (`tuning/halving.py`) are read
+from there. `trials.json` beside them lists the trials of the last call and the best
+one. Tune's own folder is never read, and is removed when the sweep has ended.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class SweepResult:
     seconds: float
     """Time of this call."""
     results: tune.ResultGrid | None = None
-    """Tune's results of the trials that ran in this call; None if the sweep was finished before."""
+    """Tune's results of the trials that ran in this call; None if the sweep was
+    finished before."""
 
     @property
     def failed(self) -> list[TrialResult]:
@@ -198,7 +200,8 @@ def sweep(
 ) -> SweepResult:
     """Run the trials of a grid that are not finished.
 
-    Failed trials are in the result (`SweepResult.failed`), which does not raise for them.
+    Failed trials are in the result (`SweepResult.failed`), which does not raise for
+    them.
 
     Args:
         grid: The grid.
@@ -208,7 +211,8 @@ def sweep(
         start: Start Ray if trials are to run; by default Ray runs already.
 
     Raises:
-        UserError: before anything is started, if tables, models or settings do not fit, the metric is not measured, or
+        UserError: before anything is started, if tables, models or settings do not fit,
+        the metric is not measured, or
             MLflow does not answer; at the end, if no trial has a value.
     """
     began = time.monotonic()
@@ -497,7 +501,8 @@ def run_pending(
         },
         tune_config=tune.TuneConfig(
             scheduler=scheduler,
-            # one process for many trials, but not where a trial waits for workers, which end with its process
+            # one process for many trials, but not where a trial waits for workers,
+            # which end with its process
             reuse_actors=spec.grid.kind == "train" and workers == 1,
             search_alg=BasicVariantGenerator(points, max_concurrent=concurrency),
             num_samples=len(points),
@@ -522,14 +527,15 @@ WAITING_TRIAL_BYTES = 1 << 30
 """Memory of a trial's own process while its workers train: PyTorch, Ray and MLflow."""
 
 WAITING_TRIALS = 16
-"""Trials of several workers that run or wait at once on a cluster with an autoscaler, by default."""
+"""Trials of several workers that run or wait at once on a cluster with an autoscaler,
+by default."""
 
 
 def waiting_trials(each: dict[str, float], workers: int) -> int:
     """Return how many trials of several workers to start at once.
 
-    Ray reserves the workers of a trial together, so trials beyond the room of the cluster wait, and an autoscaler
-    starts nodes for them.
+    Ray reserves the workers of a trial together, so trials beyond the room of the
+    cluster wait, and an autoscaler starts nodes for them.
     """
     room = cluster.count_room(cluster.alive_nodes(), each) // workers
     return max(room, WAITING_TRIALS if has_autoscaler() else 1)
@@ -569,9 +575,10 @@ def collect_result(
 def find_best(results: list[TrialResult]) -> TrialResult | None:
     """Return the best trial of the settings with the largest mean, or None if no trial has a value.
 
-    Settings are compared over the seeds that all of them have a value for, so that a failed seed neither helps nor
-    harms its settings. Settings without any value are left out. Where no seed is common to the others, as in a grid
-    that draws seeds at random, each setting's mean is over its own seeds.
+    Settings are compared over the seeds that all of them have a value for, so that a
+    failed seed neither helps nor harms its settings. Settings without any value are
+    left out. Where no seed is common to the others, as in a grid that draws seeds at
+    random, each setting's mean is over its own seeds.
     """
     with_value = [result for result in results if result.value is not None]
     values: dict[str, dict[Any, float]] = {}
@@ -591,7 +598,8 @@ def find_best(results: list[TrialResult]) -> TrialResult | None:
 
 
 TRIALS = "trials.json"
-"""File of a sweep's folder, and artifact of its MLflow run: `complete`, the name of the `best` trial, and `trials`."""
+"""File of a sweep's folder, and artifact of its MLflow run: `complete`, the name of the
+`best` trial, and `trials`."""
 
 
 def describe_trials(results: list[TrialResult]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Run one trial of a sweep: an ordinary run with its own folder, in the process that Tune gives it.
 
-`run.json` and the checkpoints in the folder hold its state, and MLflow its metrics. So a trial that is started again,
-by Tune or by the same command of jobs.sweep, continues or is finished already.
+`run.json` and the checkpoints in the folder hold its state, and MLflow its metrics. So
+a trial that is started again, by Tune or by the same command of jobs.sweep, continues
+or is finished already.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ TRIAL = "trial"
 """Key of the trial's name in Tune's config."""
 
 LOCK_TIMEOUT_S = 60.0
-"""Seconds that a trial waits for a process of an interrupted sweep to release its folder."""
+"""Seconds that a trial waits for a process of an interrupted sweep to release its
+folder."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class SweepSpec:
     parent: str = ""
     """Id of the sweep's MLflow run, once it is open."""
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Hashes of the tables that each trial reads, by trial, as the sweep checked them."""
+    """Hashes of the tables that each trial reads, by trial, as the sweep checked
+    them."""
     trainings: dict[str, CheckedTraining] = field(default_factory=dict)
     """The trials' trainings as the driver checked them, by name."""
 
@@ -129,7 +132,8 @@ def run_trial(config: dict[str, Any], spec: SweepSpec) -> None:
 def train_trial(trial: Trial, spec: SweepSpec) -> None:
     """Train and report every validation to Tune; then measure on test if the spec says so.
 
-    A trial of several workers is measured by a Ray task, as its own process holds neither a GPU nor a CPU.
+    A trial of several workers is measured by a Ray task, as its own process holds
+    neither a GPU nor a CPU.
     """
 
     def report(about: checkpoint.Checkpoint) -> None:

@@ -3,10 +3,12 @@
     model = AttnMVP(AttnMVPConfig(), catalogue)
     model(batch)["loss"]; model.score(batch)      # a batch as models/actions/batch.py says
 
-A model is an `encode`: how actions meet items (`fusions.py`). All else is the same, so that only the fusion differs.
+A model is an `encode`: how actions meet items (`fusions.py`). All else is the same, so
+that only the fusion differs.
 
-Shapes: `B` users, `T` context events, `C` candidates, `L` = T + C, `D` width, `A` kinds of action, `K` tasks,
-`F` features, `S` width of the states that a model gives to its head.
+Shapes: `B` users, `T` context events, `C` candidates, `L` = T + C, `D` width, `A` kinds
+of action, `K` tasks, `F` features, `S` width of the states that a model gives to its
+head.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ class ActionsConfig(LabelOptions):
     max_history: int = 1024
     """Latest events of a user that are read (Sec. 3)."""
     window_overlap: float = 0.5
-    """Share of `max_history` by which the rows of a longer user overlap in training: what is learned from reads that
-    much of history at least, except at the user's beginning. 0: each event is read in one row."""
+    """Share of `max_history` by which the rows of a longer user overlap in training:
+    what is learned from reads that much of history at least, except at the user's
+    beginning. 0: each event is read in one row."""
     width: int = 128
-    """D, width of item and action embeddings and of all states (the paper names none)."""
+    """D, width of item and action embeddings and of all states (the paper names
+    none)."""
     num_layers: int = 12
     """Transformer blocks (Sec. 2)."""
     num_heads: int = 4
@@ -62,16 +66,18 @@ class ActionsConfig(LabelOptions):
     dropout: float = 0.1
     """Dropout in blocks and head."""
     item_ids: Literal["learned", "hashed", "none"] = "learned"
-    """Whether an item has a vector of its own beside its attributes, one of `id_buckets` that it shares with others, or
-    none: a feed of fresh items has nothing to learn it from (the paper lists features, Sec. 2, and no id)."""
+    """Whether an item has a vector of its own beside its attributes, one of
+    `id_buckets` that it shares with others, or none: a feed of fresh items has nothing
+    to learn it from (the paper lists features, Sec. 2, and no id)."""
     id_buckets: int = 4096
     """Vectors of hashed ids."""
     id_dropout: float = 0.0
-    """Share of the events whose id counts as unknown in training, a vector of zeros. Above 0 all ids begin there, so
-    that items which training has not seen are unknown, and are told by their attributes."""
+    """Share of the events whose id counts as unknown in training, a vector of zeros.
+    Above 0 all ids begin there, so that items which training has not seen are unknown,
+    and are told by their attributes."""
     category_dropout: float = 0.02
-    """Share of the values of the log's own categories that count as unknown in training, so that values which training
-    has not seen mean something."""
+    """Share of the values of the log's own categories that count as unknown in
+    training, so that values which training has not seen mean something."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,8 +108,9 @@ class ItemNetwork(EmbeddingTables):
     """Item features, concatenated and projected (Sec. 2): the id's own embedding or that of its hash, categories,
     numbers, the text's projection; and viewer-side categories and the log's own features of the event.
 
-    An item that is not in the catalogue is told by its content alone: its id is unknown, as those that `id_dropout`
-    drops are, and so is a category's value that the catalogue does not have."""
+    An item that is not in the catalogue is told by its content alone: its id is
+    unknown, as those that `id_dropout` drops are, and so is a category's value that the
+    catalogue does not have."""
 
     numbers: Tensor
     categories: Tensor
@@ -225,7 +232,8 @@ class FusionModel(ActionsModel):
 
     config: ActionsConfig
     history_targets = True
-    """Whether context events are learned from; not where a context token holds its own label."""
+    """Whether context events are learned from; not where a context token holds its own
+    label."""
     states_width = 1
     """S in units of D."""
     tokens = 1

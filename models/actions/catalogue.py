@@ -2,8 +2,8 @@
 
     catalogue = ActionsCatalogue.load("tables", "text")
 
-Shapes: `I` items, `A` kinds of action, `K` tasks, `F` features, `V` viewer-side categories, `X` numbers and `G`
-categories of an item, `W` width of text.
+Shapes: `I` items, `A` kinds of action, `K` tasks, `F` features, `V` viewer-side
+categories, `X` numbers and `G` categories of an item, `W` width of text.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class Attributes:
     """Statistics of the catalogue's attributes, by which any item's attributes are read."""
 
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Mean and standard deviation by column; a deviation of 0 stands for a constant or a column without values."""
+    """Mean and standard deviation by column; a deviation of 0 stands for a constant or
+    a column without values."""
     categories: dict[str, pa.Array] = field(default_factory=dict)
-    """Values by column, with codes from 1 in their order; 0 is the code of unknown values."""
+    """Values by column, with codes from 1 in their order; 0 is the code of unknown
+    values."""
 
     @classmethod
     def from_items(
@@ -69,7 +71,8 @@ class Attributes:
         """Return the attributes of items.
 
         Returns:
-            (n, X) float32 numbers, standardised over the catalogue, 0 where missing; (n, G) int64 codes.
+            (n, X) float32 numbers, standardised over the catalogue, 0 where missing;
+            (n, G) int64 codes.
         """
         numbers = np.zeros((len(items), len(self.numbers)))
         categories = np.zeros((len(items), len(self.categories)))
@@ -123,17 +126,21 @@ class ActionsCatalogue:
     categories: Tensor = field(
         default_factory=lambda: torch.zeros(0, dtype=torch.int64)
     )
-    """(I, G) int64 attributes of items such as author or type, each dense from 0; or empty."""
+    """(I, G) int64 attributes of items such as author or type, each dense from 0; or
+    empty."""
     attributes: Attributes = field(default_factory=Attributes)
     """Statistics of the attributes, for items that are not in the catalogue."""
     text: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(I, W) float32 vectors of items' texts by a frozen encoder; empty if models read no text."""
+    """(I, W) float32 vectors of items' texts by a frozen encoder; empty if models read
+    no text."""
     text_size: float = 0.0
     """Root mean square of `text`, or the value in a checkpoint."""
     viewers: dict[str, list[str]] = field(default_factory=dict)
-    """Values in training of each of the V viewer-side categories of events, such as device (Sec. 1 of AttnMVP)."""
+    """Values in training of each of the V viewer-side categories of events, such as
+    device (Sec. 1 of AttnMVP)."""
     own: OwnFeatures = field(default_factory=OwnFeatures)
-    """The log's own features of events, including those joined as of the events' time."""
+    """The log's own features of events, including those joined as of the events'
+    time."""
     train_rates: tuple[float, ...] = ()
     """Each task's fraction of positives among training events; empty if unknown."""
     versions: dict[str, TableVersion] = field(default_factory=dict)

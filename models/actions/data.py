@@ -1,14 +1,16 @@
 """Examples and batches of a log of actions: a user's context, and candidates whose actions are to be predicted.
 
-    dataset = ActionsDataset.load("tables/sequences", "train", unit="user", max_history=1024)
-    for batch in dataset.epoch(64, seed=1, epoch=0): ...
+    dataset = ActionsDataset.load("tables/sequences", "train", unit="user",
+    max_history=1024) for batch in dataset.epoch(64, seed=1, epoch=0): ...
 
-Batches of training have similar lengths, so that there is little padding, and equally many events, so that all events
-have the same weight in the loss. A user with more than `max_history` training events has several examples. These are
-cut from the end and overlap by a fraction `window_overlap` of `max_history`: an event that two examples share is
-learned from in the earlier one and is history in the later one.
+Batches of training have similar lengths, so that there is little padding, and equally
+many events, so that all events have the same weight in the loss. A user with more than
+`max_history` training events has several examples. These are cut from the end and
+overlap by a fraction `window_overlap` of `max_history`: an event that two examples
+share is learned from in the earlier one and is history in the later one.
 
-Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks, `F` features, `n` examples.
+Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks,
+`F` features, `n` examples.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ from models.ragged import (
 from models.storage.tables import Manifest
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Its multiples modulo 1 are evenly distributed, and so are the cuts of a batch's rows."""
+"""Its multiples modulo 1 are evenly distributed, and so are the cuts of a batch's
+rows."""
 
 MAX_PAIRS = 1 << 24
-"""Largest B x C x (T + 1) of an evaluation batch of several rows, which bounds the memory of attention scores."""
+"""Largest B x C x (T + 1) of an evaluation batch of several rows, which bounds the
+memory of attention scores."""
 
 EVENT_COLUMNS = ("item", "time", "action", "label", "feature", "viewer", "own")
 """Columns by event; `viewer` and `own` only if the log has some."""
@@ -51,14 +55,14 @@ TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 class ActionsDataset(RequestDataset):
     """The events of one split, in examples of one user.
 
-    Training, `user`: an example is a sequence of training events, all of them context. Each event is learned from in
-    one example.
-    Training, `split_sequence`, for models that learn from candidates only: the sequence is cut into context and
-    candidates. The cut is drawn uniformly for each example and epoch, and evenly over the rows of a batch, so that a
-    batch learns from about half of its events. At least one event is a candidate, and no event that another example
-    learns from.
-    Validation and test: the context is the latest `max_history` events before the split's time. The candidates are all
-    of the user's events in the split, also of users without a context.
+    Training, `user`: an example is a sequence of training events, all of them context.
+    Each event is learned from in one example. Training, `split_sequence`, for models
+    that learn from candidates only: the sequence is cut into context and candidates.
+    The cut is drawn uniformly for each example and epoch, and evenly over the rows of a
+    batch, so that a batch learns from about half of its events. At least one event is a
+    candidate, and no event that another example learns from. Validation and test: the
+    context is the latest `max_history` events before the split's time. The candidates
+    are all of the user's events in the split, also of users without a context.
     """
 
     kind = "actions"
@@ -106,9 +110,9 @@ class ActionsDataset(RequestDataset):
         """Return served requests as a dataset.
 
         Args:
-            events: The columns of all events, end to end: of each request its context, then its candidates.
-            context: (R,) events of each context.
-            candidates: (R,) candidates of each request.
+            events: The columns of all events, end to end: of each request its context,
+            then its candidates. context: (R,) events of each context. candidates: (R,)
+            candidates of each request.
         """
         sizes = context + candidates
         columns = {
@@ -269,9 +273,11 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
     """Decode one part of the sequences of a log of actions.
 
     Returns:
-        By user (U,): behaviours_per_user, train_end and val_end, the events before validation and before test. By
-        event (E, ...): item, time, action (A), label (K), feature (F); where the log has some, viewer (V), the number
-        of each value in the manifest's `viewers` from 1, or 0, and own, as `OwnFeatures.matrix` has them.
+        By user (U,): behaviours_per_user, train_end and val_end, the events before
+        validation and before test. By event (E, ...): item, time, action (A), label
+        (K), feature (F); where the log has some, viewer (V), the number of each value
+        in the manifest's `viewers` from 1, or 0, and own, as `OwnFeatures.matrix` has
+        them.
     """
     info, own = manifest.info, OwnFeatures.from_info(manifest.info)
     item_lists = table["item_index"].combine_chunks()

@@ -1,6 +1,7 @@
 """Base rates of actions: models without gradient training that others have to clear.
 
-    python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES --storage runs --name item_rate
+    python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES
+    --storage runs --name item_rate
 
 With n_i the training events of item i, p_ik those in which task k was done, and r_k the
 share of all training events in which it was done:
@@ -8,8 +9,9 @@ share of all training events in which it was done:
     base_rate:  P(k | i) = r_k
     item_rate:  P(k | i) = (p_ik + strength * r_k) / (n_i + strength)
 
-Events of val and test come after the training window, so no rate counts what it predicts.
-A feed has no column for the position at which an item was shown, so no model ranks by it.
+Events of val and test come after the training window, so no rate counts what it
+predicts. A feed has no column for the position at which an item was shown, so no model
+ranks by it.
 
 Shapes: `N` candidates, `I` items, `K` tasks.
 """

@@ -24,9 +24,10 @@ class InterleavedConfig(ActionsConfig):
 class Interleaved(FusionModel):
     """The interleaved transformer, the baseline (Fig. 3 of AttnMVP; HSTU's layout): tokens i_0, a_0, i_1, a_1, ...
 
-    There are twice as many tokens as events. The state of an item token, which has seen all earlier items and actions
-    and its own item, predicts the item's action. An action token attends to its item's token and to strictly earlier
-    events, never to other events with the same timestamp. A candidate is a single item token.
+    There are twice as many tokens as events. The state of an item token, which has seen
+    all earlier items and actions and its own item, predicts the item's action. An
+    action token attends to its item's token and to strictly earlier events, never to
+    other events with the same timestamp. A candidate is a single item token.
     """
 
     name = "interleaved"
@@ -55,10 +56,11 @@ class AttnLFAConfig(ActionsConfig):
 class AttnLFA(FusionModel):
     """Attention-based late fusion for actions (Sec. 3 of AttnMVP).
 
-    A Transformer over items alone; its last states are queries and keys of one attention whose values are actions:
-    the response to an item resembles the responses to similar items. Strictly causal, as values hold labels. Item
-    attention may include the own position: the item is known when its action is predicted. The head reads the item's
-    state beside the pooled actions, which are zero without a past.
+    A Transformer over items alone; its last states are queries and keys of one
+    attention whose values are actions: the response to an item resembles the responses
+    to similar items. Strictly causal, as values hold labels. Item attention may include
+    the own position: the item is known when its action is predicted. The head reads the
+    item's state beside the pooled actions, which are zero without a past.
     """
 
     name = "attn_lfa"
@@ -84,9 +86,11 @@ class AttnMVPConfig(ActionsConfig):
     """Settings of AttnMVP."""
 
     action_weight: float = 1.0
-    """lambda, the share of actions in the mixed values (1 in the paper; stable in [0.5, 1])."""
+    """lambda, the share of actions in the mixed values (1 in the paper; stable in [0.5,
+    1])."""
     late_fusion: bool = True
-    """Whether actions are pooled once more by the last states, as in AttnLFA; false: AttnMVP - LFA of Table 2."""
+    """Whether actions are pooled once more by the last states, as in AttnLFA; false:
+    AttnMVP - LFA of Table 2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,9 +100,11 @@ class AttnMVPConfig(ActionsConfig):
 class AttnMVP(FusionModel):
     """Attention-based mixed value pooling (Sec. 4 of AttnMVP), with and without the late fusion of AttnLFA.
 
-    In every layer Q = K = H and V = H + lambda a: items gather what was done with similar items before, and become
-    "preferred dog" or "disfavoured cat". Strictly causal in every layer, since the value at t holds the label of t;
-    what an item knows of itself stays in the residual stream. H is the block's normed input, as blocks are pre-norm.
+    In every layer Q = K = H and V = H + lambda a: items gather what was done with
+    similar items before, and become "preferred dog" or "disfavoured cat". Strictly
+    causal in every layer, since the value at t holds the label of t; what an item knows
+    of itself stays in the residual stream. H is the block's normed input, as blocks are
+    pre-norm.
     """
 
     name = "attn_mvp"
@@ -134,11 +140,13 @@ class AttnDHNConfig(ActionsConfig):
 class AttnDHN(FusionModel):
     """Attention-based dual-helix network (Sec. 5 and Fig. 8 of AttnMVP), which the paper leaves as exploratory.
 
-    Each layer updates items by (Q, K, V) = (i, i, i + a), then actions by (a, a, i + a); twice the blocks of the other
-    models. Items read strictly earlier values. Actions read their own position too: a_t meets the i_t that caused it,
-    and only later items read it. Candidates have no action, so the action stream is the context's. The other side is
-    mixed in as its residual stream is, not normed, so that its share of the values grows with depth. Half the learning
-    rate of AttnMVP is needed for stable training (Sec. 5).
+    Each layer updates items by (Q, K, V) = (i, i, i + a), then actions by (a, a, i +
+    a); twice the blocks of the other models. Items read strictly earlier values.
+    Actions read their own position too: a_t meets the i_t that caused it, and only
+    later items read it. Candidates have no action, so the action stream is the
+    context's. The other side is mixed in as its residual stream is, not normed, so that
+    its share of the values grows with depth. Half the learning rate of AttnMVP is
+    needed for stable training (Sec. 5).
     """
 
     name = "attn_dhn"
@@ -175,9 +183,10 @@ class LACConfig(ActionsConfig):
 class LAC(FusionModel):
     """Lagged action conditioning (Wei et al., 2025), prior work that AttnMVP argues against.
 
-    Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event, no label of its own. The first
-    token has a learned action. The action before is that of the latest event that is strictly earlier, for a candidate
-    and among events of one time alike; of several latest ones of one time it is that of the log's last.
+    Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event,
+    no label of its own. The first token has a learned action. The action before is that
+    of the latest event that is strictly earlier, for a candidate and among events of
+    one time alike; of several latest ones of one time it is that of the log's last.
     """
 
     name = "lac"
@@ -210,8 +219,9 @@ class GenRankConfig(ActionsConfig):
 class GenRank(FusionModel):
     """GenRank-style early fusion (Huang et al., 2025), prior work that AttnMVP argues against.
 
-    A context token is item + action, a candidate token item + a learned mask action. A context token holds its own
-    label, so nothing is learned from it: sequences must be cut into context and candidates for training too.
+    A context token is item + action, a candidate token item + a learned mask action. A
+    context token holds its own label, so nothing is learned from it: sequences must be
+    cut into context and candidates for training too.
     """
 
     name = "genrank"

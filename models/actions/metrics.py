@@ -3,11 +3,13 @@
     sums = measure(model, batch)
     means(sums)["like/normalised_entropy"], means(sums)["mean/normalised_entropy"]
 
-A request is a user: GAUC is the mean of AUC over users. `eval_loss` is the training loss over candidates. Normalised
-entropy (NE) has two forms: `normalised_entropy` by the entropy of the evaluated candidates' own base rate, and, where
-the training rate is known, `normalised_entropy_train` by the log loss of always predicting that; the
-constant predictor of either rate has 1. `mean/...` is over tasks; a task whose candidates are of one class has no NE
-(NaN, with a warning) and no part in it. `mean/rig` is the relative information gain 1 - NE, larger is better, by which
+A request is a user: GAUC is the mean of AUC over users. `eval_loss` is the training
+loss over candidates. Normalised entropy (NE) has two forms: `normalised_entropy` by the
+entropy of the evaluated candidates' own base rate, and, where the training rate is
+known, `normalised_entropy_train` by the log loss of always predicting that; the
+constant predictor of either rate has 1. `mean/...` is over tasks; a task whose
+candidates are of one class has no NE (NaN, with a warning) and no part in it.
+`mean/rig` is the relative information gain 1 - NE, larger is better, by which
 checkpoints are chosen.
 
 Shapes: `N` candidates, `K` tasks.

@@ -1,11 +1,14 @@
 """Parsing of served requests of actions models: a user's context, candidates, and new items.
 
-Actions are graded from 0 to 1, as `inputs` in the model's metadata says; an action that is left out counts as not taken.
-A request may bring items that are not in the catalogue in `new_items`, each with its `item_id` and its text and
-attributes by name. They are scored by their content, as candidates and in the history. A viewer's category that
-training has not seen counts as unknown, and a late feature that is left out as its mean over training.
+Actions are graded from 0 to 1, as `inputs` in the model's metadata says; an action that
+is left out counts as not taken. A request may bring items that are not in the catalogue
+in `new_items`, each with its `item_id` and its text and attributes by name. They are
+scored by their content, as candidates and in the history. A viewer's category that
+training has not seen counts as unknown, and a late feature that is left out as its mean
+over training.
 
-Shapes: `n` new items, `W` width of text, `A` kinds of action, `F` late features, `V` viewer-side categories.
+Shapes: `n` new items, `W` width of text, `A` kinds of action, `F` late features, `V`
+viewer-side categories.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ LATEST_MS, EARLIEST_MS = 1 << 62, -(1 << 62)
 """Later and earlier than all times."""
 
 Item = dict[str, Any]
-"""A new item: its `item_id`, and by name the values of columns of the catalogue's items."""
+"""A new item: its `item_id`, and by name the values of columns of the catalogue's
+items."""
 
 
 def read_text_manifest(inputs: Inputs) -> Manifest | None:
@@ -78,7 +82,8 @@ def field_name(column: str) -> str:
 class NewItems:
     """Reader of items that are not in the catalogue, by their content: attributes and encoded text.
 
-    A value that is left out counts as unknown, and so does a category that the catalogue does not have.
+    A value that is left out counts as unknown, and so does a category that the
+    catalogue does not have.
     """
 
     def __init__(
@@ -106,7 +111,8 @@ class NewItems:
         """Return the items by their id.
 
         Raises:
-            UserError: If an item has no id, comes twice, or has a field that the model does not read.
+            UserError: If an item has no id, comes twice, or has a field that the model
+            does not read.
         """
         by_id: dict[str, Item] = {}
         for item in items:

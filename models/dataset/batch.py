@@ -4,9 +4,10 @@
     batch.history                              # (B, T)
     batch.pad_to_buckets(max_behaviours=100)   # one of few shapes, for CUDA graphs
 
-Each family declares its tensors in subclasses of `Batch`, with their axes and the value at padded positions. Axes:
-`B` rows, `T` behaviours of the longest row, `R` requests, `N` candidates; a family documents others. Only the axes in
-`bucket_axes` are padded to buckets.
+Each family declares its tensors in subclasses of `Batch`, with their axes and the value
+at padded positions. Axes: `B` rows, `T` behaviours of the longest row, `R` requests,
+`N` candidates; a family documents others. Only the axes in `bucket_axes` are padded to
+buckets.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class Batch:
     """Axes whose sizes `pad_to_buckets` pads."""
 
     is_stand_in: bool = False
-    """Whether this worker has no example of the global batch, so that nothing is learned from this one."""
+    """Whether this worker has no example of the global batch, so that nothing is
+    learned from this one."""
     is_padded: bool = False
-    """Whether the batch has one of few shapes, so that a model must not select positions by their values."""
+    """Whether the batch has one of few shapes, so that a model must not select
+    positions by their values."""
     padding_rows: int = 0
     """Rows that padding has added."""
 
@@ -136,11 +139,12 @@ class Batch:
     ) -> Self:
         """Pad the batch to one of few shapes.
 
-        Padding changes neither loss nor gradient: models ignore the padded positions by the values there.
+        Padding changes neither loss nor gradient: models ignore the padded positions by
+        the values there.
 
         Args:
-            max_behaviours: Behaviours of a row at most, beyond which the axis `T` is not padded.
-            bucket_axes: The axes to pad, by default those of the class.
+            max_behaviours: Behaviours of a row at most, beyond which the axis `T` is
+            not padded. bucket_axes: The axes to pad, by default those of the class.
         """
         more: dict[str, int] = {}
         for axis in bucket_axes or self.bucket_axes:

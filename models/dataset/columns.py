@@ -3,8 +3,9 @@
     columns = open_columns("tables/sequences", "retrieval", ["item_index"], decode)
     columns["item"]    # (E,) int32, all behaviours end to end
 
-The arrays are files in a folder that is named by the hash of the table's content. The operating system's page cache
-shares them between processes and drops pages under memory pressure, so tables larger than memory can be read.
+The arrays are files in a folder that is named by the hash of the table's content. The
+operating system's page cache shares them between processes and drops pages under memory
+pressure, so tables larger than memory can be read.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ Columns = dict[str, NDArray[Any]]
 """Arrays by name; those from `open_columns` are read-only."""
 
 Decoder = Callable[[pa.Table], Columns]
-"""Turn one part of a table into flat arrays. Arrays of several parts are concatenated by name."""
+"""Turn one part of a table into flat arrays. Arrays of several parts are concatenated
+by name."""
 
 
 def cache_folder() -> Path:
@@ -70,15 +72,15 @@ def open_columns(
     """Memory-map the decoded columns of a table. The first process of a node decodes them.
 
     Args:
-        uri: The table.
-        layout: Name of the decoder, such as `retrieval`.
-        parquet_columns: The columns that `decode` reads; None for all.
-        decode: Decodes one part.
-        manifest: The table's manifest, where the caller has read it.
-        settings: JSON value that the decoded arrays depend on beside the table's content.
+        uri: The table. layout: Name of the decoder, such as `retrieval`.
+        parquet_columns: The columns that `decode` reads; None for all. decode: Decodes
+        one part. manifest: The table's manifest, where the caller has read it.
+        settings: JSON value that the decoded arrays depend on beside the table's
+        content.
 
     Raises:
-        UserError: If a part is missing or damaged, or the cache's disk is full or cannot be written.
+        UserError: If a part is missing or damaged, or the cache's disk is full or
+        cannot be written.
     """
     manifest = manifest or read_manifest(uri)
     uris = part_uris(uri, manifest)

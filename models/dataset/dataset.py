@@ -1,12 +1,13 @@
 """Examples of one split of a `sequences` table, and the batches that a worker reads of them.
 
-    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
-    for batch in dataset.epoch(256, seed=1, epoch=0): ...
+    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request",
+    max_history=20) for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
-An example is a window of one user's behaviours and the requests that the window serves. A family's dataset plans its
-examples over the table's columns (`models/dataset/columns.py`) and collates them to tensors. Every worker maps the
-whole table; the order of an epoch is the same for any number of workers, and worker `r` of `w` takes every `w`-th
-example of a batch, beginning with number `r`.
+An example is a window of one user's behaviours and the requests that the window serves.
+A family's dataset plans its examples over the table's columns
+(`models/dataset/columns.py`) and collates them to tensors. Every worker maps the whole
+table; the order of an epoch is the same for any number of workers, and worker `r` of
+`w` takes every `w`-th example of a batch, beginning with number `r`.
 
 Shapes: `n` examples of the split.
 """
@@ -77,9 +78,11 @@ class RequestDataset:
     num_requests: int
     """Requests of the split, over all workers."""
     num_learned: int
-    """Requests, of a feed events, that the examples are trained on, over all workers."""
+    """Requests, of a feed events, that the examples are trained on, over all
+    workers."""
     num_without_history: int = 0
-    """Requests among `num_requests` that have no history, of a model that learns from them too."""
+    """Requests among `num_requests` that have no history, of a model that learns from
+    them too."""
     skipped_users: NDArray[np.integer]
     """Table row of the user of each request that has no example."""
 
@@ -163,8 +166,9 @@ class RequestDataset:
         """Return the keys of the N candidates that a model scores.
 
         Returns:
-            (N,) tensors: `user_row`; `request`, by which a user's requests are told apart and ordered; the request's
-            `time` in ms and `query`; `item`; and labels (N, K).
+            (N,) tensors: `user_row`; `request`, by which a user's requests are told
+            apart and ordered; the request's `time` in ms and `query`; `item`; and
+            labels (N, K).
         """
         raise NotImplementedError
 
@@ -291,15 +295,14 @@ class RequestDataset:
     ) -> Iterator[Batch]:
         """Yield this worker's share of each global batch of an epoch.
 
-        A worker without an example of a batch yields a stand-in, since DistributedDataParallel needs a gradient of
-        every worker.
+        A worker without an example of a batch yields a stand-in, since
+        DistributedDataParallel needs a gradient of every worker.
 
         Args:
-            batch_size: Weight of a batch over all workers, such as its number of requests.
-            seed: Seed of the order.
-            epoch: Number of the epoch.
-            skip: Steps to leave out, when a run is continued.
-            pad_to_buckets: Whether batches come in few shapes, as CUDA graphs need them.
+            batch_size: Weight of a batch over all workers, such as its number of
+            requests. seed: Seed of the order. epoch: Number of the epoch. skip: Steps
+            to leave out, when a run is continued. pad_to_buckets: Whether batches come
+            in few shapes, as CUDA graphs need them.
         """
         for rows in self.epoch_rows(batch_size, seed=seed, epoch=epoch, skip=skip):
             if len(rows):
@@ -314,8 +317,8 @@ class RequestDataset:
     def evaluation_rows(self, limit: int = 0) -> NDArray[np.int64]:
         """Return this worker's examples of an evaluation, in order.
 
-        With `limit` about that many over all workers, spread evenly over the lengths. A user's examples are all
-        evaluated by one worker.
+        With `limit` about that many over all workers, spread evenly over the lengths. A
+        user's examples are all evaluated by one worker.
         """
         rows = self.sort_for_evaluation(self.rows())
         total = int(self.weights[rows].sum())

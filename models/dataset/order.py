@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from models.ragged import split_evenly
 
 WINDOW_STEPS = 64
-"""Steps whose examples are sorted by length together, so that a batch has little padding."""
+"""Steps whose examples are sorted by length together, so that a batch has little
+padding."""
 
 
 def count_steps(weights: NDArray, batch_size: int) -> int:
@@ -30,8 +31,9 @@ def order_epoch(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the global batches of an epoch from step `skip` on.
 
-    The examples are permuted and cut into steps of equal weight. The examples of `WINDOW_STEPS` steps are sorted by
-    length and cut into steps again, which come in a random order.
+    The examples are permuted and cut into steps of equal weight. The examples of
+    `WINDOW_STEPS` steps are sorted by length and cut into steps again, which come in a
+    random order.
 
     Args:
         lengths: (n,) length of each example's history.

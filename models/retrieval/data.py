@@ -1,11 +1,11 @@
 """The catalogue, batches and dataset of retrieval models.
 
-    catalogue = Catalogue.load("tables", "sids")
-    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
+    catalogue = Catalogue.load("tables", "sids") dataset =
+    RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
     for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
-Shapes: `I` items, `C` codes of an item; `B` rows, `T` behaviours and `R` requests of a batch; `n` examples and `m`
-requests of a dataset.
+Shapes: `I` items, `C` codes of an item; `B` rows, `T` behaviours and `R` requests of a
+batch; `n` examples and `m` requests of a dataset.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Catalogue:
     versions: dict[str, TableVersion] = field(default_factory=dict)
     """Versions of the catalogue's tables: `sequences`, `items`, `sids`, `trie`."""
     tables: str = ""
-    """Where the tables are, for models that read the items' texts; empty without tables."""
+    """Where the tables are, for models that read the items' texts; empty without
+    tables."""
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -125,7 +126,8 @@ def read_codes(table: pa.Table, name: str) -> Tensor:
     """Return the (I, C) int64 codes of a `sids` table, in the order of `item_index`.
 
     Raises:
-        UserError: If the codes have several lengths, or `item_index` is not dense and sorted.
+        UserError: If the codes have several lengths, or `item_index` is not dense and
+        sorted.
     """
     lists = table["codes"].combine_chunks()
     lengths = pc.list_value_length(lists).to_numpy()
@@ -191,13 +193,15 @@ class HistoryBatch(Batch):
     """Histories, after which a model recommends items."""
 
     history: Tensor = axes("B", "T", padding=PAD)
-    """(B, T) int64 `item_index` of the latest behaviours, oldest first, -1 at padding."""
+    """(B, T) int64 `item_index` of the latest behaviours, oldest first, -1 at
+    padding."""
     history_length: Tensor = axes("B", padding=1)
     """(B,) int64 behaviours of each history."""
     user: Tensor = axes("B")
     """(B,) int64 hash of the user's id."""
     allowed: Tensor | None = axes("E", default=None)
-    """(E,) the only items that a search may return, as `allow` makes it; None for all items."""
+    """(E,) the only items that a search may return, as `allow` makes it; None for all
+    items."""
 
     @property
     def histories(self) -> HistoryBatch:
@@ -224,7 +228,8 @@ class RequestBatch(HistoryBatch):
     target: Tensor = axes("B", padding=PAD)
     """(B,) int64 item to predict, -1 if unknown."""
     repeats: Tensor = axes("B")
-    """(B,) int64, 1 where the target is among all of the user's behaviours before the request, else 0."""
+    """(B,) int64, 1 where the target is among all of the user's behaviours before the
+    request, else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +247,8 @@ class WindowBatch(HistoryBatch):
     target_row: Tensor = axes("R")
     """(R,) int64 row of each request."""
     target_position: Tensor = axes("R")
-    """(R,) int64 position in the row's history of the last behaviour before the request."""
+    """(R,) int64 position in the row's history of the last behaviour before the
+    request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,15 +264,16 @@ class InteractionBatch(Batch):
 class RetrievalDataset(RequestDataset):
     """The requests of one split, as examples of one `unit`.
 
-    `request`: an example is one request, its history the latest `max_history` behaviours before it.
-    `behaviour`: an example is the target of one request, with its user and without a history; requests without a
-    history are examples too.
-    `user`: an example is a window of a user's history with all of the split's requests in it, so that one causal pass
-    serves them all. A user with more than `max_history` behaviours has overlapping windows; each request is in exactly
-    one of them and has at least half of `max_history` behaviours before it.
+    `request`: an example is one request, its history the latest `max_history`
+    behaviours before it. `behaviour`: an example is the target of one request, with its
+    user and without a history; requests without a history are examples too. `user`: an
+    example is a window of a user's history with all of the split's requests in it, so
+    that one causal pass serves them all. A user with more than `max_history` behaviours
+    has overlapping windows; each request is in exactly one of them and has at least
+    half of `max_history` behaviours before it.
 
-    The split `next` has one request per user that follows all behaviours and has no target (-1), for recommending to
-    all users.
+    The split `next` has one request per user that follows all behaviours and has no
+    target (-1), for recommending to all users.
     """
 
     kind = "retrieval"
@@ -353,7 +360,8 @@ class RetrievalDataset(RequestDataset):
         """Return the examples as tensors, histories right-padded with -1 to the longest.
 
         Returns:
-            A `RequestBatch`, `WindowBatch` or `InteractionBatch` for the units `request`, `user` and `behaviour`.
+            A `RequestBatch`, `WindowBatch` or `InteractionBatch` for the units
+            `request`, `user` and `behaviour`.
         """
         columns, user = self.columns, self.user[rows]
         first = self.first[rows]
@@ -466,8 +474,8 @@ def decode_sequences(table: pa.Table, name: str) -> Columns:
     """Decode one part of the sequences of a retrieval log.
 
     Returns:
-        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour (E,): item. By request (R,):
-        history_end, target, repeats, request_time, split.
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour
+        (E,): item. By request (R,): history_end, target, repeats, request_time, split.
 
     Raises:
         UserError: If a request has other than one candidate.

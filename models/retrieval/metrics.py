@@ -1,8 +1,10 @@
 """Recall@K, NDCG@K and MRR@K of ranked items with one target each, over the full catalogue.
 
-With one target MAP@K equals MRR@K, and precision@K is recall@K / K, so neither is measured.
+With one target MAP@K equals MRR@K, and precision@K is recall@K / K, so neither is
+measured.
 
-Metrics are kept as sums with a count of examples, so that batches and workers add up exactly.
+Metrics are kept as sums with a count of examples, so that batches and workers add up
+exactly.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ SHOWN: tuple[str, ...] = ("recall@10", "ndcg@10")
 """Metrics of a training's best epoch that are printed."""
 
 FIRST = "first/"
-"""What metrics begin with that are of the requests whose target is not among the user's behaviours before them, as
-`first/ndcg@10`: the others repeat an item. All models have the same ones, whatever part of the history they read."""
+"""What metrics begin with that are of the requests whose target is not among the user's
+behaviours before them, as `first/ndcg@10`: the others repeat an item. All models have
+the same ones, whatever part of the history they read."""
 
 
 def hit_rank(items: Tensor, target: Tensor) -> Tensor:
@@ -162,8 +165,8 @@ def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 def means(sums: dict[str, float]) -> dict[str, float]:
     """Return the means per example from sums.
 
-    Metrics of `FIRST` are means over the requests that repeat no item, whose number is among them; NaN where there is
-    no such request.
+    Metrics of `FIRST` are means over the requests that repeat no item, whose number is
+    among them; NaN where there is no such request.
     """
     count = sums.get(EXAMPLES, 0.0)
     if not count:

@@ -17,11 +17,14 @@ class RecommendOptions:
     """Options of every `recommend`."""
 
     unseen: bool | None = None
-    """true: leave out the items of the user's history; in validations of a training, of its max_history latest."""
+    """true: leave out the items of the user's history; in validations of a training, of
+    its max_history latest."""
     precision: Literal["highest", "high"] | None = None
-    """Products on a GPU: highest, float32 in full; high, TF32, faster, which swaps items of nearly equal scores."""
+    """Products on a GPU: highest, float32 in full; high, TF32, faster, which swaps
+    items of nearly equal scores."""
     compile: bool | None = None
-    """true: torch.compile fuses the kernels of a search on a GPU, at half a minute per shape of its batches."""
+    """true: torch.compile fuses the kernels of a search on a GPU, at half a minute per
+    shape of its batches."""
 
 
 @dataclass
@@ -52,7 +55,8 @@ class StudentOptions(BeamOptions):
     """Options of `Student.recommend`."""
 
     scores: Scores | None = None
-    """Students: probabilities of a code among the valid children of its prefix, or in its codebook."""
+    """Students: probabilities of a code among the valid children of its prefix, or in
+    its codebook."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +92,8 @@ class AtSpeedOptions(RecommendOptions):
     draft_steps: int | None = None
     """AtSpeed: steps drafted for one verification, at most."""
     scores: Scores | None = None
-    """Students: probabilities of a code among the valid children of its prefix, or in its codebook."""
+    """Students: probabilities of a code among the valid children of its prefix, or in
+    its codebook."""
     seed: int | None = None
     """AtSpeed-R: seed of what is drawn."""
 
@@ -105,4 +110,5 @@ RECOMMEND_OPTIONS = (
     SidMlpOptions,
     AtSpeedOptions,
 )
-"""All options that a model's `recommend` may have; a model's `options_class` says which it has."""
+"""All options that a model's `recommend` may have; a model's `options_class` says which
+it has."""

@@ -5,8 +5,9 @@
     scorer = decoder.scorer(history)                 # search: code by code, for beams
     items, scores = beam_search(scorer, trie, k, beam)
 
-Shapes: `B` requests, `S` positions of the longest history, `D` width, `L` levels (codes of an item), `W` beams,
-`C_l` codes of level l, `O_l` codes or tokens that a decoder predicts at level l, `V` tokens.
+Shapes: `B` requests, `S` positions of the longest history, `D` width, `L` levels (codes
+of an item), `W` beams, `C_l` codes of level l, `O_l` codes or tokens that a decoder
+predicts at level l, `V` tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class History:
     query: Tensor | None = None
     """(B, D) query of readouts; None for the mean of the states."""
     memory: Memory | None = None
-    """Keys and values of the prompt of a causal language model; None for other backbones."""
+    """Keys and values of the prompt of a causal language model; None for other
+    backbones."""
 
     def rows(self, begin: int, end: int) -> History:
         """Return the histories of the requests from `begin` to before `end`."""
@@ -82,8 +84,8 @@ class History:
 class SidTokens(nn.Module):
     """Semantic IDs as tokens of one vocabulary.
 
-    Token 0 is padding and start; then come the codes level after level, the users, and the
-    end. Code c of level l is the token `first[l] + c`.
+    Token 0 is padding and start; then come the codes level after level, the users, and
+    the end. Code c of level l is the token `first[l] + c`.
     """
 
     items: Tensor
@@ -175,8 +177,8 @@ class Scorer(Protocol):
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
         """Return (B, W, C_l) log-probabilities of the next code of each beam.
 
-        Each beam extends the beam `parents` (B, W) of the last step by the code `tokens`
-        (B, W).
+        Each beam extends the beam `parents` (B, W) of the last step by the code
+        `tokens` (B, W).
         """
         ...
 
@@ -191,7 +193,8 @@ class Decoder(nn.Module):
     hidden_width: int
     """Width N of `hidden`."""
     beam_bytes = 0
-    """Bytes of a beam's state in search, if large enough that batches are searched in pieces."""
+    """Bytes of a beam's state in search, if large enough that batches are searched in
+    pieces."""
 
     def span(self, level: int) -> tuple[int, int]:
         """Return (first token, number of tokens O_l) of the level's logits: its codebook."""

@@ -3,13 +3,15 @@
     @recommender
     def recommend(self, batch, k, beam=None): ...
 
-An empty batch gets an empty answer, of a history longer than `max_history` the latest items are read, known items are
-left out and items kept to a set where that is asked for, and a model whose scores are not finite is refused.
+An empty batch gets an empty answer, of a history longer than `max_history` the latest
+items are read, known items are left out and items kept to a set where that is asked
+for, and a model whose scores are not finite is refused.
 
     allowed = model.encode_allowed(in_stock)  # once per set: (N,) bool, by item_index
     items, scores = model.recommend(batch, k, allowed=allowed)
 
-Shapes: `B` requests, `T` items of the longest history, `N` items, `E` edges of the trie.
+Shapes: `B` requests, `T` items of the longest history, `N` items, `E` edges of the
+trie.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
 
 
 ONE = threading.Lock()
-"""Held from the copy of a batch to that of its answer: requests that are served by several threads share the graphs."""
+"""Held from the copy of a batch to that of its answer: requests that are served by
+several threads share the graphs."""
 
 
 def _replay(

@@ -17,7 +17,8 @@ from models.retrieval.data import RetrievalDataset, hash_strings
 from models.storage.tables import UserError
 
 EVERY = ["*"]
-"""Default of a call's `allowed`: all items. An empty list of a client, or its [""], is a set without an item."""
+"""Default of a call's `allowed`: all items. An empty list of a client, or its [""], is
+a set without an item."""
 
 
 class History(NamedTuple):
@@ -36,7 +37,8 @@ class RetrievalRequests(Requests):
 
     required_columns: ClassVar[Columns] = {"history": "ids"}  # oldest first
     optional_columns: ClassVar[Columns] = {"user_id": "id"}
-    # unknown_items: entries of the history that are not in the catalogue; note: why there are fewer than k items
+    # unknown_items: entries of the history that are not in the catalogue; note: why
+    # there are fewer than k items
     answer_columns: ClassVar[Columns] = {
         **Requests.answer_columns,
         "unknown_items": "long",

@@ -22,13 +22,15 @@ from models.retrieval.search.trie import Trie
 from models.training.distributed import global_mean
 
 MAX_BEAM_BYTES = 1 << 30
-"""Bytes of the states of all beams of a search at most. Gathering them takes about twice as much on top."""
+"""Bytes of the states of all beams of a search at most. Gathering them takes about
+twice as much on top."""
 
 
 class Retriever(RetrievalModel):
     """A backbone and a decoder, trained on the target's codes; it can be a student's teacher.
 
-    A subclass that learns or searches in another way overrides `forward` or `recommend`.
+    A subclass that learns or searches in another way overrides `forward` or
+    `recommend`.
     """
 
     example_unit = "request"
@@ -36,7 +38,8 @@ class Retriever(RetrievalModel):
     can_teach = True
     options_class: ClassVar[type | None] = BeamOptions
     label_smoothing = 0.0
-    """Share of each target's probability that training spreads evenly over all logits."""
+    """Share of each target's probability that training spreads evenly over all
+    logits."""
 
     def __init__(
         self, config: Any, catalogue: Catalogue, backbone: Backbone, decoder: Decoder

@@ -1,7 +1,8 @@
 """SASRec (Kang and McAuley, 2018): self-attention over a user's items, next item by inner product.
 
-Trained with softmax cross-entropy over the full catalogue, one causal pass for all requests of a user. Unlike the
-paper's, blocks normalise their inputs alone, with one more norm at the end, and the feed-forward has GELU, not ReLU.
+Trained with softmax cross-entropy over the full catalogue, one causal pass for all
+requests of a user. Unlike the paper's, blocks normalise their inputs alone, with one
+more norm at the end, and the feed-forward has GELU, not ReLU.
 
 Shapes: `B` users, `T` positions, `D` width, `N` items, `M` targets, `H` heads.
 """
@@ -34,7 +35,8 @@ class SASRecConfig:
     feedforward_dim: int = 256
     """Inner width of the feed-forward blocks (RecBole's default)."""
     dropout: float = 0.5
-    """Dropout on embeddings, attention and blocks (Sec. 4.4 of SASRec for sparse data)."""
+    """Dropout on embeddings, attention and blocks (Sec. 4.4 of SASRec for sparse
+    data)."""
     max_history: int = 50
     """Latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
 
@@ -71,7 +73,8 @@ class Block(nn.Module):
             .unflatten(-1, (3, self.heads, -1))
             .permute(2, 0, 3, 1, 4)
         )
-        # (B, H, T, D / H): padding is on the right, so a causal mask alone keeps it out of real positions
+        # (B, H, T, D / H): padding is on the right, so a causal mask alone keeps it out
+        # of real positions
         mixed = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout_p
         )
@@ -133,8 +136,8 @@ class SASRec(RetrievalModel):
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k), of a batch of unit `request`.
 
-        Known items are ranked too, as in the papers, unless `unseen` leaves them out. If k
-        exceeds the catalogue, the tail is item -1 with score -inf.
+        Known items are ranked too, as in the papers, unless `unseen` leaves them out.
+        If k exceeds the catalogue, the tail is item -1 with score -inf.
         """
         rows = torch.arange(len(batch.history), device=batch.history.device)
         length = batch.history_length

@@ -1,7 +1,8 @@
 """TIGER (Rajput et al., 2023): a T5 encoder-decoder that writes the next item's semantic ID.
 
-Input `[user, C codes per item for the latest items, end]`, output the C codes of the next item, found by
-beam search within the trie of the catalogue. Sizes are those of the public code behind the SID-MLP paper.
+Input `[user, C codes per item for the latest items, end]`, output the C codes of the
+next item, found by beam search within the trie of the catalogue. Sizes are those of the
+public code behind the SID-MLP paper.
 
 Shapes: `B` requests, `S` tokens of a history.
 """
@@ -47,19 +48,24 @@ class TigerConfig:
     dropout: float = 0.1
     """Dropout on embeddings, attention and blocks."""
     label_smoothing: float = 0.0
-    """Share of each target's probability that training spreads evenly over the vocabulary."""
+    """Share of each target's probability that training spreads evenly over the
+    vocabulary."""
     n_user_tokens: int = 1
-    """Tokens that users are hashed to (TIGER has 2000; 1 in the code behind SID-MLP)."""
+    """Tokens that users are hashed to (TIGER has 2000; 1 in the code behind
+    SID-MLP)."""
     max_history: int = 20
     """Latest items read."""
     beam: int = 50
     """Beams when recommending (Sec. 4.1 of SID-MLP)."""
     decoder: DecodeBy = "shared_kv"
-    """`shared_kv` is ours; `hf` and `hf_nocache` are `transformers` generate, for comparison."""
+    """`shared_kv` is ours; `hf` and `hf_nocache` are `transformers` generate, for
+    comparison."""
     constrained: bool = True
-    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in the end."""
+    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in
+    the end."""
     end_token: bool = False
-    """Whether training also asks for the end token after the codes, as T5's labels have it; search stops before it."""
+    """Whether training also asks for the end token after the codes, as T5's labels have
+    it; search stops before it."""
 
     def __post_init__(self) -> None:
         positive = (

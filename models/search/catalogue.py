@@ -2,8 +2,9 @@
 
     catalogue = SearchCatalogue.load("tables", "text")
 
-Vectors of documents are a tensor, which models hold as a table. Vectors of queries and of pairs stay in memory-mapped
-files; a batch brings those that it needs (`models/search/data.py`).
+Vectors of documents are a tensor, which models hold as a table. Vectors of queries and
+of pairs stay in memory-mapped files; a batch brings those that it needs
+(`models/search/data.py`).
 
 Shapes: `I` items, `Q` queries, `P` pairs, `F` features, `K` labels, `W` width of text.
 """
@@ -74,7 +75,8 @@ class SearchText:
     pairs: NDArray[np.float32]
     """(P, W): document and query together."""
     joint: NDArray[np.float32]
-    """(P, W): the encoder's [SEP] output over query and document, which depends on the document; (P, 0) if not made."""
+    """(P, W): the encoder's [SEP] output over query and document, which depends on the
+    document; (P, 0) if not made."""
     documents: DocumentTokens | None = None
     """The encoder's input; None for TF-IDF."""
     is_complete: bool = True
@@ -102,7 +104,8 @@ class SearchText:
             num_queries: Number of queries.
 
         Raises:
-            UserError: If the tables were encoded with several settings, or have other keys.
+            UserError: If the tables were encoded with several settings, or have other
+            keys.
         """
         names = ("items", "queries", "pairs", "tokens")
         present = [name for name in names if has_manifest(join(uri, name))]
@@ -224,7 +227,8 @@ class SearchCatalogue:
     labels: tuple[str, ...]
     """Names of the K labels; GAUC is of the first."""
     features: tuple[str, ...]
-    """Names of the F features of a candidate and of a behaviour: counts, place and time, then the log's own."""
+    """Names of the F features of a candidate and of a behaviour: counts, place and
+    time, then the log's own."""
     text: SearchText
     """Text vectors; of width 0 for models that read no text."""
     text_size: float = 0.0
@@ -232,7 +236,8 @@ class SearchCatalogue:
     feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(F without the log's own,) mean over train candidates."""
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(F without the log's own,) standard deviation over train candidates; 0 for a constant."""
+    """(F without the log's own,) standard deviation over train candidates; 0 for a
+    constant."""
     own: OwnFeatures = field(default_factory=OwnFeatures)
     """The log's own features, the last ones of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -240,7 +245,8 @@ class SearchCatalogue:
     versions: dict[str, TableVersion] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
-    """Features that a candidate has only once it was shown; `models/search/position.py` hides them when ranking."""
+    """Features that a candidate has only once it was shown; `models/search/position.py`
+    hides them when ranking."""
 
     def __post_init__(self) -> None:
         if not self.text_size:
@@ -269,10 +275,10 @@ class SearchCatalogue:
         """Load the catalogue of a search log.
 
         Args:
-            tables: The folder that jobs.prepare made.
-            text: The folder that jobs.encode made; None for text of width 0.
-            scale: Whether to compute the features' mean and deviation; a checkpoint brings its own.
-            scales: The scales of a checkpoint.
+            tables: The folder that jobs.prepare made. text: The folder that jobs.encode
+            made; None for text of width 0. scale: Whether to compute the features' mean
+            and deviation; a checkpoint brings its own. scales: The scales of a
+            checkpoint.
 
         Raises:
             UserError: If the tables do not belong together.

@@ -3,9 +3,10 @@
     counts = Counts.load("tables/counts", features, settings)
     counts.fill(vectors, ["i0007", "i0123"], "kettle")
 
-`python -m jobs.prepare --counts_as_of TIME` makes the table: a row per item, per query and per pair of both that was
-there before TIME, with the features of its kind and null elsewhere. What has no row was never there. The values are
-those of a search at TIME; `hours` are features of a request's own time.
+`python -m jobs.prepare --counts_as_of TIME` makes the table: a row per item, per query
+and per pair of both that was there before TIME, with the features of its kind and null
+elsewhere. What has no row was never there. The values are those of a search at TIME;
+`hours` are features of a request's own time.
 
 Shapes: `N` candidates, `F` features, `n` those of one kind.
 """

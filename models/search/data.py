@@ -1,14 +1,15 @@
 """Examples and batches of a search log.
 
-    catalogue = SearchCatalogue.load("tables", "text")
-    dataset = SearchDataset.load("tables/sequences", "train", unit="user", max_history=100, text=catalogue.text)
-    for batch in dataset.epoch(100, seed=1, epoch=0): ...
+    catalogue = SearchCatalogue.load("tables", "text") dataset =
+    SearchDataset.load("tables/sequences", "train", unit="user", max_history=100,
+    text=catalogue.text) for batch in dataset.epoch(100, seed=1, epoch=0): ...
 
-An example is a history with all requests that it serves, so one encoder pass serves them all. Candidates are flat over
-a batch: each knows its request, each request its row and how many of the row's behaviours lie before it.
+An example is a history with all requests that it serves, so one encoder pass serves
+them all. Candidates are flat over a batch: each knows its request, each request its row
+and how many of the row's behaviours lie before it.
 
-Shapes: `B` rows, `T` behaviours, `R` requests, `N` candidates, `Q` distinct queries, `P` distinct pairs of item and
-query, `F` features, `K` labels, `W` width of text.
+Shapes: `B` rows, `T` behaviours, `R` requests, `N` candidates, `Q` distinct queries,
+`P` distinct pairs of item and query, `F` features, `K` labels, `W` width of text.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
 from models.storage.tables import Manifest
 
 MAX_REQUESTS = 64
-"""Requests of an example at most, so that a batch can hold the example of a user with many searches."""
+"""Requests of an example at most, so that a batch can hold the example of a user with
+many searches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,8 @@ class SearchBatch(Batch):
     history_length: Tensor = axes("B")
     """(B,) int64 behaviours of each history."""
     history_new: Tensor = axes("B")
-    """(B,) int64 first behaviour that is learned in this example and in no other one."""
+    """(B,) int64 first behaviour that is learned in this example and in no other
+    one."""
     user: Tensor = axes("B")
     """(B,) int64 hash of the user's id."""
     user_row: Tensor = axes("B")
@@ -99,7 +102,8 @@ class SearchBatch(Batch):
     request_query_text: Tensor = axes("R", padding=-1)
     """(R,) int64 row of `query_text`, -1 without a query."""
     history_query_text: Tensor = axes("B", "T", padding=-1)
-    """(B, T) int64 row of `query_text`, -1 without a query or where models do not read it."""
+    """(B, T) int64 row of `query_text`, -1 without a query or where models do not read
+    it."""
     pair_text: Tensor = axes("P", "W")
     """(P, W) float32 vectors of the batch's distinct pairs of item and query."""
     joint_text: Tensor = axes("P", "W")
@@ -107,18 +111,20 @@ class SearchBatch(Batch):
     candidate_pair_text: Tensor = axes("N", padding=-1)
     """(N,) int64 row of `pair_text`, -1 without a query or a vector."""
     history_pair_text: Tensor = axes("B", "T", padding=-1)
-    """(B, T) int64 row of `pair_text`, -1 without a query or where models do not read it."""
+    """(B, T) int64 row of `pair_text`, -1 without a query or where models do not read
+    it."""
 
 
 class SearchDataset(RequestDataset):
     """The requests of one split, in examples that share a history.
 
-    `request`: every request sees exactly the latest `max_history` behaviours before it; requests whose histories begin
-    at the same behaviour (all of a user with at most `max_history`) share an example.
-    `user`: longer histories have overlapping windows, so that far fewer passes serve all requests, each with at least
-    `window_overlap` of `max_history` behaviours before it. A behaviour is learned in the earliest example that has
-    behaviours before it, and in no other one (`history_new`).
-    No example has more than `MAX_REQUESTS` requests.
+    `request`: every request sees exactly the latest `max_history` behaviours before it;
+    requests whose histories begin at the same behaviour (all of a user with at most
+    `max_history`) share an example. `user`: longer histories have overlapping windows,
+    so that far fewer passes serve all requests, each with at least `window_overlap` of
+    `max_history` behaviours before it. A behaviour is learned in the earliest example
+    that has behaviours before it, and in no other one (`history_new`). No example has
+    more than `MAX_REQUESTS` requests.
 
     Requests with an empty history are kept, as a search has its query.
     """
@@ -127,7 +133,8 @@ class SearchDataset(RequestDataset):
     default_unit = "user"
     default_max_history = 1000
     window_overlap: float = 0.75
-    """Least fraction of `max_history` that training reads before a request with a longer history."""
+    """Least fraction of `max_history` that training reads before a request with a
+    longer history."""
     batch_unit: str = "requests"
     """Unit of a training batch's size: `requests`, or examples of `users`."""
 
@@ -140,7 +147,8 @@ class SearchDataset(RequestDataset):
     first: NDArray[np.int64]
     """(n + 1,) index in `requests` of each example's first request."""
     first_new: NDArray[np.int64]
-    """(n,) first behaviour that no earlier example has learned; at least 1, since nothing precedes a first behaviour."""
+    """(n,) first behaviour that no earlier example has learned; at least 1, since
+    nothing precedes a first behaviour."""
     text: SearchText = SearchText.empty(0, 0)
     """Text vectors that batches bring; of width 0 for models that read no text."""
     reads_history_queries: bool = False
@@ -195,12 +203,13 @@ class SearchDataset(RequestDataset):
         """Return served requests as a dataset, each with a history and an example of its own, without labels.
 
         Args:
-            columns: item, time, query and history_features by behaviour, end to end; request_query (R,); candidate and
+            columns: item, time, query and history_features by behaviour, end to end;
+            request_query (R,); candidate and
                 features by candidate, end to end.
-            lengths: (R,) behaviours of each request.
-            counts: (R,) candidates of each request.
-            text: Text vectors, with queries numbered as in `columns`.
-            reads_history_queries: Whether batches bring the text of behaviours' queries.
+            lengths: (R,) behaviours of each request. counts: (R,) candidates of each
+            request. text: Text vectors, with queries numbered as in `columns`.
+            reads_history_queries: Whether batches bring the text of behaviours'
+            queries.
         """
         requests = len(lengths)
         candidates = len(columns["candidate"])
@@ -351,9 +360,10 @@ def decode_sequences(
         own: Features of the log that have columns of their own.
 
     Returns:
-        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour: item, time, query,
-        history_features. By request: history_end, split, request_query, request_time, candidates_per_request. By
-        candidate: candidate, position, labels, features.
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour:
+        item, time, query, history_features. By request: history_end, split,
+        request_query, request_time, candidates_per_request. By candidate: candidate,
+        position, labels, features.
     """
     item_lists = table["item_index"].combine_chunks()
     items = item_lists.flatten().to_numpy()

@@ -1,16 +1,21 @@
 """HLLM (Chen et al., 2024) as the QGS paper compares with it: a tower over the text of items, a tower over users.
 
-    python -m jobs.train --config jobs/configs/qgs.yaml --config jobs/configs/search/hllm.yaml ...
+    python -m jobs.train --config jobs/configs/qgs.yaml --config
+    jobs/configs/search/hllm.yaml ...
 
-The item tower is the pretrained text encoder and a trained projection. The paper trains the encoder too: so it is
-with `item_tower`; without, it is frozen, and its output comes with the catalogue. The user tower is a causal BERT
-that starts from `pretrained` where that is given. A token carries text alone, no features. What the head reads of
-a candidate is the text of jobs.encode, as in every model here; `match` takes its document from the item tower.
+The item tower is the pretrained text encoder and a trained projection. The paper trains
+the encoder too: so it is with `item_tower`; without, it is frozen, and its output comes
+with the catalogue. The user tower is a causal BERT that starts from `pretrained` where
+that is given. A token carries text alone, no features. What the head reads of a
+candidate is the text of jobs.encode, as in every model here; `match` takes its document
+from the item tower.
 
-Of a batch the item tower encodes each distinct document once, in pieces of documents of like length. With several
-pieces their activations are made again in the backward pass, so that memory holds those of one piece at a time.
+Of a batch the item tower encodes each distinct document once, in pieces of documents of
+like length. With several pieces their activations are made again in the backward pass,
+so that memory holds those of one piece at a time.
 
-Shapes: `I` documents, `U` distinct ones, `S` tokens of the longest in a piece, `W` width.
+Shapes: `I` documents, `U` distinct ones, `S` tokens of the longest in a piece, `W`
+width.
 """
 
 from __future__ import annotations
@@ -154,8 +159,9 @@ class HLLMConfig(QGSConfig):
     query_condition: Literal["query", "joint", "none"] = "none"
     """The next item is predicted from the past alone."""
     item_tower: str = field(default="", metadata={"names": "encoder"})
-    """The encoder of jobs.encode (folder, name, or `minilm`), to be trained further as item tower; read in training
-    only. Empty: documents keep the embeddings that it gave them."""
+    """The encoder of jobs.encode (folder, name, or `minilm`), to be trained further as
+    item tower; read in training only. Empty: documents keep the embeddings that it gave
+    them."""
     item_model: dict[str, Any] = field(default_factory=dict)
     """Sizes of the item tower, taken from it."""
 

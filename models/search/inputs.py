@@ -1,7 +1,7 @@
 """Inputs of every search model: text vectors reduced by a trained projection, and scaled features.
 
-Shapes: `W` width of the encoder's text, `E` of the reduced text, `F` features, `O` columns that layers read of them,
-`...` any index shape.
+Shapes: `W` width of the encoder's text, `E` of the reduced text, `F` features, `O`
+columns that layers read of them, `...` any index shape.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from models.search.catalogue import SearchCatalogue
 class TextProjection(nn.Module):
     """Trained reductions of frozen text vectors: one of documents and pairs, one of queries.
 
-    The vectors of documents are a table of the module, outside of its weights. Those of queries and pairs come with a
-    batch, with the row of each use; the row -1 stands for padding and for text that does not exist.
+    The vectors of documents are a table of the module, outside of its weights. Those of
+    queries and pairs come with a batch, with the row of each use; the row -1 stands for
+    padding and for text that does not exist.
     """
 
     items: Tensor

@@ -3,8 +3,9 @@
 sums = measure(model, batch)
 means(sums)["gauc"], means(sums)["purchase/gauc"]
 
-Candidates are ranked without the place where they were shown. What it would have added stands beside, under
-`with_position/`, of models whose training reads it. A label with a mask is measured where the mask is true.
+Candidates are ranked without the place where they were shown. What it would have added
+stands beside, under `with_position/`, of models whose training reads it. A label with a
+mask is measured where the mask is true.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The position at which a result was shown: it explains clicks, but is unknown at ranking time.
 
-Training may read it (`dropout`), or learn it as a term that is added to the logits (`bias`).
-Ranking never reads it, unless asked to for metrics with the position.
+Training may read it (`dropout`), or learn it as a term that is added to the logits
+(`bias`). Ranking never reads it, unless asked to for metrics with the position.
 
-Shapes: `N` candidates, `R` requests, `F` columns of features, `U` unknown ones among them, `K` labels.
+Shapes: `N` candidates, `R` requests, `F` columns of features, `U` unknown ones among
+them, `K` labels.
 """
 
 from __future__ import annotations

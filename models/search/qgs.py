@@ -1,15 +1,20 @@
 """QGS: query-conditioned generative search (Song et al., 2026), and HSTU as the paper compares with it.
 
-    python -m jobs.train --config jobs/configs/qgs.yaml --tables TABLES --text TEXT --storage runs --name qgs
+    python -m jobs.train --config jobs/configs/qgs.yaml --tables TABLES --text TEXT
+    --storage runs --name qgs
 
-Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder (Eq. 6-10). Trained to predict the
-next item given the next query (Eq. 3-5) together with ranking, where HFG-Attention (Eq. 11-13) brings in the
-candidate's features. The encoder runs once per row of a batch; every request of the row takes the state after its own
-past, and the head that predicts the next item in training gives the sequence's part of the ranking too.
+Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder
+(Eq. 6-10). Trained to predict the next item given the next query (Eq. 3-5) together
+with ranking, where HFG-Attention (Eq. 11-13) brings in the candidate's features. The
+encoder runs once per row of a batch; every request of the row takes the state after its
+own past, and the head that predicts the next item in training gives the sequence's part
+of the ranking too.
 
-The ablations of Table 3, the sizes of Table 4 and HSTU are settings of this; so is HLLM, but for its item tower.
+The ablations of Table 3, the sizes of Table 4 and HSTU are settings of this; so is
+HLLM, but for its item tower.
 
-Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width, `E` reduced text, `F` features.
+Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width, `E`
+reduced text, `F` features.
 """
 
 from __future__ import annotations
@@ -54,29 +59,36 @@ class QGSConfig(RankerConfig):
     ffn: int = 2048
     """Inner width of the transformer's feed-forward blocks; the others have none."""
     pretrained: str = field(default="", metadata={"names": "encoder"})
-    """Encoder `transformer`: folder or name of the pretrained BERT that it starts from, or `minilm`, a pip package;
-    read in training only."""
+    """Encoder `transformer`: folder or name of the pretrained BERT that it starts from,
+    or `minilm`, a pip package; read in training only."""
     token: Literal["pair", "item"] = "pair"
-    """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document alone."""
+    """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document
+    alone."""
     context_features: bool = True
-    """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in pair tok." of Table 3)."""
+    """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in
+    pair tok." of Table 3)."""
     query_condition: Literal["query", "joint", "none"] = "query"
-    """What the prediction head knows of the next query (Eq. 3): its own text, the paper's literal [SEP] output, which
-    has seen the document that is to be predicted, or nothing."""
+    """What the prediction head knows of the next query (Eq. 3): its own text, the
+    paper's literal [SEP] output, which has seen the document that is to be predicted,
+    or nothing."""
     infonce_weight: float = 0.1
-    """Weight of the InfoNCE loss beside the ranking loss; the paper gives none. 0 leaves it out."""
+    """Weight of the InfoNCE loss beside the ranking loss; the paper gives none. 0
+    leaves it out."""
     temperature: float = 0.1
     """Temperature of InfoNCE (Sec. 3.7)."""
     negatives: Literal["position", "batch"] = "position"
-    """InfoNCE's negatives: other users' items at the same position (Eq. 5), or at all positions of the batch."""
+    """InfoNCE's negatives: other users' items at the same position (Eq. 5), or at all
+    positions of the batch."""
     next_item: Literal["token", "document"] = "token"
-    """What InfoNCE compares predictions with: the next behaviour's token (Sec. 3.4), whose features and query tell it
-    from its negatives without the history, or its document alone."""
+    """What InfoNCE compares predictions with: the next behaviour's token (Sec. 3.4),
+    whose features and query tell it from its negatives without the history, or its
+    document alone."""
     group_attention: bool = True
     """HFG-Attention over groups of features (Sec. 3.6)."""
     match: bool = False
-    """Whether the towers also read how similar the predicted next item and a candidate's document are, as InfoNCE
-    compares them (not of the paper); with `next_item: document` alone."""
+    """Whether the towers also read how similar the predicted next item and a
+    candidate's document are, as InfoNCE compares them (not of the paper); with
+    `next_item: document` alone."""
 
     @property
     def reads_times(self) -> bool:

@@ -2,8 +2,8 @@
 
 Candidates are flat and scored one by one: none sees another, of its request or of any.
 
-Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` groups, `E` reduced text, `e` width of
-a group.
+Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` groups,
+`E` reduced text, `e` width of a group.
 """
 
 from __future__ import annotations
@@ -42,28 +42,32 @@ class RankerConfig(LabelOptions):
     max_history: int = 100
     """Latest behaviours read (Sec. 4.1 of QGS for comparisons; 1,000 in Sec. 3.7)."""
     window_overlap: float = 0.75
-    """Of users with longer histories, the share of `max_history` that training reads before a search at least; 1 reads
-    all of it, as evaluation does, in one pass for each search."""
+    """Of users with longer histories, the share of `max_history` that training reads
+    before a search at least; 1 reads all of it, as evaluation does, in one pass for
+    each search."""
     batch_unit: Literal["requests", "users"] = "requests"
-    """What `fit.batch_size` counts: searches, or rows of users with up to 64 searches."""
+    """What `fit.batch_size` counts: searches, or rows of users with up to 64
+    searches."""
     text_width: int = 64
     """Width that text embeddings are reduced to (d_b, Sec. 3.7 of QGS)."""
     dnn_width: int = 256
-    """Width of the two layers of the shared DNN over all raw features (Sec. 3.6 names no size)."""
+    """Width of the two layers of the shared DNN over all raw features (Sec. 3.6 names
+    no size)."""
     tower_width: int = 128
     """Inner width of a task tower (Sec. 3.6 names no size)."""
     dropout: float = 0.1
     """Dropout in DNN, towers and encoder."""
     position: Mode = "hidden"
-    """What training reads of where a result was shown: nothing, `dropout`: its features, but of a share of requests, or
-    `bias`: a term of its own in the logits. Evaluation, selection and serving never read it."""
+    """What training reads of where a result was shown: nothing, `dropout`: its
+    features, but of a share of requests, or `bias`: a term of its own in the logits.
+    Evaluation, selection and serving never read it."""
     position_dropout: float = 0.5
     """Share of requests whose positions are hidden in training, of `dropout`."""
     category_width: int = 16
     """Width of the embedding of each category of the log's own."""
     category_dropout: float = 0.02
-    """Share of their values that count as unknown in training, so that values which training has not seen mean
-    something."""
+    """Share of their values that count as unknown in training, so that values which
+    training has not seen mean something."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
     group_width: int = 16
@@ -274,7 +278,8 @@ class Ranker(SearchModel):
     def sample(self, batch: SearchBatch) -> tuple[SearchBatch, Tensor | None]:
         """Return the batch with the candidates to learn from, and the labels (N, K) to learn; None for all labels.
 
-        Candidates without a label to learn are left out, but for padded batches, whose shapes stay.
+        Candidates without a label to learn are left out, but for padded batches, whose
+        shapes stay.
         """
         used = sample_learned(batch.labels, self.masks, self.config.negative_rate)
         if batch.is_padded:

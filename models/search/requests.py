@@ -1,10 +1,11 @@
 """Parsing of served requests of search models: a query, candidates, and the user's history.
 
-A feature that is left out, or NaN, counts as its mean over training. Counts of `jobs.prepare --counts_as_of` are known
-if the model was loaded with `counts`, and so are features of items, and the hour and weekday of the request's
-`timestamp_ms`: a request then needs no features of its candidates. Queries, and pairs of query and document, that
-training has not seen are encoded by the encoder of the bundle and cached. Without an encoder such a query counts as no
-query, and a warning says so.
+A feature that is left out, or NaN, counts as its mean over training. Counts of
+`jobs.prepare --counts_as_of` are known if the model was loaded with `counts`, and so
+are features of items, and the hour and weekday of the request's `timestamp_ms`: a
+request then needs no features of its candidates. Queries, and pairs of query and
+document, that training has not seen are encoded by the encoder of the bundle and
+cached. Without an encoder such a query counts as no query, and a warning says so.
 
 Shapes: `F` features, `q` queries, `n` and `p` pairs, `W` width of text.
 """
@@ -52,10 +53,10 @@ class RequestText:
         """Initialise from a bundle.
 
         Args:
-            text: The vectors of the catalogue.
-            queries: Queries of the catalogue, by `query_index`.
-            encoder: The encoder of the vectors; without one, text that the catalogue lacks does not exist.
-            documents: Texts of the documents, by `item_index`; needed with an encoder.
+            text: The vectors of the catalogue. queries: Queries of the catalogue, by
+            `query_index`. encoder: The encoder of the vectors; without one, text that
+            the catalogue lacks does not exist. documents: Texts of the documents, by
+            `item_index`; needed with an encoder.
         """
         self.text, self.encoder, self.documents = text, encoder, documents
         self.query_index = {query: index for index, query in enumerate(queries)}
@@ -71,9 +72,9 @@ class RequestText:
         """Return the vectors of some queries, and of pairs with these queries.
 
         Args:
-            queries: (q,) texts for which `has_query` is true; the result numbers them in this order.
-            item: (n,) item of each pair.
-            query: (n,) number of each pair's query in `queries`, or NO_QUERY.
+            queries: (q,) texts for which `has_query` is true; the result numbers them
+            in this order. item: (n,) item of each pair. query: (n,) number of each
+            pair's query in `queries`, or NO_QUERY.
         """
         index = np.array([self.query_index.get(text, -1) for text in queries], np.int64)
         is_pair = query != NO_QUERY
@@ -224,8 +225,9 @@ class SearchRequests(Requests):
     def _parse_features(self, row: Row, prefix: str, items: Sequence[str]) -> Floats:
         """Return the features (n, F) of candidates, or with the prefix `history_` of behaviours.
 
-        Features of items that the request leaves out are read from the catalogue; for candidates, counts from the
-        table of counts, and hour and weekday from the request's time. Others are their means.
+        Features of items that the request leaves out are read from the catalogue; for
+        candidates, counts from the table of counts, and hour and weekday from the
+        request's time. Others are their means.
         """
         index = pa.array([self.index.get(item) for item in items], pa.int64())
         item_features = {

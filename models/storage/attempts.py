@@ -4,8 +4,8 @@
     attempt = attempts.start(folder, job)      # its workers start: older ones are superseded from here on
     attempts.require_current(folder, attempt)  # before a worker changes what another attempt may read
 
-A worker that counts as lost may only be paused. When it wakes up, it has the number of its own attempt and finds a
-newer number in the run's folder.
+A worker that counts as lost may only be paused. When it wakes up, it has the number of
+its own attempt and finds a newer number in the run's folder.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def begin(folder: str) -> Attempt:
 def claim(folder: str, attempt: Attempt) -> None:
     """Make `attempt` the newest attempt at the run.
 
-    A training reads the last checkpoint only after this call. So a worker of an older attempt that completes a
-    checkpoint and then still finds its own number may remove older checkpoints: an attempt that claims the run later
-    reads the completed checkpoint.
+    A training reads the last checkpoint only after this call. So a worker of an older
+    attempt that completes a checkpoint and then still finds its own number may remove
+    older checkpoints: an attempt that claims the run later reads the completed
+    checkpoint.
     """
     write_file(join(folder, ATTEMPT), json.dumps({"attempt": str(attempt)}).encode())
 

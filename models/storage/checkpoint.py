@@ -3,14 +3,16 @@
     about = checkpoint.read("runs/sasrec/best")
     checkpoint.load_weights(model, "runs/sasrec/best")     # load_model builds the model too
 
-No file holds pickled code: `state.pt` has tensors and numbers and is read with `weights_only=True`. `config.json` is
-written last and lists the other files with sizes and SHA-256, so a half-written checkpoint is not one. Sizes are checked
-when a checkpoint is read, hashes when one of its files is loaded.
+No file holds pickled code: `state.pt` has tensors and numbers and is read with
+`weights_only=True`. `config.json` is written last and lists the other files with sizes
+and SHA-256, so a half-written checkpoint is not one. Sizes are checked when a
+checkpoint is read, hashes when one of its files is loaded.
 
-The folder of a run, local or at a URI, has checkpoints `step-N-aATTEMPT` from `keep`: the last one and the best one. No
-checkpoint is overwritten, so `last` finds a complete one after a kill at any moment. An attempt at the training
-(`models/storage/attempts.py`) writes only folders of its own number, and removes no folder of a newer attempt. `publish`
-adds the folder `best` at the end of the run.
+The folder of a run, local or at a URI, has checkpoints `step-N-aATTEMPT` from `keep`:
+the last one and the best one. No checkpoint is overwritten, so `last` finds a complete
+one after a kill at any moment. An attempt at the training
+(`models/storage/attempts.py`) writes only folders of its own number, and removes no
+folder of a newer attempt. `publish` adds the folder `best` at the end of the run.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Checkpoint:
     fit: dict[str, Any] = field(default_factory=dict)
     """The training config."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tables that it was trained on: `sequences`, `items`, `sids`, `trie`, `queries`, `text_*`."""
+    """Hashes of the tables that it was trained on: `sequences`, `items`, `sids`,
+    `trie`, `queries`, `text_*`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Validation metrics at this step."""
     epoch: int = 0
@@ -70,7 +73,8 @@ class Checkpoint:
     step: int = 0
     """Completed optimizer steps."""
     best: dict[str, Any] = field(default_factory=dict)
-    """Best validation so far: `value`, `epoch`, `step`, and the `folder` of its checkpoint."""
+    """Best validation so far: `value`, `epoch`, `step`, and the `folder` of its
+    checkpoint."""
     attempt: str = str(UNNUMBERED)
     """Number of the attempt that wrote it (`models/storage/attempts.py`)."""
     tracking: dict[str, str] = field(default_factory=dict)
@@ -80,7 +84,8 @@ class Checkpoint:
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds and examples per second so far."""
     learned: dict[str, Any] = field(default_factory=dict)
-    """State of the model about its tables beside the weights (`models/warm_start.py`)."""
+    """State of the model about its tables beside the weights
+    (`models/warm_start.py`)."""
     files: dict[str, int] = field(default_factory=dict)
     """Sizes of the other files in bytes, by name."""
     sha256: dict[str, str] = field(default_factory=dict)
@@ -145,15 +150,13 @@ def save(
     """Make or replace the checkpoint at a path or URI.
 
     Args:
-        uri: Folder of the checkpoint.
-        model: Model whose weights are saved.
-        about: Content of `config.json`, which is written last.
-        state: State to resume from. The state of a sharded model has all its weights under `weights`.
-        after: Called when the checkpoint is complete.
-        uploads: Thread that uploads a checkpoint to a URI, so that this returns at once.
-        shards: Files that `write_shards` has written into the folder.
-        extra: Further files, by name.
-        before: Called right before `config.json` is written.
+        uri: Folder of the checkpoint. model: Model whose weights are saved. about:
+        Content of `config.json`, which is written last. state: State to resume from.
+        The state of a sharded model has all its weights under `weights`. after: Called
+        when the checkpoint is complete. uploads: Thread that uploads a checkpoint to a
+        URI, so that this returns at once. shards: Files that `write_shards` has written
+        into the folder. extra: Further files, by name. before: Called right before
+        `config.json` is written.
     """
     filesystem, path = open_uri(str(uri))
     is_local = isinstance(filesystem, fs.LocalFileSystem)
@@ -223,7 +226,8 @@ def write_shards(
 ) -> list[WrittenFile]:
     """Write the shards of the optimizer's state of all ranks but 0 into a checkpoint that `save` completes.
 
-    Rank 0 has its own shard in the state that it saves. All ranks call this at once, and all get the list of files.
+    Rank 0 has its own shard in the state that it saves. All ranks call this at once,
+    and all get the list of files.
     """
     filesystem, path = open_uri(join(folder, about.folder))
     if rank == 0:
@@ -278,7 +282,8 @@ def keep(
     `uploads`, `shards` and `extra` are arguments of `save`.
 
     Raises:
-        SupersededError: if a newer attempt trains the run. Then no checkpoint is removed.
+        SupersededError: if a newer attempt trains the run. Then no checkpoint is
+        removed.
     """
     attempt = Attempt.parse(about.attempt)
     check_attempt = partial(require_current, folder, attempt)
@@ -305,7 +310,8 @@ def keep(
 
 
 STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
-"""Name of a checkpoint's folder: the step and the attempt, which early versions of Trieline 0.1 left out."""
+"""Name of a checkpoint's folder: the step and the attempt, which early versions of
+Trieline 0.1 left out."""
 
 
 def folder_name(step: int, attempt: Attempt = UNNUMBERED) -> str:
@@ -331,8 +337,8 @@ def _steps(folder: str) -> list[str]:
 def last(folder: str) -> Checkpoint | None:
     """Return the newest complete checkpoint of the newest attempt that has one.
 
-    An older attempt may complete a checkpoint of a later step when a newer attempt has already removed the best one
-    that it refers to.
+    An older attempt may complete a checkpoint of a later step when a newer attempt has
+    already removed the best one that it refers to.
     """
     for name in _steps(folder):
         with suppress(UserError):  # incomplete: a kill came while it was written
@@ -557,7 +563,8 @@ def load_state(uri: str | Path) -> dict[str, Any]:
     """Return the state that `fit` resumes from.
 
     Raises:
-        UserError: if the checkpoint has no state, like the checkpoint of a served model.
+        UserError: if the checkpoint has no state, like the checkpoint of a served
+        model.
     """
     with local(uri) as folder:
         if not (folder / STATE).exists():

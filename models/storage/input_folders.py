@@ -78,7 +78,8 @@ def require_folders(**folders: str | None) -> None:
     """Check the folders that a job will read, by option, before it starts anything.
 
     Raises:
-        UserError: if a storage does not answer, or a folder is not of the kind that its option takes.
+        UserError: if a storage does not answer, or a folder is not of the kind that its
+        option takes.
     """
     types = {option: file_info(uri).type for option, uri in folders.items() if uri}
     for option, file_type in types.items():

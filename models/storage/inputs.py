@@ -27,7 +27,8 @@ class Inputs:
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models; models of actions can do without."""
+    """TEXT: the folder that jobs.encode made, for search models; models of actions can
+    do without."""
 
     def __post_init__(self) -> None:
         for option, folder in self.given().items():
@@ -76,8 +77,8 @@ class Inputs:
         """Return the inputs that a model reads.
 
         Args:
-            model: Name of the model.
-            reads: Folders beside the tables that the model reads, by option, and whether it needs them.
+            model: Name of the model. reads: Folders beside the tables that the model
+            reads, by option, and whether it needs them.
 
         Raises:
             UserError: if a folder that the model needs is not given.

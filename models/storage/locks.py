@@ -1,10 +1,11 @@
 """Locks that let one process write to a folder, local or at a URI.
 
-    with hold_lock("s3://bucket/tables/.lock", "s3://bucket/tables is being written by another process"):
+    with hold_lock("s3://bucket/tables/.lock", "s3://bucket/tables is being written by
+    another process"):
         ...
 
-A lock outlives its holder by seconds at most: the kernel releases a local lock, and a lock at a URI expires without
-heartbeats.
+A lock outlives its holder by seconds at most: the kernel releases a local lock, and a
+lock at a URI expires without heartbeats.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def hold_lock(
 ) -> Iterator[None]:
     """Hold the lock file at a path or URI while the block runs.
 
-    A local lock is one of the kernel and excludes processes of this machine. A lock at a URI has heartbeats and
-    excludes processes anywhere (`_hold_lock_object`).
+    A local lock is one of the kernel and excludes processes of this machine. A lock at
+    a URI has heartbeats and excludes processes anywhere (`_hold_lock_object`).
 
     Args:
         uri: Path or URI of the lock file.
@@ -54,7 +55,8 @@ def hold_lock(
         remedy: End of the message if the lock file cannot be written.
 
     Raises:
-        UserError: if another process holds the lock, or the lock file cannot be written.
+        UserError: if another process holds the lock, or the lock file cannot be
+        written.
     """
     filesystem, where = open_uri(uri)
     if not isinstance(filesystem, fs.LocalFileSystem):
@@ -85,11 +87,12 @@ def hold_lock(
 def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
     """Hold a lock at a URI: an object that names its holder and that a thread rewrites every `HEARTBEAT_S` seconds.
 
-    A process that finds the object watches it by its own clock, so no clocks are compared. While the object changes,
-    its holder lives, and the process is refused after `wait` seconds. An object that stays the same for `EXPIRES_S`
-    seconds is overwritten. Every write is conditional on the object's version, so of several writers one succeeds. A
-    holder that cannot reach the storage for `EXPIRES_S` seconds may lose its lock; its next heartbeat finds out, and
-    the block ends with UserError.
+    A process that finds the object watches it by its own clock, so no clocks are
+    compared. While the object changes, its holder lives, and the process is refused
+    after `wait` seconds. An object that stays the same for `EXPIRES_S` seconds is
+    overwritten. Every write is conditional on the object's version, so of several
+    writers one succeeds. A holder that cannot reach the storage for `EXPIRES_S` seconds
+    may lose its lock; its next heartbeat finds out, and the block ends with UserError.
     """
     from obstore.exceptions import BaseError  # jobs with local paths do not need it
 
@@ -180,8 +183,8 @@ class _LockObject:
     def write(self, version: Any) -> bool:
         """Write the object over one of its versions, or create it for None. Return whether this process holds it then.
 
-        The write may succeed after an error too: if an answer is lost, obstore writes again, and so does the next
-        heartbeat if obstore has given up.
+        The write may succeed after an error too: if an answer is lost, obstore writes
+        again, and so does the next heartbeat if obstore has given up.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 

@@ -4,14 +4,17 @@
     commit(uri, "items", schema, parts, config={}, inputs={})  # in one process
     items = read_table(uri, "items")
 
-A table is written in two steps. Tasks write parts with `write_part`; then one process calls `commit`, which writes the
-manifest last and removes parts that it does not list. The name of a part is the hash of its content. So a task that runs
-twice writes the same file, a killed job leaves only files that no reader sees, and a new version changes no file of the
-old one before the manifest is replaced. A folder without a manifest is not a table, and readers read only the listed
-files. Jobs lock their output while they write (`writing`), because `commit` would remove the parts of another job.
+A table is written in two steps. Tasks write parts with `write_part`; then one process
+calls `commit`, which writes the manifest last and removes parts that it does not list.
+The name of a part is the hash of its content. So a task that runs twice writes the same
+file, a killed job leaves only files that no reader sees, and a new version changes no
+file of the old one before the manifest is replaced. A folder without a manifest is not
+a table, and readers read only the listed files. Jobs lock their output while they write
+(`writing`), because `commit` would remove the parts of another job.
 
-Damage is found when data is read: a part is read into memory once, hashed, and parsed from there (`read_parquet`), and the
-manifest holds a hash of itself (`add_seal`). So an error names the file with a flipped bit.
+Damage is found when data is read: a part is read into memory once, hashed, and parsed
+from there (`read_parquet`), and the manifest holds a hash of itself (`add_seal`). So an
+error names the file with a flipped bit.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 
 LARGEST_NUMBER = 1.8e19
-"""Largest float32 whose square is finite. In many exports larger numbers, such as FLT_MAX, mark a missing value."""
+"""Largest float32 whose square is finite. In many exports larger numbers, such as
+FLT_MAX, mark a missing value."""
 
 
 SEAL = "seal"
@@ -62,7 +66,8 @@ PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
 JOB_FILES = re.compile(
     r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?"
 )
-"""Names of the files that jobs write into the folder of a table. Files with other names belong to the user."""
+"""Names of the files that jobs write into the folder of a table. Files with other names
+belong to the user."""
 
 FILE_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 """Name of a file in the same folder."""
@@ -99,13 +104,15 @@ class Manifest:
     hash: str
     """Hash of the hashes of the files in order."""
     fingerprint: str
-    """Hash of configuration, inputs and schema version. Equal fingerprints mean equal tables."""
+    """Hash of configuration, inputs and schema version. Equal fingerprints mean equal
+    tables."""
     config: dict[str, Any]
     """Configuration that the table was made with."""
     inputs: dict[str, str]
     """Hashes of the tables and files that the table was made from, by name."""
     info: dict[str, Any]
-    """Counts of the step that made the table (duplicates dropped, codebook sizes, ...)."""
+    """Counts of the step that made the table (duplicates dropped, codebook sizes,
+    ...)."""
     code_version: str
     """Version of the code that made the table (`code_version`)."""
     created: str
@@ -115,7 +122,8 @@ class Manifest:
     submission_id: str = ""
     """Id in `ray job list` of the job that made the table, if it was submitted."""
     extends: list[str] = field(default_factory=list)
-    """Hashes of the versions that the table extends, the latest last. Their items keep their numbers."""
+    """Hashes of the versions that the table extends, the latest last. Their items keep
+    their numbers."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,8 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
     """Return the manifest of the table at `uri`.
 
     Raises:
-        UserError: if there is no manifest, it is damaged, or it is of another table than `table`.
+        UserError: if there is no manifest, it is damaged, or it is of another table
+        than `table`.
     """
     if not has_manifest(uri):
         raise UserError(
@@ -248,9 +257,9 @@ def read_parquet(
     """Read one Parquet file. All of the file is read and hashed, whatever the columns.
 
     Args:
-        uri: Path or URI of the file.
-        columns: Columns to return; None: all.
-        sha256: First digits of the expected hash; empty: the digits in the name of a part. A file with another name
+        uri: Path or URI of the file. columns: Columns to return; None: all. sha256:
+        First digits of the expected hash; empty: the digits in the name of a part. A
+        file with another name
             is not checked then.
         dictionary: Columns to keep dictionary-coded.
 
@@ -334,9 +343,10 @@ def writing(uri: str) -> AbstractContextManager[None]:
 def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
     """Write one Parquet file, named by the hash of its bytes, into the folder `uri`.
 
-    The bytes are assembled in memory (a part is one partition), hashed and written at once. Strings of flat tables may
-    be dictionary-coded, which saves the writer from coding them; the file holds plain strings. `options` of the Parquet
-    writer replace the options for tables of ids and times.
+    The bytes are assembled in memory (a part is one partition), hashed and written at
+    once. Strings of flat tables may be dictionary-coded, which saves the writer from
+    coding them; the file holds plain strings. `options` of the Parquet writer replace
+    the options for tables of ids and times.
     """
     buffer = pa.BufferOutputStream()
     if not options:
@@ -345,7 +355,8 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
             for column in table.schema
             for leaf in _leaves(column.name, column.type)
         ]
-        # int64 columns are times, sorted within a user: packed differences are smaller and faster than a dictionary
+        # int64 columns are times, sorted within a user: packed differences are smaller
+        # and faster than a dictionary
         times = [path for path, kind in leaves if kind == pa.int64()]
         options = {
             "use_dictionary": [path for path, _ in leaves if path not in times],
@@ -388,8 +399,8 @@ RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")
 def code_version() -> str:
     """Return the package version and an identifier of the code that this process runs.
 
-    That is the git commit of a checkout without changes, else the package that Ray unpacked, else a hash of the
-    project's Python files.
+    That is the git commit of a checkout without changes, else the package that Ray
+    unpacked, else a hash of the project's Python files.
     """
     try:
         release = version("trieline")
@@ -407,7 +418,8 @@ def code_version() -> str:
 def submission_id() -> str:
     """Return the id by which `ray job` lists the job of this process, or an empty string for another process.
 
-    Ray passes the job's settings to the driver of a submitted job in this variable, and has no public call for the id.
+    Ray passes the job's settings to the driver of a submitted job in this variable, and
+    has no public call for the id.
     """
     settings = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     return str(settings.get("metadata", {}).get("job_submission_id", ""))
@@ -472,7 +484,8 @@ def describe(
 def switch(tables: Mapping[str, Manifest]) -> None:
     """Make the parts of each manifest the table at its URI.
 
-    All manifests are written, one right after the other; then parts that they do not list are removed.
+    All manifests are written, one right after the other; then parts that they do not
+    list are removed.
 
     Raises:
         UserError: if a part is missing, because another job wrote to the same folder.
@@ -548,7 +561,8 @@ def check_output(
 ) -> None:
     """Check the output folder of a job.
 
-    A folder with a finished table of `tables` is an earlier output, whatever else the user keeps in it.
+    A folder with a finished table of `tables` is an earlier output, whatever else the
+    user keeps in it.
 
     Args:
         uri: The folder.

@@ -25,8 +25,8 @@ from pyarrow import fs
 class UserError(Exception):
     """An error of input or configuration: one line that names the value, the limit and the remedy.
 
-    Jobs print the line without a traceback and exit with code 1. Every other exception is a defect and keeps its
-    traceback.
+    Jobs print the line without a traceback and exit with code 1. Every other exception
+    is a defect and keeps its traceback.
     """
 
 
@@ -89,7 +89,8 @@ REMEDIES = {
     "gs": "check the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
     "": "check that it is there and that you may read it",
 }
-"""Remedy for a storage that does not answer, by scheme; a local path has an empty one."""
+"""Remedy for a storage that does not answer, by scheme; a local path has an empty
+one."""
 
 UNKNOWN_SCHEME = (
     "check the address and its credentials; known are local paths, s3:// and gs://"
@@ -101,7 +102,8 @@ S3_RETRIES: dict[str, Any] = {
     "request_timeout": 30.0,  # until the first byte, and between bytes
     "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=9),
 }
-"""Retries of S3: with its pauses of up to 20 s, nine attempts take about a minute. 403 and 404 are not retried."""
+"""Retries of S3: with its pauses of up to 20 s, nine attempts take about a minute. 403
+and 404 are not retried."""
 
 GCS_RETRIES: dict[str, Any] = {"retry_time_limit": timedelta(seconds=60)}
 """Retries of GCS."""
@@ -131,7 +133,8 @@ _answered: set[tuple[str, str, str]] = set()
 def check_buckets_first() -> None:
     """Let `open_uri` fail within seconds in this process if a bucket does not answer at all.
 
-    The driver of a job calls this. Workers do not: the storage has answered their driver, so they retry for a minute.
+    The driver of a job calls this. Workers do not: the storage has answered their
+    driver, so they retry for a minute.
     """
     global _checks_buckets
     _checks_buckets = True

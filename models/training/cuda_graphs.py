@@ -3,12 +3,14 @@
     step = Graphs(step, device)  # step(batch) gives tensors
     found = step(batch)          # the first of a shape runs as it is, the second is captured, all others are replayed
 
-A graph repeats its kernels on the same memory. So a batch is copied into tensors of the graph's own, and what a call
-gives is overwritten by the next one: read it before. Kernels, and random numbers of a seed, are those of a call without
-a graph, and so are the results, bit by bit.
+A graph repeats its kernels on the same memory. So a batch is copied into tensors of the
+graph's own, and what a call gives is overwritten by the next one: read it before.
+Kernels, and random numbers of a seed, are those of a call without a graph, and so are
+the results, bit by bit.
 
-What is captured reads no value back from the device (`tests/models/test_gpu.py` holds that for every model). Where
-something does all the same, or cannot be captured, a warning names it and all goes on without graphs.
+What is captured reads no value back from the device (`tests/models/test_gpu.py` holds
+that for every model). Where something does all the same, or cannot be captured, a
+warning names it and all goes on without graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Graphs(Generic[Result]):
     a CPU, for tests, a replay is a call on the same tensors."""
 
     on: ClassVar[bool] = True
-    """Whether graphs are made: after a capture that failed no more, in the whole process."""
+    """Whether graphs are made: after a capture that failed no more, in the whole
+    process."""
 
     def __init__(self, run: Callable[[Any], Result], device: torch.device) -> None:
         self.run, self.device = run, device

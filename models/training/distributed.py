@@ -1,8 +1,9 @@
 """The mean of a loss over the batch of all workers, out of what each worker has of it.
 
-DDP averages the workers' gradients. That is the gradient of the whole batch only where every worker has equally many
-terms of each mean; a worker's share of a batch has not, and may even be empty. So every mean in a loss goes through
-`global_mean`, which weighs it by the worker's number of terms:
+DDP averages the workers' gradients. That is the gradient of the whole batch only where
+every worker has equally many terms of each mean; a worker's share of a batch has not,
+and may even be empty. So every mean in a loss goes through `global_mean`, which weighs
+it by the worker's number of terms:
 
     mean = functional.cross_entropy(logits, target)     # over B rows of this worker
     loss = global_mean(mean, len(target))                # DDP's average of these is the mean over the rows of all

@@ -1,16 +1,19 @@
 """The training loop, PyTorch only: a generator that yields what happens, step by step and epoch by epoch.
 
-`python -m models.train` drives it with PyTorch alone; under Ray, `pipelines/training` turns its events into
-reports, checkpoints and metrics.
+`python -m models.train` drives it with PyTorch alone; under Ray, `pipelines/training`
+turns its events into reports, checkpoints and metrics.
 
-A run can be stopped anywhere and continued: the random numbers of a step depend on (seed, rank, step)
-alone, the batches of an epoch on (seed, epoch) alone, so weights, optimizer and the cursor in
-`state` are all there is to keep, and the continued run ends with the weights of an undisturbed one.
+A run can be stopped anywhere and continued: the random numbers of a step depend on
+(seed, rank, step) alone, the batches of an epoch on (seed, epoch) alone, so weights,
+optimizer and the cursor in `state` are all there is to keep, and the continued run ends
+with the weights of an undisturbed one.
 
-Under DDP every rank calls `fit` with its own share of each batch. Each step averages the ranks' gradients, which is the
-gradient of the whole batch, as losses are means over it (`models/training/distributed.py`). So a run may go on with another
-number of workers, and ends with the same weights up to the order of sums, unless its model draws random numbers
-(dropout) or compares the examples of one worker's batch with each other (InfoNCE).
+Under DDP every rank calls `fit` with its own share of each batch. Each step averages
+the ranks' gradients, which is the gradient of the whole batch, as losses are means over
+it (`models/training/distributed.py`). So a run may go on with another number of
+workers, and ends with the same weights up to the order of sums, unless its model draws
+random numbers (dropout) or compares the examples of one worker's batch with each other
+(InfoNCE).
 """
 
 from __future__ import annotations
@@ -43,18 +46,20 @@ from models.training.optimizers import (
 )
 
 FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
-"""Seconds without another event until the first line of progress, and between the lines after it."""
+"""Seconds without another event until the first line of progress, and between the lines
+after it."""
 
 PACE_STEPS = 3
 """Timed steps from which the time left is estimated."""
 
 CONTINUE, ASK, SAVE, STOP = 0, 1, 2, 3
-"""Answers of `wanted`: train on; have all ranks ask `warned`; save a state within the epoch and train on; save a state
-and end."""
+"""Answers of `wanted`: train on; have all ranks ask `warned`; save a state within the
+epoch and train on; save a state and end."""
 
 State = dict[str, Any]
 Sums = dict[str, Any]
-"""What metrics are made of: numbers, tensors or histograms, which add up over batches and workers."""
+"""What metrics are made of: numbers, tensors or histograms, which add up over batches
+and workers."""
 
 
 class TrainBatches(Protocol):
@@ -87,7 +92,8 @@ class Event:
     epoch: int
     """Epochs done; of a step event the epoch in progress, from 1."""
     loss: float
-    """Mean training loss, over ranks, since the last step event or of the whole epoch."""
+    """Mean training loss, over ranks, since the last step event or of the whole
+    epoch."""
     examples_per_s: float
     """Training examples per second, all ranks together."""
     data_wait: float
@@ -107,13 +113,16 @@ class Event:
     steps_in_epoch: int = 0
     """Steps of this epoch, for progress."""
     seconds_left: float | None = None
-    """Time until the last planned step, validations included once one was timed; None before the pace is measured."""
+    """Time until the last planned step, validations included once one was timed; None
+    before the pace is measured."""
     interrupted: bool = False
-    """Whether the generator ends here because `wanted` answered STOP; `state` then continues the run."""
+    """Whether the generator ends here because `wanted` answered STOP; `state` then
+    continues the run."""
     state: State = field(default_factory=dict)
-    """What a checkpoint needs beside the weights, where one is due: live tensors, to be saved before the
-    generator goes on. Of a sharded model also `weights`, the whole ones, on rank 0, and on each rank its
-    shard of the optimizer's state (`checkpoint.write_shards`)."""
+    """What a checkpoint needs beside the weights, where one is due: live tensors, to be
+    saved before the generator goes on. Of a sharded model also `weights`, the whole
+    ones, on rank 0, and on each rank its shard of the optimizer's state
+    (`checkpoint.write_shards`)."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,8 @@ class StepEvent(Event):
     grad_norm: float = 0.0
     """Global norm of the last step's gradient before clipping."""
     parts: dict[str, float] = field(default_factory=dict)
-    """What else the model gave beside its loss, such as the parts of it, averaged as the loss is."""
+    """What else the model gave beside its loss, such as the parts of it, averaged as
+    the loss is."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +252,8 @@ class Cursor:
     waiting: int = 0
     """Validations since then."""
     validated: int = 0
-    """Step of the last validation; a run that was stopped in a validation does it again."""
+    """Step of the last validation; a run that was stopped in a validation does it
+    again."""
     stopped: bool = False
     """Whether the run has ended."""
     loss: float = 0.0
@@ -343,8 +354,8 @@ class Pace:
 class Agreement:
     """The largest answer of all ranks to a question of every step.
 
-    With several ranks the answers of one step are exchanged in the background and read after the next step, so no step
-    waits for them and nothing is copied from a GPU.
+    With several ranks the answers of one step are exchanged in the background and read
+    after the next step, so no step waits for them and nothing is copied from a GPU.
     """
 
     def __init__(self, world: int) -> None:
@@ -512,14 +523,17 @@ def fit(
 ) -> Iterator[StepEvent | StillEvent | EpochEvent]:
     """Trains `model`, which is on `device` already, and yields events; by `clock`, not all ranks the same StillEvents.
 
-    `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the default process
-    group must exist. `means` makes metrics of the sums of all ranks; left out, they are divided by the number
-    of rows. `lr_multipliers` are factors on the learning rate by the beginning of parameters' names. `blocks` are parts
-    of a model that is to be cut over the ranks (`models/training/fsdp.py`). `state` is that of the event at which an earlier run
-    was saved; the caller has loaded the weights. `wanted` is asked after every step for CONTINUE, ASK, SAVE or STOP;
-    ranks may answer differently, the largest answer counts. After ASK all ranks call `warned` in the same step, which
-    may be a collective and returns the same on all ranks, and save a state where it is true. Raises UserError where
-    the loss or the metric stops being a number.
+    `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the
+    default process group must exist. `means` makes metrics of the sums of all ranks;
+    left out, they are divided by the number of rows. `lr_multipliers` are factors on
+    the learning rate by the beginning of parameters' names. `blocks` are parts of a
+    model that is to be cut over the ranks (`models/training/fsdp.py`). `state` is that
+    of the event at which an earlier run was saved; the caller has loaded the weights.
+    `wanted` is asked after every step for CONTINUE, ASK, SAVE or STOP; ranks may answer
+    differently, the largest answer counts. After ASK all ranks call `warned` in the
+    same step, which may be a collective and returns the same on all ranks, and save a
+    state where it is true. Raises UserError where the loss or the metric stops being a
+    number.
     """
     device = torch.device(device)
     sharded = bool(blocks) and world > 1

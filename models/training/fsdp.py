@@ -1,13 +1,14 @@
 """Sharded training (FSDP2): weights, gradients and optimizer state are sharded over the workers.
 
 Each block of a language model is gathered for its computation and freed after it, so a
-worker holds its shard of the training's 16 bytes per parameter, and one block. A model is
-built in full before it is sharded, and gathered for validation, as workers decode different
-numbers of batches: 4 bytes per parameter on each device.
+worker holds its shard of the training's 16 bytes per parameter, and one block. A model
+is built in full before it is sharded, and gathered for validation, as workers decode
+different numbers of batches: 4 bytes per parameter on each device.
 
-Checkpoints hold full weights, which rank 0 writes, and full optimizer states, of which each
-worker writes a share of the parameters. So a run continues with another number of workers,
-sharded or not. PyTorch's FSDP takes a second to import, so functions import it.
+Checkpoints hold full weights, which rank 0 writes, and full optimizer states, of which
+each worker writes a share of the parameters. So a run continues with another number of
+workers, sharded or not. PyTorch's FSDP takes a second to import, so functions import
+it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None)
 def sort_rows(rows: Sequence[Row], metric: str) -> list[Row]:
     """Sort rows by the metric on test, then on val, best first.
 
-    Rows of fresh logs come last, after those with the ranking that does not fit the log.
+    Rows of fresh logs come last, after those with the ranking that does not fit the
+    log.
     """
     sign = 1 if lower_is_better(metric) else -1
     leading = leading_ranking(rows)

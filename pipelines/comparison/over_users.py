@@ -2,11 +2,11 @@
 
     for table in over_users_tables(comparison): print(table.text())
 
-`jobs.evaluate` stores a metric per user. Differences per user are averaged over pairs of
-runs of any seed, users are drawn with replacement `DRAWS` times, and the middle 95% of the
-mean differences are the interval. A difference whose interval holds 0 is called noise. The
-interval covers users; how much trainings with other seeds differ, the tests over seeds show
-(`tables.py`).
+`jobs.evaluate` stores a metric per user. Differences per user are averaged over pairs
+of runs of any seed, users are drawn with replacement `DRAWS` times, and the middle 95%
+of the mean differences are the interval. A difference whose interval holds 0 is called
+noise. The interval covers users; how much trainings with other seeds differ, the tests
+over seeds show (`tables.py`).
 
 Shapes: `U` users, `D` differences.
 """

@@ -108,8 +108,8 @@ def write(content: str, path: str) -> None:
 def log_page(selection: Selection, content: str, markdown: str) -> str:
     """Log a page as `compare.html`, and its tables as `compare.md`, to MLflow.
 
-    They are artifacts of the sweep's run, or else of the run `compare` of the experiment
-    of the first run, which is made if needed.
+    They are artifacts of the sweep's run, or else of the run `compare` of the
+    experiment of the first run, which is made if needed.
 
     Returns:
         The name of the run.

@@ -3,8 +3,8 @@
     for plot in plots(compare(select(uri, ["retrieval/DATASET"]))): plot.svg
 
 They are the validation of all models beside each other, the effect of each setting of a
-sweep, learning curves, and accuracy against throughput. A model has one colour in all plots
-of a page.
+sweep, learning curves, and accuracy against throughput. A model has one colour in all
+plots of a page.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class MarkerCycle:
 def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
     """Draw the metric on validation over steps, of the best row of each model.
 
-    A model that was measured once is a dashed line. Nothing is drawn for a single model.
+    A model that was measured once is a dashed line. Nothing is drawn for a single
+    model.
     """
     metric = f"val/{comparison.metric}"
     best: dict[str, Row] = {}
@@ -437,7 +438,8 @@ def draw_setting(
 ) -> Figure:
     """Draw the panels of one setting: the metric, requests per second, peak memory.
 
-    The metric is the normalised entropy of each task where the comparison is by entropy.
+    The metric is the normalised entropy of each task where the comparison is by
+    entropy.
     """
     rows = [row for group in groups for row in group]
     panels = choose_panels(metric, rows)

@@ -1,7 +1,7 @@
 """Rows of a comparison: trainings that differ in their seed alone, evaluated alike.
 
-`load.py` groups MLflow runs into rows. A training that was evaluated with several options,
-such as all items and known items left out, has a row for each.
+`load.py` groups MLflow runs into rows. A training that was evaluated with several
+options, such as all items and known items left out, has a row for each.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     selection = select(uri, ["retrieval/DATASET"])
 
-An experiment shows each sweep as the best settings with all their seeds, and leaves smoke
-sweeps out; a sweep asked for by name shows all its trials. An experiment with nothing but a
-sweep whose best trial is unknown, as while it runs, shows all trials too.
+An experiment shows each sweep as the best settings with all their seeds, and leaves
+smoke sweeps out; a sweep asked for by name shows all its trials. An experiment with
+nothing but a sweep whose best trial is unknown, as while it runs, shows all trials too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Render figures as SVG that fits a page of either colour scheme and shows values on hover.
 
     with plot_style():
-        plot = render(Drawing("pareto", "Accuracy against speed", caption, figure, hover))
+        plot = render(Drawing("pareto", "Accuracy against speed", caption, figure,
+        hover))
 
 The colours of text and ground are placeholders, which the SVG names `currentColor` and
 `var(--page)`, so the page decides. A title of a marker is shown by browsers on hover.

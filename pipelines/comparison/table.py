@@ -36,7 +36,8 @@ class Table:
     notes: list[str] = field(default_factory=list)
     """Lines below the table."""
     num_words: int = 2
-    """Number of leading columns that hold words, aligned left; the others hold numbers."""
+    """Number of leading columns that hold words, aligned left; the others hold
+    numbers."""
 
     def text(self) -> str:
         """Render the table for the terminal, with aligned columns."""

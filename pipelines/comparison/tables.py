@@ -136,7 +136,8 @@ def describe_rows(rows: Sequence[Row]) -> list[str]:
 def describe_training(row: Row) -> list[str]:
     """Return notes on a training that ended early or used a part of its examples.
 
-    A training ended early if its last epoch is the best one; early stopping is no such end.
+    A training ended early if its last epoch is the best one; early stopping is no such
+    end.
     """
     best, last = row.mean("val/epoch"), row.mean("epoch")
     notes = []
@@ -198,8 +199,8 @@ def costs_table(comparison: Comparison) -> Table:
 def best_table(comparisons: Sequence[Comparison]) -> Table | None:
     """Return the best settings of each model by validation, over several comparisons.
 
-    A `*` marks the best model of each experiment. The result is None if no model has more
-    than one row and there is one comparison alone.
+    A `*` marks the best model of each experiment. The result is None if no model has
+    more than one row and there is one comparison alone.
     """
     cells = []
     for comparison in comparisons:

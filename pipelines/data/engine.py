@@ -46,7 +46,8 @@ class ResourceLimits:
     cpu: float = 0
     """CPUs of all tasks together; 0: those of the cluster."""
     memory_gb: float = 0
-    """GiB of memory that all tasks together reserve (`memory_gb` each); 0: that of the cluster."""
+    """GiB of memory that all tasks together reserve (`memory_gb` each); 0: that of the
+    cluster."""
 
     def __post_init__(self) -> None:
         check_least(self, ["cpu", "memory_gb"], 0, "ray_data.resource_limits.")
@@ -61,10 +62,11 @@ class RayDataConfig:
     compression: Literal["auto", "none", "lz4", "zstd"] = "auto"
     """Compression of rows between tasks; auto: none on one node, lz4 between nodes."""
     read_mb: int = 128
-    """MiB of a plain file that one task reads; a compressed file is read by one task."""
+    """MiB of a plain file that one task reads; a compressed file is read by one
+    task."""
     memory_gb: float = 0
-    """GiB of memory that Ray reserves for each task, so that it starts only as many on a node as fit; 0: Ray
-    counts CPUs alone."""
+    """GiB of memory that Ray reserves for each task, so that it starts only as many on
+    a node as fit; 0: Ray counts CPUs alone."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     """Part of a shared cluster that prepare may use at once."""
 
@@ -81,16 +83,19 @@ class RayDataConfig:
 
 
 MIN_SHARD_BYTES = 128 << 10
-"""Bytes that a map task has at least for each partition: Ray keeps objects below 100 KiB in the driver's memory."""
+"""Bytes that a map task has at least for each partition: Ray keeps objects below 100
+KiB in the driver's memory."""
 
 MAX_PENDING_TASKS = 256
-"""Tasks that are submitted and not finished at once: `ray.wait` looks at all of them each time."""
+"""Tasks that are submitted and not finished at once: `ray.wait` looks at all of them
+each time."""
 
 KEY = "__partition"
 """Column of exchanged rows: the number of the row's partition."""
 
 SUMMARY = "__summary"
-"""Column of exchanged rows: the pickled summary of a read; null in the rows of the log."""
+"""Column of exchanged rows: the pickled summary of a read; null in the rows of the
+log."""
 
 RESULT = "__result"
 """Column of an exchange's output: a pickled result of the kernel, or a summary."""
@@ -103,7 +108,8 @@ RAY_DATA_SUFFIX = "\nFailed to apply"
 
 Call = tuple[Any, ...]
 Shared = Any
-"""A value of `Engine.put`: an object reference, or the value itself. `fetch` returns the value."""
+"""A value of `Engine.put`: an object reference, or the value itself. `fetch` returns
+the value."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +133,14 @@ class Exchange:
     """Yields tables of one schema with the column KEY, given the number of the read."""
     num_reads: int
     kernel: Callable[..., Any]
-    """Called as `kernel(*shared, partition, rows)` for each partition with rows; its result is picklable."""
+    """Called as `kernel(*shared, partition, rows)` for each partition with rows; its
+    result is picklable."""
     num_partitions: int
     shared: Call = ()
     """First arguments of the kernel; references are replaced by their values."""
     summaries: bool = False
-    """Whether each read ends with a `ReadSummary`, which the exchange yields among the results."""
+    """Whether each read ends with a `ReadSummary`, which the exchange yields among the
+    results."""
     first_kernel: Callable[[pa.Table], pa.Table] | None = None
     """Kernel of an exchange before this one: returns rows with the KEY of this one."""
     num_first_partitions: int = 0

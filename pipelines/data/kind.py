@@ -22,7 +22,8 @@ class Kind(ABC):
     name: ClassVar[str]
     """Name in source files, and of the models' family."""
     config: ClassVar[type | None] = None
-    """Dataclass of the kind's settings: the section of a source's `prepare` with the kind's name."""
+    """Dataclass of the kind's settings: the section of a source's `prepare` with the
+    kind's name."""
     needs_history: ClassVar[bool] = False
     """Whether requests without a history are skipped in training and evaluation."""
     repeats: ClassVar[bool] = False
@@ -36,7 +37,8 @@ class Kind(ABC):
     statistics: ClassVar[tuple[str, ...]] = ()
     """Entries of the `info` of sequences that statistics.json repeats."""
     texts: ClassVar[tuple[str, ...]] = ()
-    """Tables of text that `jobs.encode` makes of its logs; none if its models read no text."""
+    """Tables of text that `jobs.encode` makes of its logs; none if its models read no
+    text."""
     model: ClassVar[str]
     """Model of a first training: a file of jobs/configs."""
     without: ClassVar[tuple[str, ...]] = ()

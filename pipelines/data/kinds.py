@@ -1,6 +1,7 @@
 """The table of kinds of request.
 
-A new kind is a folder beside this file, whose `kind.py` holds its class, and a row here.
+A new kind is a folder beside this file, whose `kind.py` holds its class, and a row
+here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Raw log to tables: events and rejects, items, sequences, statistics, each committed when whole.
 
-`python -m jobs.prepare --source YAML --input RAW_DIR --output TABLES` runs it. Each step
-compares a fingerprint of its configuration and inputs with the fingerprint in the
+`python -m jobs.prepare --source YAML --input RAW_DIR --output TABLES` runs it. Each
+step compares a fingerprint of its configuration and inputs with the fingerprint in the
 table's manifest. So a run that was stopped anywhere continues with what is missing, and
 a finished run does nothing.
 """
@@ -42,7 +42,8 @@ MAX_SHARED_PARTITIONS = 64
 """Partitions up to which all tasks share the same worker processes: 2 GiB of text."""
 
 MAX_APPENDED_PARTITIONS = 4
-"""Partitions up to which this process appends alone: a second of each is less than Ray takes to start."""
+"""Partitions up to which this process appends alone: a second of each is less than Ray
+takes to start."""
 
 
 Existing = Literal["continue", "overwrite", "append"]

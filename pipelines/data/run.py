@@ -41,7 +41,8 @@ Report = Callable[[str], None]
 """Prints a line that a user reads."""
 
 EXTENSIBLE = ("events", "items", "sequences")
-"""Tables that name the versions that they extend: users and items keep their rows and numbers."""
+"""Tables that name the versions that they extend: users and items keep their rows and
+numbers."""
 
 
 @dataclass
@@ -55,9 +56,11 @@ class OutputTables:
     overwrite: bool = False
     """Make every table again."""
     append: bool = False
-    """Add to existing tables; the new versions replace the old ones together, at the end."""
+    """Add to existing tables; the new versions replace the old ones together, at the
+    end."""
     is_complete: bool = False
-    """Whether an earlier run finished there: then a table of other inputs or settings is not replaced."""
+    """Whether an earlier run finished there: then a table of other inputs or settings
+    is not replaced."""
     pending: dict[str, Manifest] = field(default_factory=dict)
     """Manifests of tables that are written and not yet in place."""
 
@@ -75,10 +78,9 @@ class OutputTables:
         """Return the manifest of a table that need not be made again, or None.
 
         Args:
-            name: Name of the table.
-            config: Settings that it is made with.
-            inputs: Hashes of its inputs.
-            stamps: Size and time of change of the raw files that it is made from. A file
+            name: Name of the table. config: Settings that it is made with. inputs:
+            Hashes of its inputs. stamps: Size and time of change of the raw files that
+            it is made from. A file
                 with another stamp counts as another file.
 
         Raises:
@@ -207,12 +209,14 @@ class Run:
     config: PrepareConfig
     """Settings; everything that the source decides is decided."""
     behaviour: str | None
-    """Label of the events that make the catalogue and the split; None where all events do."""
+    """Label of the events that make the catalogue and the split; None where all events
+    do."""
     report: Report
     engine: Engine
     tables: OutputTables
     grows: bool = False
-    """Whether more files will be appended later: `--append` was given, maybe on the first day."""
+    """Whether more files will be appended later: `--append` was given, maybe on the
+    first day."""
 
     @property
     def is_late(self) -> bool:

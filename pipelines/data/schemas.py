@@ -100,10 +100,10 @@ def _list(name: str, value: pa.DataType) -> pa.Field:
 def sequences_schema(events: pa.Schema) -> pa.Schema:
     """Return the schema of retrieval sequences: one row per user.
 
-    Every column of `events` that is not a key becomes a list of equal length. Behaviours
-    are sorted by (timestamp_ms, request_id, position, item_id), with `ties: log_order`
-    by (timestamp_ms, position, item_id); if their label has a time of its own, by that
-    first. `requests` has one struct per request, in the order of time.
+    Every column of `events` that is not a key becomes a list of equal length.
+    Behaviours are sorted by (timestamp_ms, request_id, position, item_id), with `ties:
+    log_order` by (timestamp_ms, position, item_id); if their label has a time of its
+    own, by that first. `requests` has one struct per request, in the order of time.
     """
     extra = [
         field
@@ -148,11 +148,11 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
     """Return the schema of the sequences of a search log: one row per user with a request.
 
     Behaviours are lists of equal length. They are results with the first of `labels`,
-    sorted by (timestamp_ms, request_id, position, item_id), and by `known_*` of the label
-    first if the log has it. `requests` has one struct per search, at its earliest result,
-    sorted by (timestamp_ms, request_id, query_index), with candidates sorted by
-    (position, timestamp_ms, item_id). Custom features, `num_*` and `cat_*` of events, are
-    in behaviours and in requests.
+    sorted by (timestamp_ms, request_id, position, item_id), and by `known_*` of the
+    label first if the log has it. `requests` has one struct per search, at its earliest
+    result, sorted by (timestamp_ms, request_id, query_index), with candidates sorted by
+    (position, timestamp_ms, item_id). Custom features, `num_*` and `cat_*` of events,
+    are in behaviours and in requests.
 
     Args:
         events: Schema of the events, with joined features.
@@ -208,11 +208,12 @@ def actions_schema(
 ) -> pa.Schema:
     """Return the schema of the sequences of a log of actions: one row per user.
 
-    All lists have an entry per impression, sorted by (timestamp_ms, request_id, position,
-    item_id). The manifest names the `tasks`, `actions` and `features` in order, and the
-    values of each `cat_*` column in training (`viewers`). The context of validation is
-    the events before `train_end`, its candidates are the events up to `val_end`. The
-    context of test is the events before `val_end`, its candidates are the others.
+    All lists have an entry per impression, sorted by (timestamp_ms, request_id,
+    position, item_id). The manifest names the `tasks`, `actions` and `features` in
+    order, and the values of each `cat_*` column in training (`viewers`). The context of
+    validation is the events before `train_end`, its candidates are the events up to
+    `val_end`. The context of test is the events before `val_end`, its candidates are
+    the others.
 
     Args:
         events: Schema of the events, with joined features.

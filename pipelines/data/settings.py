@@ -97,7 +97,8 @@ def resolve_config(
     """Check the settings before any work, and return them with the kind of split decided.
 
     Raises:
-        UserError: if files are missing, the output cannot be written, or the settings do
+        UserError: if files are missing, the output cannot be written, or the settings
+        do
             not fit the log.
     """
     kind = KINDS[config.kind]

@@ -33,7 +33,8 @@ TASTES = 3
 """Clusters of a user."""
 
 SKEW = 2.0
-"""Items are drawn by rank n * u**SKEW, u uniform: above 1, low ranks are more popular."""
+"""Items are drawn by rank n * u**SKEW, u uniform: above 1, low ranks are more
+popular."""
 
 START_MS = 1_704_067_200_000
 """Begin of the log: 1 January 2024, UTC."""
@@ -72,7 +73,8 @@ class Settings:
     seed: int = 42
     """The same seed and sizes give the same log, byte for byte."""
     files: int = field(default=1, kw_only=True)
-    """Files of equally many events, in the order of time, such as 14 days; more of a large log."""
+    """Files of equally many events, in the order of time, such as 14 days; more of a
+    large log."""
 
     unit: ClassVar[str] = "events"
     """Unit of `events`."""

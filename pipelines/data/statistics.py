@@ -28,7 +28,8 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
         "sparsity": round(1 - info["pairs"] / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
-        # sorted, so that a split gives the same bytes whether just computed or read back
+        # sorted, so that a split gives the same bytes whether just computed or read
+        # back
         "split": dict(sorted(info["split"].items())),
     }
     for name in PER_SPLIT:

@@ -2,8 +2,8 @@
 
     for floor in measure_floors("sasrec", Inputs(tables), "test"): print(floor.name)
 
-`jobs.daily` compares its models with them. Nothing is written; `jobs.train` trains each of
-them as a run of its own.
+`jobs.daily` compares its models with them. Nothing is written; `jobs.train` trains each
+of them as a run of its own.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Rank for many users and write the rankings as a table.
 
-    manifest, existed = infer_all(checkpoint, inputs, "recommendations", InferenceOptions(k=20))
+    manifest, existed = infer_all(checkpoint, inputs, "recommendations",
+    InferenceOptions(k=20))
 
-A model that ranks a catalogue writes `recommendations`: the top K items after all behaviours
-of each user, or, for a split, after the history of each request, with its time and target. A
-model that ranks candidates writes `scores`: scores and labels of all candidates of a split's
-requests. All metrics of an evaluation can be computed again from the table of its split.
+A model that ranks a catalogue writes `recommendations`: the top K items after all
+behaviours of each user, or, for a split, after the history of each request, with its
+time and target. A model that ranks candidates writes `scores`: scores and labels of all
+candidates of a split's requests. All metrics of an evaluation can be computed again
+from the table of its split.
 
-A unit of work is a range of users of one file of `sequences`. Units are processed one after
-the other in this process, or by Ray Data actors that each hold the model. An actor also holds
-the catalogue and the user ids of one file.
+A unit of work is a range of users of one file of `sequences`. Units are processed one
+after the other in this process, or by Ray Data actors that each hold the model. An
+actor also holds the catalogue and the user ids of one file.
 """
 
 from __future__ import annotations
@@ -392,7 +394,8 @@ def infer_all(
         The manifest of the table, and whether the table existed already.
 
     Raises:
-        UserError: if the model ranks nothing, does not fit the tables or the options, or
+        UserError: if the model ranks nothing, does not fit the tables or the options,
+        or
             another table is in the folder.
     """
     output = absolute(output)

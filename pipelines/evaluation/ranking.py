@@ -2,9 +2,9 @@
 
     result, about = evaluate("runs/sasrec", Inputs(tables), split="test")
 
-The metrics are those of the model's family, such as Recall@K and NDCG@K of the full catalogue,
-with requests per second in steady state. With several shards, Ray tasks measure a part of
-the users each; their sums add up exactly.
+The metrics are those of the model's family, such as Recall@K and NDCG@K of the full
+catalogue, with requests per second in steady state. With several shards, Ray tasks
+measure a part of the users each; their sums add up exactly.
 """
 
 from __future__ import annotations
@@ -93,11 +93,9 @@ def evaluate(
 
     Args:
         uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
-        inputs: the tables.
-        split: `val` or `test`.
-        batch_size: requests per batch.
-        options: options of `recommend`.
-        user_stride: measure every `user_stride`-th user of the table, the same users for
+        inputs: the tables. split: `val` or `test`. batch_size: requests per batch.
+        options: options of `recommend`. user_stride: measure every `user_stride`-th
+        user of the table, the same users for
             every model.
         workers: processes and devices, by default this process.
 

@@ -2,9 +2,9 @@
 
     path = record_result(*evaluate("runs/sasrec", Inputs(tables)))
 
-In MLflow an evaluation is a run of its own: a child of its training, with its options as
-params and the metrics of its split, such as `test/ndcg@10`. A repeated evaluation is a new
-child; readers take the newest one of the weights that were evaluated last.
+In MLflow an evaluation is a run of its own: a child of its training, with its options
+as params and the metrics of its split, such as `test/ndcg@10`. A repeated evaluation is
+a new child; readers take the newest one of the weights that were evaluated last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Result:
     hashes: dict[str, str]
     """Hashes of the tables."""
     device: str
-    """CPU threads or the GPU's name, after the number of shards if there are several."""
+    """CPU threads or the GPU's name, after the number of shards if there are
+    several."""
     by_user: dict[str, dict[str, str]]
     """Metrics per user (`models/metrics/per_user_metrics.py`, as text)."""
 
@@ -185,8 +186,8 @@ def artifact_name(split: str) -> str:
 def group_evaluations(runs: Iterable[Any]) -> dict[str, list[Any]]:
     """Return the finished evaluations among MLflow runs by the id of their training.
 
-    Evaluations of other weights than those that were evaluated last, as before a training
-    was continued, are left out.
+    Evaluations of other weights than those that were evaluated last, as before a
+    training was continued, are left out.
     """
     runs = list(runs)
     weights = {run.info.run_id: run.data.tags.get(tracking.WEIGHTS_TAG) for run in runs}
@@ -228,8 +229,8 @@ def read_fresh_log(evaluation: Any, training: Any) -> str:
 def load_test_metrics(run: tracking.RunRef) -> dict[str, float]:
     """Return the metrics of a training's latest evaluation on test, by their MLflow names.
 
-    Evaluations with other options than the checkpoint's do not count. The result is empty
-    if the current weights were not evaluated on test.
+    Evaluations with other options than the checkpoint's do not count. The result is
+    empty if the current weights were not evaluated on test.
     """
     client = tracking.connect(run.uri)
     training = client.get_run(run.run_id)

@@ -1,6 +1,7 @@
 """Export a trained student as one `.pt2` program, checked against its model.
 
-    python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS --export student.pt2 --k 10
+    python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS
+    --export student.pt2 --k 10
 
 `models/retrieval/search/export.py` describes the inputs and outputs of the program.
 """
@@ -25,7 +26,8 @@ from pipelines.evaluation.checks import resolve_device
 from pipelines.training.record import find_checkpoint
 
 ROUNDING = 1e-5
-"""Tolerance, relative and absolute, for float32 scores whose sums have another order."""
+"""Tolerance, relative and absolute, for float32 scores whose sums have another
+order."""
 
 
 def export(
@@ -107,9 +109,9 @@ def differs(
 ) -> Tensor:
     """Return which rankings differ from the model's by more than rounding.
 
-    Scores must be close rank by rank. Items must be equal, except at ranks whose score is
-    close to a neighbour's, and at the last rank, whose neighbour is left out: there rounding
-    decides the order.
+    Scores must be close rank by rank. Items must be equal, except at ranks whose score
+    is close to a neighbour's, and at the last rank, whose neighbour is left out: there
+    rounding decides the order.
 
     Args:
         items: (B, K) items of the program.

@@ -2,8 +2,8 @@
 
     model_uri = log_model(run, "runs/sasrec/best", Inputs(tables))
 
-The logged model holds the code of `models/`, the checkpoint and the tables that it needs, and
-no pickle.
+The logged model holds the code of `models/`, the checkpoint and the tables that it
+needs, and no pickle.
 """
 
 from __future__ import annotations

@@ -4,18 +4,19 @@
 
 `build` is the `import_path` in a config file too, with `Options` as its `args`
 (`deploy/serve.yaml`). Each replica loads the version, from MLFLOW_TRACKING_URI and with
-SERVING_MODEL_CONFIG as `build` finds them, onto its GPU if it has one. POST /invocations takes
-JSON: `dataframe_records`, `dataframe_split`, `inputs` or `instances`, and `params`. A request
-that the model refuses is answered with 400 and one line, a fault of the server with 500; its log
-has more. Requests that wait together and have the same columns and params are one call of the
-model.
+SERVING_MODEL_CONFIG as `build` finds them, onto its GPU if it has one. POST
+/invocations takes JSON: `dataframe_records`, `dataframe_split`, `inputs` or
+`instances`, and `params`. A request that the model refuses is answered with 400 and one
+line, a fault of the server with 500; its log has more. Requests that wait together and
+have the same columns and params are one call of the model.
 
-If `model` is an alias, or models:/NAME/latest, a replica asks the registry which version that
-is, loads a new version beside its own, and then answers by the new one. GET /ping names the
-version that answers, and the result of the last change.
+If `model` is an alias, or models:/NAME/latest, a replica asks the registry which
+version that is, loads a new version beside its own, and then answers by the new one.
+GET /ping names the version that answers, and the result of the last change.
 """
 
-# Serve and FastAPI read the annotations below, so there is no `from __future__ import annotations`
+# Serve and FastAPI read the annotations below, so there is no `from __future__ import
+# annotations`
 
 import asyncio
 import json
@@ -52,8 +53,8 @@ class Options(BaseModel, extra="forbid"):
     """Options of an application."""
 
     model: str
-    """A registered version, models:/NAME/VERSION, or one to follow: models:/NAME@ALIAS or
-    models:/NAME/latest."""
+    """A registered version, models:/NAME/VERSION, or one to follow: models:/NAME@ALIAS
+    or models:/NAME/latest."""
     follow_s: float = Field(default=60, gt=0)
     """Seconds between questions to the registry which version that is."""
     num_replicas: int | Literal["auto"] = 1

@@ -4,8 +4,8 @@
     model = mlflow.pyfunc.load_model("models:/industrial/1")
     model.predict(pandas.DataFrame({"history": [["item-1", "item-7"]]}))
 
-A version has the hashes of its weights, tables, semantic IDs and trie as tags; loading it
-checks them again. `served_model.py` says what the models take and answer.
+A version has the hashes of its weights, tables, semantic IDs and trie as tags; loading
+it checks them again. `served_model.py` says what the models take and answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def register(
         metric: metric on validation (`val/...`) for the version's description.
 
     Raises:
-        UserError: if the run has no checkpoint, its checkpoint was replaced by a later run,
+        UserError: if the run has no checkpoint, its checkpoint was replaced by a later
+        run,
             or its model is not served.
     """
     client = tracking.connect(run.uri)

@@ -3,13 +3,15 @@
     model = mlflow.pyfunc.load_model("models:/industrial/1")
     model.predict(pandas.DataFrame([{"history": ["B01", "B02"]}]), params={"k": 10})
 
-It is logged as a "model from code": MLflow runs this file, beside `models/` and the data of
-`package.py`, without pickle. It needs PyTorch and MLflow alone. Retrieval models rank their
-catalogue after a history, the others the candidates of a request; `models/<family>/requests.py`
-has the columns of a request. `model_config={"device": "cuda"}` puts the model on a GPU.
+It is logged as a "model from code": MLflow runs this file, beside `models/` and the
+data of `package.py`, without pickle. It needs PyTorch and MLflow alone. Retrieval
+models rank their catalogue after a history, the others the candidates of a request;
+`models/<family>/requests.py` has the columns of a request. `model_config={"device":
+"cuda"}` puts the model on a GPU.
 
-A key that the signature does not have is refused: MLflow would drop it, with a warning in its log,
-and a misspelt `allowed` would then let all items through (`refuse_unknown_keys`).
+A key that the signature does not have is refused: MLflow would drop it, with a warning
+in its log, and a misspelt `allowed` would then let all items through
+(`refuse_unknown_keys`).
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from models.storage import checkpoint
 from models.storage.tables import UserError
 
 MAX_CACHED_SETS = 64
-"""Sets of allowed items whose masks are cached; least recently used sets are dropped."""
+"""Sets of allowed items whose masks are cached; least recently used sets are
+dropped."""
 
 MAX_K = 10_000
 """Items of an answer, at most: a longer ranking takes the memory of other requests."""
@@ -164,9 +167,9 @@ class CatalogueRanker:
     ) -> pd.DataFrame:
         """Return the columns `item_id` and `score`, best first, `unknown_items` and `note`.
 
-        `unknown_items` counts the entries of a history that the catalogue does not have,
-        which are skipped. A history without other entries gets an empty ranking. `note` says
-        why there are fewer than `k` items.
+        `unknown_items` counts the entries of a history that the catalogue does not
+        have, which are skipped. A history without other entries gets an empty ranking.
+        `note` says why there are fewer than `k` items.
 
         Args:
             rows: The requests.
@@ -393,8 +396,9 @@ def is_ours(model: Any) -> bool:
 def refuse_unknown_keys() -> None:
     """Make MLflow's `predict` and its server refuse keys of requests to our models that they would drop.
 
-    MLflow has no option for it. `PyFuncModel.predict` drops columns and params that are not in the signature before
-    the model sees them, and `scoring_server.invocations` keys of the body. Requests to other models pass as they are.
+    MLflow has no option for it. `PyFuncModel.predict` drops columns and params that are
+    not in the signature before the model sees them, and `scoring_server.invocations`
+    keys of the body. Requests to other models pass as they are.
     """
     if hasattr(PyFuncModel.predict, "refuses_unknown_keys"):
         return

@@ -1,12 +1,12 @@
 """MLflow: one run per training, in the experiment `family/dataset`, at an explicit URI.
 
-    run = tracking.open_run(uri, "retrieval/x", "sasrec", storage, config=config, hashes=hashes)
-    logger = tracking.Logger(run)
+    run = tracking.open_run(uri, "retrieval/x", "sasrec", storage, config=config,
+    hashes=hashes) logger = tracking.Logger(run)
 
-The driver opens the run of a training and hands its id and URI to rank 0, which alone logs to
-it; a continued training continues its run. A run has each point once, however often the
-training is killed: a key that is written down before a run is opened finds the runs of openings
-that were cut short, and a logger first reads what the run has.
+The driver opens the run of a training and hands its id and URI to rank 0, which alone
+logs to it; a continued training continues its run. A run has each point once, however
+often the training is killed: a key that is written down before a run is opened finds
+the runs of openings that were cut short, and a logger first reads what the run has.
 """
 
 import os

@@ -24,10 +24,10 @@ from pipelines.tracking.store import connect
 class Logger:
     """Log metrics and tags of one run; points that the run has are not logged again.
 
-    A thread sends metrics while the training goes on, all that are pending in one request,
-    and `flush` waits for it. (MLflow's own queue sends one request every two seconds,
-    however many metrics there are.) A checkpoint holds the curves up to it, so that a run
-    that goes on from it sends what a kill kept back.
+    A thread sends metrics while the training goes on, all that are pending in one
+    request, and `flush` waits for it. (MLflow's own queue sends one request every two
+    seconds, however many metrics there are.) A checkpoint holds the curves up to it, so
+    that a run that goes on from it sends what a kill kept back.
     """
 
     def __init__(

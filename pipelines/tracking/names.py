@@ -16,20 +16,22 @@ COMMIT_TAG = "mlflow.source.git.commit"
 """MLflow's own tag with the git commit."""
 
 CODE_TAG = "trieline.code"
-"""Tag with the versions of the code that made the run, oldest first (`code_version`)."""
+"""Tag with the versions of the code that made the run, oldest first
+(`code_version`)."""
 
 SUBMISSION_TAG = "ray.submission_id"
 """Tag with the ids of the Ray jobs that made the run, oldest first."""
 
 WEIGHTS_TAG = "checkpoint.weights"
-"""Tag with the SHA-256 of the evaluated weights, by which a student's teacher is found."""
+"""Tag with the SHA-256 of the evaluated weights, by which a student's teacher is
+found."""
 
 SIMULATED_TAG = "simulated"
 """Tag of runs on a simulated log, which do not compare with figures of papers."""
 
 KIND_TAG = "trieline.kind"
-"""Tag with the kind of a run: `sweep`, `trial`, `evaluation` or `compare`; trainings have
-none."""
+"""Tag with the kind of a run: `sweep`, `trial`, `evaluation` or `compare`; trainings
+have none."""
 
 EVALUATION = "evaluation"
 """Value of `KIND_TAG` of an evaluation, a child run of its training."""
@@ -41,7 +43,8 @@ BEST_TAG = "sweep.best"
 """Tag of a sweep with the run id of its best trial."""
 
 INCOMPLETE_TAG = "sweep.incomplete"
-"""Tag of a sweep with the number of trials without a result, as text; empty for none."""
+"""Tag of a sweep with the number of trials without a result, as text; empty for
+none."""
 
 SMOKE_TAG = "sweep.smoke"
 """Tag of a sweep of a grid's small variant."""

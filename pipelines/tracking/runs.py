@@ -77,8 +77,8 @@ def open_run(
 ) -> RunRef:
     """Open a run with its params and tags, and its config as an artifact.
 
-    A trial whose run was opened before, by a process that was killed before it could note
-    the run, takes that run up again.
+    A trial whose run was opened before, by a process that was killed before it could
+    note the run, takes that run up again.
 
     Args:
         uri: tracking URI.
@@ -303,8 +303,8 @@ def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
 def end_dead(client: MlflowClient, runs: Iterable[Any]) -> None:
     """End runs as KILLED that are marked as running while no process holds their folder.
 
-    The lock of a folder at a URI has to be watched for some seconds, all of them at once. A
-    local folder counts if it is on this machine, or its lock would say nothing.
+    The lock of a folder at a URI has to be watched for some seconds, all of them at
+    once. A local folder counts if it is on this machine, or its lock would say nothing.
     """
     folders = {
         run.info.run_id: run.data.tags.get(FOLDER_TAG, "")

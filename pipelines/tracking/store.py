@@ -41,14 +41,16 @@ SLOW_S = 5.0
 """Seconds after which a user is told that MLflow is waited for."""
 
 _reached: set[str] = set()
-"""Servers that were reached before, so that a server that is gone for a while is waited for."""
+"""Servers that were reached before, so that a server that is gone for a while is waited
+for."""
 
 
 def resolve_uri(option: str | None, storage: str) -> str:
     """Return the tracking URI: the option, MLFLOW_TRACKING_URI, or SQLite in the storage folder.
 
     Raises:
-        UserError: for a URI that workers elsewhere cannot use, or that MLflow cannot write.
+        UserError: for a URI that workers elsewhere cannot use, or that MLflow cannot
+        write.
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     refuse_secrets(uri, "the tracking URI")
@@ -75,8 +77,9 @@ def resolve_uri(option: str | None, storage: str) -> str:
 def sqlite_uri(file: Path) -> str:
     """Return the URI of a SQLite store.
 
-    SQLAlchemy decodes `%20` in it and takes `?` for the beginning of options, so only `%`
-    and `?` are encoded: MLflow makes a folder, which stays empty, of the encoded name.
+    SQLAlchemy decodes `%20` in it and takes `?` for the beginning of options, so only
+    `%` and `?` are encoded: MLflow makes a folder, which stays empty, of the encoded
+    name.
     """
     return SQLITE + str(file.absolute()).replace("%", "%25").replace("?", "%3F")
 
@@ -138,7 +141,8 @@ def check_nodes(uri: str, nodes: int) -> None:
 def connect(uri: str) -> MlflowClient:
     """Return a client of a store that can be reached; a SQLite file is made if needed.
 
-    User and password of a server are MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    User and password of a server are MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD.
 
     Raises:
         UserError: if the store cannot be reached, or goes on answering with errors.
@@ -147,7 +151,8 @@ def connect(uri: str) -> MlflowClient:
     if not file and uri in _reached:
         return MlflowClient(uri)
     try:
-        # one of several processes makes the tables of a file: MLflow's lock leaves some out
+        # one of several processes makes the tables of a file: MLflow's lock leaves some
+        # out
         with hold_lock(f"{file}.lock", "", math.inf) if file else nullcontext():
             if file and not Path(file).exists():
                 make_store(file)

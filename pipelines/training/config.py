@@ -1,6 +1,7 @@
 """The configuration of a training, without PyTorch, Ray or MLflow, so that a command line is parsed before their import.
 
-config = TrainConfig(inputs=Inputs("tables"), model=SASRecConfig(dim=64), storage="runs", name="sasrec")
+config = TrainConfig(inputs=Inputs("tables"), model=SASRecConfig(dim=64),
+storage="runs", name="sasrec")
 """
 
 from __future__ import annotations
@@ -24,22 +25,26 @@ class RayOptions:
     """Workers of a training and their resources."""
 
     num_workers: int = 1
-    """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per GPU. One alone, without a
-    cluster, is the job's own process, to which options about lost workers do not apply."""
+    """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per
+    GPU. One alone, without a cluster, is the job's own process, to which options about
+    lost workers do not apply."""
     min_workers: int = 0
-    """Number of workers with which a training continues while nodes are lost or not there yet; it takes the others in
-    when their nodes are back. 0: all of them, so that it waits."""
+    """Number of workers with which a training continues while nodes are lost or not
+    there yet; it takes the others in when their nodes are back. 0: all of them, so that
+    it waits."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """Whether each worker takes a GPU; auto: if the cluster has any, then one for each."""
+    """Whether each worker takes a GPU; auto: if the cluster has any, then one for
+    each."""
     cpus_per_worker: float = 1
     """CPUs that Ray reserves for each worker."""
     memory_gb: float = 0
-    """GiB of memory that Ray reserves for each worker, so that it starts only as many on a node as fit; 0: Ray counts
-    CPUs and GPUs alone."""
+    """GiB of memory that Ray reserves for each worker, so that it starts only as many
+    on a node as fit; 0: Ray counts CPUs and GPUs alone."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
         "PACK"
     )
-    """Whether the workers share nodes (PACK) or have different ones (SPREAD); STRICT_: they wait until that is so."""
+    """Whether the workers share nodes (PACK) or have different ones (SPREAD); STRICT_:
+    they wait until that is so."""
     accelerator_type: str = ""
     """Type of GPU by Ray's name, such as A100; empty: any."""
     label_selector: dict[str, str] = field(default_factory=dict)
@@ -47,14 +52,16 @@ class RayOptions:
     threads: int = 0
     """PyTorch threads per worker; 0 divides the machine's cores among its workers."""
     max_failures: int = 2
-    """How often a run continues by itself when workers are lost and it has made no progress since the last loss; a
-    new checkpoint counts as progress, so that nodes may come and go for days."""
+    """How often a run continues by itself when workers are lost and it has made no
+    progress since the last loss; a new checkpoint counts as progress, so that nodes may
+    come and go for days."""
     hang_minutes: float = 10
-    """Minutes after which the workers are started again from the last checkpoint if one of them does not answer, or if
-    the others wait for it to exchange gradients. A single worker that still answers is not ended."""
+    """Minutes after which the workers are started again from the last checkpoint if one
+    of them does not answer, or if the others wait for it to exchange gradients. A
+    single worker that still answers is not ended."""
     fsdp: bool = False
-    """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for language models whose training
-    does not fit on one device."""
+    """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for
+    language models whose training does not fit on one device."""
 
     def __post_init__(self) -> None:
         check_least(self, ["num_workers"], 1, "ray.")
@@ -82,7 +89,8 @@ class TrackingOptions:
     """Options of MLflow."""
 
     tracking_uri: str | None = None
-    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage folder."""
+    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage
+    folder."""
     experiment: str | None = None
     """MLflow experiment; by default family/dataset."""
     log_model: bool = True
@@ -123,7 +131,8 @@ class TrainConfig:
     inputs: Inputs = field(metadata={"inline": True})
     """Folders of tables."""
     storage: str
-    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is named."""
+    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is
+    named."""
     name: str
     """Name of this run; the same name again continues it."""
     model: Any = field(metadata={"variants": ModelConfigs()})
@@ -137,8 +146,9 @@ class TrainConfig:
     )
     """MLflow."""
     init: str | None = None
-    """A run, or its checkpoint, whose weights it begins with, of tables that these may extend: it continues with
-    another day. `fit.replay_fraction` then says how much of the days before is trained on again."""
+    """A run, or its checkpoint, whose weights it begins with, of tables that these may
+    extend: it continues with another day. `fit.replay_fraction` then says how much of
+    the days before is trained on again."""
     overwrite: bool = False
     """Delete the results of the run of this name, and train anew."""
 

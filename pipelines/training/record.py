@@ -19,7 +19,8 @@ MAY_CHANGE = {
     "checkpoint_every_steps",
     "ray.num_workers",
 }
-"""Options, of `fit` by default, that a continued run may change, as its results stay the same."""
+"""Options, of `fit` by default, that a continued run may change, as its results stay
+the same."""
 
 
 def read_record(folder: str) -> dict[str, Any] | None:

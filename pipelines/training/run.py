@@ -1,10 +1,11 @@
 """Run a training under a fixed storage folder and name, so that it can be continued.
 
-Workers are those of a `TorchTrainer`. A single worker that is not on a cluster trains in this process, as starting Ray
-and a trainer takes 30 s of processor time.
+Workers are those of a `TorchTrainer`. A single worker that is not on a cluster trains
+in this process, as starting Ray and a trainer takes 30 s of processor time.
 
-`STORAGE/NAME/` holds `run.json` (settings and status), the checkpoints to resume from (`step-*`, the last one and the
-best one) and, when the run is finished, `best/`: the weights to use.
+`STORAGE/NAME/` holds `run.json` (settings and status), the checkpoints to resume from
+(`step-*`, the last one and the best one) and, when the run is finished, `best/`: the
+weights to use.
 """
 
 from __future__ import annotations
@@ -65,21 +66,23 @@ from pipelines.training.settings import CheckedTraining
 from pipelines.training.stop import STOP_REQUEST
 from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
 
-# How often Ray Train's controller asks for reports. A worker that has one waits until it is asked: by default up to
-# 2 s, which is longer than many an epoch.
+# How often Ray Train's controller asks for reports. A worker that has one waits until
+# it is asked: by default up to 2 s, which is longer than many an epoch.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 WATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # A local Ray's node is not taken away with notice: one process fewer.
 os.environ.setdefault(WATCH, "1" if os.environ.get("RAY_ADDRESS") else "0")
 
 UNRESPONSIVE_S = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
-"""Variable with the seconds after which Ray Train ends a worker that does not answer."""
+"""Variable with the seconds after which Ray Train ends a worker that does not
+answer."""
 
 RETRY_PAUSE_S = 5.0
 """Seconds between the loss of workers and their next start."""
 
 PENDING_CHECK_S, PENDING_REPEAT_S = 5.0, 30.0
-"""Seconds between two checks whether workers wait for resources, and between two lines about it."""
+"""Seconds between two checks whether workers wait for resources, and between two lines
+about it."""
 
 
 @dataclass
@@ -111,8 +114,9 @@ class TrialContext:
     tags: dict[str, str] = field(default_factory=dict)
     """Further tags of the MLflow run."""
     on_checkpoint: Callable[[Checkpoint], Any] | None = None
-    """Called with every checkpoint. One worker then trains in this process on a cluster too. A SystemExit that the
-    function raises leaves the run as it is, to be continued or concluded."""
+    """Called with every checkpoint. One worker then trains in this process on a cluster
+    too. A SystemExit that the function raises leaves the run as it is, to be continued
+    or concluded."""
     callbacks: Sequence[UserCallback] = ()
     """Ray Train's callbacks of a training with several workers."""
     lock_timeout_s: float = 0
@@ -361,7 +365,8 @@ def record_code(
 ) -> dict[str, Any]:
     """Return the record of a continued run with the code and the job that continue it.
 
-    A run that continues with other code says so, also in MLflow: its results are those of no single version.
+    A run that continues with other code says so, also in MLflow: its results are those
+    of no single version.
     """
     before, code = record.get("code", "unknown"), code_version()
     if code != before:
@@ -431,8 +436,8 @@ def run_workers(
     os.environ[UNRESPONSIVE_S] = str(options.hang_minutes * 60)
     failures, furthest_step = 0, -1
     while True:
-        # Ray would repeat an error of the user, so losses are retried here. The actor of
-        # the progress is new each time, as it may have been lost too.
+        # Ray would repeat an error of the user, so losses are retried here. The actor
+        # of the progress is new each time, as it may have been lost too.
         with stream_progress(
             say, lambda: pending_resources(options.num_workers, needs)
         ) as progress:
@@ -638,7 +643,8 @@ def collect_numbers(content: Any, name: str) -> dict[str, float]:
 def delete_run(folder: str, say: Callable[[str], None]) -> None:
     """Delete the content of a run's folder, and its MLflow run.
 
-    The number of its last attempt stays, as a worker of that attempt may still be alive.
+    The number of its last attempt stays, as a worker of that attempt may still be
+    alive.
 
     Raises:
         UserError: if the folder holds something else.
@@ -737,7 +743,8 @@ def stream_progress(
 ) -> Iterator[Any]:
     """Start an actor for rank 0's lines of progress, and a thread that hands them on.
 
-    The actor is on the driver's node, whose loss ends the training anyway. If only the actor is lost, its lines are.
+    The actor is on the driver's node, whose loss ends the training anyway. If only the
+    actor is lost, its lines are.
 
     Args:
         say: Called with each line.

@@ -27,8 +27,8 @@ class CheckedTraining:
     """A training that may begin."""
 
     config: TrainConfig
-    """Its configuration, with everything resolved: sizes of a teacher, checkpoints, the tracking URI, the number of
-    workers, and the folders that the model reads."""
+    """Its configuration, with everything resolved: sizes of a teacher, checkpoints, the
+    tracking URI, the number of workers, and the folders that the model reads."""
     given_model: Any
     """Config of the model before it was resolved."""
     hashes: dict[str, str]
@@ -151,7 +151,8 @@ def locate_encoders(model: Any) -> Any:
 def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> Any:
     """Return a model's config with the values that it takes from checkpoints.
 
-    A finished run of the same config no longer needs the checkpoints that it was made from.
+    A finished run of the same config no longer needs the checkpoints that it was made
+    from.
 
     Args:
         model: The config.

@@ -1,7 +1,8 @@
 """Request to stop this process: a training saves a checkpoint first, everything else ends at once.
 
-The signal handler of `jobs.cli` calls `request`. Inside `defer_to_loop()` the request is only noted, for the training
-loop to read after its current step; elsewhere the handler raises KeyboardInterrupt.
+The signal handler of `jobs.cli` calls `request`. Inside `defer_to_loop()` the request
+is only noted, for the training loop to read after its current step; elsewhere the
+handler raises KeyboardInterrupt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run the training loop in a worker, and turn its events into checkpoints, reports and metrics.
 
-Every rank reports at the same events. Rank 0 saves the checkpoint before, logs to MLflow and sends progress to the
-driver.
+Every rank reports at the same events. Rank 0 saves the checkpoint before, logs to
+MLflow and sends progress to the driver.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Heartbeat:
 
 
 HEARTBEAT_S = 0.5
-"""Seconds between two heartbeats: by default Ray kills a stopped job, checkpoint included, after 3 seconds."""
+"""Seconds between two heartbeats: by default Ray kills a stopped job, checkpoint
+included, after 3 seconds."""
 
 ALIVE_S = 20.0
 """Seconds for which a worker counts as alive after a heartbeat."""
@@ -172,16 +173,18 @@ class WorkerContext:
     uploads: checkpoint.Uploads = field(default_factory=checkpoint.Uploads)
     """Takes checkpoints to a storage elsewhere."""
     has_new_notice: Callable[[], bool] | None = None
-    """Return whether there is a new notice that a node of the training is to be taken away; a collective of all
-    workers. None if nodes are not taken away with notice."""
+    """Return whether there is a new notice that a node of the training is to be taken
+    away; a collective of all workers. None if nodes are not taken away with notice."""
 
 
 def worker(config: dict[str, Any]) -> None:
     """Run a worker of Ray Train.
 
     Args:
-        config: `task` is a pickled `Task`, as Ray's controller reads the values too and would load PyTorch and MLflow
-            for a `Task`; `progress` is an actor; `watch` says whether nodes may be taken away with notice.
+        config: `task` is a pickled `Task`, as Ray's controller reads the values too and
+        would load PyTorch and MLflow
+            for a `Task`; `progress` is an actor; `watch` says whether nodes may be
+            taken away with notice.
     """
     task: Task = pickle.loads(config["task"])
     task.attempt = worker_attempt()
@@ -477,8 +480,8 @@ def save_and_report(
 ) -> None:
     """Save a checkpoint, with the curves up to it, and report it.
 
-    Rank 0 saves the checkpoint and removes outdated ones. If the model is sharded, every rank writes its shard first.
-    The upload may finish after the report.
+    Rank 0 saves the checkpoint and removes outdated ones. If the model is sharded,
+    every rank writes its shard first. The upload may finish after the report.
     """
     folder = task.config.folder
     curves = {}

@@ -63,7 +63,9 @@ def section(text: str, title: str) -> str:
 
 
 def jobs_of(command: Command) -> list[tuple[str, list[str]]]:
-    """(module, options) of the `python -m` in a command; that behind `ray job submit ... --` too."""
+    """(module, options) of the `python -m` in a command; that behind `ray job submit
+    ... --` too.
+    """
     words = list(command.words)
     if "-m" not in words or (words[0] != "python" and "--" not in words):
         return []

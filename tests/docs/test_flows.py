@@ -1,7 +1,8 @@
-"""The commands of the pages, run as they stand there, on small logs in the same layouts.
+"""The commands of the pages, run as they stand there, on small logs in the same
+layouts.
 
-What a page shows behind `$` is run in order, in this process, with the folders that the page names. `SMALLER` is added
-to a command so that it takes seconds.
+What a page shows behind `$` is run in order, in this process, with the folders that the
+page names. `SMALLER` is added to a command so that it takes seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
-    # Trainings are by this process: a worker of Ray takes ten seconds to start, and test_train.py has one.
+    # Trainings are by this process: a worker of Ray takes ten seconds to start, and
+    # test_train.py has one.
     here_alone = partial(
         training.run_training,
         trial=training.TrialContext(on_checkpoint=lambda about: None),
@@ -175,7 +177,9 @@ def test_search_and_serving(
 
 
 def over_http(text: str) -> dict[str, Any]:
-    """The first row that the server of the page answers to the request of the page, on a port of its own."""
+    """The first row that the server of the page answers to the request of the page, on
+    a port of its own.
+    """
     lines = "".join(content for _, content in blocks(text)).split("$ ")
     serve, curl = (
         shlex.split(line)
@@ -270,7 +274,9 @@ def test_an_own_log_with_its_own_features(
 def test_impressions_and_clicks_in_separate_events(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every fifth user clicks the second result, a minute later, and all of them search again half a minute later."""
+    """Every fifth user clicks the second result, a minute later, and all of them search
+    again half a minute later.
+    """
     (here / "ubi").mkdir()
     events, queries, begin = [], [], datetime(2026, 1, 1, tzinfo=UTC)
     for search in range(400):

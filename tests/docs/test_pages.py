@@ -1,4 +1,6 @@
-"""No page goes stale: its commands have the options that the jobs have, and its links lead somewhere."""
+"""No page goes stale: its commands have the options that the jobs have, and its links
+lead somewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Jobs on a real Ray cluster with token authentication, submitted by `ray job submit`.
 
-The cluster has its own ports and folder, and one node; for the last test a second node under another host name, as on
-another machine.
+The cluster has its own ports and folder, and one node; for the last test a second node
+under another host name, as on another machine.
 """
 
 from __future__ import annotations
@@ -60,13 +60,17 @@ class Cluster:
     """Its own folder."""
 
     def submit(self, *command: str) -> str:
-        """Submit a command as a user does and return its output. Retry until the job agent listens."""
+        """Submit a command as a user does and return its output. Retry until the job
+        agent listens.
+        """
         done = self._submit(*command)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
     def submit_refused(self, *commands: list[str]) -> list[str]:
-        """Submit commands as one job, and return the one line with which each command ends."""
+        """Submit commands as one job, and return the one line with which each command
+        ends.
+        """
         *others, last = (shlex.join(command) for command in commands)
         done = self._submit(
             "sh", "-c", " && ".join([*(f"! {other}" for other in others), last])
@@ -208,7 +212,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 def raw_log(folder: Path) -> int:
-    """Write a log of 60 users who walk along a ring of 20 items, and return its number of rows."""
+    """Write a log of 60 users who walk along a ring of 20 items, and return its number
+    of rows.
+    """
     draw = random.Random(0)
     rows = [
         (
@@ -243,7 +249,9 @@ def test_client_without_the_token_is_refused(cluster: Cluster, tmp_path: Path) -
 
 
 def test_job_runs_the_submitted_code_on_the_cluster(cluster: Cluster) -> None:
-    """Driver and tasks import the uploaded folder, and `start_ray` joins the cluster of the job."""
+    """Driver and tasks import the uploaded folder, and `start_ray` joins the cluster of
+    the job.
+    """
     program = (
         "import os, ray, jobs; from jobs import cli; cli.start_ray(); "
         "where = ray.remote(lambda: __import__('models').__file__); "

@@ -25,7 +25,9 @@ def load(name: str | Path) -> dict:
 
 
 def options(command: str) -> object:
-    """Parse `python -m jobs.NAME ...` as the job does, with paths of the image replaced by those of the checkout."""
+    """Parse `python -m jobs.NAME ...` as the job does, with paths of the image replaced
+    by those of the checkout.
+    """
     python, flag, module, *argv = shlex.split(command.replace(IN_IMAGE, str(ROOT)))
     assert (python, flag) == ("python", "-m")
     job = importlib.import_module(module)

@@ -1,6 +1,8 @@
-"""What a new decoder, search model or kind of request takes: one file, one line, and every command knows it.
+"""What a new decoder, search model or kind of request takes: one file, one line, and
+every command knows it.
 
-Each is put into a copy of the project and prepared or trained, evaluated and compared there by the commands.
+Each is put into a copy of the project and prepared or trained, evaluated and compared
+there by the commands.
 """
 
 from __future__ import annotations
@@ -174,13 +176,15 @@ for job, *words in json.loads(sys.argv[1]):
     module = importlib.import_module(f"jobs.{job.split()[0]}")
     module.run(cli.options_for(module, words))
 """
-"""Commands one after the other, in one process: each takes seconds to start. A training is by a worker of Ray or by
-that process."""
+"""Commands one after the other, in one process: each takes seconds to start. A training
+is by a worker of Ray or by that process."""
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project without its tests, and with a decoder, a search model and a kind of request more."""
+    """The project without its tests, and with a decoder, a search model and a kind of
+    request more.
+    """
     copy = tmp_path_factory.mktemp("extended") / "project"
     for name in ("models", "pipelines", "tuning", "jobs"):
         shutil.copytree(
@@ -208,7 +212,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -> str:
-    """What the commands of the copy print, on the shared Ray, whose workers import what the driver does."""
+    """What the commands of the copy print, on the shared Ray, whose workers import what
+    the driver does.
+    """
     home, store = copy.parent, ["--tracking_uri", new_store(copy.parent / "runs")]
     tables, sids = training_tables.write_tables(home / "small")
     tiger = {

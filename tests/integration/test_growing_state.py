@@ -1,4 +1,6 @@
-"""What a model has learned or fixed on its first day, when a later day first has more: three days of each kind."""
+"""What a model has learned or fixed on its first day, when a later day first has more:
+three days of each kind.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ Row = dict[str, Any]
 
 
 class Growing:
-    """A log by days, the last two of which are for validation and test, and a model that goes on."""
+    """A log by days, the last two of which are for validation and test, and a model
+    that goes on.
+    """
 
     def __init__(self, folder: Path, source: Row, settings: Row) -> None:
         self.folder, self.settings = folder, settings
@@ -135,7 +139,9 @@ class Growing:
         return read_manifest(f"{tables}/sequences").info
 
     def train(self, name: str, model: Row, init: str | None = None) -> TrainingRun:
-        """Set a training up, save its weights as they are before the first step, and return it."""
+        """Set a training up, save its weights as they are before the first step, and
+        return it.
+        """
         fit = FitConfig(batch_size=4)
         place = str(self.folder / init) if init else None
         setup = build_training(model, fit, self.tables, init=place)

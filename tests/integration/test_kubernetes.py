@@ -1,4 +1,6 @@
-"""Files of deploy/: KubeRay accepts all fields and their types, and the jobs accept the commands."""
+"""Files of deploy/: KubeRay accepts all fields and their types, and the jobs accept the
+commands.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ Resource = dict[str, Any]
 
 
 def find_cluster(resource: Resource) -> dict[str, Any] | None:
-    """Return the spec of the cluster that a resource starts, or None for a job on a cluster that is there."""
+    """Return the spec of the cluster that a resource starts, or None for a job on a
+    cluster that is there.
+    """
     spec = resource["spec"]
     if resource["kind"] == "RayCluster":
         return dict(spec)
@@ -215,7 +219,9 @@ def find_groups(resource: Resource) -> list[dict[str, Any]]:
 
 
 def name_is_short_dns_label(resource: Resource) -> bool:
-    """Names have at most 53 characters for a cluster and 47 for a resource that starts one (`validation.IsDNS1035Label`)."""
+    """Names have at most 53 characters for a cluster and 47 for a resource that starts
+    one (`validation.IsDNS1035Label`).
+    """
     name = resource["metadata"]["name"]
     longest = 53 if resource["kind"] == "RayCluster" else 47
     return len(name) <= longest and bool(
@@ -302,7 +308,9 @@ def autoscaler_2_restarts_no_pod(resource: Resource) -> bool:
 
 
 def autoscaler_version_stands_in_one_place(resource: Resource) -> bool:
-    """The version is not in both `autoscalerOptions` and the head's environment, where it needs autoscaling."""
+    """The version is not in both `autoscalerOptions` and the head's environment, where
+    it needs autoscaling.
+    """
     cluster = find_cluster(resource)
     if cluster is None:
         return True
@@ -400,7 +408,9 @@ def test_the_rules_refuse_what_the_operator_refuses() -> None:
 
 
 def test_spot_pods_live_as_long_as_rays_notice() -> None:
-    """Kubernetes kills a pod after its grace period, even if Ray still drains the node after SIGTERM."""
+    """Kubernetes kills a pod after its grace period, even if Ray still drains the node
+    after SIGTERM.
+    """
     noticed = 0
     for path in FILES:
         for group in find_groups(load(path)):
@@ -422,7 +432,8 @@ def test_kuberay_takes_it(path: Path) -> None:
     if content["kind"] == "RayJob":
         RuntimeEnv(**yaml.safe_load(spec["runtimeEnvYAML"]))
         assert options(spec["entrypoint"])
-        # A job starts a cluster and ends it, as Kueue asks for, or goes to one that is there, which Kueue cannot queue.
+        # A job starts a cluster and ends it, as Kueue asks for, or goes to one that is
+        # there, which Kueue cannot queue.
         assert (
             ("rayClusterSpec" in spec)
             == spec.get("shutdownAfterJobFinishes", False)

@@ -84,7 +84,9 @@ def test_trials_of_a_sweep_log_at_once_to_a_server(
 
 
 class Slow(BaseHTTPRequestHandler):
-    """A server that passes every request on late, and answers the first ones after `failing` was set with 500."""
+    """A server that passes every request on late, and answers the first ones after
+    `failing` was set with 500.
+    """
 
     to, seconds, failing, asked = "", 0.5, 0, Counter[str]()
 

@@ -1,4 +1,6 @@
-"""The flows of `jobs.quickstart --family`, from a small simulated log to the table that compares models."""
+"""The flows of `jobs.quickstart --family`, from a small simulated log to the table that
+compares models.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ FLOWN = {
         "mean/normalised_entropy",
     ),
 }
-"""One model of each family, the log, and what its models are compared by; the other models go the same way."""
+"""One model of each family, the log, and what its models are compared by; the other
+models go the same way."""
 
 
 @pytest.mark.parametrize("family", FLOWN)
@@ -148,7 +151,9 @@ def test_a_doubtful_guess_stops_before_anything_is_made(
 
 
 def searches(folder: Path, at: str, split: str) -> quickstart.Config:
-    """Run the quickstart on a search log without texts of items, with searches at the times `at`."""
+    """Run the quickstart on a search log without texts of items, with searches at the
+    times `at`.
+    """
     (folder / "visits").mkdir()
     shown = [
         f"u{user},q,{user},i{item},{int(item == user % 5)}\n"

@@ -1,4 +1,6 @@
-"""A short `python -m tests.faults`: random kills on a cluster of three nodes, and a node that is taken away with notice."""
+"""A short `python -m tests.faults`: random kills on a cluster of three nodes, and a
+node that is taken away with notice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def world() -> Iterator[faults.World]:
 
 @pytest.fixture(scope="module")
 def undisturbed(world: faults.World) -> dict[str, faults.Undisturbed]:
-    """Results of an undisturbed prepare, and of a sweep whose two trials need a whole node each."""
+    """Results of an undisturbed prepare, and of a sweep whose two trials need a whole
+    node each.
+    """
     found = faults.undisturbed(world, ["prepare"])
     began, out, most = time.monotonic(), world.folder / "sweep", 0
     sweep = world.start(
@@ -60,7 +64,9 @@ def test_killed_at_a_random_moment_the_result_is_the_same(
 def test_a_node_taken_away_with_notice_is_no_failure(
     world: faults.World, undisturbed: dict[str, faults.Undisturbed]
 ) -> None:
-    """The training saves a checkpoint and continues on another node, with no failure allowed."""
+    """The training saves a checkpoint and continues on another node, with no failure
+    allowed.
+    """
     world.mend()
     words = faults.STEPS["train"].words(world, world.folder / "spot")
     words += [

@@ -1,4 +1,6 @@
-"""The whole flow with everything at `s3://` on a local S3 server: the same tables and weights as on a local disk."""
+"""The whole flow with everything at `s3://` on a local S3 server: the same tables and
+weights as on a local disk.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ def world(
     known = {
         name: value for name, value in os.environ.items() if name.startswith("AWS_")
     }
-    # what `ray job submit --runtime-env` hands to a job: workers of the shared Ray do not know this server
+    # what `ray job submit --runtime-env` hands to a job: workers of the shared Ray do
+    # not know this server
     submitted = json.dumps({"runtime_env": {"env_vars": known}})
     world = World(
         {**in_ray, **known, "RAY_JOB_CONFIG_JSON_ENV_VAR": submitted},

@@ -1,4 +1,6 @@
-"""A sweep whose driver is killed: the same command loses no trial, runs none twice, and prunes like an undisturbed sweep."""
+"""A sweep whose driver is killed: the same command loses no trial, runs none twice, and
+prunes like an undisturbed sweep.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def train_undisturbed(tables: str, lr: float) -> list[float]:
 
 
 def undisturbed(tables: str) -> dict[float, list[float]]:
-    """Return validation metrics by learning rate, up to the epoch where each trial is stopped, for one trial after the other."""
+    """Return validation metrics by learning rate, up to the epoch where each trial is
+    stopped, for one trial after the other.
+    """
     halving: Any = make_scheduler(Scheduler(**ASHA), FIT["max_epochs"])
     kept: dict[float, list[float]] = {}
     for lr in RATES:

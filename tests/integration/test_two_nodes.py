@@ -1,4 +1,6 @@
-"""Trainings with one worker on each of two nodes and everything at `s3://`, behind a proxy that fails on request."""
+"""Trainings with one worker on each of two nodes and everything at `s3://`, behind a
+proxy that fails on request.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_a_paused_node_that_wakes_up_removes_no_checkpoint_of_the_new_attempt(
     is_paused, is_awake, has_written = Event(), Event(), Event()
 
     def pause_rank_0(line: str, port: int) -> None:
-        """Pause the node of rank 0 while the weights of a later checkpoint are on their way."""
+        """Pause the node of rank 0 while the weights of a later checkpoint are on their
+        way.
+        """
         if is_awake.is_set():
             if not has_written.is_set() and find_process(port) == uploader[0]:
                 has_written.set()

@@ -1,4 +1,6 @@
-"""The shared command line: options from dataclasses, and errors that name the nearest key."""
+"""The shared command line: options from dataclasses, and errors that name the nearest
+key.
+"""
 
 from __future__ import annotations
 

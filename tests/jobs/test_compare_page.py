@@ -1,4 +1,6 @@
-"""jobs.compare on a sweep and on runs: the page and its plots, bad input, and the page in a real browser."""
+"""jobs.compare on a sweep and on runs: the page and its plots, bad input, and the page
+in a real browser.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def log(
 def store(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> str:
-    """A sweep of alpha and heads, and beside it a SASRec of two seeds and a run that began."""
+    """A sweep of alpha and heads, and beside it a SASRec of two seeds and a run that
+    began.
+    """
     folder = tmp_path_factory.mktemp("sweep")
     uri = new_store(folder)
     axes = json.dumps(["model.alpha", "model.attention_heads"])

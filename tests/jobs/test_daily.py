@@ -1,4 +1,6 @@
-"""jobs.daily: a log by days, from files to a registered model, in one line that can be stopped anywhere."""
+"""jobs.daily: a log by days, from files to a registered model, in one line that can be
+stopped anywhere.
+"""
 
 from __future__ import annotations
 

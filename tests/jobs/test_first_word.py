@@ -1,4 +1,6 @@
-"""A command line is parsed before PyTorch, Ray and MLflow are imported, which takes a busy machine half a minute."""
+"""A command line is parsed before PyTorch, Ray and MLflow are imported, which takes a
+busy machine half a minute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""jobs.prepare as a command: what it prints, how it fails, and that SIGKILL at any moment loses nothing."""
+"""jobs.prepare as a command: what it prints, how it fails, and that SIGKILL at any
+moment loses nothing.
+"""
 
 from __future__ import annotations
 

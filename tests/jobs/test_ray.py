@@ -1,4 +1,6 @@
-"""Where a job's Ray is: a local one listens on loopback alone, and RAY_ADDRESS is checked before Ray waits for it."""
+"""Where a job's Ray is: a local one listens on loopback alone, and RAY_ADDRESS is
+checked before Ray waits for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM on real commands: one line, an exit code that says which, and the same command continues."""
+"""Ctrl-C and SIGTERM on real commands: one line, an exit code that says which, and the
+same command continues.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ def catches(process: int) -> bool:
 def send(
     words: list[str], number: signal.Signals, until: str, environment: dict[str, str]
 ) -> tuple[str, int]:
-    """What the command prints, errors too, and its exit code, where the signal comes as soon as it has printed `until`
-    (at its very start where that is empty). SIGINT goes to all of its processes, as from a terminal."""
+    """What the command prints, errors too, and its exit code, where the signal comes as
+    soon as it has printed `until` (at its very start where that is empty). SIGINT goes
+    to all of its processes, as from a terminal."""
     line = [sys.executable, "-m", *words]
     process = subprocess.Popen(
         line,

@@ -1,4 +1,6 @@
-"""A storage that cannot be reached is one line at once, before Ray starts: what, why and what to do."""
+"""A storage that cannot be reached is one line at once, before Ray starts: what, why
+and what to do.
+"""
 
 from __future__ import annotations
 

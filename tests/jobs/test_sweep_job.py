@@ -49,7 +49,9 @@ def test_keys_below_model_fit_and_axes_are_free() -> None:
     "path", sorted(GRIDS.glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
-    """Each is read as for a sweep that trains, whose trials share what their teacher says where that lasts."""
+    """Each is read as for a sweep that trains, whose trials share what their teacher
+    says where that lasts.
+    """
     words = ["--smoke", "--tables", "T", "--storage", str(tmp_path), "--name", "s"]
     left_open = [key for key, values in load(str(path)).axes.items() if values is None]
     words += [

@@ -1,4 +1,6 @@
-"""jobs.train as users run it: killed at any moment and run again, it ends as if it had not been."""
+"""jobs.train as users run it: killed at any moment and run again, it ends as if it had
+not been.
+"""
 
 from __future__ import annotations
 
@@ -129,8 +131,8 @@ def test_killed_and_run_again_equals_undisturbed(
         if not name.startswith(("RAY_", "MLFLOW_"))
     }
     environment["OMP_NUM_THREADS"] = "1"
-    # The undisturbed run: the same loop without Ray. In a process of its own, as oneDNN's choice of kernels
-    # depends on what a process has computed before.
+    # The undisturbed run: the same loop without Ray. In a process of its own, as
+    # oneDNN's choice of kernels depends on what a process has computed before.
     alone = [
         sys.executable,
         "-m",

@@ -1,4 +1,6 @@
-"""Command lines that cannot be: one line that names what is wrong, before Ray starts, and nothing is written."""
+"""Command lines that cannot be: one line that names what is wrong, before Ray starts,
+and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 def made(
     small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """Tables of retrieval with their semantic IDs, tables of search with text, and a storage with a TIGER's run."""
+    """Tables of retrieval with their semantic IDs, tables of search with text, and a
+    storage with a TIGER's run.
+    """
     home = tmp_path_factory.mktemp("wrong")
     tiger = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}
     setup = build_training(tiger, FitConfig(batch_size=8), Inputs(*small))

@@ -1,4 +1,6 @@
-"""Models on a bare machine: training and the benchmarks run where Ray, MLflow and polars are not installed."""
+"""Models on a bare machine: training and the benchmarks run where Ray, MLflow and
+polars are not installed.
+"""
 
 from __future__ import annotations
 

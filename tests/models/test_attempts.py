@@ -1,4 +1,6 @@
-"""Attempts at a training: an older one that wakes up changes nothing that a newer one reads."""
+"""Attempts at a training: an older one that wakes up changes nothing that a newer one
+reads.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def save(
     before: checkpoint.Checkpoint | None,
     uploads: checkpoint.Uploads | None = None,
 ) -> checkpoint.Checkpoint:
-    """Save the checkpoint of a step, whose weights are that step, and return its config."""
+    """Save the checkpoint of a step, whose weights are that step, and return its
+    config.
+    """
     model = torch.nn.Linear(2, 1)
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float(step))

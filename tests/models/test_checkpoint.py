@@ -1,4 +1,6 @@
-"""Checkpoints: what was saved comes back, and what does not belong together is refused in one line."""
+"""Checkpoints: what was saved comes back, and what does not belong together is refused
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,9 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
 
 
 def linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
-    """A small model with what is saved beside it, all of `epoch`, in a run whose best is the first."""
+    """A small model with what is saved beside it, all of `epoch`, in a run whose best
+    is the first.
+    """
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, epoch)
     about = checkpoint.Checkpoint(
@@ -269,7 +273,9 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def killed_at(step: int, work: Callable[[], None]) -> bool:
-    """Does `work` in a process that is killed before its step of this number; whether it came to that."""
+    """Does `work` in a process that is killed before its step of this number; whether
+    it came to that.
+    """
     left = step
 
     def hook(event: str, arguments: tuple) -> None:

@@ -1,8 +1,10 @@
-"""Models on another device than the CPU, with none at hand: every tensor that a step leaves behind is an error.
+"""Models on another device than the CPU, with none at hand: every tensor that a step
+leaves behind is an error.
 
-A tensor of the pretended device says that it is on `meta`, whose kernels nothing here may reach, while its numbers
-lie on the CPU. An operation over tensors of both devices fails as it does on a GPU. What makes a GPU wait is another
-test's affair (`test_gpu.py`).
+A tensor of the pretended device says that it is on `meta`, whose kernels nothing here
+may reach, while its numbers lie on the CPU. An operation over tensors of both devices
+fails as it does on a GPU. What makes a GPU wait is another test's affair
+(`test_gpu.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ MOVES = {aten._to_copy.default, aten.copy_.default}
 
 
 class Elsewhere(Tensor):
-    """A tensor of the pretended device; `held` (the same shape, on the CPU) are its numbers."""
+    """A tensor of the pretended device; `held` (the same shape, on the CPU) are its
+    numbers.
+    """
 
     held: Tensor
 
@@ -60,7 +64,9 @@ class Elsewhere(Tensor):
 
 
 def carried_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation on the CPU, its results where a GPU's would be; AssertionError where it mixes devices."""
+    """The operation on the CPU, its results where a GPU's would be; AssertionError
+    where it mixes devices.
+    """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     there = [x for x in inputs if isinstance(x, Elsewhere)]
     here = [x for x in inputs if not isinstance(x, Elsewhere) and x.dim() > 0]

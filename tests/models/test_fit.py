@@ -1,4 +1,6 @@
-"""The training loop: resuming equals not stopping, workers together equal one, the metric alone picks the best."""
+"""The training loop: resuming equals not stopping, workers together equal one, the
+metric alone picks the best.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Classifier(nn.Module):
 
 
 class Batches:
-    """Rows (3 i mod 20 -> 7 i mod 20), shuffled by epoch, this rank's part of every global batch."""
+    """Rows (3 i mod 20 -> 7 i mod 20), shuffled by epoch, this rank's part of every
+    global batch.
+    """
 
     def __init__(
         self, size: int = 8, count: int = 5, rank: int = 0, world: int = 1
@@ -160,7 +164,9 @@ def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path, optimizer: str) 
 def stopped_and_resumed(
     config: FitConfig, stop_at: int, in_validation: bool
 ) -> tuple[Classifier, list[StepEvent | EpochEvent], Event]:
-    """Stop a run at its `stop_at`-th step or validation, and finish it from the state of its last event."""
+    """Stop a run at its `stop_at`-th step or validation, and finish it from the state
+    of its last event.
+    """
     asked = iter(range(1, 1000))
 
     def answer() -> int:
@@ -342,7 +348,8 @@ def test_validation_every_n_steps_within_epochs() -> None:
     checked = [
         (event.step, event.is_best, event.stop) for event in events if event.metrics
     ]
-    # 5 steps an epoch: after 3 and at its end; the fourth validation is the second without a better value
+    # 5 steps an epoch: after 3 and at its end; the fourth validation is the second
+    # without a better value
     assert checked == [
         (3, True, False),
         (5, True, False),
@@ -444,7 +451,9 @@ def trained_by(rank: int, counts: tuple[int, int]) -> dict:
 
 
 def stopped_by(rank: int) -> dict:
-    """Where one of two workers ends, of which only the second is asked to stop: in a step, and in a validation."""
+    """Where one of two workers ends, of which only the second is asked to stop: in a
+    step, and in a validation.
+    """
     ends = {}
     for in_validation in (False, True):
         model, batches = start(dropout=0.0), Batches(rank=rank, world=2)
@@ -477,7 +486,9 @@ def stopped_by(rank: int) -> dict:
 
 
 def saved_after_notice(rank: int) -> list[int]:
-    """Return the steps at which a rank saves, where the first of two asks for notices by a collective."""
+    """Return the steps at which a rank saves, where the first of two asks for notices
+    by a collective.
+    """
     model, batches = start(dropout=0.0), Batches(rank=rank, world=2)
     answers = iter([CONTINUE, ASK] if rank == 0 else [])
 
@@ -556,7 +567,8 @@ def test_unequal_shares_take_equal_steps(two: list[dict]) -> None:
 def test_all_workers_save_and_stop_where_one_is_asked_to(two: list[dict]) -> None:
     ours, theirs = (each["stopped"] for each in two)
     assert ours == theirs
-    # a step's answers are known after the next step; a validation ends at once, without metrics
+    # a step's answers are known after the next step; a validation ends at once, without
+    # metrics
     assert ours == {False: ([3, 5], True, 0), True: ([5], True, 0)}
 
 

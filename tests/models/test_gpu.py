@@ -1,4 +1,6 @@
-"""What graphs on a GPU rest on, as far as a CPU shows it: nothing waits, few shapes, and equal results."""
+"""What graphs on a GPU rest on, as far as a CPU shows it: nothing waits, few shapes,
+and equal results.
+"""
 
 from __future__ import annotations
 
@@ -118,16 +120,18 @@ logging.getLogger(
 
 
 def traced(run: Any) -> Any:
-    """`run()` as one graph: a branch that depends on a value is an error (other values that are read back are not, as
-    they may be symbols in a graph: see `without_values`)."""
+    """`run()` as one graph: a branch that depends on a value is an error (other values
+    that are read back are not, as they may be symbols in a graph: see
+    `without_values`)."""
     torch._dynamo.reset()
     return torch.compile(run, backend="eager", fullgraph=True)()
 
 
 @pytest.fixture
 def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Moves modules, and gives a batch, to where tensors have shapes alone: a value that is read back, or a shape that
-    depends on values, is an error there, and what is meant for a CPU is not taken."""
+    """Moves modules, and gives a batch, to where tensors have shapes alone: a value
+    that is read back, or a shape that depends on values, is an error there, and what is
+    meant for a CPU is not taken."""
     autocast = torch.autocast
     monkeypatch.setattr(
         torch,
@@ -337,7 +341,9 @@ def test_a_search_of_more_requests_and_longer_histories_finds_the_same(name):
 
 @pytest.mark.parametrize("name", ["popularity", "sasrec", "tiger", "sid_mlp"])
 def test_a_replayed_search_finds_what_the_search_finds(name):
-    """As on a GPU, but for the graph; a model that only counts has no weights to look at."""
+    """As on a GPU, but for the graph; a model that only counts has no weights to look
+    at.
+    """
     model, _ = retrieval_model(name)
     batch = small_retrieval.requests(5, longest=5)
     search = type(model.eval()).recommend.__wrapped__.__wrapped__
@@ -441,7 +447,9 @@ def trained(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
 def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypatch):
-    """As on a GPU, but for the graph: the third batch of a shape and all later ones are copied into kept tensors."""
+    """As on a GPU, but for the graph: the third batch of a shape and all later ones are
+    copied into kept tensors.
+    """
     batches = [
         small_retrieval.requests(8, longest=5),
         small_retrieval.requests(8, seed=2, longest=4),

@@ -1,4 +1,6 @@
-"""URIs with a secret are refused in a line that does not print it; all others are taken as they are."""
+"""URIs with a secret are refused in a line that does not print it; all others are taken
+as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Locks at URIs: two jobs on one output of an S3 storage, holders that are killed, and who loses the lock."""
+"""Locks at URIs: two jobs on one output of an S3 storage, holders that are killed, and
+who loses the lock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A model of one day on the tables of the next: scores of old items stay, new items begin as unknown."""
+"""A model of one day on the tables of the next: scores of old items stay, new items
+begin as unknown.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ CONFIG = {
 
 
 def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> None:
-    """A day of 12 users on some items; prices rise, and the authors of later items come first by name."""
+    """A day of 12 users on some items; prices rise, and the authors of later items come
+    first by name.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(day)
     rows = ["user,item,ms,like,place,price"]
@@ -116,7 +120,9 @@ def config_of(name: str, **options: Any) -> FitConfig:
 
 @pytest.fixture
 def days(tmp_path: Path) -> Any:
-    """Days one to three prepared, and what adds three more with new items, authors and places."""
+    """Days one to three prepared, and what adds three more with new items, authors and
+    places.
+    """
 
     def begin(kind: str) -> Inputs:
         for day in range(3):

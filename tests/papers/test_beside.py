@@ -1,4 +1,6 @@
-"""Runs beside what the papers print: references, seeds and logs, from rows made by hand."""
+"""Runs beside what the papers print: references, seeds and logs, from rows made by
+hand.
+"""
 
 from __future__ import annotations
 

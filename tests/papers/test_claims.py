@@ -1,4 +1,6 @@
-"""Claims decided by MLflow runs: each verdict from runs that are known, nothing from runs that do not compare."""
+"""Claims decided by MLflow runs: each verdict from runs that are known, nothing from
+runs that do not compare.
+"""
 
 from __future__ import annotations
 

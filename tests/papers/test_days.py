@@ -64,7 +64,8 @@ def test_policies_are_compared_on_the_days_that_all_have() -> None:
         line("anew, in full", 3, 0.2, 0.2, 0.3),
     ]
     tables, plot = summarize("beauty", lines)
-    # all days, then days 2 and 3; a new item's metric counts by how many requests ask for one
+    # all days, then days 2 and 3; a new item's metric counts by how many requests ask
+    # for one
     assert tables[0].cells == [
         ["daily", "15", "0.2000", "0.2800", "0.2000", "0.2000", "0.3000", "0.2000"],
         ["anew, in full", "10", "-", "-", "-", "0.2000", "0.1750", "0.2000"],

@@ -1,4 +1,6 @@
-"""Runs exported to a file and read back: the same tables, plots and claims, without the store."""
+"""Runs exported to a file and read back: the same tables, plots and claims, without the
+store.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_what_is_read_back_is_what_was_there(
 def test_an_experiment_may_have_nothing_but_a_sweep(
     finished: bool, new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    """Its view has the best trial, or all of them where the best is not known; from a file as from the store."""
+    """Its view has the best trial, or all of them where the best is not known; from a
+    file as from the store.
+    """
     uri, file = new_store(tmp_path), str(tmp_path / "x.jsonl")
     log_sweep(uri, tmp_path, finished)
     kept.run(kept.Config(uri, file, "retrieval/x"))

@@ -1,4 +1,6 @@
-"""The non-inferiority test: the published p-values from the published seeds, and its edges."""
+"""The non-inferiority test: the published p-values from the published seeds, and its
+edges.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from papers.noninferiority import non_inferiority
     [
         ([0.0333, 0.0332, 0.0331], 0.0323, 0.0332, 0.0001, 0.001),  # Instruments
         ([0.0252, 0.0250, 0.0248], 0.0243, 0.0250, 0.0002, 0.007),  # Scientific
-        # Games: values of the printed mean and deviation, which its p is of; the printed seeds would give 0.002
+        # Games: values of the printed mean and deviation, which its p is of; the
+        # printed seeds would give 0.002
         ([0.0511, 0.0512, 0.0513], 0.0512, 0.0512, 0.0001, 0.006),
     ],
 )

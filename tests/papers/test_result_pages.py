@@ -1,4 +1,6 @@
-"""The pages of results are made from the stored runs, except for pages that are written by hand."""
+"""The pages of results are made from the stored runs, except for pages that are written
+by hand.
+"""
 
 from __future__ import annotations
 

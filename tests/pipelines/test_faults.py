@@ -1,4 +1,6 @@
-"""Faults of the machines in one line: what a full disk or a lost storage says through each library."""
+"""Faults of the machines in one line: what a full disk or a lost storage says through
+each library.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def arrow_full(folder: Path) -> None:
 
 @contextmanager
 def no_room() -> Iterator[None]:
-    """Files of this process end at 1 MB: not /dev/full, which some libraries replace by a file where they may."""
+    """Files of this process end at 1 MB: not /dev/full, which some libraries replace by
+    a file where they may.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
     try:

@@ -163,7 +163,9 @@ def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
 
 
 def flips(file: Path, count: int = 150) -> Iterator[None]:
-    """The file with one bit flipped, at that many places of it, and as it was at the end."""
+    """The file with one bit flipped, at that many places of it, and as it was at the
+    end.
+    """
     whole = file.read_bytes()
     for place in range(0, len(whole), max(1, len(whole) // count)):
         file.write_bytes(

@@ -1,4 +1,6 @@
-"""Grid files: what they make of axes, points and seeds, what they refuse, and that the documented ones are whole."""
+"""Grid files: what they make of axes, points and seeds, what they refuse, and that the
+documented ones are whole.
+"""
 
 from __future__ import annotations
 

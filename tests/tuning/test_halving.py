@@ -1,4 +1,6 @@
-"""Successive halving: which trials go on, and that an interrupted sweep decides as an undisturbed one."""
+"""Successive halving: which trials go on, and that an interrupted sweep decides as an
+undisturbed one.
+"""
 
 from __future__ import annotations
 

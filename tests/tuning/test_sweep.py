@@ -1,4 +1,6 @@
-"""Sweeps on a real local Ray and MLflow: what the trials make, what is stopped, lost or refused."""
+"""Sweeps on a real local Ray and MLflow: what the trials make, what is stopped, lost or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,8 @@ def test_trials_train_as_jobs_train_does(world: World) -> None:
     assert best.point == {"fit.lr": 0.03}
     config, alone = world.folder / "config.yaml", world.folder / "alone"
     config.write_text(json.dumps({"model": MODEL, "fit": {**FIT, "lr": 0.03}}))
-    # In a process of its own, as oneDNN's choice of kernels depends on what a process has computed before.
+    # In a process of its own, as oneDNN's choice of kernels depends on what a process
+    # has computed before.
     command = [
         sys.executable,
         "-m",

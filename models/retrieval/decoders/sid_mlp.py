@@ -57,7 +57,8 @@ class SidMlpConfig(StudentConfig):
     """One head for all digits, on the summed prefix (Table 5, G1)."""
     readout: Literal["attention", "mean", "per_digit"] = "attention"
     """z by `attention`, one per user; by the `mean` state and a linear layer; or
-    `per_digit`, one attention per digit whose query reads the prefix too (Table 5, G2)."""
+    `per_digit`, one attention per digit whose query reads the prefix too (Table 5, G2).
+    """
     context_ffn: bool = True
     """Whether the readout has its feed-forward (Table 5, G2)."""
     logits: Literal["codebook", "vocabulary"] = "codebook"

@@ -1,11 +1,12 @@
 """Students: a decoder on the frozen backbone of a teacher, trained on the teacher's logits.
 
-A student names the checkpoint of its teacher, any backbone with a decoder, and keeps the
-backbone. Its own decoder is trained on the teacher's logits and the target (equation 3 of
-SID-MLP). The teacher runs in every step, or its outputs are cached in tables
-(`teacher_cache.py`). Recommending needs no teacher.
+A student names the checkpoint of its teacher, any backbone with a decoder, and keeps
+the backbone. Its own decoder is trained on the teacher's logits and the target
+(equation 3 of SID-MLP). The teacher runs in every step, or its outputs are cached in
+tables (`teacher_cache.py`). Recommending needs no teacher.
 
-Shapes: `B` requests, `L` levels (codes of an item), `O_l` codes or tokens that the decoder predicts at level l.
+Shapes: `B` requests, `L` levels (codes of an item), `O_l` codes or tokens that the
+decoder predicts at level l.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ class StudentConfig(TeacherConfig):
     beam: int = 50
     """Beams when recommending (Sec. 4.1 of SID-MLP)."""
     scores: Scores = "children"
-    """Codes over which a digit's log-probabilities are normalised when recommending: the valid `children` of the prefix,
-    as in the public code and so the paper's figures (the first digit always over its codebook), or the `codebook`."""
+    """Codes over which a digit's log-probabilities are normalised when recommending:
+    the valid `children` of the prefix, as in the public code and so the paper's figures
+    (the first digit always over its codebook), or the `codebook`."""
     alpha: float = 0.7
-    """Weight of the teacher against the target (Eq. 3); 0 is training from scratch (Table 8; Table 5, w/o KL)."""
+    """Weight of the teacher against the target (Eq. 3); 0 is training from scratch
+    (Table 8; Table 5, w/o KL)."""
     tau: float = 1.0
     """Temperature of the teacher's and the student's distributions (Eq. 3)."""
     m: int = 0
-    """Digits that the teacher's decoder generates before the student takes over (Table 1; Appendix E.1)."""
+    """Digits that the teacher's decoder generates before the student takes over (Table
+    1; Appendix E.1)."""
 
     def __post_init__(self) -> None:
         check_positive(self, ["beam"])
@@ -349,9 +353,9 @@ class Student(TaughtModel, Retriever):
     ) -> tuple[Tensor, Tensor]:
         """Return (items, scores), each (B, k), best first, by the teacher's search (`beam_search`).
 
-        Arguments that are None default to the config. If `constrained` is False, the search
-        ignores the trie and log-probabilities are normalised over the whole codebook. If
-        fewer than k items are found, the tail is item -1 with score -inf.
+        Arguments that are None default to the config. If `constrained` is False, the
+        search ignores the trie and log-probabilities are normalised over the whole
+        codebook. If fewer than k items are found, the tail is item -1 with score -inf.
         """
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
         return self.search(history, k, beam, scores, constrained, batch.allowed)

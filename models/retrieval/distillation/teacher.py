@@ -28,18 +28,20 @@ class TeacherConfig:
     default_teacher: ClassVar[str] = "tiger"
     """Model that the teacher is assumed to be before a checkpoint is given."""
     has_fixed_outputs: ClassVar[bool] = True
-    """Whether the teacher's outputs stay the same during training, so that they can be cached."""
+    """Whether the teacher's outputs stay the same during training, so that they can be
+    cached."""
     teacher: str = field(default="", metadata={"names": "checkpoint"})
-    """Checkpoint of a trained backbone with a decoder, such as TIGER, or folder of its finished run; for training
-    only."""
+    """Checkpoint of a trained backbone with a decoder, such as TIGER, or folder of its
+    finished run; for training only."""
     teacher_model: dict[str, Any] = field(default_factory=dict)
-    """The teacher's name and config, filled in from its checkpoint; empty: TIGER's defaults."""
+    """The teacher's name and config, filled in from its checkpoint; empty: TIGER's
+    defaults."""
     teacher_hash: str = ""
     """SHA-256 of the teacher's weights file, filled in from its checkpoint."""
     teacher_cache: str = field(default="", metadata={"names": "folder"})
-    """Folder of tables of the teacher's outputs, which runs share: the first one makes them, so that epochs,
-    validation on a CPU included, need no pass of its backbone or decoder; of half precision, unpadded
-    (`teacher_cache.py`)."""
+    """Folder of tables of the teacher's outputs, which runs share: the first one makes
+    them, so that epochs, validation on a CPU included, need no pass of its backbone or
+    decoder; of half precision, unpadded (`teacher_cache.py`)."""
 
     @property
     def max_history(self) -> int:

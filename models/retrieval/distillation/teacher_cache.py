@@ -1,14 +1,18 @@
 """A frozen teacher's outputs for each request, kept as a table: made once, read by every epoch, run and sweep trial.
 
-    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... --model.teacher_cache runs/teacher_cache
+    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... --model.teacher_cache
+    runs/teacher_cache
 
-Two tables of vectors by request, unpadded, at half precision, in Parquet: `encoder` has the states of the history's
-tokens, for the requests of training and validation; `decoder` has the decoder's state before each code of the target,
-for those of training, from which its output layer gives the teacher's logits over any part of the vocabulary (128
-numbers a code at the published sizes, where a vocabulary has a thousand). Each stands in a folder named after all
-that it depends on, so one folder serves all teachers, tokenizers and variants of the student. Its `manifest.json` is
-written last, so a half-written table is made anew. Each worker makes its share of the rows; in training all workers of
-a node read them from memory-mapped columns, so the rows need not fit in memory.
+Two tables of vectors by request, unpadded, at half precision, in Parquet: `encoder` has
+the states of the history's tokens, for the requests of training and validation;
+`decoder` has the decoder's state before each code of the target, for those of training,
+from which its output layer gives the teacher's logits over any part of the vocabulary
+(128 numbers a code at the published sizes, where a vocabulary has a thousand). Each
+stands in a folder named after all that it depends on, so one folder serves all
+teachers, tokenizers and variants of the student. Its `manifest.json` is written last,
+so a half-written table is made anew. Each worker makes its share of the rows; in
+training all workers of a node read them from memory-mapped columns, so the rows need
+not fit in memory.
 
 Shapes: `B` requests, `S` vectors of the longest, `D` width, `L` levels.
 """
@@ -88,7 +92,8 @@ class Query:
     weights: str
     """SHA-256 of the weights file of the model that makes them."""
     config: dict[str, Any]
-    """What they depend on beside weights and tables: `width` D, and the sizes of the model."""
+    """What they depend on beside weights and tables: `width` D, and the sizes of the
+    model."""
     outputs: Outputs
     """Makes them."""
     splits: Sequence[str]
@@ -145,9 +150,9 @@ def precompute(
 ) -> list[str]:
     """Gives a student the tables of its `teacher_cache`, for this rank's `examples` of each split; a line about each.
 
-    Tables that are not there yet are made: every rank calls this, makes its rows, and waits for the others. A run
-    that starts meanwhile with the same folder waits too. Raises UserError for a table that is damaged or without some
-    of the requests.
+    Tables that are not there yet are made: every rank calls this, makes its rows, and
+    waits for the others. A run that starts meanwhile with the same folder waits too.
+    Raises UserError for a table that is damaged or without some of the requests.
     """
     if not config.teacher_cache:
         return []

@@ -1,15 +1,15 @@
 """EASE: a linear model of items on items in closed form.
 
-Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019. X (U, M) is 1 where
-a user has a training behaviour with an item, else 0:
+Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019. X (U, M) is 1
+where a user has a training behaviour with an item, else 0:
 
     P     = (X^T X + l2 I)^-1
     B_ij  = -P_ij / P_jj for i != j, B_jj = 0
     score = x B, x (M,) 1 for the items of the history
 
-B has M^2 numbers. M is at most `max_items`: of a larger catalogue the items most frequent in
-training. All other items follow by popularity, and so do all items after a history that has
-none of the M.
+B has M^2 numbers. M is at most `max_items`: of a larger catalogue the items most
+frequent in training. All other items follow by popularity, and so do all items after a
+history that has none of the M.
 """
 
 from __future__ import annotations

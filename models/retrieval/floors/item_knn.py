@@ -11,9 +11,9 @@ X (U, N) counts the training behaviours of each user with each item, W its weigh
               `neighbours` items most similar to i
 
 Items are documents and users are terms: a user of many items says little, and with bm25
-an item of many users is damped (c_i is the sum of column i; k1 = 1.2, b = 0.75). Item-based
-top-N: Deshpande and Karypis, TOIS 2004; shrinkage: Bell and Koren, ICDM 2007; BM25:
-Robertson and Zaragoza, 2009. Items without a score follow by popularity.
+an item of many users is damped (c_i is the sum of column i; k1 = 1.2, b = 0.75).
+Item-based top-N: Deshpande and Karypis, TOIS 2004; shrinkage: Bell and Koren, ICDM
+2007; BM25: Robertson and Zaragoza, 2009. Items without a score follow by popularity.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ K1, B = 1.2, 0.75
 """BM25: saturation of counts, and how far the length of an item counts."""
 
 PRODUCTS_PER_BLOCK = 20_000_000
-"""Most pairs of items whose similarities are held at once while neighbours are chosen."""
+"""Most pairs of items whose similarities are held at once while neighbours are
+chosen."""
 
 
 @dataclass
@@ -59,7 +60,8 @@ class ItemKNNConfig:
     weights: Literal["none", "tfidf", "bm25"] = "tfidf"
     """Weights of a user's items: counts as they are, TF-IDF or BM25."""
     shrinkage: float = 0.0
-    """Added to the denominator of the cosine: lowers similarities that rest on few users."""
+    """Added to the denominator of the cosine: lowers similarities that rest on few
+    users."""
     max_history: int = 200
     """Behaviours read per request: the latest."""
 

@@ -7,9 +7,9 @@ behaviours after the latest of them, of at most L = `max_history` behaviours:
                   c_i / (1 + max_j c_j) - 1      otherwise
 
 c_i counts the training behaviours with item i. The first line is above 1 and the second
-below 0, so a user's items come first, by frequency, ties by the latest occurrence. It is
-the personal top frequency of Hu et al., Modeling Personalized Item Frequency Information
-for Next-basket Recommendation, SIGIR 2020.
+below 0, so a user's items come first, by frequency, ties by the latest occurrence. It
+is the personal top frequency of Hu et al., Modeling Personalized Item Frequency
+Information for Next-basket Recommendation, SIGIR 2020.
 """
 
 from __future__ import annotations

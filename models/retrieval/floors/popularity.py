@@ -24,7 +24,8 @@ class PopularityConfig:
     """Popularity: recommends the items that are most frequent in training, to every user the same."""
 
     max_history: int = 1
-    """Behaviours read per request, as for every model; popularity looks at none of them."""
+    """Behaviours read per request, as for every model; popularity looks at none of
+    them."""
 
 
 class Popularity(RetrievalModel):

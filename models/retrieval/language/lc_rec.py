@@ -3,16 +3,17 @@
     python -m jobs.train --config jobs/configs/lc_rec.yaml --tables TABLES --sids SIDS --storage runs --name lc_rec \\
         --model.lm meta-llama/Llama-2-7b-hf
 
-`lm` is any causal language model of `transformers`, trained in full or by LoRA. Without one, a
-small LLaMA is trained from random weights. Codes are new tokens. Prompts are instructions
-(`prompts.py`); the loss is that of the response, over words and codes together. If the log
-has titles of items, the tasks of the paper that need titles are trained too: in each batch a
-share of rows, on items drawn from the whole catalogue.
+`lm` is any causal language model of `transformers`, trained in full or by LoRA. Without
+one, a small LLaMA is trained from random weights. Codes are new tokens. Prompts are
+instructions (`prompts.py`); the loss is that of the response, over words and codes
+together. If the log has titles of items, the tasks of the paper that need titles are
+trained too: in each batch a share of rows, on items drawn from the whole catalogue.
 
 All semantic IDs have the same number of codes, so no token ends them.
 
-Shapes: `B` requests, `L` levels (codes of an item), `D` width, `V` words of the language model, `R` rows of a task, `M`
-tokens of the longest title, `n` tokens of the longest response.
+Shapes: `B` requests, `L` levels (codes of an item), `D` width, `V` words of the
+language model, `R` rows of a task, `M` tokens of the longest title, `n` tokens of the
+longest response.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class LcRecConfig:
     """
 
     lm: str = field(default="", metadata={"names": "encoder"})
-    """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7 billion parameters in the paper,
-    LLaMA-2 in SID-MLP's Appendix D.1); read when a training begins. Empty: one of the sizes below, from random
-    weights."""
+    """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7
+    billion parameters in the paper, LLaMA-2 in SID-MLP's Appendix D.1); read when a
+    training begins. Empty: one of the sizes below, from random weights."""
     width: int = 256
     """Width of the states, if `lm` is empty."""
     num_layers: int = 8
@@ -66,32 +67,38 @@ class LcRecConfig:
     num_heads: int = 4
     """Attention heads, if `lm` is empty."""
     ffn_width: int = 704
-    """Inner width of the feed-forward layers, if `lm` is empty; LLaMA has 8/3 of the width."""
+    """Inner width of the feed-forward layers, if `lm` is empty; LLaMA has 8/3 of the
+    width."""
     dropout: float = 0.0
     """Dropout of attention, if `lm` is empty (LLaMA has none)."""
     max_words: int = 8000
-    """Words of titles in the vocabulary at most, if `lm` is empty; other words are unknown."""
+    """Words of titles in the vocabulary at most, if `lm` is empty; other words are
+    unknown."""
     lora_rank: int = 0
-    """Rank of LoRA on all linear layers of the language model; 0 trains the model in full, as the paper does."""
+    """Rank of LoRA on all linear layers of the language model; 0 trains the model in
+    full, as the paper does."""
     lora_alpha: float = 32.0
     """LoRA's products are scaled by this over the rank."""
     lora_dropout: float = 0.05
     """Dropout before LoRA's products."""
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    """Training tasks: `next` (history -> codes), `next_title` (history -> title), `title_to_item`, `item_to_title`. All
-    but the first need titles, and are left out if the log has none (Sec. 3.3 of LC-Rec)."""
+    """Training tasks: `next` (history -> codes), `next_title` (history -> title),
+    `title_to_item`, `item_to_title`. All but the first need titles, and are left out if
+    the log has none (Sec. 3.3 of LC-Rec)."""
     title: str = "title"
     """Text column of the items that holds their title, as named in the source file."""
     title_tokens: int = 32
     """Tokens of a title at most."""
     task_share: float = 0.25
-    """Rows of each task other than `next`, as a share of the batch's requests; the paper mixes whole data sets."""
+    """Rows of each task other than `next`, as a share of the batch's requests; the
+    paper mixes whole data sets."""
     max_history: int = 20
     """Latest items read (public settings of LC-Rec)."""
     beam: int = 20
     """Beams when recommending (Sec. 4.1 of LC-Rec)."""
     constrained: bool = True
-    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in the end."""
+    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in
+    the end."""
     lm_model: dict[str, Any] = field(default_factory=dict)
     """Config of the language model, filled in before training."""
     prompt: dict[str, list[int]] = field(default_factory=dict)

@@ -3,21 +3,22 @@
     python -m jobs.train --config jobs/configs/lc_rec_sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
         --name lc_rec_sid_mlp --model.teacher runs/lc_rec
 
-SID-MLP: the language model reads the history; a readout and an MLP per digit decode. The
-readout's keys and values are those of the history's tokens in an early layer of the frozen
-language model, as in its cache (keys after positional encoding), without the prompt's words.
-The query is the last state of the prompt. One to three readouts are stacked, each with the
-output of the one before as query. States of 4096 numbers are projected to 768; so are the
-teacher's embeddings of the codes, which the appendix leaves open. Heads, search and loss are
-SID-MLP's.
+SID-MLP: the language model reads the history; a readout and an MLP per digit decode.
+The readout's keys and values are those of the history's tokens in an early layer of the
+frozen language model, as in its cache (keys after positional encoding), without the
+prompt's words. The query is the last state of the prompt. One to three readouts are
+stacked, each with the output of the one before as query. States of 4096 numbers are
+projected to 768; so are the teacher's embeddings of the codes, which the appendix
+leaves open. Heads, search and loss are SID-MLP's.
 
 NEZHA: a placeholder per digit, which is a learned embedding, follows the whole prompt,
-including its response header. One pass computes the root, the state of the last token of the
-prompt, and a state per digit; head, losses and search are those of `nezha.py`. The language
-model is trained like LC-Rec, in full or by LoRA, together with the head.
+including its response header. One pass computes the root, the state of the last token
+of the prompt, and a state per digit; head, losses and search are those of `nezha.py`.
+The language model is trained like LC-Rec, in full or by LoRA, together with the head.
 
-Shapes: `B` requests, `S` tokens of the longest prompt, `P` positions of the longest history, `D` width of the language
-model, `E` width of its keys of all heads, `N` width here, `H` heads, `K` width of a head, `V` tokens, `L` levels.
+Shapes: `B` requests, `S` tokens of the longest prompt, `P` positions of the longest
+history, `D` width of the language model, `E` width of its keys of all heads, `N` width
+here, `H` heads, `K` width of a head, `V` tokens, `L` levels.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class LcRecSidMlpConfig(StudentConfig):
     beam: int = 20
     """Beams when recommending (the teacher's)."""
     layer: int = 0
-    """Layer whose keys and values are read, the first is 1; 0: a quarter of them (Appendix D.1: the 8th of 32)."""
+    """Layer whose keys and values are read, the first is 1; 0: a quarter of them
+    (Appendix D.1: the 8th of 32)."""
     width: int = 768
     """Width that queries, keys and values are projected to (d_h of Appendix D.1)."""
     readout_layers: int = 1
@@ -59,9 +61,11 @@ class LcRecSidMlpConfig(StudentConfig):
     attention_heads: int = 12
     """Heads of a readout; none are published, 64 numbers each are LC-Rec's own."""
     ffn_width: int = 1024
-    """Inner width of a readout's feed-forward (swept over 512, 1024, 2048, 3072 in Appendix D.1)."""
+    """Inner width of a readout's feed-forward (swept over 512, 1024, 2048, 3072 in
+    Appendix D.1)."""
     head_width: int = 1024
-    """Hidden width of each digit's head (swept over 512, 1024, 2048, 3072 in Appendix D.1)."""
+    """Hidden width of each digit's head (swept over 512, 1024, 2048, 3072 in Appendix
+    D.1)."""
     dropout: float = 0.2
     """Dropout of heads and feed-forward (public code of SID-MLP)."""
 
@@ -220,7 +224,8 @@ class LcRecNezhaConfig(NezhaConfig):
 
     default_teacher: ClassVar[str] = "lc_rec"
     beam: int = 20
-    """Beams when recommending (the teacher's; 10, 20, 50 and 512 were tried in Appendix D.4)."""
+    """Beams when recommending (the teacher's; 10, 20, 50 and 512 were tried in Appendix
+    D.4)."""
 
 
 class NezhaLmBackbone(LmBackbone):

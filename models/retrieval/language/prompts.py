@@ -1,12 +1,12 @@
 """Instruction prompts of LC-Rec, and the tokenizers that encode them.
 
 Each task of LC-Rec (Zheng et al., 2024) is an instruction and a response. The published
-prompts have many wordings per task, which the paper does not print in full; here each task
-has one wording of our own.
+prompts have many wordings per task, which the paper does not print in full; here each
+task has one wording of our own.
 
-Without a pretrained language model, the vocabulary consists of the instructions' words and
-the most frequent words of the items' titles. The same tables give the same vocabulary, so it
-is not stored.
+Without a pretrained language model, the vocabulary consists of the instructions' words
+and the most frequent words of the items' titles. The same tables give the same
+vocabulary, so it is not stored.
 
 Shapes: `N` items, `M` tokens of the longest title.
 """
@@ -25,9 +25,10 @@ from models.storage.tables import UserError, join, read_manifest, read_table
 from models.text.text_encoder import load_tokenizer
 
 TASKS = ("next", "next_title", "title_to_item", "item_to_title")
-"""Sequential item prediction; asymmetric item prediction, whose response is the title; and the two directions of the
-explicit index-language alignment (Sec. 3.3 of LC-Rec). The tasks on intentions and preferences are left out: they need
-texts that another language model wrote."""
+"""Sequential item prediction; asymmetric item prediction, whose response is the title;
+and the two directions of the explicit index-language alignment (Sec. 3.3 of LC-Rec).
+The tasks on intentions and preferences are left out: they need texts that another
+language model wrote."""
 
 FORM = "### Instruction: {} ### Response:"
 """Template around every instruction."""

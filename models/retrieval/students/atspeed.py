@@ -3,13 +3,15 @@
     python -m jobs.train --config jobs/configs/atspeed_s.yaml --tables TABLES --sids SIDS --storage runs \\
         --name atspeed_s --model.teacher runs/tiger
 
-AtSpeed-S recommends what its teacher does, but for the order of scores that tie exactly (`search/speculative.py`,
-strict), AtSpeed-R draws beams by the teacher's probabilities (relaxed); both ask it for fewer passes the better the
-draft is. Appendix D.2 of SID-MLP says what is ported: T5 in place of a causal language model, valid codes alone, strict
-verification by the teacher's top beams, relaxed by rejection sampling. That the draft is one T5 decoder layer is from
-its Section 4.2 ("even our smallest single layer"); it reads the teacher's encoder and embeddings, which the
-verification needs anyway. The losses and the draft's beams are those of the AtSpeed paper, with the codebook of a digit
-for the vocabulary and the target's own codes as the sequences learned from.
+AtSpeed-S recommends what its teacher does, but for the order of scores that tie exactly
+(`search/speculative.py`, strict), AtSpeed-R draws beams by the teacher's probabilities
+(relaxed); both ask it for fewer passes the better the draft is. Appendix D.2 of SID-MLP
+says what is ported: T5 in place of a causal language model, valid codes alone, strict
+verification by the teacher's top beams, relaxed by rejection sampling. That the draft
+is one T5 decoder layer is from its Section 4.2 ("even our smallest single layer"); it
+reads the teacher's encoder and embeddings, which the verification needs anyway. The
+losses and the draft's beams are those of the AtSpeed paper, with the codebook of a
+digit for the vocabulary and the target's own codes as the sequences learned from.
 
 Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 """
@@ -45,7 +47,8 @@ from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
 TOP = 20
-"""Codes of the draft that AtSpeed-S aligns (the AtSpeed paper's largest target beam)."""
+"""Codes of the draft that AtSpeed-S aligns (the AtSpeed paper's largest target
+beam)."""
 
 
 @dataclass
@@ -57,10 +60,12 @@ class AtSpeedConfig(StudentConfig):
     beam: int = 50
     """The target's beams (Appendix D.2 of SID-MLP; 10 or 20 in the AtSpeed paper)."""
     scores: Scores = "codebook"
-    """What log-probabilities are normalised over when recommending: `codebook` leaves the target's as they are (TIGER's
-    of its whole vocabulary), `children` normalises them anew over the valid children of a prefix."""
+    """What log-probabilities are normalised over when recommending: `codebook` leaves
+    the target's as they are (TIGER's of its whole vocabulary), `children` normalises
+    them anew over the valid children of a prefix."""
     draft_beam: int = 100
-    """Beams that a step drafts: twice the target's, as the AtSpeed paper's 40 for 20; `beam` where that is more."""
+    """Beams that a step drafts: twice the target's, as the AtSpeed paper's 40 for 20;
+    `beam` where that is more."""
     draft_steps: int = 4
     """Steps drafted for one verification, at most (the AtSpeed paper's)."""
     draft_layers: int = 1
@@ -92,8 +97,8 @@ class AtSpeedRConfig(AtSpeedConfig):
     """Relaxed verification: beams drawn by the teacher's probabilities."""
 
     rule: Rule = "published"
-    """How drafts are accepted: `published`, each by itself, or `exact`, so that beams follow the teacher's
-    distribution for any draft (`search/speculative.py`)."""
+    """How drafts are accepted: `published`, each by itself, or `exact`, so that beams
+    follow the teacher's distribution for any draft (`search/speculative.py`)."""
     seed: int = 0
     """What is drawn for a request follows from this, its user and its history."""
 
@@ -102,10 +107,12 @@ def strict_loss(draft: Tensor, teacher: Tensor) -> Tensor:
     """Alignment of AtSpeed-S for one digit, the mean over the batch, of logits (B, C): KL(q || p) of draft q and
     teacher p, plus p_K H(q).
 
-    Both are over the draft's K = 20 likeliest codes. The published divergence is the sum over those alone, which is
-    lowest where the draft takes probability away from them; here all other codes count as one more, so that it is 0
-    where the two agree and never below. p_K, the teacher's K-th highest probability, weighs the entropy of the draft:
-    the flatter the teacher is down to there, the more is won by a draft that commits itself.
+    Both are over the draft's K = 20 likeliest codes. The published divergence is the
+    sum over those alone, which is lowest where the draft takes probability away from
+    them; here all other codes count as one more, so that it is 0 where the two agree
+    and never below. p_K, the teacher's K-th highest probability, weighs the entropy of
+    the draft: the flatter the teacher is down to there, the more is won by a draft that
+    commits itself.
     """
     top = min(TOP, draft.shape[1])
     log_q, log_p = draft.float().log_softmax(-1), teacher.float().log_softmax(-1)
@@ -248,7 +255,8 @@ class AtSpeed(Student):
     ) -> tuple[Tensor, Tensor]:
         """(items, scores), each (B, k), by falling score of the target; options left out are the config's.
 
-        Where fewer than k items are found the tail is item -1 with score -inf. `seed` is of AtSpeed-R alone.
+        Where fewer than k items are found the tail is item -1 with score -inf. `seed`
+        is of AtSpeed-R alone.
         """
         found = self.speculate(batch, k, beam, draft_beam, draft_steps, scores, seed)
         return found.items, found.scores
@@ -280,8 +288,8 @@ class AtSpeed(Student):
     def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
         """Return the family's metrics, `acceptance` and `target_passes`.
 
-        `acceptance` is the share of the drafted steps that was accepted; `target_passes`
-        is per request, of which a beam search needs one per digit.
+        `acceptance` is the share of the drafted steps that was accepted;
+        `target_passes` is per request, of which a beam search needs one per digit.
         """
         ranking = dict(sums)
         drafted, accepted = ranking.pop("drafted"), ranking.pop("accepted")

@@ -3,12 +3,12 @@
     python -m jobs.train --config jobs/configs/earn.yaml --tables TABLES --sids SIDS \\
         --storage runs --name earn --model.teacher runs/tiger
 
-A register, which is a learned embedding, stands before the history and another after it.
-The encoder's layers up to k read all positions; above k the states of the two registers
-alone go on, at the positions that they have, and the decoder's cross-attention reads
-nothing else. The appendix gives k, the joint fine-tuning from the teacher's weights and the
-loss, which is that of EARN's paper. It does not say what the registers start from: here a
-normal distribution, as TIGER's own tokens do.
+A register, which is a learned embedding, stands before the history and another after
+it. The encoder's layers up to k read all positions; above k the states of the two
+registers alone go on, at the positions that they have, and the decoder's
+cross-attention reads nothing else. The appendix gives k, the joint fine-tuning from the
+teacher's weights and the loss, which is that of EARN's paper. It does not say what the
+registers start from: here a normal distribution, as TIGER's own tokens do.
 
 Shapes: `B` requests, `S` tokens of a history with its registers, `D` width, `H` heads.
 """
@@ -39,7 +39,8 @@ class EarnConfig(JointConfig):
     """EARN on TIGER; sizes are the teacher's."""
 
     register_layer: int = 1
-    """k: the last encoder layer that reads the history (swept over 1, 2, 3 in Appendix D.3)."""
+    """k: the last encoder layer that reads the history (swept over 1, 2, 3 in Appendix
+    D.3)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,8 @@ class JointConfig(TeacherConfig):
     beam: int = 50
     """Beams when recommending (Sec. 4.1 of SID-MLP)."""
     constrained: bool = True
-    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in the end."""
+    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in
+    the end."""
 
     def __post_init__(self) -> None:
         check_positive(self, ["beam"])

@@ -3,19 +3,19 @@
     python -m jobs.train --config jobs/configs/nezha.yaml --tables TABLES --sids SIDS \\
         --storage runs --name nezha --model.teacher runs/tiger
 
-A placeholder per digit, a learned embedding, follows the history in the encoder's input.
-One pass gives the root, the state of the last token before the placeholders, and a state
-h_i per digit. Digit i is read by its own linear head from root + h_i; then a recurrent cell
-moves the root on by the embedding of the chosen code. Encoder and head are trained
-together, each digit given those before it; the teacher's decoder is not used. The papers
-say that the state update is recurrent, not which cell: here a GRU's. The codes' embeddings
-are the encoder's.
+A placeholder per digit, a learned embedding, follows the history in the encoder's
+input. One pass gives the root, the state of the last token before the placeholders, and
+a state h_i per digit. Digit i is read by its own linear head from root + h_i; then a
+recurrent cell moves the root on by the embedding of the chosen code. Encoder and head
+are trained together, each digit given those before it; the teacher's decoder is not
+used. The papers say that the state update is recurrent, not which cell: here a GRU's.
+The codes' embeddings are the encoder's.
 
-The published learning rates of the parts (head 1, token embeddings 100, transition 10 times
-the base) are `jobs/configs/nezha/published_rates.yaml`; the figures of SID-MLP's Table 3
-are without them, which did not help. Published decoding has no trie: beams take the
-likeliest codes of all, and a hash set of the catalogue drops what is no item in the end
-(`constrained` false). What invalid codes displace is lost then.
+The published learning rates of the parts (head 1, token embeddings 100, transition 10
+times the base) are `jobs/configs/nezha/published_rates.yaml`; the figures of SID-MLP's
+Table 3 are without them, which did not help. Published decoding has no trie: beams take
+the likeliest codes of all, and a hash set of the catalogue drops what is no item in the
+end (`constrained` false). What invalid codes displace is lost then.
 
 Shapes: `B` requests, `W` beams, `D` width, `L` levels (digits), `C_l` codes of level l.
 """
@@ -41,7 +41,8 @@ PARTS = {
     "embedding": ("backbone.embedding", "backbone.extra"),
     "transition": ("decoder.transition",),
 }
-"""Beginnings of the names of NEZHA's parameters, by part; what is in none of them has the base learning rate."""
+"""Beginnings of the names of NEZHA's parameters, by part; what is in none of them has
+the base learning rate."""
 
 
 @dataclass
@@ -49,7 +50,8 @@ class NezhaConfig(JointConfig):
     """NEZHA on TIGER; sizes are the teacher's."""
 
     rates: dict[str, float] = field(default_factory=dict)
-    """Learning rates as multiples of fit.lr, of the parts head, embedding and transition; those left out have 1."""
+    """Learning rates as multiples of fit.lr, of the parts head, embedding and
+    transition; those left out have 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,32 +1,34 @@
 """Students with a recurrent state in place of attention: Gated DeltaNet and Mamba2.
 
-Gated DeltaNet (Yang et al., 2025) and Mamba2 (Dao and Gu, 2024) are rows of Tables 3 and 11
-of SID-MLP.
+Gated DeltaNet (Yang et al., 2025) and Mamba2 (Dao and Gu, 2024) are rows of Tables 3
+and 11 of SID-MLP.
 
     python -m jobs.train --config jobs/configs/gdn.yaml --tables TABLES --sids SIDS \\
         --storage runs --name gdn --model.teacher runs/tiger
 
 A causal stack reads, as one row, the backbone's frozen states of the history, a learned
-start token, and the prefix in the backbone's frozen embeddings; the logits of a digit are a
-linear layer on the position before it (Appendix D.3 of SID-MLP). Rows are shifted so that
-padding comes first and their last positions align: neither the state nor the short
-convolutions read padding. In search the history is read once per user; from there on every
-beam has a state, which each step gathers by parent beam and updates with the chosen code.
+start token, and the prefix in the backbone's frozen embeddings; the logits of a digit
+are a linear layer on the position before it (Appendix D.3 of SID-MLP). Rows are shifted
+so that padding comes first and their last positions align: neither the state nor the
+short convolutions read padding. In search the history is read once per user; from there
+on every beam has a state, which each step gathers by parent beam and updates with the
+chosen code.
 
 The paper names no sizes (Appendix D.3: the authors' recommendations, except where TIGER
 requires others); these stacks have about as many parameters as the 2.6 million of the
 teacher's decoder. Blocks are the authors':
 
 - GDN: a mixer and a SwiGLU, 6 heads, values twice as wide as keys, convolutions of 4. The
-  authors' head width of 256 would make one block larger than half of TIGER's decoder, so
-  depth and widths are the teacher's: 4 blocks of its width, heads of 64; 2.5 million.
+  authors' head width of 256 would make one block larger than half of TIGER's decoder,
+  so depth and widths are the teacher's: 4 blocks of its width, heads of 64; 2.5
+  million.
 - Mamba2: a mixer alone, heads of 64, a state of 128, inner width twice the outer,
-  convolutions of 4, chunks of 256. A block of TIGER's width has 0.13 million parameters, so
-  the stack is twice as wide, with 5 blocks; 2.6 million.
+  convolutions of 4, chunks of 256. A block of TIGER's width has 0.13 million
+  parameters, so the stack is twice as wide, with 5 blocks; 2.6 million.
 
-Shapes: `B` requests, `S` positions of the longest history, `P` codes of a prefix, `D` width
-of the backbone, `N` width of the stack, `W` beams of a user, `L` levels (digits), `C_l`
-codes of level l, `O_l` logits of level l.
+Shapes: `B` requests, `S` positions of the longest history, `P` codes of a prefix, `D`
+width of the backbone, `N` width of the stack, `W` beams of a user, `L` levels (digits),
+`C_l` codes of level l, `O_l` logits of level l.
 """
 
 from __future__ import annotations
@@ -57,13 +59,15 @@ class RecurrentConfig(StudentConfig):
     num_layers: int = 4
     """Blocks of the stack."""
     width: int = 0
-    """Width of the stack. 0: the backbone's width, and no linear layer before the stack."""
+    """Width of the stack. 0: the backbone's width, and no linear layer before the
+    stack."""
     conv: int = 4
     """Positions of the short convolutions."""
     chunk: int = 64
     """Positions that training computes at once; results change by rounding only."""
     dropout: float = 0.1
-    """Dropout on what each block adds (TIGER's; swept over 0.1 and 0.2 in Appendix C.2)."""
+    """Dropout on what each block adds (TIGER's; swept over 0.1 and 0.2 in Appendix
+    C.2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,8 +87,8 @@ class GdnConfig(RecurrentConfig):
     expand_v: int = 2
     """Width of a head's values over that of its keys (the authors')."""
     ffn_width: int = 512
-    """Inner width of the SwiGLU after each mixer; 0 leaves it out. The authors' rule: 8/3 of the width, rounded up to a
-    multiple of 256."""
+    """Inner width of the SwiGLU after each mixer; 0 leaves it out. The authors' rule:
+    8/3 of the width, rounded up to a multiple of 256."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,9 +103,11 @@ class Mamba2Config(RecurrentConfig):
     num_layers: int = 5
     """Blocks of the stack; 5 have as many parameters as the teacher's decoder."""
     width: int = 256
-    """Width of the stack. 0: the backbone's width, and no linear layer before the stack."""
+    """Width of the stack. 0: the backbone's width, and no linear layer before the
+    stack."""
     chunk: int = 256
-    """Positions that training computes at once (the authors'); results change by rounding only."""
+    """Positions that training computes at once (the authors'); results change by
+    rounding only."""
     head_width: int = 64
     """Width of a head (the authors')."""
     state: int = 128

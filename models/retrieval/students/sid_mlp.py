@@ -3,7 +3,8 @@
     python -m jobs.train --config jobs/configs/sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
         --name sid_mlp --model.teacher runs/tiger
 
-The decoder is in `decoders/sid_mlp.py`, the loss in `distillation/student.py`, the search here.
+The decoder is in `decoders/sid_mlp.py`, the loss in `distillation/student.py`, the
+search here.
 
 Shapes: `B` requests.
 """

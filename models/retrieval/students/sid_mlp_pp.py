@@ -5,9 +5,9 @@
     python -m jobs.train --config jobs/configs/sid_mlp_pp.yaml --tables TABLES --sids SIDS --storage runs \\
         --name sid_mlp_pp --model.encoder runs/encoder
 
-Stage 1 (`sid_mlp_pp_encoder`) matches the frozen teacher's encoder states by squared error. Stage 2
-(`sid_mlp_pp`) freezes that encoder and trains SID-MLP's readout and heads on its states by equation 3.
-The encoder is in `backbones/mlp.py`.
+Stage 1 (`sid_mlp_pp_encoder`) matches the frozen teacher's encoder states by squared
+error. Stage 2 (`sid_mlp_pp`) freezes that encoder and trains SID-MLP's readout and
+heads on its states by equation 3. The encoder is in `backbones/mlp.py`.
 
 Shapes: `B` requests, `S` tokens of a history, `D` width.
 """
@@ -73,8 +73,9 @@ class SidMlpPpEncoder(TaughtModel):
     def set_teacher(self, teacher: Retriever) -> None:
         """Copy the teacher's embeddings, and keep it, outside of the weights, for its states.
 
-        The last norm starts at the teacher's scale: AdamW's steps of 0.001 would take a thousand to come from 1
-        to the 0.2 of a trained TIGER, more than a small log has.
+        The last norm starts at the teacher's scale: AdamW's steps of 0.001 would take a
+        thousand to come from 1 to the 0.2 of a trained TIGER, more than a small log
+        has.
         """
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
         self.backbone.norm.weight.data.copy_(
@@ -174,11 +175,13 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
     """Options of stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
 
     encoder: str = field(default="", metadata={"names": "checkpoint"})
-    """Checkpoint of stage 1 or folder of its finished run, which decides the encoder's sizes; for training only."""
+    """Checkpoint of stage 1 or folder of its finished run, which decides the encoder's
+    sizes; for training only."""
     encoder_hash: str = ""
     """SHA-256 of stage 1's weights file, filled in from its checkpoint."""
     end_to_end: bool = False
-    """No stage 1: the encoder is trained with readout and heads by equation 3 (Table 14, End2End)."""
+    """No stage 1: the encoder is trained with readout and heads by equation 3 (Table
+    14, End2End)."""
 
     def __post_init__(self) -> None:
         SidMlpConfig.__post_init__(self)

@@ -1,6 +1,7 @@
 """Gradient-boosted trees (LightGBM) over the features of each candidate.
 
-    python -m jobs.train --config jobs/configs/search/boosted.yaml --tables TABLES --storage runs --name boosted
+    python -m jobs.train --config jobs/configs/search/boosted.yaml --tables TABLES
+    --storage runs --name boosted
 
 The trees learn the click from the train split. Boosting stops when the log loss on the
 val split has not fallen for `early_stopping_rounds` trees, and keeps the best number of
@@ -249,8 +250,8 @@ class Boosted(SearchModel):
     def set_extra_state(self, state: Any) -> None:
         """Load the trees from `get_extra_state`.
 
-        Categories of tables that extend the training's may have other values: each value
-        is found by name, and a value that training has not seen is unknown.
+        Categories of tables that extend the training's may have other values: each
+        value is found by name, and a value that training has not seen is unknown.
 
         Raises:
             UserError: if the tables' categories are not those that the trees split by.

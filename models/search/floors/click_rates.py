@@ -1,6 +1,7 @@
 """Search models without gradient training: click rates, and the order of the log.
 
-    python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES --storage runs --name pair_ctr
+    python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES
+    --storage runs --name pair_ctr
 
 `pair_ctr` ranks by one column of the tables, the smoothed click rate of the pair of
 query and item in the longest window that ends before the request, `item_ctr` by that of
@@ -9,8 +10,8 @@ the item after any query:
     rate = (clicks + prior * strength) / (exposures + strength)
 
 with `ctr_prior` and `ctr_strength` of the source file's `search` section. A trained
-search model has to clear the better of the two. Without clock times or windows the tables
-have no rates, and all results tie.
+search model has to clear the better of the two. Without clock times or windows the
+tables have no rates, and all results tie.
 
 `log_order` ranks results as the log showed them. The shown position is unknown when a
 search is ranked, so this model is a diagnostic of the log and not a floor: its metrics

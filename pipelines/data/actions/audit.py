@@ -1,8 +1,8 @@
 """Rules on the tables of a log of actions: the cuts, tasks and actions from labels, counts that see the past only.
 
 Everything is computed from `events` with plain polars, by the definitions that the
-manifest of sequences names. Counts are of all users' events before the time of an event;
-counts of candidates are before the cut before them.
+manifest of sequences names. Counts are of all users' events before the time of an
+event; counts of candidates are before the cut before them.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def action_values(action: dict[str, Any]) -> pl.Expr:
 def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarray]:
     """Return the windowed counts and rates by name, (events,) each.
 
-    They count exposures and tasks of the user, the item or one of its attributes, before
-    the time `at` and a delay.
+    They count exposures and tasks of the user, the item or one of its attributes,
+    before the time `at` and a delay.
     """
     definitions = tables.info["definitions"]
     tasks, settings = definitions["tasks"], definitions["counts"]

@@ -10,8 +10,8 @@
           dwell: {label: dwell_ms, range: [0, 60000], log_unit: 1000}
         counts: {keys: [item, author, user], windows_days: [1, 7]}
 
-A bool label that no entry names becomes a task and an input. A label that an event lacks
-counts as an action that was not taken: 0.
+A bool label that no entry names becomes a task and an input. A label that an event
+lacks counts as an action that was not taken: 0.
 
 Shapes: E events, K tasks, A actions that models read.
 """
@@ -43,13 +43,16 @@ class Task:
     __pydantic_config__ = FORBID_EXTRA
 
     label: str | None = None
-    """Label that gives the task: a bool label as it is, a number by `above` or `at_least`; or `any`."""
+    """Label that gives the task: a bool label as it is, a number by `above` or
+    `at_least`; or `any`."""
     above: float | None = None
-    """Number labels: 1 where the label is above this, as 1(dwell > tau) of Sec. 3 of AttnMVP."""
+    """Number labels: 1 where the label is above this, as 1(dwell > tau) of Sec. 3 of
+    AttnMVP."""
     at_least: float | None = None
     """Number labels: 1 where the label is this or more."""
     any: list[str] | None = None
-    """Bool labels: 1 where one of them is true, as `contribution` of Sec. 3 of AttnMVP."""
+    """Bool labels: 1 where one of them is true, as `contribution` of Sec. 3 of
+    AttnMVP."""
 
     def __post_init__(self) -> None:
         if (self.label is None) == (self.any is None):
@@ -112,10 +115,11 @@ class Input:
     label: str
     """Label that gives the input."""
     range: list[float] | None = None
-    """Number labels: values that become 0 and 1; other values are clipped to them. By default the range that the
-    label declares."""
+    """Number labels: values that become 0 and 1; other values are clipped to them. By
+    default the range that the label declares."""
     log_unit: float | None = None
-    """Number labels: log(1 + value / log_unit) is graded instead of the value: for times and other long tails."""
+    """Number labels: log(1 + value / log_unit) is graded instead of the value: for
+    times and other long tails."""
 
     def __post_init__(self) -> None:
         if self.range is not None:
@@ -165,16 +169,18 @@ class Counts(WindowSettings):
     __pydantic_config__ = FORBID_EXTRA
 
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
-    """Keys that are counted by: `item`, `user`, or the name of an attribute of items such as `author`."""
+    """Keys that are counted by: `item`, `user`, or the name of an attribute of items
+    such as `author`."""
     counted_labels: list[str] | None = None
     """Tasks that are counted besides exposures; by default all."""
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0])
     """Lengths of the windows, in days, ascending."""
     delay_minutes: float = 60.0
-    """Minutes that a log takes to arrive: counts at time t end at t - delay. Events of one time never count for each
-    other."""
+    """Minutes that a log takes to arrive: counts at time t end at t - delay. Events of
+    one time never count for each other."""
     prior: float = 0.1
-    """Rate without exposures; smoothed: (count + prior * strength) / (exposures + strength)."""
+    """Rate without exposures; smoothed: (count + prior * strength) / (exposures +
+    strength)."""
     strength: float = 10.0
     """Weight of the prior, in exposures."""
 
@@ -198,10 +204,11 @@ class ActionsConfig:
     """Tasks, inputs and counts of a log of actions."""
 
     tasks: dict[str, Task] = field(default_factory=dict)
-    """Tasks by name, in order: {name: {label, above | at_least}} or {name: {any: [labels]}}. Bool labels that are no
-    task by themselves follow, a task each."""
+    """Tasks by name, in order: {name: {label, above | at_least}} or {name: {any:
+    [labels]}}. Bool labels that are no task by themselves follow, a task each."""
     inputs: dict[str, Input] = field(default_factory=dict)
-    """Inputs of models, by name: {name: {label, range, log_unit}}. Bool labels that are not named follow as 0 or 1."""
+    """Inputs of models, by name: {name: {label, range, log_unit}}. Bool labels that are
+    not named follow as 0 or 1."""
     counts: Counts = field(default_factory=Counts)
     """The counting statistics."""
 

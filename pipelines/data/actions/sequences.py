@@ -2,8 +2,8 @@
 
 `python -m jobs.prepare` makes them where a source says `prepare: {kind: actions}`. Two
 integers per user, `train_end` and `val_end`, count the user's events before the two cut
-times of the log. Context and candidates of validation and of test are slices; nothing is
-copied.
+times of the log. Context and candidates of validation and of test are slices; nothing
+is copied.
 
 Shapes: E events of a part, N impressions of items of the catalogue, U users, K tasks,
 A actions that models read, F features.
@@ -66,7 +66,8 @@ class ActionsBuilder(SequenceBuilder):
     actions: ActionsConfig
     """Tasks, inputs and counts, resolved."""
     hashed: tuple[str, ...] = ()
-    """Columns of categories with too many values to list, which are hashed as custom features are."""
+    """Columns of categories with too many values to list, which are hashed as custom
+    features are."""
 
     @property
     def columns(self) -> list[str]:
@@ -170,7 +171,8 @@ class PartSurvey:
     positives: dict[str, int]
     """Positive training impressions by task."""
     input_ranges: dict[str, tuple[float, float]]
-    """Least and largest value of each input in training; empty without training impressions."""
+    """Least and largest value of each input in training; empty without training
+    impressions."""
     categories: TrainingValues
     """Values of the viewer-side categories in training."""
 
@@ -286,8 +288,8 @@ def drop_constants(
 ) -> ActionsConfig:
     """Return the configuration without the tasks and inputs of `constant`, whose keys are `task NAME`, `action NAME`.
 
-    A constant task has nothing to learn and no entropy to normalise by. A constant input
-    tells nothing, and models would meet its other values untrained.
+    A constant task has nothing to learn and no entropy to normalise by. A constant
+    input tells nothing, and models would meet its other values untrained.
     """
     tasks = {
         name: task

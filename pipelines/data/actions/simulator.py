@@ -1,20 +1,22 @@
 """A simulated feed with a known answer: the dog and cat users of AttnMVP (Fig. 4), scaled up.
 
-    python -m jobs.simulate --kind feed --output raw --users 1500 --items 400 --events 30000
-    python -m jobs.simulate --kind feed --output raw --users 1500 --items 6000 --events 30000 --shown_days 7
+    python -m jobs.simulate --kind feed --output raw --users 1500 --items 400 --events
+    30000 python -m jobs.simulate --kind feed --output raw --users 1500 --items 6000
+    --events 30000 --shown_days 7
 
-Half of the items show dogs, half cats. Half of the users like dogs and not cats, the other
-half the reverse. Items are drawn in the same way for everyone, so neither the items that a
-user saw nor the actions that an item got from all users tell the two kinds apart: only the
-user's actions do. A model that does not read actions cannot beat the base rate (normalised
-entropy near 1). A model that reads them can come down to `best_entropy`, because actions
-are drawn with the probabilities PROBABILITY. With `shown_days` items come and go over the
-whole log and each is shown for this number of days. Training has then hardly seen the items
-of validation and test: their ids say nothing, their kind, author and text do.
+Half of the items show dogs, half cats. Half of the users like dogs and not cats, the
+other half the reverse. Items are drawn in the same way for everyone, so neither the
+items that a user saw nor the actions that an item got from all users tell the two kinds
+apart: only the user's actions do. A model that does not read actions cannot beat the
+base rate (normalised entropy near 1). A model that reads them can come down to
+`best_entropy`, because actions are drawn with the probabilities PROBABILITY. With
+`shown_days` items come and go over the whole log and each is shown for this number of
+days. Training has then hardly seen the items of validation and test: their ids say
+nothing, their kind, author and text do.
 
-Written are `events-*.parquet` (user_id, item_id, timestamp_ms, like, comment, share, follow, hide, dwell_ms),
-`items.parquet` (item_id, title, description, author, kind) and, last, `simulation.json`. No Ray. A result on
-one is always labelled simulated.
+Written are `events-*.parquet` (user_id, item_id, timestamp_ms, like, comment, share,
+follow, hide, dwell_ms), `items.parquet` (item_id, title, description, author, kind)
+and, last, `simulation.json`. No Ray. A result on one is always labelled simulated.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ PROBABILITY = {
     "follow": (0.005, 0.05),
     "hide": (0.3, 0.02),
 }
-"""Probability of each action on an item of the kind that the user does not like, and of the other kind."""
+"""Probability of each action on an item of the kind that the user does not like, and of
+the other kind."""
 
 LOG_DWELL = (np.log(4_000), np.log(25_000))
 """Means of the logarithm of the dwell time in ms, in the same order."""
@@ -112,7 +115,8 @@ class FeedSettings(Settings):
     """Size, seed and causes of a feed."""
 
     shown_days: float = 0.0
-    """Feed: days that each item is shown for, so that later items are new; 0: for the whole log."""
+    """Feed: days that each item is shown for, so that later items are new; 0: for the
+    whole log."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,7 +45,8 @@ class Rule:
     examples: list[str] = field(default_factory=list)
     """The first offenders, one line each."""
     note: str = ""
-    """A setting that lets the future in although it breaks no rule: a split or a core that was asked for."""
+    """A setting that lets the future in although it breaks no rule: a split or a core
+    that was asked for."""
 
     def add_violation(self, example: str, violations: int = 1) -> None:
         """Add violations and the description of one of them."""

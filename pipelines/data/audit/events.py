@@ -114,8 +114,9 @@ def _check_known_times(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -
 def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     """Check the items table against the k-core of the events. Return the users (`user_id`) in the k-core.
 
-    The catalogue of a fresh log (`catalogue_of`) is that of other tables. A catalogue of
-    described items (`items_without_behaviours`) holds items whatever their behaviours.
+    The catalogue of a fresh log (`catalogue_of`) is that of other tables. A catalogue
+    of described items (`items_without_behaviours`) holds items whatever their
+    behaviours.
     """
     items, info = tables.catalogue, tables.manifests["items"].info
     rule.rows = items.height

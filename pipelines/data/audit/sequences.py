@@ -1,6 +1,7 @@
 """Rules on sequences that several kinds share: behaviours, histories, splits, counts, custom features.
 
-Frames of behaviours and of requests have a row each, with `row` and `place` (`base.py`).
+Frames of behaviours and of requests have a row each, with `row` and `place`
+(`base.py`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ BYTES_OF_TEXT = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}
 DUPLICATES_WORD = {"drop": "dropped", "keep": "kept"}
 
 LoadStats = Callable[[], EventStats]
-"""Returns statistics of the events; reads the parts if this run has not read them yet."""
+"""Returns statistics of the events; reads the parts if this run has not read them
+yet."""
 
 
 def count_partitions(uris: list[str]) -> int:
@@ -352,7 +353,8 @@ def _old_rejects(run: Run, earlier: Manifest | None) -> list[Part]:
         return []
     if rejects.info["stamps"] == earlier.info["stamps"]:
         return rejects.files
-    # A run that was killed between the two manifests has left rejects of files that the events lack.
+    # A run that was killed between the two manifests has left rejects of files that the
+    # events lack.
     return rejects.files[: rejects.info["old_files"]]
 
 

@@ -32,7 +32,8 @@ from pipelines.data.run import Run
 ITEMS_PER_PART = 1_000_000
 
 FILE, ROW, CONTENT = "__file", "__row", "__content"
-"""Columns of exchanged metadata: number of the file, number of the row in it, hash of the row's values."""
+"""Columns of exchanged metadata: number of the file, number of the row in it, hash of
+the row's values."""
 
 
 def make_items(
@@ -204,7 +205,8 @@ def extend_catalogue(old: pa.Array, ids: pa.Array) -> pa.Array:
     return pa.concat_arrays([old, new])
 
 
-# The items with their metadata: read by file, exchanged by range of item_index, written.
+# The items with their metadata: read by file, exchanged by range of item_index,
+# written.
 
 
 @dataclass(frozen=True)

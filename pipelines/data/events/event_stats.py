@@ -38,7 +38,8 @@ class PartStats:
     counts: np.ndarray
     """(N,) behaviours on each item."""
     remainders: list[tuple[int, int]]
-    """Least and largest remainder of the times by each of GRAINS_MS; empty without behaviours."""
+    """Least and largest remainder of the times by each of GRAINS_MS; empty without
+    behaviours."""
     span: tuple[int, int] | None
     """First and last time of a behaviour; None without behaviours."""
     hours: dict[int, int]
@@ -68,7 +69,8 @@ class EventStats:
     last_ms: int
     """Largest timestamp of a behaviour."""
     grain_ms: int
-    """Coarsest of a day, a second and a millisecond by whose multiples all times of behaviours differ."""
+    """Coarsest of a day, a second and a millisecond by whose multiples all times of
+    behaviours differ."""
     hours: dict[int, int]
     """Behaviours by the first ms of their hour, ascending."""
 

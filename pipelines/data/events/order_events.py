@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from pipelines.data.reading.log import MISSING_VALUES
 
 LOG_PLACE = "log_place"
-"""Column with an event's row number in the log; events have it with `ties: log_order`."""
+"""Column with an event's row number in the log; events have it with `ties:
+log_order`."""
 
 
 def order_events(
@@ -154,7 +155,8 @@ class _Ties:
         )
         content = [*schema.names, "group"]
         if LOG_PLACE in frame.columns:
-            # The earliest of equal rows stays; equal rows need not be neighbours in the log.
+            # The earliest of equal rows stays; equal rows need not be neighbours in the
+            # log.
             frame = frame.sort("group", LOG_PLACE, "position")
             is_first = frame.select(pl.struct(content).is_first_distinct()).to_series()
             stays = (is_first | keep_duplicates).cast(pl.Int32).alias("stays")

@@ -44,7 +44,8 @@ class Time:
     of the rows, and files in the order of their names."""
     unit: str = "iso"
     """s, ms, us, ns (numbers since 1970), iso (ISO 8601 text, or typed times of
-    Parquet), or order (an integer that orders the events of a log without clock times)."""
+    Parquet), or order (an integer that orders the events of a log without clock times).
+    """
     format: str | None = None
     """Format of the time's text for Python's `strptime`, such as '%d.%m.%Y %H:%M';
     replaces `unit`."""

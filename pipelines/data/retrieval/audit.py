@@ -23,7 +23,8 @@ def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
     check_behaviours(rows.users, rows.behaviours, expected, rules["behaviours"])
     behaviours = rows.behaviours
     if tables.known != "timestamp_ms":
-        # Behaviours are in the order in which they are visible, requests in that of their times.
+        # Behaviours are in the order in which they are visible, requests in that of
+        # their times.
         behaviours = expected.sort("row", *tables.event_order).with_columns(PLACE)
     check_history(tables, behaviours, rows.requests, rules["history"])
     targets = behaviours.with_columns(candidates=pl.concat_list("item_index"))

@@ -21,10 +21,12 @@ from pipelines.data.sequences.builder import make_sequences
 from pipelines.data.simulation import Settings
 
 MAX_TIED = 0.1
-"""Share of requests that ties leave without a history, above which there is a warning."""
+"""Share of requests that ties leave without a history, above which there is a
+warning."""
 
 MAX_WITHOUT_HISTORY = 0.5
-"""Share of training requests without a history, whatever the reason, above which there is a warning."""
+"""Share of training requests without a history, whatever the reason, above which there
+is a warning."""
 
 
 class Retrieval(Kind):

@@ -74,7 +74,8 @@ class RetrievalBuilder(SequenceBuilder):
         behaviours: Behaviours,
         count: Counter[str],
     ) -> Requests:
-        # Events are in the order of time, behaviours in the order in which they are visible.
+        # Events are in the order of time, behaviours in the order in which they are
+        # visible.
         return Requests.one_per_event(part, np.sort(behaviours.row))
 
     def history_ends(self, draft: PartDraft) -> np.ndarray:

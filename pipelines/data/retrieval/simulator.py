@@ -2,14 +2,16 @@
 
     python -m jobs.simulate --output raw --users 1500 --items 400 --events 15000
 
-Items fall into latent clusters; each cluster has one that follows it, and each item a few items there that
-follow it. A user has a few clusters that he always comes back to. An event is, by chance, one of three: an
-item that follows the user's last one, an item of one of his clusters, or any item. So a model that reads the
-history can know most of what popularity cannot. Item texts are made of their cluster's words, so that text
+Items fall into latent clusters; each cluster has one that follows it, and each item a
+few items there that follow it. A user has a few clusters that he always comes back to.
+An event is, by chance, one of three: an item that follows the user's last one, an item
+of one of his clusters, or any item. So a model that reads the history can know most of
+what popularity cannot. Item texts are made of their cluster's words, so that text
 embeddings cluster too. Times are clock times, in bursts.
 
-Written are `events-*.parquet` (user_id, item_id, timestamp_ms) in time order, `items.parquet` (item_id,
-title, brand, description) and, last, `simulation.json`. No Ray.
+Written are `events-*.parquet` (user_id, item_id, timestamp_ms) in time order,
+`items.parquet` (item_id, title, brand, description) and, last, `simulation.json`. No
+Ray.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from pipelines.data.simulation import (
 )
 
 FOLLOW, TASTE = 0.6, 0.3
-"""Shares of the events that follow the last item, and that come from a user's clusters."""
+"""Shares of the events that follow the last item, and that come from a user's
+clusters."""
 
 SHARES = (0.6, 0.3, 0.1)
 """Shares of the items that follow an item."""
@@ -70,7 +73,8 @@ def simulate_retrieval(output_dir: str, settings: Settings) -> World:
     lengths = draw_lengths(settings, rng)
     item = _walk(world, lengths, rng)
     time = draw_times(lengths, rng)
-    # Users are numbered at random: lengths descend, and an id must not tell a user's activity.
+    # Users are numbered at random: lengths descend, and an id must not tell a user's
+    # activity.
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
     user_ids, item_ids = make_ids("u", settings.users), make_ids("i", settings.items)
 

@@ -37,7 +37,8 @@ KEYS = {"pair": ["item_id", "query"], "item": ["item_id"], "query": ["query"]}
 """Columns of events that counts are by, by kind of key."""
 
 REQUEST_KEYS = ["user_id", "request_id", "alone"]
-"""Columns in which the events of one search are equal; `alone` is of `add_request_times`."""
+"""Columns in which the events of one search are equal; `alone` is of
+`add_request_times`."""
 
 
 def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:

@@ -20,27 +20,32 @@ class SearchConfig(WindowSettings):
     """Settings of the features of a search log (Sec. 3.1 of QGS)."""
 
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
-    """Lengths of the windows that counts cover, in days, ascending. A log without clock times has none."""
+    """Lengths of the windows that counts cover, in days, ascending. A log without clock
+    times has none."""
     delay_minutes: float = 60.0
     """Minutes that a log takes to arrive: counts at time t end at t - delay."""
     ctr_prior: float = 0.1
-    """Click-through rate without exposures; smoothed: (clicks + prior * strength) / (exposures + strength)."""
+    """Click-through rate without exposures; smoothed: (clicks + prior * strength) /
+    (exposures + strength)."""
     ctr_strength: float = 10.0
     """Weight of the prior, in exposures."""
     page_size: int = 10
     """Results per page; the page is position // page_size."""
     max_request_minutes: float = 60.0
-    """Longest time from the first to the last result of one request id; longer is an error, as ids are re-used."""
+    """Longest time from the first to the last result of one request id; longer is an
+    error, as ids are re-used."""
 
     item_features: list[str] = field(default_factory=list)
-    """Attributes and numbers of the item files that models read of results and behaviours; they hold for all time."""
+    """Attributes and numbers of the item files that models read of results and
+    behaviours; they hold for all time."""
     unknown_when_ranking: list[str] = field(default_factory=list)
-    """Custom features that are unknown when a result is ranked, as its position is: read in training alone, as the
-    model's `position` says."""
+    """Custom features that are unknown when a result is ranked, as its position is:
+    read in training alone, as the model's `position` says."""
     groups: dict[str, list[str]] = field(default_factory=dict)
-    """Groups of features for HFG-Attention (Sec. 3.6 of QGS), {group: [feature]}, of counts such as
-    pair_ctr_7d and of the log's numbers and categories. Default groups: cross, document, query, context
-    by what a feature counts, `own`, `items`, and the names of tables with a time of their own."""
+    """Groups of features for HFG-Attention (Sec. 3.6 of QGS), {group: [feature]}, of
+    counts such as pair_ctr_7d and of the log's numbers and categories. Default groups:
+    cross, document, query, context by what a feature counts, `own`, `items`, and the
+    names of tables with a time of their own."""
 
     def __post_init__(self) -> None:
         self.check_windows("search")

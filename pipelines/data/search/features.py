@@ -203,9 +203,9 @@ def feature_groups(
     """Return the groups of features that HFG-Attention turns into tokens, without empty groups.
 
     Args:
-        config: Settings with the groups that the source file declares, which come first.
-        names: Names of `feature_names`.
-        own: Default group by column of custom features.
+        config: Settings with the groups that the source file declares, which come
+        first. names: Names of `feature_names`. own: Default group by column of custom
+        features.
 
     Returns:
         `name` and `features` of each group.

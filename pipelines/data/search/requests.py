@@ -30,10 +30,12 @@ class EventRequests:
     first: np.ndarray
     """(E,) earliest event of each event's request, of its query."""
     earliest: np.ndarray
-    """(E,) earliest event of the (user, request id), whatever the query; its time is the request's."""
+    """(E,) earliest event of the (user, request id), whatever the query; its time is
+    the request's."""
     moment: np.ndarray | None
-    """(E,) number of the (user, time, request id) at which each event's request begins; None where each request has
-    one time and each time one request, so that events are in the order of requests."""
+    """(E,) number of the (user, time, request id) at which each event's request begins;
+    None where each request has one time and each time one request, so that events are
+    in the order of requests."""
 
     @classmethod
     def find(cls, events: pa.Table, query: np.ndarray) -> EventRequests:

@@ -1,26 +1,30 @@
 """A simulated search log with known causes. A result on one is always labelled simulated.
 
-    python -m jobs.simulate --kind search --output raw --users 1500 --items 400 --events 15000
+    python -m jobs.simulate --kind search --output raw --users 1500 --items 400 --events
+    15000
 
-A search has an intent, which is a cluster of items; it shows ten results, four of the intent, three of
-another cluster, and three of three more. Whether a result is clicked has three causes: it is of the intent,
-its maker is one that the user likes, and the user looked that far down (position bias). Purchases and dwell
-time follow the taste of those who clicked.
+A search has an intent, which is a cluster of items; it shows ten results, four of the
+intent, three of another cluster, and three of three more. Whether a result is clicked
+has three causes: it is of the intent, its maker is one that the user likes, and the
+user looked that far down (position bias). Purchases and dwell time follow the taste of
+those who clicked.
 
-`query_driven` says where the intent comes from. In a query-driven search it is drawn anew and the query
-names it: the history cannot tell it, the query does. In the others it follows from the user's last intent
-and the query names any cluster: the history tells it, the query is noise.
+`query_driven` says where the intent comes from. In a query-driven search it is drawn
+anew and the query names it: the history cannot tell it, the query does. In the others
+it follows from the user's last intent and the query names any cluster: the history
+tells it, the query is noise.
 
-`taste` says which makers a user likes. `user`: some makers, equal in all clusters, so query
-and history each tell a part of a click. `class`: every second maker is a cheap one, the
-others are fine ones, and a user likes the makers of one class alone. A few earlier clicks,
-whatever was searched, tell what the user will click, also on makers without a click.
-`query`: in every second cluster a user likes exactly the makers that he does not like in the
-other clusters. A history says nothing of a maker unless it is read together with the
-queries, and the query of a search decides which of it counts.
+`taste` says which makers a user likes. `user`: some makers, equal in all clusters, so
+query and history each tell a part of a click. `class`: every second maker is a cheap
+one, the others are fine ones, and a user likes the makers of one class alone. A few
+earlier clicks, whatever was searched, tell what the user will click, also on makers
+without a click. `query`: in every second cluster a user likes exactly the makers that
+he does not like in the other clusters. A history says nothing of a maker unless it is
+read together with the queries, and the query of a search decides which of it counts.
 
-Written are `events-*.parquet` (one row per result: user_id, search_id, timestamp_ms, query, item_id,
-position, click, purchase, dwell_ms), `items.parquet` and, last, `simulation.json`. No Ray.
+Written are `events-*.parquet` (one row per result: user_id, search_id, timestamp_ms,
+query, item_id, position, click, purchase, dwell_ms), `items.parquet` and, last,
+`simulation.json`. No Ray.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ from pipelines.data.simulation import (
 )
 
 INTENT_RESULTS, DECOY_RESULTS, OTHER_RESULTS = 4, 3, 3
-"""Results of a search by cluster: of the intent, of one other cluster, of further clusters."""
+"""Results of a search by cluster: of the intent, of one other cluster, of further
+clusters."""
 
 RESULTS = INTENT_RESULTS + DECOY_RESULTS + OTHER_RESULTS
 
@@ -62,10 +67,12 @@ IS_FINE = np.arange(len(MAKERS)) % 2 == 1
 """(makers,) the class of each maker."""
 
 OFF_INTENT_CLICK = [0.02, 0.06]
-"""Probability of a click on a result outside the intent that was looked at: [maker is liked]."""
+"""Probability of a click on a result outside the intent that was looked at: [maker is
+liked]."""
 
 LIKED_CLICK = 0.85
-"""Probability of a click on a result of the intent and of a liked maker that was looked at."""
+"""Probability of a click on a result of the intent and of a liked maker that was looked
+at."""
 
 LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))
 """(P,) probability that a user looks at a position."""
@@ -74,7 +81,8 @@ PURCHASE = np.array([0.05, 0.4])
 """Probability of a purchase on a click: [maker is liked]."""
 
 FOLLOW = 0.8
-"""Share of the searches without query-driven intent whose intent follows the last one."""
+"""Share of the searches without query-driven intent whose intent follows the last
+one."""
 
 MAX_MEASURED = 300_000
 """Searches that `best_gauc` looks at, about: whole users, spread over the log."""
@@ -88,13 +96,14 @@ class SearchSettings(Settings):
     """Size, seed and causes of a simulated search log; each search shows ten results."""
 
     query_driven: float = 1.0
-    """Search: share of searches whose clicks follow the query; in the others they follow the history."""
+    """Search: share of searches whose clicks follow the query; in the others they
+    follow the history."""
     taste: Literal["user", "class", "query"] = "user"
-    """Search: whether a user likes some makers everywhere, those of one of two classes, or others in every second
-    cluster of items."""
+    """Search: whether a user likes some makers everywhere, those of one of two classes,
+    or others in every second cluster of items."""
     disliked_click: float = 0.25
-    """Search: probability of a click on a fitting result of a maker that the user does not like, if looked at; of a
-    liked maker it is 0.85."""
+    """Search: probability of a click on a fitting result of a maker that the user does
+    not like, if looked at; of a liked maker it is 0.85."""
 
     unit: ClassVar[str] = "searches"
 
@@ -304,8 +313,8 @@ def _sample_users(log: Searches) -> Searches:
 def gauc(score: np.ndarray, click: np.ndarray) -> float:
     """Return the mean AUC of the searches with results of both classes.
 
-    The AUC is the share of pairs of a clicked and another result that are in order; ties
-    count half. score and click are (S, P).
+    The AUC is the share of pairs of a clicked and another result that are in order;
+    ties count half. score and click are (S, P).
     """
     pairs = click[:, :, None] & ~click[:, None, :]
     order = np.sign(score[:, :, None] - score[:, None, :])

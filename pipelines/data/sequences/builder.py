@@ -3,10 +3,10 @@
     sequences = make_sequences(step)
 
 An events part holds each of its users whole and sorted, so it becomes a part of
-`sequences` in one vectorised pass: list columns are flat columns with offsets over them,
-and nothing is copied per request. `SequenceBuilder.build` selects and orders behaviours,
-forms requests, assigns splits, computes `history_end`, attaches features and labels, and
-lays out the table. A kind of request overrides the steps that differ.
+`sequences` in one vectorised pass: list columns are flat columns with offsets over
+them, and nothing is copied per request. `SequenceBuilder.build` selects and orders
+behaviours, forms requests, assigns splits, computes `history_end`, attaches features
+and labels, and lays out the table. A kind of request overrides the steps that differ.
 
 Shapes: E events of a part, N behaviours, R requests, C candidates of all requests,
 U users with a row.
@@ -92,7 +92,8 @@ class EventsPart:
     known: np.ndarray
     """(E,) ms from which the event is visible as a behaviour."""
     query: np.ndarray
-    """(E,) query_index, -1 without a query; empty for kinds without a table of queries."""
+    """(E,) query_index, -1 without a query; empty for kinds without a table of
+    queries."""
 
     @classmethod
     def open(
@@ -100,7 +101,8 @@ class EventsPart:
     ) -> EventsPart:
         """Look up users, items and times of a table of `read_part`.
 
-        `behaviour` is the label that makes an event a behaviour; None if all events are.
+        `behaviour` is the label that makes an event a behaviour; None if all events
+        are.
         """
         user = dictionary_column(table, "user_id").indices.to_numpy()
         is_first = np.ones(len(user), dtype=bool)
@@ -134,7 +136,8 @@ class Behaviours:
     row: np.ndarray
     """(N,) rows of the part."""
     oldest: np.ndarray
-    """(users of the part,) ms from which a truncated user's behaviours are visible; NOT_TRUNCATED for others."""
+    """(users of the part,) ms from which a truncated user's behaviours are visible;
+    NOT_TRUNCATED for others."""
     truncated_users: int
     """Users with more than `max_events` behaviours."""
     truncated_events: int
@@ -180,7 +183,8 @@ class Requests:
     start: np.ndarray
     """(R,) first candidate of each request."""
     as_of: np.ndarray
-    """(E,) ms at which the features of each event are taken: the time of its request."""
+    """(E,) ms at which the features of each event are taken: the time of its
+    request."""
 
     @classmethod
     def one_per_event(cls, part: EventsPart, rows: np.ndarray) -> Requests:
@@ -207,7 +211,8 @@ class PartDraft:
 
     part: EventsPart
     row: np.ndarray
-    """(N,) events that are behaviours, by user and the time at which they are visible."""
+    """(N,) events that are behaviours, by user and the time at which they are
+    visible."""
     requests: Requests
     split: np.ndarray
     """(R,) index into SPLITS."""
@@ -249,7 +254,8 @@ class TrainingStats:
     positives: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """(K,) positive rows of each task; K is 0 for kinds without tasks."""
     feature_sums: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
-    """(2, F) sums and sums of squares of the features; F is 0 for kinds that do not standardise them."""
+    """(2, F) sums and sums of squares of the features; F is 0 for kinds that do not
+    standardise them."""
 
 
 @dataclass(frozen=True)
@@ -273,11 +279,13 @@ class SequenceBuilder(ABC):
     schema: pa.Schema
     """Schema of the events."""
     split: dict[str, Any]
-    """The split as manifests record it: `kind`, and the cut times of a temporal split."""
+    """The split as manifests record it: `kind`, and the cut times of a temporal
+    split."""
     max_events: int
     """Most recent behaviours that are kept of each user."""
     joined: pa.Schema
-    """Features of items and of tables with a time of their own, which are joined to events."""
+    """Features of items and of tables with a time of their own, which are joined to
+    events."""
 
     ids: ClassVar[tuple[str, ...]] = USER_AND_ITEM
     """Columns that are read dictionary-coded."""

@@ -1,11 +1,11 @@
 """Point-in-time counts: events of one key in [t - window, t - delay), from events alone.
 
-`python -m jobs.prepare` makes them for kinds of request with counted features. Events of
-all users count, so rows travel to the bucket of their key, and their counts travel back
-to their part: two exchanges in a row (`count_in_buckets`). Each bucket is one vectorised
-kernel: a sort, running sums, and a binary search per window, so the cost is E log E in
-the events, whatever the windows hold. The counts are integers; the `features.py` of a
-kind computes what models read.
+`python -m jobs.prepare` makes them for kinds of request with counted features. Events
+of all users count, so rows travel to the bucket of their key, and their counts travel
+back to their part: two exchanges in a row (`count_in_buckets`). Each bucket is one
+vectorised kernel: a sort, running sums, and a binary search per window, so the cost is
+E log E in the events, whatever the windows hold. The counts are integers; the
+`features.py` of a kind computes what models read.
 
 Shapes: E events, W windows, M labels that are counted.
 """
@@ -25,7 +25,8 @@ from pipelines.data.engine import KEY, Call, Engine, Exchange, fetch
 from pipelines.data.events.columns import sorted_unique
 
 ROWS_PER_BUCKET = 2_000_000
-"""Rows that a bucket is counted from, in a few hundred MB; all events of one key are in one bucket."""
+"""Rows that a bucket is counted from, in a few hundred MB; all events of one key are in
+one bucket."""
 
 NO_GAP = -1
 """Gap of a key without an earlier event."""
@@ -34,7 +35,8 @@ NO_KEY = -1
 """`key_number` of the row that stands for a part."""
 
 Columns = dict[str, np.ndarray]
-"""Columns (n,) or (n, ...) of some rows of a part; `row` (n,) int32 is their row number."""
+"""Columns (n,) or (n, ...) of some rows of a part; `row` (n,) int32 is their row
+number."""
 
 
 def window_counts(
@@ -66,7 +68,8 @@ def window_counts(
     gap = np.full(events, NO_GAP, dtype=np.int64)
     if not events:
         return counts, gap
-    # (key, time) on one line of integers: time by rank, so that both fit whatever the clock's unit.
+    # (key, time) on one line of integers: time by rank, so that both fit whatever the
+    # clock's unit.
     code = np.unique(key, return_inverse=True)[1].astype(np.int64)
     times, rank = np.unique(time, return_inverse=True)
     moments, moment = times, rank
@@ -114,7 +117,8 @@ class KeyCounter(ABC):
     """Counts that one kind of request has, by several keys one after the other."""
 
     shapes: list[dict[str, tuple[int, ...]]]
-    """Per key the names of its counts and their shapes for one event: int32, but for `gap`."""
+    """Per key the names of its counts and their shapes for one event: int32, but for
+    `gap`."""
 
     @abstractmethod
     def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
@@ -152,13 +156,10 @@ def count_in_buckets(
     """Count the events of all parts and build each part with its counts.
 
     Args:
-        engine: Runs the exchange.
-        parts: URIs of events parts.
-        events: Events of all parts.
-        counter: Reads and counts keys.
-        count_inputs: Arguments of `counter.read_keys` after the part.
-        build: Called as `build(*shared, part, pieces)`, with pieces for `gather_counts`.
-        shared: First arguments of `build`.
+        engine: Runs the exchange. parts: URIs of events parts. events: Events of all
+        parts. counter: Reads and counts keys. count_inputs: Arguments of
+        `counter.read_keys` after the part. build: Called as `build(*shared, part,
+        pieces)`, with pieces for `gather_counts`. shared: First arguments of `build`.
 
     Yields:
         (number of the part, result of `build`) as parts finish.

@@ -33,20 +33,24 @@ class SplitConfig:
     """Settings of the split of requests."""
 
     kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
-    """`temporal`: two cut times for all users. `leave_last_out`: each user's last request is for test, the one before
-    it for validation; users with fewer than three have all in training, and among requests of one time a hash decides.
-    `auto`: `temporal` if the log has clock times,
-    else `leave_last_out`."""
+    """`temporal`: two cut times for all users. `leave_last_out`: each user's last
+    request is for test, the one before it for validation; users with fewer than three
+    have all in training, and among requests of one time a hash decides. `auto`:
+    `temporal` if the log has clock times, else `leave_last_out`."""
     val_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, in the validation window of a temporal split."""
+    """Share of all behaviours, before the k-core, in the validation window of a
+    temporal split."""
     test_fraction: float = 0.1
-    """Share of all behaviours, before the k-core, in the test window of a temporal split."""
+    """Share of all behaviours, before the k-core, in the test window of a temporal
+    split."""
     val_start: Any = None
-    """Start of the validation window, as ISO 8601 (UTC) or epoch ms; with `test_start`, it replaces the fractions."""
+    """Start of the validation window, as ISO 8601 (UTC) or epoch ms; with `test_start`,
+    it replaces the fractions."""
     test_start: Any = None
     """Start of the test window."""
     val_days: float | None = None
-    """Days of the validation window; with `test_days` it replaces the fractions, and the cuts move with the log."""
+    """Days of the validation window; with `test_days` it replaces the fractions, and
+    the cuts move with the log."""
     test_days: float | None = None
     """Days of the test window, which ends with the last behaviour."""
 

@@ -1,4 +1,6 @@
-"""A small catalogue and a batch of users with contexts of several lengths, one of them empty."""
+"""A small catalogue and a batch of users with contexts of several lengths, one of them
+empty.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def catalogue() -> ActionsCatalogue:
 
 @pytest.fixture
 def batch(catalogue: ActionsCatalogue) -> ActionsBatch:
-    """4 users: contexts of 7, 3, 1 and 0 events; 3, 3, 1 and 2 candidates, one of user 0's amid the context."""
+    """4 users: contexts of 7, 3, 1 and 0 events; 3, 3, 1 and 2 candidates, one of user
+    0's amid the context.
+    """
     torch.manual_seed(2)
     events: dict[str, Any] = {}
     for prefix, size in {"": (4, 7), "candidate_": (4, 3)}.items():

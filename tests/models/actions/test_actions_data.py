@@ -1,4 +1,6 @@
-"""Actions batches: what a slow reading of the table says; nothing known too early; little padding."""
+"""Actions batches: what a slow reading of the table says; nothing known too early;
+little padding.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(
 def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
     tables, limit
 ):
-    """Whatever the overlap of windows, of which each but a user's first has so much of history at least."""
+    """Whatever the overlap of windows, of which each but a user's first has so much of
+    history at least.
+    """
     learned: dict[int, list] = {}
     for batch in batches(load(tables, "train", max_history=limit), epoch=3):
         for row, number in enumerate(batch.user_row.tolist()):

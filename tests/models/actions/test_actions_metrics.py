@@ -1,4 +1,6 @@
-"""Metrics over candidates alone: both forms of normalised entropy, GAUC per user, the loss."""
+"""Metrics over candidates alone: both forms of normalised entropy, GAUC per user, the
+loss.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""All seven models: causal, candidates apart, padding unread, all weights learned; and their own promises."""
+"""All seven models: causal, candidates apart, padding unread, all weights learned; and
+their own promises.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def make(name: str, catalogue, **changes) -> FusionModel:
 def predictions(
     model: FusionModel, batch: ActionsBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of context events (B, T, K), where the model has such, and of candidates (B, C, K)."""
+    """Logits of context events (B, T, K), where the model has such, and of candidates
+    (B, C, K).
+    """
     with torch.no_grad():
         logits = model.logits(batch, history=model.history_targets)
     n = logits.shape[1] - batch.candidate_item.shape[1]
@@ -147,7 +151,9 @@ TIES = {
 def test_one_pass_gives_every_event_what_it_has_alone_after_what_is_strictly_earlier(
     name, times, catalogue, batch
 ):
-    """A slow loop over the events, each a candidate after its own context; of events of one time in any order."""
+    """A slow loop over the events, each a candidate after its own context; of events of
+    one time in any order.
+    """
     model = make(name, catalogue)
     row = replace(batch.select("B", slice(1)), time=torch.tensor([TIES[times]]))
     in_context, _ = predictions(model, row)
@@ -345,7 +351,9 @@ def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_starts_by_predicting_the_rates_of_training(name, catalogue, batch):
-    """So that it starts at a normalised entropy of 1, however rare a task is; a task of one class stays finite."""
+    """So that it starts at a normalised entropy of 1, however rare a task is; a task of
+    one class stays finite.
+    """
     kind, config = VARIANTS[name]
     torch.manual_seed(0)
     model = kind(config(), replace(catalogue, train_rates=(0.3, 0.01, 0.5))).eval()

@@ -1,4 +1,6 @@
-"""Models of actions through the common set-up: trained, validated, saved; what the data cannot tell is said."""
+"""Models of actions through the common set-up: trained, validated, saved; what the data
+cannot tell is said.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,9 @@ CATALOGUE = ActionsCatalogue(
 
 
 def users(count: int, context: int = 12, candidates: int = 4) -> ActionsBatch:
-    """Half of the items are dogs; half of the users like them, the other half like all others."""
+    """Half of the items are dogs; half of the users like them, the other half like all
+    others.
+    """
     item = torch.randint(ITEMS, (count, context + candidates))
     liked = (KIND[item] == torch.randint(2, (count, 1))).float()[..., None]
     time = torch.arange(context + candidates).expand(count, -1)

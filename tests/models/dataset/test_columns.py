@@ -1,4 +1,6 @@
-"""Decoded columns: equal to the table, written once per node, removed when unused, and clear errors."""
+"""Decoded columns: equal to the table, written once per node, removed when unused, and
+clear errors.
+"""
 
 from __future__ import annotations
 

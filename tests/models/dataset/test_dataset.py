@@ -1,4 +1,6 @@
-"""Batches are the same for any number of workers, hold every example once, and can be continued at any step."""
+"""Batches are the same for any number of workers, hold every example once, and can be
+continued at any step.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def load(
 
 
 def contents(dataset: Any, rows: np.ndarray) -> Counter[Any]:
-    """Return what the batch says of each example, without padding: an example alone, as the model would read it."""
+    """Return what the batch says of each example, without padding: an example alone, as
+    the model would read it.
+    """
     found: Counter[Any] = Counter()
     for row in range(len(rows)):
         batch = dataset.collate(rows[row : row + 1])

@@ -1,4 +1,6 @@
-"""Small tables for the tests of retrieval models, and a TIGER that is trained once for all of them."""
+"""Small tables for the tests of retrieval models, and a TIGER that is trained once for
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def _write(
 
 @pytest.fixture
 def write_tables(tmp_path: Path) -> WriteTables:
-    """Writes `items` and `sequences` of a log, with strict histories, in parts of a few users."""
+    """Writes `items` and `sequences` of a log, with strict histories, in parts of a few
+    users.
+    """
 
     def write(
         log: Log, num_items: int, name: str = "tables", users_per_part: int = 3
@@ -141,7 +145,9 @@ def write_sids(tmp_path: Path) -> Callable[..., Path]:
 
 @dataclass
 class World:
-    """Tables with semantic IDs, a TIGER that was trained on them, and how well it ranks."""
+    """Tables with semantic IDs, a TIGER that was trained on them, and how well it
+    ranks.
+    """
 
     root: Path
     tables: str
@@ -156,7 +162,9 @@ class World:
     def train(
         self, model: dict[str, Any], folder: Path, epochs: int, metric: str = "ndcg@10"
     ) -> tuple[Any, list[EpochEvent]]:
-        """Trains as `jobs.train` does, without Ray, to `best` in the folder; (set-up, epochs)."""
+        """Trains as `jobs.train` does, without Ray, to `best` in the folder; (set-up,
+        epochs).
+        """
         config = FitConfig(
             lr=5e-3,
             warmup_share=0.0,

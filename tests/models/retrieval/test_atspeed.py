@@ -1,4 +1,6 @@
-"""AtSpeed: what verifies is the teacher prefix by prefix, strict recommends what the teacher does, and its losses."""
+"""AtSpeed: what verifies is the teacher prefix by prefix, strict recommends what the
+teacher does, and its losses.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def test_a_tree_in_one_pass_is_every_prefix_by_itself(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_strict_recommends_what_its_teacher_does(seed: int) -> None:
-    """With drafts that know nothing and drafts that are the teacher, at any batch size, beam and number of steps."""
+    """With drafts that know nothing and drafts that are the teacher, at any batch size,
+    beam and number of steps.
+    """
     model, verified_by = student(seed=seed), teacher(seed)
     if seed % 3 == 0:  # a draft that is often right
         model = student(seed=seed, draft_layers=2, draft_d_ff=32, draft_beam=20)

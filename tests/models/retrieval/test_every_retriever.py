@@ -1,5 +1,5 @@
-"""What holds for every model that decodes semantic IDs: search against its definition, its own row alone, training, and
-what is refused."""
+"""What holds for every model that decodes semantic IDs: search against its definition,
+its own row alone, training, and what is refused."""
 
 from __future__ import annotations
 
@@ -108,11 +108,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**HEADS, "teacher_model": {"name": "sid_mlp", "teacher_model": TEACHER}},
     ),
 }
-"""And their variants: each ablation that is shipped, digits of the teacher's, other teachers."""
+"""And their variants: each ablation that is shipped, digits of the teacher's, other
+teachers."""
 
 
 def build(name: str, options: dict[str, Any]) -> Any:
-    """A model with its teacher, if it has one; its log-probabilities are far from uniform."""
+    """A model with its teacher, if it has one; its log-probabilities are far from
+    uniform.
+    """
     torch.manual_seed(1)
     if issubclass(registry.find(name), TaughtModel):
         options = {
@@ -138,8 +141,8 @@ def model_of(case: str) -> Any:
 
 
 def digits(decoder: Any, history: History, codes: Tensor) -> list[Tensor]:
-    """(B, C_l) of each level that the decoder has: log-probabilities of its codebook, each given the codes before; of
-    TIGER's decoder over its whole vocabulary."""
+    """(B, C_l) of each level that the decoder has: log-probabilities of its codebook,
+    each given the codes before; of TIGER's decoder over its whole vocabulary."""
     if isinstance(decoder, ReusesDecoder):
         before = digits(decoder.teacher, history, codes)[: decoder.first_level]
         return (
@@ -161,8 +164,8 @@ def digits(decoder: Any, history: History, codes: Tensor) -> list[Tensor]:
 
 
 def among_children(own: list[Tensor], codes: Tensor) -> list[Tensor]:
-    """Log-probabilities (N, C_l) of each level, after the first one anew over what the catalogue has after the codes of
-    item N."""
+    """Log-probabilities (N, C_l) of each level, after the first one anew over what the
+    catalogue has after the codes of item N."""
     found = own[:1]
     for level, digit in enumerate(own[1:], start=1):
         same = (codes[:, None, :level] == codes[None, :, :level]).all(
@@ -186,8 +189,8 @@ def row_of(batch: RequestBatch, row: int, count: int = 1) -> RequestBatch:
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
-    """Each digit's log-probability from its definition; with `children` the digits after the first are normalised anew
-    over what the catalogue has."""
+    """Each digit's log-probability from its definition; with `children` the digits
+    after the first are normalised anew over what the catalogue has."""
     model, batch, codes = model_of(case), requests(3), catalogue().sids
     options = registry.find(CASES[case][0]).recommend_options()
     decoder = model.target if "atspeed" in case else model.decoder
@@ -230,8 +233,9 @@ def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
 def narrow_search(
     own: list[Tensor], codes: Tensor, some: list[int], beam: int
 ) -> list[int]:
-    """Items that a search within the items `some` ends at, best first: of each level the best `beam` prefixes stay, by
-    log-probabilities (N, C_l) of each level after the codes of item N."""
+    """Items that a search within the items `some` ends at, best first: of each level
+    the best `beam` prefixes stay, by log-probabilities (N, C_l) of each level after the
+    codes of item N."""
     kept, score = [()], torch.zeros(len(codes))
     for level, digit in enumerate(own):
         score = score + digit.gather(1, codes[:, level, None])[:, 0]
@@ -310,7 +314,9 @@ def test_a_narrow_search_within_allowed_items_follows_its_definition(case: str) 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_of_search_is_teacher_forcing_of_its_prefix(case: str) -> None:
-    """Beams that leave, double and change places, each against its whole prefix read at once."""
+    """Beams that leave, double and change places, each against its whole prefix read at
+    once.
+    """
     model, batch = model_of(case), requests(4)
     history, generator = model.encode(batch), torch.Generator().manual_seed(3)
     scorer = model.decoder.scorer(model.backbone.infer(batch))

@@ -1,4 +1,6 @@
-"""EARN's encoder and NEZHA's input and head written out, their loss, and learning rates by part."""
+"""EARN's encoder and NEZHA's input and head written out, their loss, and learning rates
+by part.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_digits(name: str) -> None:
 def layer_by_loops(
     backbone: EarnBackbone, index: int, states: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """What a block makes of the states (D,) at some positions, each of which attends to all of them."""
+    """What a block makes of the states (D,) at some positions, each of which attends to
+    all of them.
+    """
     block, first = backbone.encoder.blocks[index], backbone.encoder.blocks[0].attention
     attention, found = block.attention, {}
     normed = {

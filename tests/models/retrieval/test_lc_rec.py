@@ -1,4 +1,6 @@
-"""LC-Rec computes what the language model of `transformers` does without a cache, and trains on responses alone."""
+"""LC-Rec computes what the language model of `transformers` does without a cache, and
+trains on responses alone.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Language models of other kinds: learned positions, shared keys, tied output layers."""
+"""Language models of other kinds: learned positions, shared keys, tied output
+layers."""
 
 
 def make(**options: Any) -> LcRec:
@@ -97,7 +100,9 @@ def plain_tokens(model: LcRec, history: list[int]) -> list[int]:
 
 
 def states(model: LcRec, tokens: list[int]) -> Tensor:
-    """(S, D): the library's pass over one row of tokens, without padding and without a cache."""
+    """(S, D): the library's pass over one row of tokens, without padding and without a
+    cache.
+    """
     embedded = torch.stack(
         [
             model.backbone.words().weight[t]
@@ -117,7 +122,9 @@ def history_of(batch: HistoryBatch, row: int) -> list[int]:
 
 
 def brute_force(model: LcRec, history: list[int]) -> Tensor:
-    """(N,): of each item the log-probability of its codes, by a whole pass over prompt and codes."""
+    """(N,): of each item the log-probability of its codes, by a whole pass over prompt
+    and codes.
+    """
     before, sids = plain_tokens(model, history), catalogue().sids
     found = []
     for code in sids:
@@ -242,7 +249,9 @@ def test_words_take_no_part_in_decoding() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_librarys_with_the_prompt_ignored(kind: str) -> None:
-    """Over words and codes together, of the response's tokens alone: whatever is said of the prompt's is ignored."""
+    """Over words and codes together, of the response's tokens alone: whatever is said
+    of the prompt's is ignored.
+    """
     model, batch = of_kind(kind), requests(5)
     rows = []
     for row in range(5):
@@ -287,7 +296,9 @@ TINY: dict[str, Any] = {
 def test_the_tasks_are_instructions_and_what_answers_them(
     titled: tuple[str, str],
 ) -> None:
-    """Whole rows read back as text, and the loss of each task is the library's on its response."""
+    """Whole rows read back as text, and the loss of each task is the library's on its
+    response.
+    """
     setup = build_training(
         {**TINY, "title_tokens": 3, "task_share": 0.5},
         FitConfig(batch_size=8),

@@ -1,5 +1,6 @@
-"""SID-MLP on LC-Rec reads what an early layer of the language model keeps of the history, and learns from LC-Rec; NEZHA
-on LC-Rec reads placeholders behind the prompt."""
+"""SID-MLP on LC-Rec reads what an early layer of the language model keeps of the
+history, and learns from LC-Rec; NEZHA on LC-Rec reads placeholders behind the prompt.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def taught(name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any) ->
 def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
     layer: int, read: int
 ) -> None:
-    """By hooks on the projections of the layer, one row at a time; by default a quarter of 3 layers, the first."""
+    """By hooks on the projections of the layer, one row at a time; by default a quarter
+    of 3 layers, the first.
+    """
     model, batch = taught(layer=layer, **HEADS), requests(5)
     lm: Any = model.backbone.lm
     attention = lm.model.layers[read].self_attn
@@ -154,7 +157,9 @@ def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() 
 def test_a_training_with_and_without_the_teachers_tables(
     name: str, small: tuple[str, str], tmp_path: Path
 ) -> None:
-    """A teacher trained a little, a student of each kind, its losses from the tables those of the teacher itself."""
+    """A teacher trained a little, a student of each kind, its losses from the tables
+    those of the teacher itself.
+    """
     config = FitConfig(
         lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1
     )

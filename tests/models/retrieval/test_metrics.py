@@ -89,7 +89,9 @@ def test_requests_that_repeat_an_item_count_apart():
 
 
 def test_exposure_is_that_of_a_count_and_of_all_pairs():
-    """Gini by its definition: the mean difference between two items, relative to twice the mean."""
+    """Gini by its definition: the mean difference between two items, relative to twice
+    the mean.
+    """
     generator = torch.Generator().manual_seed(2)
     ranked = torch.stack(
         [torch.randperm(30, generator=generator)[:20] for _ in range(9)]

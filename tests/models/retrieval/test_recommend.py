@@ -1,5 +1,5 @@
-"""What holds for every model that recommends: empty batches, long histories, items that are left out or alone allowed,
-and scores that are not finite."""
+"""What holds for every model that recommends: empty batches, long histories, items that
+are left out or alone allowed, and scores that are not finite."""
 
 from __future__ import annotations
 
@@ -163,7 +163,9 @@ def spoil_all(made: nn.Module) -> None:
 
 
 def spoil_one(made: nn.Module) -> None:
-    """The last floating-point weight: of students a head's bias, which the first layers never meet."""
+    """The last floating-point weight: of students a head's bias, which the first layers
+    never meet.
+    """
     value = [x for x in [*made.buffers(), *made.parameters()] if x.is_floating_point()][
         -1
     ]
@@ -198,7 +200,9 @@ def test_a_missing_tail_is_no_error() -> None:
 def test_known_items_are_left_out_where_that_is_asked_for(
     case: tuple[Any, dict[str, Any]],
 ) -> None:
-    """Of histories shorter and longer than what is read, of padding, and with fewer items than asked for."""
+    """Of histories shorter and longer than what is read, of padding, and with fewer
+    items than asked for.
+    """
     (built, options), batch = case, requests([1, 3, LONGEST, 15])
     for k in (1, 7, 20):
         items, scores = built.recommend(batch, k, unseen=True, **options)
@@ -222,7 +226,9 @@ def test_known_items_are_left_out_where_that_is_asked_for(
 def test_allowed_items_are_ranked_as_among_all(
     case: tuple[Any, dict[str, Any]], some: list[int]
 ) -> None:
-    """Of a search that is as wide as the catalogue: the same items without the others; one set serves several calls."""
+    """Of a search that is as wide as the catalogue: the same items without the others;
+    one set serves several calls.
+    """
     (built, options), batch = case, requests([1, 3, LONGEST, 15])
     wide = {**options, "beam": 400} if "beam" in built.recommend_options() else options
     every, all_scores = built.recommend(batch, 20, **wide)

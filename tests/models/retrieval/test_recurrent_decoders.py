@@ -1,4 +1,6 @@
-"""Gated DeltaNet and Mamba2 as decoders: training form against search, search against every item, padding, learning."""
+"""Gated DeltaNet and Mamba2 as decoders: training form against search, search against
+every item, padding, learning.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def exact(name: str, **options: Any) -> tuple[RecurrentDecoder, History, Tensor]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_states_by_steps_are_those_of_the_whole_row(name: str, chunk: int) -> None:
-    """To 1e-10, in float64: the history once, then the prefix by steps, against all of it in chunks."""
+    """To 1e-10, in float64: the history once, then the prefix by steps, against all of
+    it in chunks.
+    """
     decoder, history, codes = exact(name, chunk=chunk)
     with torch.no_grad():
         prefix = decoder.embed(decoder.tokens.shift_right(codes)[:, 1:])

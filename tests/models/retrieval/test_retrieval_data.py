@@ -1,4 +1,6 @@
-"""Examples hold exactly the histories and targets of the tables, on any number of workers."""
+"""Examples hold exactly the histories and targets of the tables, on any number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ SHARED = settings(
 
 
 def expected(log, split, max_history):
-    """(user row, history, target) of each request of the split with a history, one by one; in val and test also whether
-    the target is anywhere before."""
+    """(user row, history, target) of each request of the split with a history, one by
+    one; in val and test also whether the target is anywhere before."""
     found = []
     for row, behaviours in enumerate(log.values()):
         for at, (time, item) in enumerate(behaviours):

@@ -97,7 +97,9 @@ def test_it_learns_a_cycle(sasrec, write_tables):
 def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
     write_tables,
 ):
-    """Those without a history too: a user's first, alone or tied, and the only one of a user."""
+    """Those without a history too: a user's first, alone or tied, and the only one of a
+    user.
+    """
     log = {
         "a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])],
         "b": [(1, 3), (1, 7)],

@@ -36,7 +36,9 @@ def untrained(name: str = "sid_mlp", **options: Any) -> Student:
 
 
 def student(name: str = "sid_mlp", seed: int = 1, **options: Any) -> Student:
-    """A student of `tiger()`, its weights random and its log-probabilities far from uniform."""
+    """A student of `tiger()`, its weights random and its log-probabilities far from
+    uniform.
+    """
     torch.manual_seed(seed)
     model = untrained(name, **options)
     model.set_teacher(tiger())

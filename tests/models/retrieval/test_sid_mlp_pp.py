@@ -1,4 +1,6 @@
-"""SID-MLP++: the encoder is equation 4 token by token, stage 1 learns states, stage 2 leaves the encoder alone."""
+"""SID-MLP++: the encoder is equation 4 token by token, stage 1 learns states, stage 2
+leaves the encoder alone.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ def test_packed_and_padded_have_one_gradient():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_padding_changes_nothing(packed):
-    """Neither what stands at padded places nor how many there are; and no row sees another."""
+    """Neither what stands at padded places nor how many there are; and no row sees
+    another.
+    """
     source = Tiger(TigerConfig(**TIGER), catalogue()).eval()
     encoder = MlpBackbone(source.backbone, EncoderSizes(2, 20)).eval()
     batch = requests([2, 5, 1])

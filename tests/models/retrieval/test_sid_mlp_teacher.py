@@ -87,7 +87,9 @@ def test_what_is_frozen_stays(taught: Taught) -> None:
 
 
 def test_recommending_needs_no_teacher(taught: Taught, tmp_path: Path) -> None:
-    """The checkpoint alone gives the same recommendations where the teacher's folder is gone; training does not."""
+    """The checkpoint alone gives the same recommendations where the teacher's folder is
+    gone; training does not.
+    """
     gone = tmp_path / "tiger"
     shutil.copytree(taught.teacher, gone)
     config = {"name": "sid_mlp", "teacher": str(gone), **SMALL}

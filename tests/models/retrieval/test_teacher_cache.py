@@ -1,4 +1,6 @@
-"""The teacher's cache: training as without it, made once, unpadded, and refused where it is not the right one."""
+"""The teacher's cache: training as without it, made once, unpadded, and refused where
+it is not the right one.
+"""
 
 from __future__ import annotations
 
@@ -310,7 +312,9 @@ def test_a_wrong_one_is_refused_with_what_to_do(
 def test_vectors_of_any_requests_in_any_order(
     lengths: list[int], data: st.DataObject
 ) -> None:
-    """Padded to the longest that is asked for, as one by one from the file; None where a number is not in it."""
+    """Padded to the longest that is asked for, as one by one from the file; None where
+    a number is not in it.
+    """
     numbers = data.draw(st.permutations([3 * i + 2 for i in range(len(lengths))]))
     values = np.arange(4 * sum(lengths), dtype=np.float16).reshape(-1, 4)
     own = dict(zip(numbers, np.split(values, np.cumsum(lengths)[:-1]), strict=True))

@@ -34,7 +34,9 @@ def tiger() -> Tiger:
 
 
 def train(model: Tiger, steps: int) -> Tiger:
-    """A few steps towards `target = first item of the history`, so that scores are far from uniform."""
+    """A few steps towards `target = first item of the history`, so that scores are far
+    from uniform.
+    """
     optimizer = torch.optim.AdamW(model.train().parameters(), 1e-2)
     for step in range(steps):
         batch = requests(64, seed=step + 10)

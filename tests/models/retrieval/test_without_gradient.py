@@ -1,4 +1,6 @@
-"""Own items, ItemKNN and EASE equal dense references, and count training behaviours alone."""
+"""Own items, ItemKNN and EASE equal dense references, and count training behaviours
+alone.
+"""
 
 from __future__ import annotations
 

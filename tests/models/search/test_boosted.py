@@ -1,4 +1,6 @@
-"""Boosted trees score as LightGBM on columns made one by one, stop on validation, and are no pickle."""
+"""Boosted trees score as LightGBM on columns made one by one, stop on validation, and
+are no pickle.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def features(
 
 
 def searches(seed: int, count: int = 400, cities: int = 6) -> SearchBatch:
-    """Clicks follow a number that is missing at times, the city, and earlier clicks on the item; the place too."""
+    """Clicks follow a number that is missing at times, the city, and earlier clicks on
+    the item; the place too.
+    """
     rng = np.random.default_rng(seed)
     candidates = count * SHOWN
     batch = fill_batch(
@@ -102,7 +106,9 @@ def of_item(batch: SearchBatch) -> list[list[int]]:
 
 
 def rows(batch: SearchBatch) -> np.ndarray:
-    """What the model reads of each candidate, one by one: the city, numbers that are known before, and clicks."""
+    """What the model reads of each candidate, one by one: the city, numbers that are
+    known before, and clicks.
+    """
     found = []
     for n, r in enumerate(batch.candidate_request.tolist()):
         own, row, end = (

@@ -1,4 +1,6 @@
-"""HLLM's item tower: documents as the encoder alone reads them, from frozen to trained, and what it refuses."""
+"""HLLM's item tower: documents as the encoder alone reads them, from frozen to trained,
+and what it refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where a result was shown is read in training alone, as `position` has it, and never when results are ranked."""
+"""Where a result was shown is read in training alone, as `position` has it, and never
+when results are ranked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Requests that a log can hold and a model has nothing to go by: kept, defined, counted."""
+"""Requests that a log can hold and a model has nothing to go by: kept, defined,
+counted.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from models.storage.tables import UserError, add_seal, check_seal, join
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """One user without history or query, one whose first search shows nothing, one who clicks all or nothing."""
+    """One user without history or query, one whose first search shows nothing, one who
+    clicks all or nothing.
+    """
     folder: Path = tmp_path_factory.mktemp("odd")
     features = np.zeros((3, 6))
 

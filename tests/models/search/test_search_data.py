@@ -1,4 +1,6 @@
-"""Search batches: each request with its own past and candidates, as a slow reading of the table says."""
+"""Search batches: each request with its own past and candidates, as a slow reading of
+the table says.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ def test_many_searches_without_a_click_are_several_rows(tmp_path):
     ("limit", "overlap"), [(8, 0.75), (8, 0.5), (7, 1.0), (3, 0.0), (100, 0.75)]
 )
 def test_windows_overlap_and_nothing_is_learned_twice(search, limit, overlap):
-    """Each search is in one row and reads its share of a history; each behaviour but a user's first is learned once."""
+    """Each search is in one row and reads its share of a history; each behaviour but a
+    user's first is learned once.
+    """
     uri = join(search[0], "sequences")
     examples = SearchDataset.load(
         uri, "train", unit="user", max_history=limit, window_overlap=overlap

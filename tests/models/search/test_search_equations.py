@@ -1,4 +1,6 @@
-"""QGS's equations against loops: InfoNCE with both masks, Linear HSTU, HSTU's attention, HFG-Attention."""
+"""QGS's equations against loops: InfoNCE with both masks, Linear HSTU, HSTU's
+attention, HFG-Attention.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def test_hstu_attention_is_its_loop():
 
 
 def test_a_deep_hstu_moves_with_its_history():
-    """The division by the longest length leaves values far below 1, which norms with a large eps would not see."""
+    """The division by the longest length leaves values far below 1, which norms with a
+    large eps would not see.
+    """
     torch.manual_seed(0)
     encoder = HSTUEncoder(256, 12, 4, 100).eval()
     x = torch.randn(8, 10, 256)  # a history of 10 where 100 fit
@@ -190,7 +194,8 @@ def test_a_pretrained_bert_fills_the_user_tower(tmp_path, monkeypatch):
     tower = CausalBert(8, 2, 2, 12, 10)
     copy_pretrained(tower, str(tmp_path))
     h = torch.randn(1, 10, 8)
-    # causal: the last state equals the source's own only for one position; there the two see the same
+    # causal: the last state equals the source's own only for one position; there the
+    # two see the same
     one = source.eval()(inputs_embeds=h[:, :1]).last_hidden_state
     assert torch.allclose(tower.eval()(h)[:, :1], one, atol=1e-5)
     with pytest.raises(UserError, match="exceeds the 16 positions"):

@@ -1,4 +1,6 @@
-"""Click rates are columns of the tables as of the request; the log's order is measured apart and never served."""
+"""Click rates are columns of the tables as of the request; the log's order is measured
+apart and never served.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every search model: causal, candidates apart, whatever else is in the batch; and QGS's own promises."""
+"""Every search model: causal, candidates apart, whatever else is in the batch; and
+QGS's own promises.
+"""
 
 from __future__ import annotations
 

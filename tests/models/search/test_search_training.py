@@ -1,4 +1,6 @@
-"""Search models through the common set-up: trained, validated by GAUC, saved, loaded for the right tables only."""
+"""Search models through the common set-up: trained, validated by GAUC, saved, loaded
+for the right tables only.
+"""
 
 from __future__ import annotations
 

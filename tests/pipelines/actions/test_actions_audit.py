@@ -1,4 +1,6 @@
-"""The audit passes the tables of a log of actions and finds each kind of planted violation, and only that one."""
+"""The audit passes the tables of a log of actions and finds each kind of planted
+violation, and only that one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SOURCE = (
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
-    """Tables of a small simulated feed, in two parts, with counts of items, authors and users."""
+    """Tables of a small simulated feed, in two parts, with counts of items, authors and
+    users.
+    """
     folder = tmp_path_factory.mktemp("feed")
     simulate_feed(str(folder / "raw"), FeedSettings(60, 40, 900, 3))
     source, defaults = load_source(str(SOURCE))
@@ -67,7 +71,9 @@ def candidate(rows: list[Row]) -> tuple[Row, int]:
 
 
 def swapped(rows: list[Row], info: Row) -> None:
-    """Two events of a user's context have changed places, with all that belongs to them."""
+    """Two events of a user's context have changed places, with all that belongs to
+    them.
+    """
     for values in candidate(rows)[0].values():
         if isinstance(values, list):
             values[:2] = values[1::-1]

@@ -78,7 +78,9 @@ def raw_log(
     more: dict[str, list[str]] | None = None,
     **source: Any,
 ) -> tuple[Any, dict, str]:
-    """A raw log of some files, and its source, with `source` besides, and the `prepare` section."""
+    """A raw log of some files, and its source, with `source` besides, and the `prepare`
+    section.
+    """
     folder.mkdir()
     (folder / "log_standard_1.csv").write_text("\n".join(lines) + "\n")
     for name, content in (more or {}).items():
@@ -112,7 +114,9 @@ def prepared(
 
 
 def test_raw_files_to_tables(tmp_path: Path) -> None:
-    """Several files, rows in both of them, bad actions, a constant action, a user without context."""
+    """Several files, rows in both of them, bad actions, a constant action, a user
+    without context.
+    """
     more = {
         "log_standard_2.csv.gz": [
             LOG[3],
@@ -198,7 +202,9 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
 
 
 def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None:
-    """Attributes of users and categories of events; the first row of a user counts, models know training's values."""
+    """Attributes of users and categories of events; the first row of a user counts,
+    models know training's values.
+    """
     places = ["home", "home", "", "shop", "shop", "home", "home"]
     lines = [
         f"{line},{place}" for line, place in zip(LOG, ["place", *places], strict=True)

@@ -1,4 +1,6 @@
-"""What counts of a log of actions may know, and what its tasks, inputs and counts may be."""
+"""What counts of a log of actions may know, and what its tasks, inputs and counts may
+be.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def builder_for(max_events: int = 100, **counts: Any) -> ActionsBuilder:
 
 
 def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
-    """Counts of candidates are taken at the cut: else a user's one like would speak against his other candidates."""
+    """Counts of candidates are taken at the cut: else a user's one like would speak
+    against his other candidates.
+    """
     builder = builder_for(keys=["user"], delay_minutes=0, windows_days=[1])
     rows = [
         {

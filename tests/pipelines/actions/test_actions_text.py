@@ -1,4 +1,6 @@
-"""jobs.encode on a feed: the text of its items alone, equal to encoding them by hand; other logs are refused."""
+"""jobs.encode on a feed: the text of its items alone, equal to encoding them by hand;
+other logs are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What stands beside what: references, seeds and logs of a comparison, from rows as MLflow gives them."""
+"""What stands beside what: references, seeds and logs of a comparison, from rows as
+MLflow gives them.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def log(
     users: int = 0,
     fresh: str = "",
 ) -> None:
-    """A run with a metric of every user, as `jobs.evaluate` leaves it; with `fresh` also on a log of that hash."""
+    """A run with a metric of every user, as `jobs.evaluate` leaves it; with `fresh`
+    also on a log of that hash.
+    """
     size = 8 * len(name)  # which are other steps too
     fit = {"seed": seed, "metric": "ndcg@10", "batch_size": size}
     config: dict[str, dict] = {

@@ -1,4 +1,6 @@
-"""A log that grows by files: tables that are appended to are those of all files at once, up to the items' numbers."""
+"""A log that grows by files: tables that are appended to are those of all files at
+once, up to the items' numbers.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ few = settings(
 
 
 def files_of(log: list[tuple[list[Row], int]], twice: int) -> list[list[Row]]:
-    """The rows of each file, some of which come late, and `twice` of the first file once more in the last."""
+    """The rows of each file, some of which come late, and `twice` of the first file
+    once more in the last.
+    """
     every = [
         *((row, 0) for row in STEADY),
         *((row, late) for rows, late in log for row in rows),
@@ -146,7 +150,9 @@ def content(tables: Path) -> Row:
 
 
 def check(folder: Path, files: list[list[Row]], source: Any, config: Row) -> None:
-    """Appends one file after the other and compares with all at once, to which more may be appended too."""
+    """Appends one file after the other and compares with all at once, to which more may
+    be appended too.
+    """
     known: list[str] = []
     for number, rows in enumerate(files):
         write(folder, number, rows)
@@ -265,7 +271,9 @@ def test_actions(
 
 
 def days(count: int = 3, seed: int = 0) -> list[list[Row]]:
-    """The rows of some days, of many users and items, with late ones and some of the day before."""
+    """The rows of some days, of many users and items, with late ones and some of the
+    day before.
+    """
     draw = random.Random(seed)
     files: list[list[Row]] = []
     for day in range(count):
@@ -434,7 +442,9 @@ def test_killed_it_leaves_the_version_before(tmp_path: Path) -> None:
 def test_stopped_between_two_manifests_the_same_line_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, switched: int
 ) -> None:
-    """Of the first day each table is switched to by itself. There is a reject in each file."""
+    """Of the first day each table is switched to by itself. There is a reject in each
+    file.
+    """
     source, files, left = source_of(False, False), days(2), [switched]
 
     def some(made: dict[str, Any]) -> None:

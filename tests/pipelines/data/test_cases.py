@@ -1,5 +1,5 @@
-"""Small logs after public bug reports: the events that are right, or a refusal in one line that says what to do. The
-forms of times are in test_times.py."""
+"""Small logs after public bug reports: the events that are right, or a refusal in one
+line that says what to do. The forms of times are in test_times.py."""
 
 from __future__ import annotations
 

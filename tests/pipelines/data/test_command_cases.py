@@ -1,4 +1,6 @@
-"""Logs of public bug reports that only whole commands show, each answered as its truth.md says."""
+"""Logs of public bug reports that only whole commands show, each answered as its
+truth.md says.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ MODEL = {"name": "attn_mvp", **SMALL, "experts": 2, "tower_width": 8}
 
 
 def grow(name: str, folder: Path, first: int, last: int) -> Any:
-    """Train on the first days of a case, append days until `last`, and return the training that goes on."""
+    """Train on the first days of a case, append days until `last`, and return the
+    training that goes on.
+    """
     raw, log = folder / "raw", CASES / name / "log"
     raw.mkdir()
     shutil.copy(log / "items.csv", raw)

@@ -1,4 +1,6 @@
-"""Ray Data as prepare uses it: every row once in its partition, in bounded memory, whatever fails on the way."""
+"""Ray Data as prepare uses it: every row once in its partition, in bounded memory,
+whatever fails on the way.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ SCHEMA = pa.schema([("name", pa.string()), ("row", pa.int64()), (KEY, pa.int32()
 def log(
     keys: int, folder: str, fail: str, number: int, rows: int = 1000
 ) -> Iterator[pa.Table]:
-    """A read of 4 tables; the first time that number 1 is in the middle it does as `fail` says."""
+    """A read of 4 tables; the first time that number 1 is in the middle it does as
+    `fail` says.
+    """
     for block in range(4):
         if number == 1 and block == 2 and fail:
             mark = Path(folder, f"failed-{len(list(Path(folder).iterdir()))}")
@@ -212,7 +216,9 @@ def test_each_gives_the_results_of_calls_by_their_numbers(in_process: bool) -> N
 
 
 def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
-    """Each user is in one part: his events are all in the partition of his key, of which there is one part."""
+    """Each user is in one part: his events are all in the partition of his key, of
+    which there is one part.
+    """
     users = pa.array([f"u{i}" for i in range(50)])
     count = len(users)
     rows = pa.table(
@@ -293,7 +299,9 @@ def test_a_log_larger_than_the_object_store_goes_through_the_disk() -> None:
 
 
 def alone() -> None:
-    """Prints rows and megabytes that came through an exchange in a Ray of its own with STORE_MB of object store."""
+    """Prints rows and megabytes that came through an exchange in a Ray of its own with
+    STORE_MB of object store.
+    """
     with tempfile.TemporaryDirectory(prefix="trieline-") as folder:
         ray.init(
             address="local",

@@ -1,4 +1,6 @@
-"""The kernels of partitions on small random logs: order, duplicates, cut times, vocabularies."""
+"""The kernels of partitions on small random logs: order, duplicates, cut times,
+vocabularies.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ rows_strategy = st.lists(
 def in_order(
     rows: list[dict[str, Any]], log_order: bool = False
 ) -> list[dict[str, Any]]:
-    """By dicts and loops: duplicates dropped, sorted by the key and then by everything else, nulls first."""
+    """By dicts and loops: duplicates dropped, sorted by the key and then by everything
+    else, nulls first.
+    """
     seen: set[tuple] = set()
     kept = []
     for row in rows:

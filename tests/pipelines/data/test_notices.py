@@ -1,4 +1,6 @@
-"""What prepare says of logs that are read without an error and are not what their user thinks."""
+"""What prepare says of logs that are read without an error and are not what their user
+thinks.
+"""
 
 from __future__ import annotations
 

@@ -240,7 +240,8 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
         )
     assert hashes(out) == before
 
-    # What is missing is made again, the same: here the sequences, with cut times that the items' manifest has.
+    # What is missing is made again, the same: here the sequences, with cut times that
+    # the items' manifest has.
     (out / "sequences" / MANIFEST).unlink()
     left_over = out / "sequences" / f"part-{'0' * 20}.parquet"
     left_over.write_bytes(b"half")
@@ -272,8 +273,9 @@ def test_running_again_does_nothing_and_overwrite_replaces(tmp_path: Path) -> No
 def test_what_an_unfinished_run_made_is_kept_or_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A first run that fails at its items: corrected, it goes on without --overwrite. Its one error is fetched whole,
-    so that Ray says nothing of the other returns of the failed task."""
+    """A first run that fails at its items: corrected, it goes on without --overwrite.
+    Its one error is fetched whole, so that Ray says nothing of the other returns of the
+    failed task."""
     raw, out = make_log(tmp_path / "raw", random_rows(200)), str(tmp_path / "out")
     config = PrepareConfig(core=0, partitions=2)
     broken = {**SOURCE["items"], "attributes": {"kind": "knd"}}
@@ -313,7 +315,9 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(
 
 
 def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
-    """The output is within the input folder, so the pattern matches our own parts; the input itself is refused."""
+    """The output is within the input folder, so the pattern matches our own parts; the
+    input itself is refused.
+    """
     rows, config = random_rows(300), PrepareConfig(core=0)
     raw = tmp_path / "raw"
     (raw / "events").mkdir(parents=True)
@@ -622,7 +626,9 @@ def test_a_log_of_one_partition_starts_no_ray_and_gives_the_same_tables(
 def test_behaviours_of_one_time_stay_in_the_order_of_the_log(
     tmp_path: Path, keys: dict[str, Any]
 ) -> None:
-    """Whatever their requests are called, and lists within their rows. The audit knows the same order."""
+    """Whatever their requests are called, and lists within their rows. The audit knows
+    the same order.
+    """
     rng, day = random.Random(7), "2023-05-01"
     lists = (
         [["a", "b"], ["c"], ["d", "e", "f"], ["b"], ["e", "a"]]

@@ -1,4 +1,6 @@
-"""Random logs of every kind become tables that the audit proves: the slow and obvious program beside the pipeline."""
+"""Random logs of every kind become tables that the audit proves: the slow and obvious
+program beside the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ STEADY = [
     for user, hours in {"steady": 17, "early": 7}.items()
     for n in range(hours)
 ]
-"""A user with behaviours before and after both cuts, and one of training, so that no random log is too small."""
+"""A user with behaviours before and after both cuts, and one of training, so that no
+random log is too small."""
 
 SOURCE: Row = {
     "files": "log.jsonl",
@@ -138,7 +141,9 @@ few = settings(
 
 
 def made(folder: Path, rows: list[Row], given: Row, requests: bool, late: bool) -> str:
-    """TABLES of the log, whose rows may name their requests, and whose clicks may be known later."""
+    """TABLES of the log, whose rows may name their requests, and whose clicks may be
+    known later.
+    """
     labels = SOURCE["labels"] | (
         {
             "click": {

@@ -1,4 +1,6 @@
-"""The simulated log: exact sizes, the same for the same seed, and the causes that it claims."""
+"""The simulated log: exact sizes, the same for the same seed, and the causes that it
+claims.
+"""
 
 from __future__ import annotations
 

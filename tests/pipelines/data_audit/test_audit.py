@@ -1,4 +1,6 @@
-"""The audit passes correct tables and finds each kind of planted violation, and only that one."""
+"""The audit passes correct tables and finds each kind of planted violation, and only
+that one.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def made(folder: Path, rows: list[Row], **given: Any) -> str:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Tables of a log with many events at the same time, some of which come twice and are kept."""
+    """Tables of a log with many events at the same time, some of which come twice and
+    are kept.
+    """
     draw = random.Random(3)
     rows = [
         {
@@ -131,7 +135,9 @@ def behaviours_out_of_order(rows: list[Row], info: Row) -> None:
 
 
 def behaviour_dropped(rows: list[Row], info: Row) -> None:
-    """The user's last behaviour and its request vanish, a train request becomes test as it must."""
+    """The user's last behaviour and its request vanish, a train request becomes test as
+    it must.
+    """
     row = next(row for row in rows if len(row["item_index"]) > 5)
     for values in row.values():
         if isinstance(values, list):

@@ -1,4 +1,6 @@
-"""Students evaluated: options beside each other, export checked, and found beside their teacher."""
+"""Students evaluated: options beside each other, export checked, and found beside their
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ STUDENT = {
 def world(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[str]]:
-    """A folder with an untrained teacher and two students of it, with their MLflow runs; options of its tables."""
+    """A folder with an untrained teacher and two students of it, with their MLflow
+    runs; options of its tables.
+    """
     folder = tmp_path_factory.mktemp("students")
     tables, sids = write_tables(folder / "small")
     uri = new_store(folder)

@@ -1,5 +1,5 @@
-"""Batch inference: its scores are those that an evaluation measures and that a served request gets, and it makes the
-same table in this process as by Ray."""
+"""Batch inference: its scores are those that an evaluation measures and that a served
+request gets, and it makes the same table in this process as by Ray."""
 
 from __future__ import annotations
 
@@ -208,7 +208,9 @@ def test_feeds(tmp_path: Path) -> None:
 
 
 def test_recommendations(tmp_path: Path) -> None:
-    """After a log without its last events, what comes next is what the evaluation asks for."""
+    """After a log without its last events, what comes next is what the evaluation asks
+    for.
+    """
     tables, _ = write_tables(tmp_path / "log")
     setup = build_training(SASREC, FitConfig(batch_size=8), Inputs(tables))
     place = str(tmp_path / "sasrec")

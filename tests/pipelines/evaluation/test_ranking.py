@@ -1,4 +1,6 @@
-"""Evaluation: the same figures whole, in shards, by brute force and in MLflow; all users to a table."""
+"""Evaluation: the same figures whole, in shards, by brute force and in MLflow; all
+users to a table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Features with a time of their own: the latest row strictly before a request; the audit finds a look-ahead."""
+"""Features with a time of their own: the latest row strictly before a request; the
+audit finds a look-ahead.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def test_the_audit_finds_a_look_ahead(priced: str, tmp_path: Path) -> None:
 def test_a_table_that_was_joined_at_equal_times_is_found(
     raw: Path, tmp_path: Path
 ) -> None:
-    """A price of the very moment of a search is no price that was known before it: tables that have it are refused."""
+    """A price of the very moment of a search is no price that was known before it:
+    tables that have it are refused.
+    """
     times = pl.read_csv(raw / "events.csv")["at"]
     moved = pl.read_csv(raw / "prices.csv").with_columns(
         since=pl.Series(times.unique().sort().to_list()[5:305])

@@ -1,4 +1,6 @@
-"""Own features of a log of actions: from the mapping file to tables, models and serving."""
+"""Own features of a log of actions: from the mapping file to tables, models and
+serving.
+"""
 
 from __future__ import annotations
 

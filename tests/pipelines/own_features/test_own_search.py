@@ -1,4 +1,6 @@
-"""Own features of a search log: from the mapping file to the tables, as training has them."""
+"""Own features of a search log: from the mapping file to the tables, as training has
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Search models read the log's own features: as tables have them, unknown ones as unknown, and they learn from them."""
+"""Search models read the log's own features: as tables have them, unknown ones as
+unknown, and they learn from them.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def served(folder: Path, tables: str, text: str) -> tuple[TrainingRun, Any]:
 
 
 def request(tables: str, batch: SearchBatch) -> dict[str, Any]:
-    """The one request of the batch by the names of things, with its own features as the log has them."""
+    """The one request of the batch by the names of things, with its own features as the
+    log has them.
+    """
     users = read_table(join(tables, "sequences")).to_pylist()
     items, queries = (
         read_table(join(tables, name))[column].to_pylist()

@@ -1,4 +1,6 @@
-"""Counts as of a moment: those that `prepare` writes for a search then, of a log that ends there."""
+"""Counts as of a moment: those that `prepare` writes for a search then, of a log that
+ends there.
+"""
 
 from __future__ import annotations
 

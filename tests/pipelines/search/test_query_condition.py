@@ -1,4 +1,6 @@
-"""What the query condition is worth, on simulated logs whose causes are known and users that training has not seen."""
+"""What the query condition is worth, on simulated logs whose causes are known and users
+that training has not seen.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ SIZES = {
 def simulated(
     folder: Path, query_driven: float, seed: int = 0
 ) -> tuple[SearchDataset, SearchCatalogue]:
-    """The clicks of a simulated log as tables; text tells the cluster, features tell nothing."""
+    """The clicks of a simulated log as tables; text tells the cluster, features tell
+    nothing.
+    """
     world = make_world(Settings(USERS, ITEMS, SEARCHES, seed))
     log = draw_searches(
         SearchSettings(USERS, ITEMS, SEARCHES, seed, query_driven),
@@ -137,7 +141,9 @@ def test_the_condition_helps_where_queries_drive_clicks(tmp_path: Path) -> None:
 
 
 def test_the_condition_does_not_help_where_queries_are_noise(tmp_path: Path) -> None:
-    """Of items alone. The pair tokens of the paper hold the query too, so that the loss falls all the same."""
+    """Of items alone. The pair tokens of the paper hold the query too, so that the loss
+    falls all the same.
+    """
     examples, catalogue = simulated(tmp_path, query_driven=0.0)
     with_query, item_only = (
         held_out_loss(examples, catalogue, condition, "item")

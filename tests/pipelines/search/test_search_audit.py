@@ -1,4 +1,6 @@
-"""The audit passes the tables of a search log and finds each kind of planted violation, and only that one."""
+"""The audit passes the tables of a search log and finds each kind of planted violation,
+and only that one.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +175,9 @@ def test_a_query_that_is_missing_is_found(prepared: str, tmp_path: Path) -> None
 
 
 def spread_log(folder: Path) -> Path:
-    """A raw log of a row per result, seconds apart, of searches that overlap; every second result is clicked."""
+    """A raw log of a row per result, seconds apart, of searches that overlap; every
+    second result is clicked.
+    """
     rows = [
         {
             "user": f"u{user}",
@@ -248,7 +252,9 @@ def test_requests_with_results_of_several_times_pass(spread: str) -> None:
 def test_a_request_that_is_cut_into_several_is_found(
     spread: str, tmp_path: Path
 ) -> None:
-    """As if the time were part of a request's key: each result its own request, which sees the clicks before it."""
+    """As if the time were part of a request's key: each result its own request, which
+    sees the clicks before it.
+    """
 
     def cut(rows: list[Row], info: Row) -> None:
         width = len(info["features"])
@@ -295,7 +301,9 @@ def test_a_history_with_the_request_s_own_click_is_found(
 def late(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> str:
-    """Tables of a log whose clicks are known later than their impressions, some after the next search."""
+    """Tables of a log whose clicks are known later than their impressions, some after
+    the next search.
+    """
     folder = tmp_path_factory.mktemp("late")
     when = (
         {"time": {"column": "clicked_at", "unit": "s"}}

@@ -101,7 +101,9 @@ SOURCE = {
 
 
 def searches(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
-    """A raw log of searches; some have no click, some only clicks, some no query, a few no results."""
+    """A raw log of searches; some have no click, some only clicks, some no query, a few
+    no results.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for number in range(count):
@@ -290,7 +292,9 @@ def test_a_request_id_that_comes_again_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_click_is_in_histories_from_when_it_is_known(tmp_path: Path) -> None:
-    """Shown at 0 and 2 s; the first is clicked at 9 s, the second at 3 s: requests at 3, 4 and 10 s."""
+    """Shown at 0 and 2 s; the first is clicked at 9 s, the second at 3 s: requests at
+    3, 4 and 10 s.
+    """
     first, _, second, _ = (
         row | {"request_id": f"r{n}"} for n, row in enumerate(results())
     )

@@ -1,4 +1,6 @@
-"""The simulated search log: the same for the same settings, and the causes that it claims."""
+"""The simulated search log: the same for the same settings, and the causes that it
+claims.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,9 @@ def test_earlier_clicks_tell_taste_the_more_the_more_it_matters(
 def test_earlier_clicks_are_those_of_the_user_in_earlier_searches(
     tmp_path: Path,
 ) -> None:
-    """The same chances from a loop over searches, which keeps each user's clicks in a dictionary."""
+    """The same chances from a loop over searches, which keeps each user's clicks in a
+    dictionary.
+    """
     world, log = simulate_search(
         str(tmp_path),
         SearchSettings(20, 100, 400, 0, taste="query", disliked_click=0.1),

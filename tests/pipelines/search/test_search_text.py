@@ -1,4 +1,6 @@
-"""Text of a search log: each text and pair once, in order, equal to encoding one at a time; the [SEP] state leaks."""
+"""Text of a search log: each text and pair once, in order, equal to encoding one at a
+time; the [SEP] state leaks.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,9 @@ def test_the_future_changes_no_count() -> None:
 
 
 def test_cost_grows_with_the_log_and_not_with_the_windows() -> None:
-    """A key with everything in one window is quadratic for a program that walks the windows."""
+    """A key with everything in one window is quadratic for a program that walks the
+    windows.
+    """
 
     def seconds(events: int) -> float:
         marks = np.ones((events, 2), np.int32)

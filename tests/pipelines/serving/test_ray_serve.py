@@ -1,4 +1,6 @@
-"""Registered versions behind Ray Serve answer as `predict` does: in batches, beside errors and by several replicas."""
+"""Registered versions behind Ray Serve answer as `predict` does: in batches, beside
+errors and by several replicas.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(
     ray_local: None, new_store: Callable[[Path], str], folder: Path
 ) -> Iterator[tuple[Served, list[dict[str, Any]], Served]]:
-    """QGS by two replicas, requests of it, and TIGER by one that waits until a batch is full."""
+    """QGS by two replicas, requests of it, and TIGER by one that waits until a batch is
+    full.
+    """
     uri = new_store(folder)
     tables, text = write_search(folder / "search")
     rows = [

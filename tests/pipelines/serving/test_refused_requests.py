@@ -1,4 +1,6 @@
-"""A key of a request that the model does not know is refused by name, in Python and by MLflow's server."""
+"""A key of a request that the model does not know is refused by name, in Python and by
+MLflow's server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The best checkpoint as a registered model: with its hashes, and the same ranking in a fresh process."""
+"""The best checkpoint as a registered model: with its hashes, and the same ranking in a
+fresh process.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ print(json.dumps(ranked["item_id"].tolist()))
 def train_nothing(
     folder: Path, name: str, parent: str | None, seed: int, ndcg: float
 ) -> tracking.RunRef:
-    """An untrained TIGER as jobs.train leaves a trained one, the trial of a sweep where there is a parent."""
+    """An untrained TIGER as jobs.train leaves a trained one, the trial of a sweep where
+    there is a parent.
+    """
     tables, sids = str(folder / "small/tables"), str(folder / "small/sids")
     setup = build_training(
         TIGER, FitConfig(batch_size=8, seed=seed), Inputs(tables, sids)

@@ -1,4 +1,6 @@
-"""Search models and models of actions from the registry rank as the module does; what does not fit is said."""
+"""Search models and models of actions from the registry rank as the module does; what
+does not fit is said.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,11 @@ def trained(
 def feeds(
     setup: TrainingRun, tables: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Users with candidates that all have another item, and the chance of the second task of each.
+    """Users with candidates that all have another item, and the chance of the second
+    task of each.
 
-    The rows have all that a user did, an item that is not in the catalogue, and what came after the request.
+    The rows have all that a user did, an item that is not in the catalogue, and what
+    came after the request.
     """
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
     devices = ["watch", *SEEN]  # by number: no model knows the watch
@@ -155,7 +159,8 @@ def feeds(
             found = torch.sigmoid(setup.model.score(batch)[:, 1])
         chances.append(dict(zip(row["candidates"], found.tolist(), strict=True)))
         rows.append(row)
-        # without their times all events are before the request, whenever that is, and each before the next
+        # without their times all events are before the request, whenever that is, and
+        # each before the next
         in_order = replace(batch, time=torch.arange(batch.time.shape[1])[None])
         with torch.no_grad():
             found = torch.sigmoid(setup.model.score(in_order)[:, 1])
@@ -167,7 +172,9 @@ def feeds(
 
 
 def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
-    """Also what a log does not have: no history, unknown items, an unknown query, no candidates at all."""
+    """Also what a log does not have: no history, unknown items, an unknown query, no
+    candidates at all.
+    """
     tables, text = write_search(tmp_path / "search")
     feed = write_actions(tmp_path / "feed", viewers=True)
     setups = {
@@ -473,8 +480,9 @@ def called(name: str, row: dict[str, Any]) -> dict[str, Any]:
 def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(
     tmp_path: Path,
 ) -> None:
-    """One whose id says nothing: the model reads none, or training has not seen it. As a candidate and in the
-    history; and requests that bring none are scored as in training."""
+    """One whose id says nothing: the model reads none, or training has not seen it. As
+    a candidate and in the history; and requests that bring none are scored as in
+    training."""
     tables, text = (
         write_actions(tmp_path, viewers=True, content=True),
         str(tmp_path / "text"),

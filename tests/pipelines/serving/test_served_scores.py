@@ -1,4 +1,6 @@
-"""Every search model and model of actions serves the scores of its training forward pass."""
+"""Every search model and model of actions serves the scores of its training forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def serve(
 def searches(
     setup: TrainingRun, tables: str, text: str, longest: int, label: int = 0
 ) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Requests of the table by the names of things, and the chances of a label of their candidates."""
+    """Requests of the table by the names of things, and the chances of a label of their
+    candidates.
+    """
     items, queries = (
         read_table(join(tables, name))[column].to_pylist()
         for name, column in (("items", "item_id"), ("queries", "query"))

@@ -1,4 +1,6 @@
-"""Distillation on Ray: a run records its teacher, and a run that is broken off ends as one that is not."""
+"""Distillation on Ray: a run records its teacher, and a run that is broken off ends as
+one that is not.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def world(
     new_store: Callable[[Path], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> World:
-    """With 20 items recall@20 is 1 after every epoch, so that the best epoch is the first, and the last is kept too."""
+    """With 20 items recall@20 is 1 after every epoch, so that the best epoch is the
+    first, and the last is kept too.
+    """
     folder = tmp_path_factory.mktemp("distillation")
     new_store(folder / "runs")
     made = World(folder, *write_tables(folder, items=20), lines=[])
@@ -151,7 +155,9 @@ def test_a_finished_run_is_found_so_where_its_teacher_is_gone(world: World) -> N
 
 
 def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
-    """A run of which the first epoch's checkpoint is left goes on from there to the undisturbed run's weights."""
+    """A run of which the first epoch's checkpoint is left goes on from there to the
+    undisturbed run's weights.
+    """
     whole = world.folder / "runs/student"
     first, last = sorted(whole.glob("step-*"))
     broken = world.folder / "runs/broken"

@@ -1,4 +1,6 @@
-"""A worker that was only paused when it counted as lost, and wakes up while another attempt trains the run."""
+"""A worker that was only paused when it counted as lost, and wakes up while another
+attempt trains the run.
+"""
 
 from __future__ import annotations
 

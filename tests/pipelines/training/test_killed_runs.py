@@ -1,4 +1,6 @@
-"""Runs that are killed at the places where MLflow and the folder disagree: one run per name, and each point once."""
+"""Runs that are killed at the places where MLflow and the folder disagree: one run per
+name, and each point once.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def storage(tmp_path: Path, new_store: Callable[[Path], str]) -> Path:
 
 
 def start(tables: str, storage: Path, what: str, places: list[tuple[str, int]]) -> None:
-    """Starts the same again and again, killed at one place after the other, and once to the end."""
+    """Starts the same again and again, killed at one place after the other, and once to
+    the end.
+    """
     line = [
         sys.executable,
         "-c",

@@ -1,5 +1,5 @@
-"""Trainings whose workers fail or have to wait: what is tried again, and what is said. Those that are lost:
-`test_other_number_of_workers.py`."""
+"""Trainings whose workers fail or have to wait: what is tried again, and what is said.
+Those that are lost: `test_other_number_of_workers.py`."""
 
 from __future__ import annotations
 

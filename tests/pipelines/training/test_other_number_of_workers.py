@@ -1,7 +1,8 @@
-"""A run that two workers began and one goes on with ends with the weights of an undisturbed one, of each family.
+"""A run that two workers began and one goes on with ends with the weights of an
+undisturbed one, of each family.
 
-Of one family the workers are Ray's, lost together, and twice when one goes on; of the others they are
-two processes of the same loop.
+Of one family the workers are Ray's, lost together, and twice when one goes on; of the
+others they are two processes of the same loop.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"max_epochs": 3},
     ),
 }
-"""By family: a model without random numbers and without negatives out of its batch, and options of its training. And a
-language model that is cut over its workers."""
+"""By family: a model without random numbers and without negatives out of its batch, and
+options of its training. And a language model that is cut over its workers."""
 
 FIT = {
     "batch_size": 16,
@@ -137,8 +138,8 @@ def at_step(folder: Path, other: Path) -> Path:
 def kill_workers(
     folder: Path, count: int, late: int, times: int = 1
 ) -> threading.Thread:
-    """SIGKILL to that many of Ray's training workers once the run has a checkpoint that late, and each next time once
-    it has a newer one."""
+    """SIGKILL to that many of Ray's training workers once the run has a checkpoint that
+    late, and each next time once it has a newer one."""
 
     def watch() -> None:
         due = late
@@ -162,7 +163,9 @@ def kill_workers(
 
 
 def one_of_two(rank: int, task: Task, until: int) -> None:
-    """A worker without Ray Train, which is killed after the first checkpoint from that step on."""
+    """A worker without Ray Train, which is killed after the first checkpoint from that
+    step on.
+    """
     dist.init_process_group(
         "gloo", f"file://{task.config.folder}.meet", rank=rank, world_size=2
     )
@@ -259,7 +262,8 @@ def test_killed_with_two_workers_and_continued_with_one(
     assert newest(storage / "cut") >= late
     assert newest(storage / "cut") < newest(storage / "whole")
     lines.clear()
-    # In a process of Ray Train for one family; for the others here, where the same loop needs no start.
+    # In a process of Ray Train for one family; for the others here, where the same loop
+    # needs no start.
     if by_ray:
         monkeypatch.setenv(
             "RAY_ADDRESS", "local"

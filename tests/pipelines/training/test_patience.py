@@ -1,4 +1,6 @@
-"""A storage that hesitates: S3 answers 503 for half a minute, or sends its first byte late; and what is permanent."""
+"""A storage that hesitates: S3 answers 503 for half a minute, or sends its first byte
+late; and what is permanent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The MLflow store: many runs at once, and what was logged before an interruption is not logged twice."""
+"""The MLflow store: many runs at once, and what was logged before an interruption is
+not logged twice.
+"""
 
 from __future__ import annotations
 

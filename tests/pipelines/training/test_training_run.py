@@ -1,4 +1,6 @@
-"""Training on Ray: workers together, runs that go on, are finished or are not the same, and what MLflow gets."""
+"""Training on Ray: workers together, runs that go on, are finished or are not the same,
+and what MLflow gets.
+"""
 
 from __future__ import annotations
 

@@ -83,8 +83,9 @@ def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 def test_packed_attention(lengths, heads, width, scale):
     """`scale` takes the scores from even ones to one taking all.
 
-    Float32 rounds a score in proportion to the sum of its absolute terms, and a share, a quotient of two exponentials,
-    by twice as much of itself; so a mixed value is off by as much of the values' weighted absolute sum.
+    Float32 rounds a score in proportion to the sum of its absolute terms, and a share,
+    a quotient of two exponentials, by twice as much of itself; so a mixed value is off
+    by as much of the values' weighted absolute sum.
     """
     qkv, span = (
         numbers(sum(lengths), 3 * heads * width, scale=scale**0.5),

@@ -38,7 +38,8 @@ TEACHER = {
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 requests = partial(small_retrieval.requests, longest=20)
 CLOSE = 1e-4
-"""Scores of the two paths differ by rounding alone; two items whose plain scores are nearer than this may swap."""
+"""Scores of the two paths differ by rounding alone; two items whose plain scores are
+nearer than this may swap."""
 
 
 def student(
@@ -55,7 +56,9 @@ def student(
 
 
 def same(model: SidMlp, batch: HistoryBatch, k: int, beam: int, scores: str) -> None:
-    """Scores equal by rank up to rounding; items equal in order, but where scores by rank leave it to rounding."""
+    """Scores equal by rank up to rounding; items equal in order, but where scores by
+    rank leave it to rounding.
+    """
     items, plain = model.recommend(batch, k, beam=beam, path="plain", scores=scores)
     found, fast = model.recommend(batch, k, beam=beam, path="fast", scores=scores)
     torch.testing.assert_close(fast, plain, rtol=CLOSE, atol=CLOSE)

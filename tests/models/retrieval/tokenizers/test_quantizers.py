@@ -148,7 +148,8 @@ def test_rqkmeans_of_some_items_encodes_the_others_by_what_it_learned() -> None:
 
 def test_rqkmeans_recovers_planted_hierarchy() -> None:
     points, paths = planted()
-    # one codebook size for all levels: the last two have spare codes, so sizes follow the first level
+    # one codebook size for all levels: the last two have spare codes, so sizes follow
+    # the first level
     quantized = finish(
         rqkmeans.fit(points, RqkmeansConfig(levels=2, codebook_size=BRANCHES[0]))
     )
