@@ -1,8 +1,8 @@
 """Compare MLflow runs in tables and on a page with plots.
 
-    python -m jobs.compare --experiment retrieval/DATASET --tracking_uri
-    sqlite:////ABSOLUTE/runs/mlflow.db python -m jobs.compare --sweep SWEEP_NAME --html
-    page.html --register MODEL_NAME python -m jobs.compare --run RUN --run OTHER_RUN
+    python -m jobs.compare --experiment retrieval/DATASET --tracking_uri sqlite:////ABSOLUTE/runs/mlflow.db
+    python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
+    python -m jobs.compare --run RUN --run OTHER_RUN
 
 Runs that differ in their seed alone are one row. --markdown FILE writes the tables as Markdown,
 --html FILE one self-contained page with plots: learning curves, accuracy against requests per

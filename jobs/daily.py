@@ -300,9 +300,8 @@ class Day:
         """Measure the running model on the day.
 
         Returns:
-            The record of its day; None if there is no running model, or it cannot
-            continue with the tables, as after `jobs.prepare --overwrite`. A model is
-            then trained anew.
+            The record of its day; None if there is no running model, or it cannot continue with the tables, as after
+            `jobs.prepare --overwrite`. A model is then trained anew.
         """
         from models.loaded_model import read_versions
         from models.storage import checkpoint

@@ -465,7 +465,7 @@ def parse(
 
     Raises:
         UserError: for an unknown key (with the nearest one), a wrong type, or a value
-        that
+            that
             the dataclass refuses.
     """
     argv = sys.argv[1:] if argv is None else argv

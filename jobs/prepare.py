@@ -1,7 +1,6 @@
 """A raw log to tables: events, items, sequences, rejects and statistics.json.
 
-    python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input
-    RAW_DIR --output TABLES
+    python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
 
     python -m jobs.prepare --suggest RAW_DIR [--kind search] [--output SOURCE.yaml]
 

@@ -141,8 +141,9 @@ def probe(config: TrainConfig, save: str | None = None) -> Probe:
     """Time real training steps and one batch of validation.
 
     Args:
-        config: The training. save: Folder for a checkpoint of the model, which stands
-        in for the teacher of a model that is timed later.
+        config: The training.
+        save: Folder for a checkpoint of the model, which stands in for the teacher of a
+            model that is timed later.
     """
     import torch
 

@@ -1,7 +1,6 @@
 """Train one model on the tables that jobs.prepare made, or continue the run of that name where it was stopped.
 
-    python -m jobs.train --config jobs/configs/sasrec.yaml --tables TABLES --storage
-    runs --name sasrec
+    python -m jobs.train --config jobs/configs/sasrec.yaml --tables TABLES --storage runs --name sasrec
 
 The config's `model.name` says which model; any option of it can be set on the line, as
 --model.num_layers 2 or --fit.lr 0.001. With a model named, --help shows its options.

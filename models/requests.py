@@ -102,9 +102,11 @@ class Row(dict[str, Any]):
         """Return the log's own features (count, X + G).
 
         Args:
-            own: The features. prefix: Beginning of the names of the two columns,
-            `{prefix}numbers` and `{prefix}categories`. count: Number of candidates or
-            behaviours. defaults: Columns of the features that the request leaves out.
+            own: The features.
+            prefix: Beginning of the names of the two columns, `{prefix}numbers` and
+                `{prefix}categories`.
+            count: Number of candidates or behaviours.
+            defaults: Columns of the features that the request leaves out.
         """
         columns, names = dict(defaults or {}), _own_names(own)
         numbers = self.entries_by_name(

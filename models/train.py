@@ -1,7 +1,6 @@
 """Train one model with PyTorch and no other dependency of this project, on any machine.
 
-    python -m models.train --config jobs/configs/sasrec.yaml --tables TABLES --output
-    DIR
+    python -m models.train --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
 
 The same configs, loop and checkpoints as `jobs.train`, without Ray and MLflow. Run
 again, it resumes. SIGINT and SIGTERM save a checkpoint of the current step first.

@@ -1,7 +1,6 @@
 """Load the weights of a checkpoint into a model on tables that extend those of its training.
 
-    messages = load_extended_weights(model, "runs/monday/best", about,
-    catalogue.num_items)
+    messages = load_extended_weights(model, "runs/monday/best", about, catalogue.num_items)
 
 Old items keep their rows, as they keep their index. Rows of category values are found
 by name. A new value begins as the unknown value does. A new item begins as the unknown

@@ -1,7 +1,7 @@
 r"""The models of the retrieval quickstart on a log of RESULTS.md, as runs to keep.
 
     python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT
-    python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT --seeds 42 43 44
+    python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT --seeds '[42,43,44]'
     python -m papers.kept --experiment retrieval/amazon18_industrial \
         --tracking_uri sqlite:///OUT/amazon18_industrial/runs/mlflow.db \
         --output papers/results/small_amazon18_industrial.jsonl
@@ -9,7 +9,7 @@ r"""The models of the retrieval quickstart on a log of RESULTS.md, as runs to ke
 Without `--seeds` only the models without gradient training run, with their shipped
 configs. With seeds, SASRec, TIGER and SID-MLP follow as in the quickstart, but for all
 of their epochs, or at most `--epochs`. Each model is evaluated on test, with all items
-and without known items. The same command line continues from finished steps.
+and without known items. The same command continues from finished steps.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def check_paths(paths: Mapping[str, str | None]) -> None:
 
     Raises:
         UserError: if a path is on the disk of one machine, or in a folder that Ray
-        removes.
+            removes.
     """
     machines = count_machines(alive_nodes())
     shared = shared_folders()

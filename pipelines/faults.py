@@ -1,7 +1,7 @@
 """Turn infrastructure failures (full disk, lost storage, dead process) into one-line messages.
 
     error: the disk is full (No space left on device); free some space, then run the
-    same command again, which ...
+        same command again, which ...
 
 These failures are neither mistakes of the user (`UserError`) nor defects. Exception
 classes are compared by name, so this module imports neither Ray nor MLflow.

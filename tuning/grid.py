@@ -1,7 +1,6 @@
 """Read a grid file: the settings that a sweep tries, and the published results.
 
-    trials = load("tuning/grids/sid_mlp_alpha.yaml").trials({"model.teacher":
-    "runs/tiger"})
+    trials = load("tuning/grids/sid_mlp_alpha.yaml").trials({"model.teacher": "runs/tiger"})
 
 The file names the base config, the axes, the metric, the scheduler, where the values
 are documented and the published results. An axis is a dotted key of jobs.train's config
@@ -243,7 +242,7 @@ class Grid:
 
         Raises:
             UserError: for an empty grid, an axis that the model does not have, or a
-            value that it refuses.
+                value that it refuses.
         """
         for key in sets or {}:
             if key in self.keys:

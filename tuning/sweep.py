@@ -212,7 +212,7 @@ def sweep(
 
     Raises:
         UserError: before anything is started, if tables, models or settings do not fit,
-        the metric is not measured, or
+            the metric is not measured, or
             MLflow does not answer; at the end, if no trial has a value.
     """
     began = time.monotonic()

@@ -71,8 +71,7 @@ class Attributes:
         """Return the attributes of items.
 
         Returns:
-            (n, X) float32 numbers, standardised over the catalogue, 0 where missing;
-            (n, G) int64 codes.
+            (n, X) float32 numbers, standardised over the catalogue, 0 where missing; (n, G) int64 codes.
         """
         numbers = np.zeros((len(items), len(self.numbers)))
         categories = np.zeros((len(items), len(self.categories)))

@@ -1,7 +1,7 @@
 """Examples and batches of a log of actions: a user's context, and candidates whose actions are to be predicted.
 
-    dataset = ActionsDataset.load("tables/sequences", "train", unit="user",
-    max_history=1024) for batch in dataset.epoch(64, seed=1, epoch=0): ...
+    dataset = ActionsDataset.load("tables/sequences", "train", unit="user", max_history=1024)
+    for batch in dataset.epoch(64, seed=1, epoch=0): ...
 
 Batches of training have similar lengths, so that there is little padding, and equally
 many events, so that all events have the same weight in the loss. A user with more than
@@ -111,8 +111,9 @@ class ActionsDataset(RequestDataset):
 
         Args:
             events: The columns of all events, end to end: of each request its context,
-            then its candidates. context: (R,) events of each context. candidates: (R,)
-            candidates of each request.
+                then its candidates.
+            context: (R,) events of each context.
+            candidates: (R,) candidates of each request.
         """
         sizes = context + candidates
         columns = {
@@ -273,11 +274,10 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
     """Decode one part of the sequences of a log of actions.
 
     Returns:
-        By user (U,): behaviours_per_user, train_end and val_end, the events before
-        validation and before test. By event (E, ...): item, time, action (A), label
-        (K), feature (F); where the log has some, viewer (V), the number of each value
-        in the manifest's `viewers` from 1, or 0, and own, as `OwnFeatures.matrix` has
-        them.
+        By user (U,): behaviours_per_user, train_end and val_end, the events before validation and before test. By
+        event (E, ...): item, time, action (A), label (K), feature (F); where the log
+        has some, viewer (V), the number
+        of each value in the manifest's `viewers` from 1, or 0, and own, as `OwnFeatures.matrix` has them.
     """
     info, own = manifest.info, OwnFeatures.from_info(manifest.info)
     item_lists = table["item_index"].combine_chunks()

@@ -1,7 +1,6 @@
 """Base rates of actions: models without gradient training that others have to clear.
 
-    python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES
-    --storage runs --name item_rate
+    python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES --storage runs --name item_rate
 
 With n_i the training events of item i, p_ik those in which task k was done, and r_k the
 share of all training events in which it was done:

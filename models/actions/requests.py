@@ -112,7 +112,7 @@ class NewItems:
 
         Raises:
             UserError: If an item has no id, comes twice, or has a field that the model
-            does not read.
+                does not read.
         """
         by_id: dict[str, Item] = {}
         for item in items:

@@ -144,7 +144,8 @@ class Batch:
 
         Args:
             max_behaviours: Behaviours of a row at most, beyond which the axis `T` is
-            not padded. bucket_axes: The axes to pad, by default those of the class.
+                not padded.
+            bucket_axes: The axes to pad, by default those of the class.
         """
         more: dict[str, int] = {}
         for axis in bucket_axes or self.bucket_axes:

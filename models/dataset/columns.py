@@ -72,15 +72,17 @@ def open_columns(
     """Memory-map the decoded columns of a table. The first process of a node decodes them.
 
     Args:
-        uri: The table. layout: Name of the decoder, such as `retrieval`.
-        parquet_columns: The columns that `decode` reads; None for all. decode: Decodes
-        one part. manifest: The table's manifest, where the caller has read it.
+        uri: The table.
+        layout: Name of the decoder, such as `retrieval`.
+        parquet_columns: The columns that `decode` reads; None for all.
+        decode: Decodes one part.
+        manifest: The table's manifest, where the caller has read it.
         settings: JSON value that the decoded arrays depend on beside the table's
-        content.
+            content.
 
     Raises:
         UserError: If a part is missing or damaged, or the cache's disk is full or
-        cannot be written.
+            cannot be written.
     """
     manifest = manifest or read_manifest(uri)
     uris = part_uris(uri, manifest)

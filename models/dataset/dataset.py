@@ -1,7 +1,7 @@
 """Examples of one split of a `sequences` table, and the batches that a worker reads of them.
 
-    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request",
-    max_history=20) for batch in dataset.epoch(256, seed=1, epoch=0): ...
+    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
+    for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
 An example is a window of one user's behaviours and the requests that the window serves.
 A family's dataset plans its examples over the table's columns
@@ -166,9 +166,8 @@ class RequestDataset:
         """Return the keys of the N candidates that a model scores.
 
         Returns:
-            (N,) tensors: `user_row`; `request`, by which a user's requests are told
-            apart and ordered; the request's `time` in ms and `query`; `item`; and
-            labels (N, K).
+            (N,) tensors: `user_row`; `request`, by which a user's requests are told apart and ordered; the request's
+            `time` in ms and `query`; `item`; and labels (N, K).
         """
         raise NotImplementedError
 
@@ -300,9 +299,12 @@ class RequestDataset:
 
         Args:
             batch_size: Weight of a batch over all workers, such as its number of
-            requests. seed: Seed of the order. epoch: Number of the epoch. skip: Steps
-            to leave out, when a run is continued. pad_to_buckets: Whether batches come
-            in few shapes, as CUDA graphs need them.
+                requests.
+            seed: Seed of the order.
+            epoch: Number of the epoch.
+            skip: Steps to leave out, when a run is continued.
+            pad_to_buckets: Whether batches come in few shapes, as CUDA graphs need
+                them.
         """
         for rows in self.epoch_rows(batch_size, seed=seed, epoch=epoch, skip=skip):
             if len(rows):

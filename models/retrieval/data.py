@@ -1,7 +1,7 @@
 """The catalogue, batches and dataset of retrieval models.
 
-    catalogue = Catalogue.load("tables", "sids") dataset =
-    RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
+    catalogue = Catalogue.load("tables", "sids")
+    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
     for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
 Shapes: `I` items, `C` codes of an item; `B` rows, `T` behaviours and `R` requests of a
@@ -127,7 +127,7 @@ def read_codes(table: pa.Table, name: str) -> Tensor:
 
     Raises:
         UserError: If the codes have several lengths, or `item_index` is not dense and
-        sorted.
+            sorted.
     """
     lists = table["codes"].combine_chunks()
     lengths = pc.list_value_length(lists).to_numpy()
@@ -360,8 +360,7 @@ class RetrievalDataset(RequestDataset):
         """Return the examples as tensors, histories right-padded with -1 to the longest.
 
         Returns:
-            A `RequestBatch`, `WindowBatch` or `InteractionBatch` for the units
-            `request`, `user` and `behaviour`.
+            A `RequestBatch`, `WindowBatch` or `InteractionBatch` for the units `request`, `user` and `behaviour`.
         """
         columns, user = self.columns, self.user[rows]
         first = self.first[rows]
@@ -474,8 +473,8 @@ def decode_sequences(table: pa.Table, name: str) -> Columns:
     """Decode one part of the sequences of a retrieval log.
 
     Returns:
-        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour
-        (E,): item. By request (R,): history_end, target, repeats, request_time, split.
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour (E,): item. By request (R,):
+        history_end, target, repeats, request_time, split.
 
     Raises:
         UserError: If a request has other than one candidate.

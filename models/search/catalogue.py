@@ -105,7 +105,7 @@ class SearchText:
 
         Raises:
             UserError: If the tables were encoded with several settings, or have other
-            keys.
+                keys.
         """
         names = ("items", "queries", "pairs", "tokens")
         present = [name for name in names if has_manifest(join(uri, name))]
@@ -275,10 +275,11 @@ class SearchCatalogue:
         """Load the catalogue of a search log.
 
         Args:
-            tables: The folder that jobs.prepare made. text: The folder that jobs.encode
-            made; None for text of width 0. scale: Whether to compute the features' mean
-            and deviation; a checkpoint brings its own. scales: The scales of a
-            checkpoint.
+            tables: The folder that jobs.prepare made.
+            text: The folder that jobs.encode made; None for text of width 0.
+            scale: Whether to compute the features' mean and deviation; a checkpoint
+                brings its own.
+            scales: The scales of a checkpoint.
 
         Raises:
             UserError: If the tables do not belong together.

@@ -1,8 +1,8 @@
 """Examples and batches of a search log.
 
-    catalogue = SearchCatalogue.load("tables", "text") dataset =
-    SearchDataset.load("tables/sequences", "train", unit="user", max_history=100,
-    text=catalogue.text) for batch in dataset.epoch(100, seed=1, epoch=0): ...
+    catalogue = SearchCatalogue.load("tables", "text")
+    dataset = SearchDataset.load("tables/sequences", "train", unit="user", max_history=100, text=catalogue.text)
+    for batch in dataset.epoch(100, seed=1, epoch=0): ...
 
 An example is a history with all requests that it serves, so one encoder pass serves
 them all. Candidates are flat over a batch: each knows its request, each request its row
@@ -204,12 +204,13 @@ class SearchDataset(RequestDataset):
 
         Args:
             columns: item, time, query and history_features by behaviour, end to end;
-            request_query (R,); candidate and
+                request_query (R,); candidate and
                 features by candidate, end to end.
-            lengths: (R,) behaviours of each request. counts: (R,) candidates of each
-            request. text: Text vectors, with queries numbered as in `columns`.
+            lengths: (R,) behaviours of each request.
+            counts: (R,) candidates of each request.
+            text: Text vectors, with queries numbered as in `columns`.
             reads_history_queries: Whether batches bring the text of behaviours'
-            queries.
+                queries.
         """
         requests = len(lengths)
         candidates = len(columns["candidate"])
@@ -360,10 +361,9 @@ def decode_sequences(
         own: Features of the log that have columns of their own.
 
     Returns:
-        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour:
-        item, time, query, history_features. By request: history_end, split,
-        request_query, request_time, candidates_per_request. By candidate: candidate,
-        position, labels, features.
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour: item, time, query,
+        history_features. By request: history_end, split, request_query, request_time, candidates_per_request. By
+        candidate: candidate, position, labels, features.
     """
     item_lists = table["item_index"].combine_chunks()
     items = item_lists.flatten().to_numpy()

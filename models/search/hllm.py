@@ -1,7 +1,6 @@
 """HLLM (Chen et al., 2024) as the QGS paper compares with it: a tower over the text of items, a tower over users.
 
-    python -m jobs.train --config jobs/configs/qgs.yaml --config
-    jobs/configs/search/hllm.yaml ...
+    python -m jobs.train --config jobs/configs/qgs.yaml --config jobs/configs/search/hllm.yaml ...
 
 The item tower is the pretrained text encoder and a trained projection. The paper trains
 the encoder too: so it is with `item_tower`; without, it is frozen, and its output comes

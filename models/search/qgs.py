@@ -1,7 +1,6 @@
 """QGS: query-conditioned generative search (Song et al., 2026), and HSTU as the paper compares with it.
 
-    python -m jobs.train --config jobs/configs/qgs.yaml --tables TABLES --text TEXT
-    --storage runs --name qgs
+    python -m jobs.train --config jobs/configs/qgs.yaml --tables TABLES --text TEXT --storage runs --name qgs
 
 Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder
 (Eq. 6-10). Trained to predict the next item given the next query (Eq. 3-5) together

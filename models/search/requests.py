@@ -53,10 +53,11 @@ class RequestText:
         """Initialise from a bundle.
 
         Args:
-            text: The vectors of the catalogue. queries: Queries of the catalogue, by
-            `query_index`. encoder: The encoder of the vectors; without one, text that
-            the catalogue lacks does not exist. documents: Texts of the documents, by
-            `item_index`; needed with an encoder.
+            text: The vectors of the catalogue.
+            queries: Queries of the catalogue, by `query_index`.
+            encoder: The encoder of the vectors; without one, text that the catalogue
+                lacks does not exist.
+            documents: Texts of the documents, by `item_index`; needed with an encoder.
         """
         self.text, self.encoder, self.documents = text, encoder, documents
         self.query_index = {query: index for index, query in enumerate(queries)}
@@ -73,8 +74,9 @@ class RequestText:
 
         Args:
             queries: (q,) texts for which `has_query` is true; the result numbers them
-            in this order. item: (n,) item of each pair. query: (n,) number of each
-            pair's query in `queries`, or NO_QUERY.
+                in this order.
+            item: (n,) item of each pair.
+            query: (n,) number of each pair's query in `queries`, or NO_QUERY.
         """
         index = np.array([self.query_index.get(text, -1) for text in queries], np.int64)
         is_pair = query != NO_QUERY

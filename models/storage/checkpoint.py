@@ -150,13 +150,17 @@ def save(
     """Make or replace the checkpoint at a path or URI.
 
     Args:
-        uri: Folder of the checkpoint. model: Model whose weights are saved. about:
-        Content of `config.json`, which is written last. state: State to resume from.
-        The state of a sharded model has all its weights under `weights`. after: Called
-        when the checkpoint is complete. uploads: Thread that uploads a checkpoint to a
-        URI, so that this returns at once. shards: Files that `write_shards` has written
-        into the folder. extra: Further files, by name. before: Called right before
-        `config.json` is written.
+        uri: Folder of the checkpoint.
+        model: Model whose weights are saved.
+        about: Content of `config.json`, which is written last.
+        state: State to resume from. The state of a sharded model has all its weights
+            under `weights`.
+        after: Called when the checkpoint is complete.
+        uploads: Thread that uploads a checkpoint to a URI, so that this returns at
+            once.
+        shards: Files that `write_shards` has written into the folder.
+        extra: Further files, by name.
+        before: Called right before `config.json` is written.
     """
     filesystem, path = open_uri(str(uri))
     is_local = isinstance(filesystem, fs.LocalFileSystem)
@@ -283,7 +287,7 @@ def keep(
 
     Raises:
         SupersededError: if a newer attempt trains the run. Then no checkpoint is
-        removed.
+            removed.
     """
     attempt = Attempt.parse(about.attempt)
     check_attempt = partial(require_current, folder, attempt)
@@ -564,7 +568,7 @@ def load_state(uri: str | Path) -> dict[str, Any]:
 
     Raises:
         UserError: if the checkpoint has no state, like the checkpoint of a served
-        model.
+            model.
     """
     with local(uri) as folder:
         if not (folder / STATE).exists():

@@ -79,7 +79,7 @@ def require_folders(**folders: str | None) -> None:
 
     Raises:
         UserError: if a storage does not answer, or a folder is not of the kind that its
-        option takes.
+            option takes.
     """
     types = {option: file_info(uri).type for option, uri in folders.items() if uri}
     for option, file_type in types.items():

@@ -77,8 +77,9 @@ class Inputs:
         """Return the inputs that a model reads.
 
         Args:
-            model: Name of the model. reads: Folders beside the tables that the model
-            reads, by option, and whether it needs them.
+            model: Name of the model.
+            reads: Folders beside the tables that the model reads, by option, and
+                whether it needs them.
 
         Raises:
             UserError: if a folder that the model needs is not given.

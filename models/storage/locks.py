@@ -1,7 +1,6 @@
 """Locks that let one process write to a folder, local or at a URI.
 
-    with hold_lock("s3://bucket/tables/.lock", "s3://bucket/tables is being written by
-    another process"):
+    with hold_lock("s3://bucket/tables/.lock", "s3://bucket/tables is being written by another process"):
         ...
 
 A lock outlives its holder by seconds at most: the kernel releases a local lock, and a
@@ -56,7 +55,7 @@ def hold_lock(
 
     Raises:
         UserError: if another process holds the lock, or the lock file cannot be
-        written.
+            written.
     """
     filesystem, where = open_uri(uri)
     if not isinstance(filesystem, fs.LocalFileSystem):

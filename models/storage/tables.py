@@ -183,7 +183,7 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
 
     Raises:
         UserError: if there is no manifest, it is damaged, or it is of another table
-        than `table`.
+            than `table`.
     """
     if not has_manifest(uri):
         raise UserError(
@@ -257,9 +257,10 @@ def read_parquet(
     """Read one Parquet file. All of the file is read and hashed, whatever the columns.
 
     Args:
-        uri: Path or URI of the file. columns: Columns to return; None: all. sha256:
-        First digits of the expected hash; empty: the digits in the name of a part. A
-        file with another name
+        uri: Path or URI of the file.
+        columns: Columns to return; None: all.
+        sha256: First digits of the expected hash; empty: the digits in the name of a
+            part. A file with another name
             is not checked then.
         dictionary: Columns to keep dictionary-coded.
 

@@ -78,9 +78,11 @@ class OutputTables:
         """Return the manifest of a table that need not be made again, or None.
 
         Args:
-            name: Name of the table. config: Settings that it is made with. inputs:
-            Hashes of its inputs. stamps: Size and time of change of the raw files that
-            it is made from. A file
+            name: Name of the table.
+            config: Settings that it is made with.
+            inputs: Hashes of its inputs.
+            stamps: Size and time of change of the raw files that it is made from. A
+                file
                 with another stamp counts as another file.
 
         Raises:

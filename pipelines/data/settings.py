@@ -98,7 +98,7 @@ def resolve_config(
 
     Raises:
         UserError: if files are missing, the output cannot be written, or the settings
-        do
+            do
             not fit the log.
     """
     kind = KINDS[config.kind]

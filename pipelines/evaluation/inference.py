@@ -1,7 +1,6 @@
 """Rank for many users and write the rankings as a table.
 
-    manifest, existed = infer_all(checkpoint, inputs, "recommendations",
-    InferenceOptions(k=20))
+    manifest, existed = infer_all(checkpoint, inputs, "recommendations", InferenceOptions(k=20))
 
 A model that ranks a catalogue writes `recommendations`: the top K items after all
 behaviours of each user, or, for a split, after the history of each request, with its
@@ -395,7 +394,7 @@ def infer_all(
 
     Raises:
         UserError: if the model ranks nothing, does not fit the tables or the options,
-        or
+            or
             another table is in the folder.
     """
     output = absolute(output)

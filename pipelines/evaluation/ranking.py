@@ -93,9 +93,12 @@ def evaluate(
 
     Args:
         uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
-        inputs: the tables. split: `val` or `test`. batch_size: requests per batch.
-        options: options of `recommend`. user_stride: measure every `user_stride`-th
-        user of the table, the same users for
+        inputs: the tables.
+        split: `val` or `test`.
+        batch_size: requests per batch.
+        options: options of `recommend`.
+        user_stride: measure every `user_stride`-th user of the table, the same users
+            for
             every model.
         workers: processes and devices, by default this process.
 

@@ -1,7 +1,6 @@
 """Export a trained student as one `.pt2` program, checked against its model.
 
-    python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS
-    --export student.pt2 --k 10
+    python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS --export student.pt2 --k 10
 
 `models/retrieval/search/export.py` describes the inputs and outputs of the program.
 """

@@ -41,7 +41,7 @@ def register(
 
     Raises:
         UserError: if the run has no checkpoint, its checkpoint was replaced by a later
-        run,
+            run,
             or its model is not served.
     """
     client = tracking.connect(run.uri)

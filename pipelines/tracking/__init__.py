@@ -1,7 +1,7 @@
 """MLflow: one run per training, in the experiment `family/dataset`, at an explicit URI.
 
-    run = tracking.open_run(uri, "retrieval/x", "sasrec", storage, config=config,
-    hashes=hashes) logger = tracking.Logger(run)
+    run = tracking.open_run(uri, "retrieval/x", "sasrec", storage, config=config, hashes=hashes)
+    logger = tracking.Logger(run)
 
 The driver opens the run of a training and hands its id and URI to rank 0, which alone
 logs to it; a continued training continues its run. A run has each point once, however

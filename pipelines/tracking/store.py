@@ -50,7 +50,7 @@ def resolve_uri(option: str | None, storage: str) -> str:
 
     Raises:
         UserError: for a URI that workers elsewhere cannot use, or that MLflow cannot
-        write.
+            write.
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     refuse_secrets(uri, "the tracking URI")

@@ -1,7 +1,6 @@
 """Attempt numbers for the worker groups of Ray Train, so that a newer group fences off an older one.
 
-    TorchTrainer(worker, torch_config=FencedTorchConfig("gloo", folder=run_folder,
-    attempt=str(attempt)))
+    TorchTrainer(worker, torch_config=FencedTorchConfig("gloo", folder=run_folder, attempt=str(attempt)))
 
 Ray Train's controller starts a worker group after each change of the nodes. Its hook
 `Backend.on_start` runs before the workers of a group begin.

@@ -182,9 +182,8 @@ def worker(config: dict[str, Any]) -> None:
 
     Args:
         config: `task` is a pickled `Task`, as Ray's controller reads the values too and
-        would load PyTorch and MLflow
-            for a `Task`; `progress` is an actor; `watch` says whether nodes may be
-            taken away with notice.
+            would load PyTorch and MLflow
+            for a `Task`; `progress` is an actor; `watch` says whether nodes may be taken away with notice.
     """
     task: Task = pickle.loads(config["task"])
     task.attempt = worker_attempt()

@@ -1,7 +1,6 @@
 """A frozen teacher's outputs for each request, kept as a table: made once, read by every epoch, run and sweep trial.
 
-    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... --model.teacher_cache
-    runs/teacher_cache
+    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... --model.teacher_cache runs/teacher_cache
 
 Two tables of vectors by request, unpadded, at half precision, in Parquet: `encoder` has
 the states of the history's tokens, for the requests of training and validation;

@@ -19,12 +19,11 @@ requires others); these stacks have about as many parameters as the 2.6 million 
 teacher's decoder. Blocks are the authors':
 
 - GDN: a mixer and a SwiGLU, 6 heads, values twice as wide as keys, convolutions of 4. The
-  authors' head width of 256 would make one block larger than half of TIGER's decoder,
-  so depth and widths are the teacher's: 4 blocks of its width, heads of 64; 2.5
-  million.
+  authors' head width of 256 would make one block larger than half of TIGER's decoder, so
+  depth and widths are the teacher's: 4 blocks of its width, heads of 64; 2.5 million.
 - Mamba2: a mixer alone, heads of 64, a state of 128, inner width twice the outer,
-  convolutions of 4, chunks of 256. A block of TIGER's width has 0.13 million
-  parameters, so the stack is twice as wide, with 5 blocks; 2.6 million.
+  convolutions of 4, chunks of 256. A block of TIGER's width has 0.13 million parameters, so
+  the stack is twice as wide, with 5 blocks; 2.6 million.
 
 Shapes: `B` requests, `S` positions of the longest history, `P` codes of a prefix, `D`
 width of the backbone, `N` width of the stack, `W` beams of a user, `L` levels (digits),

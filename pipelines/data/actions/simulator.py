@@ -1,8 +1,7 @@
 """A simulated feed with a known answer: the dog and cat users of AttnMVP (Fig. 4), scaled up.
 
-    python -m jobs.simulate --kind feed --output raw --users 1500 --items 400 --events
-    30000 python -m jobs.simulate --kind feed --output raw --users 1500 --items 6000
-    --events 30000 --shown_days 7
+    python -m jobs.simulate --kind feed --output raw --users 1500 --items 400 --events 30000
+    python -m jobs.simulate --kind feed --output raw --users 1500 --items 6000 --events 30000 --shown_days 7
 
 Half of the items show dogs, half cats. Half of the users like dogs and not cats, the
 other half the reverse. Items are drawn in the same way for everyone, so neither the

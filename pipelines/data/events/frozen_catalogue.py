@@ -1,7 +1,6 @@
 """The items of other tables as the catalogue of a fresh log, byte for byte.
 
-    python -m jobs.prepare --source YAML --input FRESH --output FRESH_TABLES --catalogue
-    TABLES --core 0
+    python -m jobs.prepare --source YAML --input FRESH --output FRESH_TABLES --catalogue TABLES --core 0
 
 Semantic IDs and checkpoints of TABLES belong to FRESH_TABLES too. Requests are split at
 the same times: what TABLES was trained on is not a test here.

@@ -1,7 +1,8 @@
 """Raw files as frames of rows: CSV, JSON lines, Parquet and plain lines.
 
-    digest = hashlib.sha256() columns = ["user", "cast(price as double)"] for frame in
-    read_frames("s3://bucket/log.csv", Files(delimiter=";"), columns, digest):
+    digest = hashlib.sha256()
+    columns = ["user", "cast(price as double)"]
+    for frame in read_frames("s3://bucket/log.csv", Files(delimiter=";"), columns, digest):
         frame.rows, frame.broken
 
 Files may be compressed, and each byte is read once. A large uncompressed file is split

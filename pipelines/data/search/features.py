@@ -204,8 +204,9 @@ def feature_groups(
 
     Args:
         config: Settings with the groups that the source file declares, which come
-        first. names: Names of `feature_names`. own: Default group by column of custom
-        features.
+            first.
+        names: Names of `feature_names`.
+        own: Default group by column of custom features.
 
     Returns:
         `name` and `features` of each group.

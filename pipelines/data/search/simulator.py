@@ -1,7 +1,6 @@
 """A simulated search log with known causes. A result on one is always labelled simulated.
 
-    python -m jobs.simulate --kind search --output raw --users 1500 --items 400 --events
-    15000
+    python -m jobs.simulate --kind search --output raw --users 1500 --items 400 --events 15000
 
 A search has an intent, which is a cluster of items; it shows ten results, four of the
 intent, three of another cluster, and three of three more. Whether a result is clicked

@@ -156,10 +156,14 @@ def count_in_buckets(
     """Count the events of all parts and build each part with its counts.
 
     Args:
-        engine: Runs the exchange. parts: URIs of events parts. events: Events of all
-        parts. counter: Reads and counts keys. count_inputs: Arguments of
-        `counter.read_keys` after the part. build: Called as `build(*shared, part,
-        pieces)`, with pieces for `gather_counts`. shared: First arguments of `build`.
+        engine: Runs the exchange.
+        parts: URIs of events parts.
+        events: Events of all parts.
+        counter: Reads and counts keys.
+        count_inputs: Arguments of `counter.read_keys` after the part.
+        build: Called as `build(*shared, part, pieces)`, with pieces for
+            `gather_counts`.
+        shared: First arguments of `build`.
 
     Yields:
         (number of the part, result of `build`) as parts finish.

@@ -387,9 +387,11 @@ def _extend_codes(
     """Assign codes to the items after the first M.
 
     Args:
-        embeddings: (N, width) embeddings of all items. old_codes: (M, C) codes of the
-        first M items, which stay. arrays: The quantizer: `codebooks`, and the weights
-        of an encoder, if it has one. old: Manifest of the codes to extend.
+        embeddings: (N, width) embeddings of all items.
+        old_codes: (M, C) codes of the first M items, which stay.
+        arrays: The quantizer: `codebooks`, and the weights of an encoder, if it has
+            one.
+        old: Manifest of the codes to extend.
 
     Returns:
         The codes (N, C) of all items, and measures for the manifest.
