@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -27,6 +28,7 @@ from urllib.request import Request, urlopen
 import mlflow
 import pandas
 import pytest
+from make_shop import write_shop
 from pages import ROOT, Command, blocks, commands, jobs_of, section
 
 from jobs import cli
@@ -256,9 +258,9 @@ def test_an_own_log_with_its_own_features(
     new_store(here / "runs" / "shop" / "runs")
     example = section((ROOT / "docs/search.md").read_text(), "An example")
     (here / "shop").mkdir()
-    make, serve = (text for kind, text in blocks(example) if kind == "python")
+    (serve,) = (text for kind, text in blocks(example) if kind == "python")
     (source,) = (text for kind, text in blocks(example) if kind == "yaml")
-    exec(make.replace("range(4000)", "range(600)"), {})
+    write_shop("shop", searches=600)
     (here / "shop.yaml").write_text(source)
     follow(typed_of("search.md", "An example"), monkeypatch)
     printed = capsys.readouterr().out
@@ -351,19 +353,27 @@ def test_a_date_in_three_columns(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     (here / "sales/sales.csv").write_text(
         "\n".join(["customer,product,year,month,day", *rows])
     )
-    ((_, source),) = (
-        block
-        for block in blocks(
-            section((ROOT / "docs/own_log.md").read_text(), "A date in three columns")
-        )
-        if block[0]
-    )
+    source = f"""
+files: sales.csv
+user: customer
+item: product
+time: {three_columns()}
+prepare: {{core: 0, ties: log_order, split: {{kind: temporal}}}}
+"""
     (here / "days.yaml").write_text(source)
-    follow(typed_of("own_log.md", "A date in three columns"), monkeypatch)
-    times = read_table("runs/days/tables/sequences", "sequences")[
-        "timestamp_ms"
-    ].to_pylist()
+    prepare = importlib.import_module("jobs.prepare")
+    options = ["--source", "days.yaml", "--input", "sales", "--output", "runs/days"]
+    prepare.run(cli.options_for(prepare, options))
+    times = read_table("runs/days/sequences", "sequences")["timestamp_ms"].to_pylist()
     assert (
         times
         == [[int(day.timestamp()) * 1000 for user, _, day in days if user == 0]] * 20
     )
+
+
+def three_columns() -> str:
+    """Return the time of the row "year, month and day in three columns" as YAML."""
+    text = (ROOT / "docs/own_log.md").read_text()
+    (row,) = (line for line in text.splitlines() if "in three columns" in line)
+    column, pattern = re.findall(r"`((?:column|format): .*?)`", row)
+    return "{" + f"{column}, {pattern}".replace("\\|", "|") + "}"
