@@ -25,6 +25,7 @@ from torch import Tensor
 
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns, columns_bytes, open_columns
+from models.dataset.folds import assign_fold, resolve_fold
 from models.dataset.order import count_steps, order_epoch
 from models.ragged import lengths_to_offsets
 from models.storage.tables import Manifest, UserError, sequences_manifest
@@ -190,12 +191,17 @@ class RequestDataset:
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
+        fold: int | None = None,
         **options: Any,
     ) -> Self:
         """Load the examples of one split of a `sequences` table.
 
+        `fold` is the number of the fold, from 1, of a table that is cut into folds; by
+        default the last one.
+
         Raises:
-            UserError: If the table is of another family, is damaged or has no users.
+            UserError: If the table is of another family, is damaged, has no users or
+                not the fold.
         """
         manifest = sequences_manifest(uri, cls.kind)
         if not manifest.rows:
@@ -208,6 +214,10 @@ class RequestDataset:
             manifest=manifest,
             settings=cls.decoder_settings(manifest),
         )
+        fold = resolve_fold(manifest.info, fold, uri)
+        if fold is not None:
+            cuts, times = manifest.info["split"], columns["request_time"]
+            columns = {**columns, "split": assign_fold(cuts, fold, times)}
         return cls(
             columns,
             split,

@@ -112,3 +112,9 @@ def _warn_of_splits(info: dict) -> Iterator[str]:
             )
         if requests[name] < MIN_REQUESTS:
             yield f"there are only {requests[name]:,} {name} {noun}: their figures are noise; a longer log has more"
+    for number, of_fold in enumerate(info.get("requests_per_fold", [])[:-1], 1):
+        for name in SPLITS:
+            if of_fold[name] < MIN_REQUESTS:
+                yield (
+                    f"fold {number} has only {of_fold[name]:,} {name} {noun}; give fewer --split.folds, or a longer log"
+                )

@@ -36,6 +36,7 @@ from pipelines.data.events.columns import Vocabulary
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.rows import RejectCounts
+from pipelines.data.sequences.splits import train_end_ms
 
 Report = Callable[[str], None]
 """Prints a line that a user reads."""
@@ -258,10 +259,11 @@ class Run:
     def core_before_ms(self, split: dict[str, Any]) -> int | None:
         """Return the time before which behaviours count for the k-core; None if all count.
 
-        All count on the catalogue of other tables.
+        All count on the catalogue of other tables. With several folds only the training
+        window that they share counts.
         """
         whole_log = self.config.core_window == "all" or self.config.catalogue
-        return None if whole_log else split["val_start_ms"]
+        return None if whole_log else train_end_ms(split)
 
     def sequences_info(
         self,

@@ -157,6 +157,12 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
             "use --split.kind temporal or core_window all",
         ),
         (
+            config.split.folds > 1 and name != "retrieval",
+            f"split.folds is {config.split.folds}, which is of kind retrieval: other kinds have features and "
+            "statistics as of the cuts of one split; leave it out, and prepare a table for each window with "
+            "--split.val_start and --split.test_start",
+        ),
+        (
             is_late and config.ties != "strict",
             f"ties is {config.ties}, but label '{config.behaviour}' is known later than "
             "its event, so the log's order is not that of what is known: use --ties strict, or leave out its time or "

@@ -130,7 +130,9 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     bare = items.join(counted, on="item_id", how="anti").height
     if info["core_window"] == "train" and split.get("val_start_ms") is not None:
         known = "timestamp_ms" if tables.all_shown else tables.known
-        counted = counted.filter(pl.col(known) < split["val_start_ms"])
+        # what all folds share is computed before the earliest of them
+        starts = [fold["val_start_ms"] for fold in split.get("folds", ())]
+        counted = counted.filter(pl.col(known) < min(starts or [split["val_start_ms"]]))
     always_kept = items["item_id"]
     if not is_frozen and described is None:
         always_kept = always_kept.clear()

@@ -34,6 +34,7 @@ RULES = {
     "history": "history_end counts the user's behaviours that are known strictly before the request",
     "targets": "request i asks for behaviour i; in a search log it is what (user, request id) showed, at its earliest",
     "splits": "each request is in the split that its place or its time says; train_end and val_end are the cuts",
+    "folds": "test windows are equally long, follow each other and end with the log; a fold has the requests of its times",
     "tasks": "in a log of actions tasks and actions are what the labels say",
     "counts": "the manifest of sequences counts what the table holds",
     "queries": "in a search log query_index is dense in the order of the text and covers what events ask",
@@ -81,6 +82,8 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     skipped = {*kind.without}
     if not any(name.startswith("known_") for name in tables.event_columns):
         skipped.add("known")
+    if not (tables.info.get("split") or {}).get("folds"):
+        skipped.add("folds")
     return [rule for name, rule in rules.items() if name not in skipped]
 
 

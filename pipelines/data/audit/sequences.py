@@ -54,6 +54,7 @@ def unfold(tables: Tables, rules: dict[str, Rule]) -> UnfoldedSequences:
     """Check the splits and the lengths of lists; return behaviours and requests as rows."""
     all_requests = request_rows(tables.sequences)
     per_split = check_splits(tables, all_requests, rules["splits"])
+    check_folds(tables, all_requests, rules["folds"])
     users = check_lengths(tables.sequences, rules["behaviours"])
     requests = all_requests.join(users.select("row"), on="row", how="semi")
     behaviours = behaviour_rows(users)
@@ -225,6 +226,67 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
         REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}",
     )
     return count_per_split(requests)
+
+
+def check_folds(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
+    """Check the windows of the folds against the events, and their requests against the times of `requests`."""
+    split = tables.info.get("split") or {}
+    folds = split.get("folds") or []
+    if not folds:
+        return
+    rule.rows += requests.height
+    last = folds[-1]
+    for name in ("val_start_ms", "test_start_ms"):
+        if last[name] != split[name]:
+            rule.add_violation(
+                f"fold {len(folds)}: {name} is {last[name]}, of the split it is {split[name]}"
+            )
+    time = tables.events["timestamp_ms"]
+    if not tables.all_shown:
+        time = tables.filter_behaviours(tables.events)["timestamp_ms"]
+    end = pl.Series([time.max()]).item() + 1
+    if not tables.manifests["items"].info.get("catalogue_of"):
+        if last["test_end_ms"] != end:
+            rule.add_violation(
+                f"fold {len(folds)}: test ends at {last['test_end_ms']}, the log at {end}"
+            )
+        if folds[0]["val_start_ms"] <= pl.Series([time.min()]).item():
+            rule.add_violation("fold 1: no behaviour is earlier than its validation")
+    lengths = [fold["test_end_ms"] - fold["test_start_ms"] for fold in folds]
+    val_lengths = [fold["test_start_ms"] - fold["val_start_ms"] for fold in folds]
+    for number in range(1, len(folds)):
+        earlier, later = folds[number - 1 : number + 1]
+        if earlier["test_end_ms"] != later["test_start_ms"]:
+            rule.add_violation(
+                f"fold {number}: test ends at {earlier['test_end_ms']}, that of the next fold begins at "
+                f"{later['test_start_ms']}"
+            )
+        if (
+            lengths[number - 1] != lengths[-1]
+            or val_lengths[number - 1] != val_lengths[-1]
+        ):
+            rule.add_violation(
+                f"fold {number}: windows of {val_lengths[number - 1]} and {lengths[number - 1]} ms, of the last fold "
+                f"{val_lengths[-1]} and {lengths[-1]}"
+            )
+    recorded = tables.info.get("requests_per_fold") or []
+    if len(recorded) != len(folds):
+        rule.add_violation(f"requests of {len(recorded)} folds, {len(folds)} are cut")
+    at = requests["timestamp_ms"]
+    for number, (fold, counts) in enumerate(zip(folds, recorded, strict=False), 1):
+        is_before_end = pl.Series([True]) if fold is last else at < fold["test_end_ms"]
+        expected = {
+            "train": (at < fold["val_start_ms"]).sum(),
+            "val": at.is_between(
+                fold["val_start_ms"], fold["test_start_ms"], closed="left"
+            ).sum(),
+            "test": ((at >= fold["test_start_ms"]) & is_before_end).sum(),
+        }
+        for name in SPLITS:
+            if counts.get(name) != expected[name]:
+                rule.add_violation(
+                    f"fold {number}: {counts.get(name)} {name} requests, their times give {expected[name]}"
+                )
 
 
 def rank_in_time(tables: Tables, requests: pl.DataFrame) -> pl.Series:

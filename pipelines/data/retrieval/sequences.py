@@ -24,6 +24,8 @@ from pipelines.data.sequences.builder import (
 )
 from pipelines.data.sequences.splits import (
     SPLITS,
+    describe_folds,
+    folds_info,
     require_training,
     tied_targets_info,
 )
@@ -134,6 +136,7 @@ class RetrievalStep(SequencesStep):
         self._check(built.count, usable)
         return {
             **tied_targets_info(built.count),
+            **folds_info(self.split, built.count),
             "requests": requests,
             "requests_without_history": without_history,
         }
@@ -159,3 +162,5 @@ class RetrievalStep(SequencesStep):
         self.run.report(
             f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s"
         )
+        for line in describe_folds(sequences.info):
+            self.run.report(line)

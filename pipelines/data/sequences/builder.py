@@ -54,7 +54,12 @@ from pipelines.data.sequences.own_features import (
     describe_features,
     feature_columns,
 )
-from pipelines.data.sequences.splits import SPLITS, assign_splits, count_tied
+from pipelines.data.sequences.splits import (
+    SPLITS,
+    assign_splits,
+    count_by_fold,
+    count_tied,
+)
 
 NOT_TRUNCATED = np.iinfo(np.int64).min
 """`Behaviours.oldest` of a user who keeps all behaviours: earlier than any time."""
@@ -450,6 +455,7 @@ class SequenceBuilder(ABC):
         )
         table = self._lay_out(draft, count)
         _count_rows(draft, count)
+        count.update(count_by_fold(self.split, requests.time))
         return BuiltPart(table, count, self.training_stats(draft, table))
 
     def _assign_splits(

@@ -53,6 +53,10 @@ class SplitConfig:
     the cuts move with the log."""
     test_days: float | None = None
     """Days of the test window, which ends with the last behaviour."""
+    folds: int = 1
+    """Evaluations of a temporal split, of kind `retrieval`: test windows of equal
+    length that follow each other and end with the test window, each after a validation
+    window of its own. `fit.fold` of a training chooses one."""
 
     def __post_init__(self) -> None:
         check_choices(self, "split.")
@@ -77,6 +81,11 @@ class SplitConfig:
                     f"split.{val} cuts in time, but split.kind is {self.kind}; use temporal"
                 )
         check_least(self, ["val_days", "test_days"], 0, "split.")
+        check_least(self, ["folds"], 1, "split.")
+        if self.folds > 1 and self.kind == "leave_last_out":
+            raise ValueError(
+                f"split.folds is {self.folds}, but split.kind is leave_last_out; folds are windows of time: use temporal"
+            )
         if self.val_start is not None and self.val_days is not None:
             raise ValueError(
                 "split has both val_start and val_days; give the one that says where to cut"
@@ -93,10 +102,13 @@ class SplitConfig:
             self.val_start, self.test_start = starts
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as plain values, without cut times that are not set."""
-        return {
+        """Return the settings as plain values, without cut times and folds that are not set."""
+        values = {
             name: value for name, value in asdict(self).items() if value is not None
         }
+        if self.folds == 1:
+            del values["folds"]
+        return values
 
     def resolve(self, clock: bool) -> str:
         """Return the kind of split for a log with or without clock times.
@@ -108,6 +120,11 @@ class SplitConfig:
             raise UserError(
                 f"split.kind is {self.kind}, but the log has no clock times (only an order within each user), so there "
                 f"is no cut time; use --split.kind leave_last_out"
+            )
+        if self.folds > 1 and not clock:
+            raise UserError(
+                f"split.folds is {self.folds}, but the log has no clock times (only an order within each user), so there "
+                f"are no windows of time; leave it out"
             )
         if self.kind == "auto":
             return "temporal" if clock else "leave_last_out"
@@ -140,11 +157,12 @@ def epoch_ms(moment: Any, name: str) -> int:
 def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[str, Any]:
     """Return the temporal split as manifests record it: `val_start_ms` and `test_start_ms`.
 
-    Each is the first timestamp of its window.
+    Each is the first timestamp of its window. With several folds, `folds` has both of
+    each fold and `test_end_ms`, the first timestamp after its test window.
 
     Raises:
-        UserError: if a window would be empty, or timestamps are too coarse to place the
-            boundaries.
+        UserError: if a window would be empty, the folds are longer than the log, or
+            timestamps are too coarse to place the boundaries.
     """
     if config.val_start is not None or config.val_days is not None:
         starts = _configured_starts(stats, config)
@@ -169,7 +187,49 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
                 f"{starts[1]} ms, the log begins at {stats.first_ms}; use larger fractions or --split.kind "
                 f"leave_last_out"
             )
-    return {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
+    split = {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
+    if config.folds > 1:
+        split["folds"] = _cut_folds(stats, starts, config.folds)
+    return split
+
+
+def _cut_folds(
+    stats: EventStats, starts: list[int], folds: int
+) -> list[dict[str, int]]:
+    """Return the windows of each fold, oldest first.
+
+    The last fold has the windows that begin at `starts` (validation, test). Each fold
+    before it has the same windows, earlier by the length of the test window.
+
+    Raises:
+        UserError: if the first fold has nothing to train on.
+    """
+    val_start, test_start = starts
+    test_end = stats.last_ms + 1
+    length = test_end - test_start
+    first_val_start = val_start - (folds - 1) * length
+    if first_val_start <= stats.first_ms:
+        possible = 1 + (val_start - stats.first_ms - 1) // length
+        raise UserError(
+            f"split.folds is {folds}, but fold 1 would have nothing to train on: its validation would begin at "
+            f"{first_val_start} ms, the log begins at {stats.first_ms}; use at most {possible}, or a smaller "
+            f"split.test_fraction or split.test_days"
+        )
+    shifts = [length * number for number in reversed(range(folds))]
+    return [
+        {
+            "val_start_ms": val_start - shift,
+            "test_start_ms": test_start - shift,
+            "test_end_ms": test_end - shift,
+        }
+        for shift in shifts
+    ]
+
+
+def train_end_ms(split: dict[str, Any]) -> int:
+    """Return the end of the training window that all folds of a temporal split share, in ms."""
+    folds = split.get("folds") or [split]
+    return int(folds[0]["val_start_ms"])
 
 
 def _configured_starts(stats: EventStats, config: SplitConfig) -> list[int]:
@@ -250,6 +310,61 @@ def assign_splits(
     code[test] = SPLITS.index("test")
     code[val] = SPLITS.index("val")
     return code
+
+
+def count_by_fold(split: Mapping[str, Any], time: np.ndarray) -> dict[str, int]:
+    """Return the number of requests in each window of each fold, by `fold_NUMBER_SPLIT`.
+
+    A request after the test window of its fold is in no split. time (R,) ms.
+    """
+    count = {}
+    for number, fold in enumerate(split.get("folds", ()), 1):
+        ends = [fold["val_start_ms"], fold["test_start_ms"], fold["test_end_ms"]]
+        if number == len(split["folds"]):
+            ends.pop()
+        code = np.digitize(time, ends)
+        for index, name in enumerate(SPLITS):
+            count[f"fold_{number}_{name}"] = int((code == index).sum())
+    return count
+
+
+def folds_info(
+    split: Mapping[str, Any], count: Mapping[str, int]
+) -> dict[str, list[dict[str, int]]]:
+    """Return the manifest's entry on the requests of each fold; no entry without folds.
+
+    `count` holds the sums of `count_by_fold`.
+    """
+    numbers = range(1, 1 + len(split.get("folds", ())))
+    requests = [
+        {name: count[f"fold_{number}_{name}"] for name in SPLITS} for number in numbers
+    ]
+    return {"requests_per_fold": requests} if requests else {}
+
+
+def describe_folds(info: Mapping[str, Any]) -> list[str]:
+    """Return a line on each fold of sequences with the manifest entry `info`."""
+    folds = info["split"].get("folds", ())
+    lines = []
+    for number, (fold, requests) in enumerate(
+        zip(folds, info.get("requests_per_fold", ()), strict=True), 1
+    ):
+        counts = ", ".join(f"{requests[name]:,} {name}" for name in SPLITS)
+        moments = [
+            format_moment(fold[f"{name}_ms"])
+            for name in ("val_start", "test_start", "test_end")
+        ]
+        lines.append(
+            f"fold {number} of {len(folds)}: validation from {moments[0]}, test from {moments[1]} "
+            f"to before {moments[2]}: {counts} requests"
+        )
+    return lines
+
+
+def format_moment(time_ms: int) -> str:
+    """Return a time as `2024-05-07 13:00:00`, in UTC."""
+    moment = datetime.fromtimestamp(time_ms / 1000, UTC)
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _draw_last_two(

@@ -19,6 +19,7 @@ import pyarrow as pa
 import ray
 import torch
 
+from models.dataset.folds import count_folds, find_train_end
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
@@ -69,9 +70,13 @@ from pipelines.data.sids.own_embeddings import OwnEmbeddings
 def find_train_items(sequences_uri: str) -> np.ndarray:
     """Return the items (n,) that are targets or in histories of training requests.
 
-    They are ascending.
+    They are ascending. With several folds the training requests are those of the
+    first, which all folds train on.
     """
-    return RetrievalDataset.load(sequences_uri, "train").visited_items()
+    info = read_manifest(sequences_uri, "sequences").info
+    fold = 1 if count_folds(info) else None
+    train = RetrievalDataset.load(sequences_uri, "train", fold=fold)
+    return train.visited_items()
 
 
 def _train_task(
@@ -452,7 +457,10 @@ def tokenize(
             )
         chosen = None
         if config.on_train_items:
-            inputs["sequences"] = read_manifest(sequences_uri, "sequences").hash
+            sequences = read_manifest(sequences_uri, "sequences")
+            inputs["sequences"] = sequences.hash
+            if count_folds(sequences.info):
+                inputs["train_end_ms"] = str(find_train_end(sequences.info, 1))
             chosen = find_train_items(sequences_uri)
         options = config.relevant_settings()
         up_to_date_sids = (
