@@ -37,7 +37,7 @@ from models.dataset.batch import Batch
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch, WindowBatch
 from models.retrieval.distillation.student import Student
 from models.retrieval.distillation.teacher import build_teacher
-from models.training.cuda_graphs import Graphs
+from models.training.cuda_graphs import CudaGraphs
 from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
 
 Row = dict[str, Any]
@@ -215,7 +215,7 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
         for mode in modes:
             torch._dynamo.reset()
             torch.cuda.empty_cache()
-            Graphs.on = True
+            CudaGraphs.enabled = True
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:

@@ -124,7 +124,7 @@ def print_result(config: TrainConfig, trained: Trained) -> None:
         f"{name} {format_metric(best.metrics.get(name))}"
         for name in model_class.shown_metrics
     )
-    inputs = config.inputs.select(best.name, model_class.extra_inputs).given()
+    inputs = config.inputs.select(best.name, model_class.extra_inputs).folders()
     evaluate = {"checkpoint": trained.checkpoint, **inputs, "split": "test"}
     print(
         f"  best epoch  {best.epoch}: {metrics} on val\n"
@@ -141,7 +141,7 @@ def run(config: TrainConfig) -> Trained:
     from pipelines.training.run import run_training
     from pipelines.training.settings import check_training
 
-    folders = config.inputs.given()
+    folders = config.inputs.folders()
     require_folders(**folders)
     check_writable(config.storage)
     training = check_training(config)

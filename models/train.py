@@ -37,7 +37,7 @@ from models.training.fit import (
     STOP,
     EpochEvent,
     FitConfig,
-    StillEvent,
+    HeartbeatEvent,
     best_fields,
     describe,
     drop_undefined,
@@ -111,10 +111,10 @@ def train_sgd(
             lr_multipliers=setup.lr_multipliers,
             state=state,
             device=setup.device,
-            wanted=lambda: STOP if signals else CONTINUE,
+            next_action=lambda: STOP if signals else CONTINUE,
         ):
-            if isinstance(event, StillEvent):
-                print(describe(event, setup.fit, setup.counted), flush=True)
+            if isinstance(event, HeartbeatEvent):
+                print(describe(event, setup.fit, setup.progress_unit), flush=True)
             if not event.state:
                 continue
             before = about
@@ -127,7 +127,7 @@ def train_sgd(
             )
             about.follow(before)
             if event.metrics or isinstance(event, EpochEvent):
-                print(describe(event, setup.fit, setup.counted), flush=True)
+                print(describe(event, setup.fit, setup.progress_unit), flush=True)
             checkpoint.keep(output, setup.model, about, event.state)
             if event.interrupted:
                 print(f"stopped at step {event.step}; the same command again continues")

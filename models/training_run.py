@@ -39,11 +39,11 @@ from models.storage.tables import (
 )
 from models.training.fit import (
     REQUESTS,
-    Counted,
     FitConfig,
+    ProgressUnit,
     Sums,
+    run_validation,
     uses_cuda_graphs,
-    validation,
 )
 from models.warm_start import collect_row_names, load_extended_weights
 
@@ -97,7 +97,7 @@ class TrainingRun:
     """Time in ms before which training requests lie, if the split is by time."""
     messages: list[str] = field(default_factory=list)
     """Messages about precomputed values, shown once before training."""
-    counted: Counted = REQUESTS
+    progress_unit: ProgressUnit = REQUESTS
     """Unit in which progress is shown."""
     should_stop: Callable[[], bool] = lambda: False
     """Called before every batch of a validation, which stops when it returns true."""
@@ -150,7 +150,7 @@ class TrainingRun:
             )
             messages += [f"weights of {init}", *changes, *scale_messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
-        counted = Counted(train.num_learned / len(train), train.learned_unit)
+        progress_unit = ProgressUnit(train.num_learned / len(train), train.learned_unit)
         if fit.train_examples:  # after the teacher's outputs, which other runs share
             train.keep_random(fit.train_examples)
         size = train.cache_bytes / 2**20
@@ -170,7 +170,7 @@ class TrainingRun:
             world=world,
             until=split.get("val_start_ms"),
             messages=messages,
-            counted=counted,
+            progress_unit=progress_unit,
         )
 
     @property
@@ -224,9 +224,7 @@ class TrainingRun:
         constant = ConstantScores(self.model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other metrics may be undefined
-            validation(
-                constant, self.validate, self.means, self.fit, self.device, self.world
-            )
+            run_validation(constant, self.validate, self.means, self.fit, self.world)
 
     @property
     def lr_multipliers(self) -> dict[str, float]:

@@ -68,7 +68,7 @@ class ActionsDataset(RequestDataset):
     kind = "actions"
     default_unit = "user"
     default_max_history = 1024
-    counted = "sequences of events"
+    request_unit = "sequences of events"
     learned_unit = "events"
     window_overlap: float = 0.5
     """Fraction of `max_history` by which examples of a user overlap in training."""
@@ -189,7 +189,7 @@ class ActionsDataset(RequestDataset):
         """Return the steps of an epoch: `batch_size` counts examples, and steps have equally many events."""
         return -(-len(self) // batch_size)
 
-    def _draw(
+    def _sample_batch(
         self, rows: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
         """Return for unit `split_sequence` (B, 2): the example, and the size of its context."""

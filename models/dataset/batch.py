@@ -1,8 +1,8 @@
-"""Batches: the tensors of some examples, each with named axes.
+"""Batches of examples: tensors with named axes.
 
     batch = dataset.collate(rows).to(device)
     batch.history                              # (B, T)
-    batch.pad_to_buckets(max_behaviours=100)   # one of few shapes, for CUDA graphs
+    batch.pad_to_buckets(max_behaviours=100)   # few shapes, for CUDA graphs
 
 Each family declares its tensors in subclasses of `Batch`, with their axes and the value
 at padded positions. Axes: `B` rows, `T` behaviours of the longest row, `R` requests,
@@ -34,7 +34,7 @@ def axes(*names: str, padding: float = 0, default: Any = dataclasses.MISSING) ->
 
 
 def bucket_size(size: int) -> int:
-    """Return the smallest of 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is `size` or more."""
+    """Round a size up to a bucket: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
     if size < 2:
         return size
     power = 1 << (size - 1).bit_length() - 1
@@ -44,19 +44,19 @@ def bucket_size(size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Tensors of some examples; subclasses declare them with `axes`."""
+    """A batch of examples. Subclasses declare its tensors with `axes`."""
 
     bucket_axes: ClassVar[tuple[str, ...]] = ()
     """Axes whose sizes `pad_to_buckets` pads."""
 
     is_stand_in: bool = False
-    """Whether this worker has no example of the global batch, so that nothing is
-    learned from this one."""
+    """Whether the batch only fills in for a worker without examples of the global
+    batch, so that its loss must not count."""
     is_padded: bool = False
-    """Whether the batch has one of few shapes, so that a model must not select
-    positions by their values."""
+    """Whether the batch is padded to buckets, so that models must keep its shapes and
+    not select positions by value."""
     padding_rows: int = 0
-    """Rows that padding has added."""
+    """Number of rows that `pad_to_buckets` added."""
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Shapes, types and flags: all that a CUDA graph depends on beside values."""
+        """Shapes, dtypes and flags, which select the CUDA graph of the batch."""
         shapes = [
             (name, value.shape, value.dtype) for name, value in self.tensors().items()
         ]
@@ -111,21 +111,31 @@ class Batch:
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the batch on `device`; copies of pinned memory to a GPU run beside computation."""
+        """Return the batch on a device.
+
+        Copies from pinned memory to a GPU run asynchronously.
+        """
         device = torch.device(device)
         is_gpu = device.type == "cuda"
         return self.map(lambda value: value.to(device, non_blocking=is_gpu))
 
     def copy_from(self, other: Self) -> None:
-        """Overwrite the tensors with a batch of the same signature, for inputs of CUDA
-        graphs.
+        """Overwrite the tensors with the values of another batch, for CUDA graphs.
+
+        Args:
+            other: A batch with the same signature.
         """
-        own = self.tensors()
+        targets = self.tensors()
         for name, value in other.tensors().items():
-            own[name].copy_(value, non_blocking=True)
+            targets[name].copy_(value, non_blocking=True)
 
     def select(self, axis: str, index: Tensor | slice) -> Self:
-        """Return the batch with only some positions of an axis, which must be each tensor's first one."""
+        """Return the batch with some positions of an axis.
+
+        Args:
+            axis: The axis. Only tensors with this axis as their first one are changed.
+            index: Positions to select.
+        """
         declared = self.tensor_axes()
         changed: dict[str, Any] = {
             name: value[index]
@@ -143,24 +153,27 @@ class Batch:
         the values there.
 
         Args:
-            max_behaviours: Behaviours of a row at most, beyond which the axis `T` is
-                not padded.
-            bucket_axes: The axes to pad, by default those of the class.
+            max_behaviours: Maximum number of behaviours of a row; the axis `T` is not
+                padded to more.
+            bucket_axes: The axes to pad; None pads the class's `bucket_axes`.
         """
-        more: dict[str, int] = {}
+        added: dict[str, int] = {}
         for axis in bucket_axes or self.bucket_axes:
             size = self.size(axis)
             padded_size = bucket_size(size)
             if axis == "T":
                 padded_size = min(padded_size, max(size, max_behaviours))
-            more[axis] = padded_size - size
+            added[axis] = padded_size - size
         padded: dict[str, Any] = {}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            widths = [more.get(axis, 0) for axis in entry.metadata.get("axes", ())]
-            if value is not None and any(widths):
-                # functional.pad reads the last axis first
-                ends = [end for width in reversed(widths) for end in (0, width)]
-                empty = entry.metadata["padding"]
-                padded[entry.name] = functional.pad(value, ends, value=empty)
-        return replace(self, **padded, is_padded=True, padding_rows=more.get("B", 0))
+            widths = [added.get(axis, 0) for axis in entry.metadata.get("axes", ())]
+            if value is None or not any(widths):
+                continue
+            # functional.pad takes (before, after) of each axis, the last axis first
+            pads: list[int] = []
+            for width in reversed(widths):
+                pads += [0, width]
+            fill = entry.metadata["padding"]
+            padded[entry.name] = functional.pad(value, pads, value=fill)
+        return replace(self, **padded, is_padded=True, padding_rows=added.get("B", 0))

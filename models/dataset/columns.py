@@ -1,4 +1,4 @@
-"""Flat arrays of a table, decoded once per node and memory-mapped by every process of the node.
+"""Flat arrays of a table, decoded once per node and memory-mapped by its processes.
 
     columns = open_columns("tables/sequences", "retrieval", ["item_index"], decode)
     columns["item"]    # (E,) int32, all behaviours end to end
@@ -38,24 +38,24 @@ CACHE_VARIABLE = "TRIELINE_CACHE"
 """Environment variable that names the cache folder."""
 
 MAX_UNUSED_S = 7 * 24 * 3600
-"""Seconds after which an entry that nobody opened is removed."""
+"""Seconds after its last use after which a cache entry is removed."""
 
 FORMAT_VERSION = 1
-"""Version of the decoded arrays; part of the name of an entry."""
+"""Version of the array format; part of the name of a cache entry."""
 
 Columns = dict[str, NDArray[Any]]
 """Arrays by name; those from `open_columns` are read-only."""
 
 Decoder = Callable[[pa.Table], Columns]
-"""Turn one part of a table into flat arrays. Arrays of several parts are concatenated
-by name."""
+"""Turn one part of a table into flat arrays by name. The arrays of all parts are
+concatenated along their first axis."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of decoded tables: `$TRIELINE_CACHE`, by default below the user's cache folder."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named)
+    """Return the cache folder: `$TRIELINE_CACHE`, or `trieline` in the user's cache."""
+    configured = os.environ.get(CACHE_VARIABLE)
+    if configured:
+        return Path(configured)
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(user_cache) / "trieline"
 
@@ -69,16 +69,18 @@ def open_columns(
     manifest: Manifest | None = None,
     settings: Any = None,
 ) -> Columns:
-    """Memory-map the decoded columns of a table. The first process of a node decodes them.
+    """Memory-map the decoded columns of a table.
+
+    The first process of a node that opens the table decodes it.
 
     Args:
-        uri: The table.
+        uri: Folder of the table.
         layout: Name of the decoder, such as `retrieval`.
         parquet_columns: The columns that `decode` reads; None for all.
-        decode: Decodes one part.
-        manifest: The table's manifest, where the caller has read it.
-        settings: JSON value that the decoded arrays depend on beside the table's
-            content.
+        decode: Decodes one part of the table.
+        manifest: Manifest of the table, if it is already loaded.
+        settings: JSON value on which the decoded arrays depend, in addition to the
+            content of the table.
 
     Raises:
         UserError: If a part is missing or damaged, or the cache's disk is full or
@@ -118,25 +120,25 @@ def _read_parts(
 
 
 class _ColumnFile:
-    """A growing array file. Its type widens when a part needs a wider one."""
+    """An array file that grows by parts, with the widest dtype of the parts."""
 
-    def __init__(self, path: Path, first: NDArray) -> None:
+    def __init__(self, path: Path, first_part: NDArray) -> None:
         self.path = path
-        self.dtype = first.dtype
-        self.row_shape = first.shape[1:]
+        self.dtype = first_part.dtype
+        self.row_shape = first_part.shape[1:]
         self.rows = 0
         self.file = path.open("wb")
 
     def append(self, values: NDArray) -> None:
         """Write the rows of one part."""
-        wide = np.promote_types(self.dtype, values.dtype)
-        if wide != self.dtype:
-            self._widen(wide)
+        dtype = np.promote_types(self.dtype, values.dtype)
+        if dtype != self.dtype:
+            self._widen(dtype)
         np.ascontiguousarray(values, self.dtype).tofile(self.file)
         self.rows += len(values)
 
     def _widen(self, dtype: np.dtype) -> None:
-        """Rewrite the file with a wider type."""
+        """Rewrite the file with a wider dtype."""
         self.file.close()
         old = _map_array(self.path, self.dtype, (self.rows, *self.row_shape))
         wide_path = self.path.with_suffix(".wide")
@@ -149,13 +151,13 @@ class _ColumnFile:
         self.dtype = dtype
 
     def close(self) -> dict[str, Any]:
-        """Close the file and return its type and shape as JSON."""
+        """Close the file and return its dtype and shape as JSON."""
         self.file.close()
         return {"dtype": self.dtype.str, "shape": [self.rows, *self.row_shape]}
 
 
 def _write_entry(entry: Path, parts: Iterable[Columns]) -> None:
-    """Write the arrays of all parts. The entry appears under its name when it is whole."""
+    """Write the arrays of all parts to a folder that is renamed when it is complete."""
     unfinished = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
     files: dict[str, _ColumnFile] = {}
     try:
@@ -182,22 +184,22 @@ def _map_entry(entry: Path) -> Columns:
 
 
 def _map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> NDArray:
-    """Memory-map one array; an empty file cannot be mapped."""
-    if 0 in shape:
+    """Memory-map one array."""
+    if 0 in shape:  # an empty file cannot be mapped
         return np.zeros(shape, dtype)
     return np.asarray(np.memmap(path, dtype, "r", shape=shape))
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove entries that no process opened for `MAX_UNUSED_S`, and unfinished ones of killed processes."""
-    oldest = time.time() - MAX_UNUSED_S
+    """Remove entries, also unfinished ones, that were not used for `MAX_UNUSED_S`."""
+    oldest_used = time.time() - MAX_UNUSED_S
     for entry in folder.iterdir():
         marker = entry / "columns.json"
         try:
             used = (marker if marker.exists() else entry).stat().st_mtime
         except FileNotFoundError:
             continue
-        if used >= oldest:
+        if used >= oldest_used:
             continue
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
@@ -206,7 +208,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _cache_error(error: OSError, folder: Path) -> Exception:
-    """Turn an error of the cache's disk into a one-line message; other errors stay as they are."""
+    """Return a UserError for a full or unwritable disk, otherwise the error itself."""
     if error.errno == errno.ENOSPC:
         return UserError(
             f"the disk of the cache {folder} is full; free some space, or set {CACHE_VARIABLE} to another folder"

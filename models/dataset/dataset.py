@@ -1,19 +1,21 @@
-"""Examples of one split of a `sequences` table, and the batches that a worker reads of them.
+"""Examples of one split of a `sequences` table, and the batches of one worker.
 
-    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
-    for batch in dataset.epoch(256, seed=1, epoch=0): ...
+    dataset = RetrievalDataset.load("tables/sequences", "train", max_history=20)
+    for batch in dataset.epoch(256, seed=1, epoch=0):
+        ...
 
 An example is a window of one user's behaviours and the requests that the window serves.
-A family's dataset plans its examples over the table's columns
-(`models/dataset/columns.py`) and collates them to tensors. Every worker maps the whole
-table; the order of an epoch is the same for any number of workers, and worker `r` of
-`w` takes every `w`-th example of a batch, beginning with number `r`.
+The dataset of a family plans its examples over the table's columns
+(`models/dataset/columns.py`) and collates them to tensors. Every worker memory-maps the
+whole table. The order of an epoch is the same for any number of workers, and worker `r`
+of `w` takes every `w`-th example of a global batch, from number `r` on.
 
 Shapes: `n` examples of the split.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -31,27 +33,25 @@ from models.ragged import lengths_to_offsets
 from models.storage.tables import Manifest, UserError, sequences_manifest
 
 SPLITS = ("train", "val", "test")
-"""Splits of a table; columns have their index."""
+"""Splits of a table; columns store a split as its index in this tuple."""
 
 
 @dataclass(frozen=True)
 class NewExamples:
-    """Which training examples a model reads that continues another one."""
+    """Selection of the training examples of a model that continues another model."""
 
     since: int = 0
-    """Time in ms; examples from it on are trained on."""
+    """Time in ms; all examples from this time on are selected."""
     replay_fraction: float = 1.0
-    """Share of the older examples that is trained on too, drawn at random."""
+    """Fraction of the older examples to select at random."""
     seed: int = 0
-    """Seed of the draw."""
+    """Seed of the random selection."""
 
     def mask(self, time: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which examples of these (n,) times to train on."""
-        is_drawn = (
-            np.random.default_rng([self.seed, 0]).random(len(time))
-            < self.replay_fraction
-        )
-        return (time >= self.since) | is_drawn
+        """Return the (n,) mask of selected examples, given their (n,) times in ms."""
+        rng = np.random.default_rng([self.seed, 0])
+        is_replayed = rng.random(len(time)) < self.replay_fraction
+        return (time >= self.since) | is_replayed
 
 
 class RequestDataset:
@@ -60,32 +60,32 @@ class RequestDataset:
     kind: ClassVar[str]
     """Name of the family."""
     splits: ClassVar[tuple[str, ...]] = SPLITS
-    """Splits that a dataset can have."""
+    """Splits of the family's tables."""
     default_unit: ClassVar[str]
-    """Unit of an example if `load` is called without one."""
+    """Default of `unit` in `load`."""
     default_max_history: ClassVar[int]
-    """Behaviours of a history at most if `load` is called without a limit."""
-    counted: ClassVar[str] = "requests"
-    """Unit that `num_requests` counts, for messages."""
+    """Default of `max_history` in `load`."""
+    request_unit: ClassVar[str] = "requests"
+    """Name of the unit of `num_requests`, for messages."""
     learned_unit: ClassVar[str] = "requests"
-    """Unit that `num_learned` counts, for messages."""
+    """Name of the unit of `num_learned`, for messages."""
 
     user: NDArray[np.integer]
-    """(n,) row of each example's user in the table."""
+    """(n,) table row of each example's user."""
     lengths: NDArray[np.integer]
-    """(n,) length by which examples are sorted, so that a batch has little padding."""
+    """(n,) sequence length of each example, by which examples are sorted into batches."""
     weights: NDArray[np.integer]
     """(n,) weight of each example in a batch."""
     num_requests: int
-    """Requests of the split, over all workers."""
+    """Number of requests of the split, over all workers."""
     num_learned: int
-    """Requests, of a feed events, that the examples are trained on, over all
+    """Number of requests (for a feed, events) in the training examples, over all
     workers."""
     num_without_history: int = 0
-    """Requests among `num_requests` that have no history, of a model that learns from
-    them too."""
+    """Number of requests without a history among `num_requests`, if the model learns
+    from such requests."""
     skipped_users: NDArray[np.integer]
-    """Table row of the user of each request that has no example."""
+    """(s,) table row of the user of each of the s requests without an example."""
 
     def __init__(
         self,
@@ -103,18 +103,22 @@ class RequestDataset:
 
         Args:
             columns: The decoded table, or served requests in the same form.
-            split: `train`, `val`, `test`, or another one of `splits`.
+            split: `train`, `val`, `test`, or another entry of `splits`.
             unit: Unit of an example, such as `request`; a family documents its units.
-            max_history: Behaviours of a history at most.
-            rank: Number of this worker.
+            max_history: Maximum number of behaviours of a history.
+            rank: Rank of this worker.
             world: Number of workers.
-            new: Which examples of training are read; None for all.
-            options: Options of the family, as `dataset_options` returns them.
+            new: Selection of the training examples; None for all.
+            options: Options of the family, from `dataset_options`.
+
+        Raises:
+            UserError: If the family has no such split.
         """
         if split not in self.splits:
-            *some, last = self.splits
+            *first_splits, last_split = self.splits
             raise UserError(
-                f"models of {self.kind} have no split '{split}'; choose {', '.join(some)} or {last}"
+                f"models of {self.kind} have no split '{split}'; choose "
+                f"{', '.join(first_splits)} or {last_split}"
             )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not below the number of workers {world}")
@@ -124,16 +128,16 @@ class RequestDataset:
         self.new = new if new and new.since else None
         self.skipped_users = np.zeros(0, np.int64)
         self.offsets = lengths_to_offsets(columns["behaviours_per_user"])
-        self._kept: NDArray[np.int64] | None = None
+        self._sampled: NDArray[np.int64] | None = None
         for name, value in options.items():
             setattr(self, name, value)
         self._plan()
 
-    # Pieces of a family.
+    # Methods that a family overrides.
 
     @classmethod
     def dataset_options(cls, config: Any, catalogue: Any) -> dict[str, Any]:
-        """Return the options of the dataset that a model's config and catalogue set."""
+        """Return the family's options of the dataset for a model."""
         return {}
 
     @classmethod
@@ -143,42 +147,43 @@ class RequestDataset:
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
-        """Return flat arrays of one part of `sequences`."""
+        """Return the flat arrays of one part of `sequences`, by name."""
         raise NotImplementedError
 
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
-        """Return a JSON value that the decoded arrays depend on, beside the table's content."""
+        """Return the `settings` of `open_columns` for a table."""
         return None
 
     def _plan(self) -> None:
-        """Set `user`, `lengths`, `weights`, `num_requests`, and the attributes that `collate` reads."""
+        """Set the arrays and numbers that describe the examples, such as `lengths`."""
         raise NotImplementedError
 
     def collate(self, rows: NDArray[np.int64]) -> Batch:
-        """Return the examples of these numbers as tensors."""
+        """Return the batch of the examples with these (b,) indices."""
         raise NotImplementedError
 
     def sort_for_evaluation(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the examples in the order of an evaluation, with similar lengths next to each other."""
+        """Sort (b,) examples by length, so that evaluation batches have little padding."""
         return rows[np.argsort(self.lengths[rows], kind="stable")]
 
     def candidate_keys(self, batch: Any) -> dict[str, Tensor]:
-        """Return the keys of the N candidates that a model scores.
+        """Return the keys of the N candidates that a model scores, by name.
 
         Returns:
-            (N,) tensors: `user_row`; `request`, by which a user's requests are told apart and ordered; the request's
-            `time` in ms and `query`; `item`; and labels (N, K).
+            (N,) tensors: `user_row`; `request`, which identifies and orders the
+            requests of a user; the request's `time` in ms and `query`; `item`. And the
+            (N, K) labels.
         """
         raise NotImplementedError
 
-    def _draw(
+    def _sample_batch(
         self, rows: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return the examples of a training batch, with parts that are drawn at random for each epoch."""
+        """Return the (b,) examples of a training batch, sampled anew in each epoch."""
         return rows
 
-    # Common to all families.
+    # Methods that all families share.
 
     @classmethod
     def load(
@@ -196,12 +201,22 @@ class RequestDataset:
     ) -> Self:
         """Load the examples of one split of a `sequences` table.
 
-        `fold` is the number of the fold, from 1, of a table that is cut into folds; by
-        default the last one.
+        Args:
+            uri: Folder of the table.
+            split: `train`, `val`, `test`, or another entry of `splits`.
+            unit: Unit of an example; None for `default_unit`.
+            max_history: Maximum number of behaviours of a history; None for
+                `default_max_history`.
+            rank: Rank of this worker.
+            world: Number of workers.
+            new: Selection of the training examples; None for all.
+            fold: Number of the fold, from 1, of a table with folds; None for the last
+                fold.
+            options: Options of the family, from `dataset_options`.
 
         Raises:
             UserError: If the table is of another family, is damaged, has no users or
-                not the fold.
+                does not have the fold.
         """
         manifest = sequences_manifest(uri, cls.kind)
         if not manifest.rows:
@@ -231,54 +246,73 @@ class RequestDataset:
 
     def __len__(self) -> int:
         """Return the number of examples, over all workers."""
-        return len(self.lengths) if self._kept is None else len(self._kept)
+        return len(self.lengths) if self._sampled is None else len(self._sampled)
 
     def rows(self) -> NDArray[np.int64]:
-        """Return the numbers of all examples, over all workers."""
-        return np.arange(len(self.lengths)) if self._kept is None else self._kept
+        """Return the (n,) indices of all examples, over all workers."""
+        return np.arange(len(self.lengths)) if self._sampled is None else self._sampled
 
     def user_rows(self, rows: NDArray[np.int64]) -> NDArray[np.integer]:
-        """Return the table row of each example's user."""
+        """Return the (b,) table rows of the users of (b,) examples."""
         return self.user[rows]
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the decoded columns, on disk."""
+        """Size of the decoded columns on disk, in bytes."""
         return columns_bytes(self.columns)
 
     @property
     def num_skipped(self) -> int:
-        """Requests without an example, of this worker's users in an evaluation."""
-        return int(self._is_mine(self.skipped_users).sum())
+        """Number of requests without an example, of users that this worker evaluates."""
+        return int(self._is_assigned(self.skipped_users).sum())
 
     def keep_users(self, rows: NDArray[np.int64], stride: int) -> NDArray[np.int64]:
-        """Return the examples of every `stride`-th user of the table, the same users for all models."""
+        """Select the examples of every `stride`-th user of the table.
+
+        The users depend on the table alone, so all models are compared on the same
+        users.
+        """
         return rows[self.user_rows(rows) % stride == 0] if stride > 1 else rows
 
     def count_users(self, stride: int = 1) -> int:
-        """Return the number of users with an example, of this worker's and of every `stride`-th user."""
-        users = np.unique(self.user_rows(self.keep_users(self.rows(), stride)))
-        return int(self._is_mine(users).sum())
+        """Return the number of users with an example that this worker evaluates.
 
-    def _is_mine(self, users: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return which users this worker evaluates."""
+        Args:
+            stride: Only every `stride`-th user of the table is counted.
+        """
+        users = np.unique(self.user_rows(self.keep_users(self.rows(), stride)))
+        return int(self._is_assigned(users).sum())
+
+    def _is_assigned(self, users: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return a mask of the users, given as table rows, that this worker evaluates."""
         return users % self.world == self.rank
 
     def keep_random(self, limit: int) -> None:
-        """Keep `limit` examples, drawn at random; all examples if they are fewer."""
+        """Keep a random sample of at most `limit` examples; 0 keeps all."""
         if not 0 < limit < len(self):
             return
-        drawn = np.random.default_rng(0).permutation(len(self))[:limit]
-        self._kept = np.sort(self.rows()[drawn])
+        sample = np.random.default_rng(0).permutation(len(self))[:limit]
+        self._sampled = np.sort(self.rows()[sample])
 
     def num_steps(self, batch_size: int) -> int:
-        """Return the number of global batches of an epoch."""
+        """Return the number of global batches of an epoch.
+
+        Args:
+            batch_size: Weight of a global batch, such as its number of requests.
+        """
         return count_steps(self.weights[self.rows()], batch_size)
 
     def epoch_rows(
         self, batch_size: int, *, seed: int = 0, epoch: int = 0, skip: int = 0
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the numbers of this worker's examples of each global batch, from step `skip` on."""
+        """Yield the (b,) indices of this worker's examples of each global batch.
+
+        Args:
+            batch_size: Weight of a global batch, such as its number of requests.
+            seed: Seed of the order.
+            epoch: Number of the epoch, from 0.
+            skip: Number of steps to skip, to resume a run.
+        """
         rows = self.rows()
         batches = order_epoch(
             self.lengths[rows],
@@ -291,7 +325,7 @@ class RequestDataset:
         )
         for step, batch in enumerate(batches, skip):
             rng = np.random.default_rng([seed, epoch, step])
-            yield self._draw(rows[batch], rng)[self.rank :: self.world]
+            yield self._sample_batch(rows[batch], rng)[self.rank :: self.world]
 
     def epoch(
         self,
@@ -304,17 +338,15 @@ class RequestDataset:
     ) -> Iterator[Batch]:
         """Yield this worker's share of each global batch of an epoch.
 
-        A worker without an example of a batch yields a stand-in, since
-        DistributedDataParallel needs a gradient of every worker.
+        If a worker has no example of a batch, it yields a stand-in, because
+        DistributedDataParallel needs a gradient from every worker.
 
         Args:
-            batch_size: Weight of a batch over all workers, such as its number of
-                requests.
+            batch_size: Weight of a global batch, such as its number of requests.
             seed: Seed of the order.
-            epoch: Number of the epoch.
-            skip: Steps to leave out, when a run is continued.
-            pad_to_buckets: Whether batches come in few shapes, as CUDA graphs need
-                them.
+            epoch: Number of the epoch, from 0.
+            skip: Number of steps to skip, to resume a run.
+            pad_to_buckets: Whether to pad batches to few shapes, for CUDA graphs.
         """
         for rows in self.epoch_rows(batch_size, seed=seed, epoch=epoch, skip=skip):
             if len(rows):
@@ -323,36 +355,49 @@ class RequestDataset:
                     batch = batch.pad_to_buckets(self.max_history)
                 yield batch
             else:
-                stand_in = self._draw(self.rows()[:1], np.random.default_rng(0))
+                stand_in = self._sample_batch(self.rows()[:1], np.random.default_rng(0))
                 yield replace(self.collate(stand_in), is_stand_in=True)
 
     def evaluation_rows(self, limit: int = 0) -> NDArray[np.int64]:
-        """Return this worker's examples of an evaluation, in order.
+        """Return the (b,) indices of the examples that this worker evaluates, in order.
 
-        With `limit` about that many over all workers, spread evenly over the lengths. A
-        user's examples are all evaluated by one worker.
+        All examples of a user are evaluated by the same worker.
+
+        Args:
+            limit: Approximate number of requests to evaluate over all workers, spread
+                evenly over the lengths of histories; 0 for all.
         """
         rows = self.sort_for_evaluation(self.rows())
         total = int(self.weights[rows].sum())
         if 0 < limit < total:
-            count = -(-limit * len(rows) // total)
+            count = math.ceil(limit * len(rows) / total)
             rows = rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]
-        return rows[self._is_mine(self.user_rows(rows))]
+        return rows[self._is_assigned(self.user_rows(rows))]
 
     def cut_batches(
         self, rows: NDArray[np.int64], batch_size: int
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the examples in batches of at most `batch_size` by weight; an example that is larger comes alone."""
-        total = lengths_to_offsets(self.weights[rows])
+        """Split (n,) examples into consecutive batches of at most `batch_size` by weight.
+
+        An example with a larger weight makes a batch of its own.
+        """
+        # (n + 1,) weight of all examples before each example
+        weight_before = lengths_to_offsets(self.weights[rows])
         first = 0
         while first < len(rows):
-            end = np.searchsorted(total, total[first] + batch_size, side="right") - 1
-            last = max(int(end), first + 1)
-            yield rows[first:last]
-            first = last
+            limit = weight_before[first] + batch_size
+            fitting = np.searchsorted(weight_before, limit, side="right") - 1
+            end = max(int(fitting), first + 1)
+            yield rows[first:end]
+            first = end
 
     def evaluation_batches(
         self, batch_size: int, limit: int = 0
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield this worker's examples of an evaluation in batches."""
+        """Yield the (b,) indices of each evaluation batch of this worker.
+
+        Args:
+            batch_size: Maximum weight of a batch, such as its number of requests.
+            limit: As in `evaluation_rows`.
+        """
         return self.cut_batches(self.evaluation_rows(limit), batch_size)

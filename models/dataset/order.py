@@ -1,7 +1,11 @@
-"""The order of examples in training: a pure function of (seed, epoch), the same for any number of workers."""
+"""The order of training examples, a pure function of seed and epoch.
+
+The order does not depend on the number of workers.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,13 +14,18 @@ from numpy.typing import NDArray
 from models.ragged import split_evenly
 
 WINDOW_STEPS = 64
-"""Steps whose examples are sorted by length together, so that a batch has little
-padding."""
+"""Number of steps whose examples are sorted together by length, so that a batch has
+little padding."""
 
 
 def count_steps(weights: NDArray, batch_size: int) -> int:
-    """Return the number of global batches of about `batch_size` in an epoch: at most one per example."""
-    return min(-(-int(weights.sum()) // batch_size), len(weights))
+    """Return the number of global batches of an epoch, at most one per example.
+
+    Args:
+        weights: (n,) weight of each example, such as its number of requests.
+        batch_size: Weight of a batch.
+    """
+    return min(math.ceil(int(weights.sum()) / batch_size), len(weights))
 
 
 def order_epoch(
@@ -31,21 +40,21 @@ def order_epoch(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the global batches of an epoch from step `skip` on.
 
-    The examples are permuted and cut into steps of equal weight. The examples of
-    `WINDOW_STEPS` steps are sorted by length and cut into steps again, which come in a
-    random order.
+    The examples are permuted and split into windows of `WINDOW_STEPS` steps. The
+    examples of a window are sorted by length and split into batches, which are yielded
+    in random order.
 
     Args:
         lengths: (n,) length of each example's history.
-        weights: (n,) what an example counts in a batch, such as its number of requests.
-        batch_size: Examples of a batch, where all weigh 1.
-        steps: Number of batches; with unequal weights each has about the same weight.
+        weights: (n,) weight of each example, such as its number of requests.
+        batch_size: Number of examples of a batch, used if all weights are 1.
+        steps: Number of batches. If weights differ, batches have about equal weights.
         seed: Seed of the order.
-        epoch: Number of the epoch.
-        skip: Steps to leave out, when a run is continued.
+        epoch: Number of the epoch, from 0.
+        skip: Number of steps to skip, to resume a run.
 
     Yields:
-        The numbers of a batch's examples; no batch is empty.
+        (b,) indices of a batch's examples; no batch is empty.
     """
     order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
     is_uniform = bool((weights == 1).all())
@@ -53,13 +62,15 @@ def order_epoch(
         edges = np.minimum(np.arange(steps + 1) * batch_size, len(order))
     else:
         edges = split_evenly(weights[order], steps)
-    for first in range(skip - skip % WINDOW_STEPS, steps, WINDOW_STEPS):
+    first_window = skip - skip % WINDOW_STEPS
+    for first in range(first_window, steps, WINDOW_STEPS):
         last = min(first + WINDOW_STEPS, steps)
         window = order[edges[first] : edges[last]]
         window = window[np.argsort(lengths[window], kind="stable")]
         cuts = edges[first : last + 1] - edges[first]
         if not is_uniform:
             cuts = split_evenly(weights[window], last - first)
-        batches = np.random.default_rng([seed, epoch, first]).permutation(last - first)
+        rng = np.random.default_rng([seed, epoch, first])
+        batches = rng.permutation(last - first)  # order of the window's batches
         for batch in batches[max(0, skip - first) :]:
             yield window[cuts[batch] : cuts[batch + 1]]

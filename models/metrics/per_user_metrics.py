@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import zlib
 from dataclasses import dataclass
 from typing import Self
@@ -23,16 +24,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_TRACKED_USERS = 100_000
-"""Most users whose values are stored. Of more users, every `stride`-th row is
-stored."""
+"""Maximum number of users whose values are stored. Of larger tables, only every
+`stride`-th user is stored (`sampling_stride`)."""
 
 PER_USER_PREFIX = "by_user/"
 """Prefix of the names of per-user values among the sums of a batch."""
 
 
 def sampling_stride(users: int) -> int:
-    """Return the stride that keeps at most `MAX_TRACKED_USERS` of `users` rows."""
-    return max(1, -(-users // MAX_TRACKED_USERS))
+    """Return the smallest stride that selects at most `MAX_TRACKED_USERS` users.
+
+    Args:
+        users: Number of users of the table.
+    """
+    return max(1, math.ceil(users / MAX_TRACKED_USERS))
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class PerUserValues:
     """Sums and counts of a metric per user, which can be added in any order."""
 
     chunks: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs of user rows of the sequences table, (u,) int64, and the sums and counts of
-    their values, (2, u) float64."""
+    """Pairs of arrays, one pair per batch: (u,) int64 table rows of users, and (2, u)
+    float64 sums and counts of the users' values."""
 
     @classmethod
     def from_batch(cls, user: Tensor, values: Tensor, stride: int = 1) -> Self:
@@ -50,7 +55,7 @@ class PerUserValues:
         Args:
             user: (n,) rows of the users in the sequences table.
             values: (n,) metric values, NaN where the metric is not defined.
-            stride: Only users whose row is a multiple of it are stored.
+            stride: Only users whose row is a multiple of `stride` are stored.
         """
         stored = (user % stride == 0) & ~values.isnan()
         rows, index = user[stored].unique(return_inverse=True)
@@ -73,9 +78,11 @@ class PerUserValues:
         )
 
     def merge(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """Return the users in ascending order, the mean of each and the count of each.
+        """Merge the values of all batches.
 
-        All arrays are (U,).
+        Returns:
+            (U,) table rows of the users, ascending; the (U,) mean of each user's
+            values; the (U,) number of each user's values.
         """
         users = torch.cat([rows for rows, _ in self.chunks])
         users, index = users.unique(return_inverse=True)
@@ -86,8 +93,8 @@ class PerUserValues:
     def to_text(self) -> dict[str, str]:
         """Encode the values as text for a JSON file.
 
-        Means are stored in half precision. The hash under "users" is equal for two
-        models if their users and counts are equal.
+        Means are stored in half precision. Two models have the same hash under `users`
+        if their users and counts are equal, so that their means can be paired.
         """
         rows, means, counts = self.merge()
         users_hash = hashlib.sha256(rows.tobytes() + counts.tobytes()).hexdigest()[:16]
@@ -101,14 +108,17 @@ class PerUserValues:
 def decode_values(
     fields: dict[str, str],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the means and counts, each (U,), from the output of `to_text`."""
-    means, counts = (
-        np.frombuffer(zlib.decompress(base64.b64decode(fields[name])), kind)
-        for name, kind in (("means", "<f2"), ("counts", "<u4"))
-    )
+    """Decode the (U,) means and (U,) counts from the output of `to_text`."""
+    means = decode_array(fields["means"], "<f2")
+    counts = decode_array(fields["counts"], "<u4")
     return means.astype(np.float64), counts.astype(np.int64)
 
 
 def encode_array(values: NDArray) -> str:
     """Compress the bytes of an array and encode them in base64."""
     return base64.b64encode(zlib.compress(values.tobytes(), 9)).decode()
+
+
+def decode_array(text: str, dtype: str) -> NDArray:
+    """Decode a one-dimensional array from the output of `encode_array`."""
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype)

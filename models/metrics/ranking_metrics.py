@@ -1,6 +1,6 @@
 """Metrics of predicted probabilities: AUC, GAUC, log loss, entropy, calibration.
 
-    sums = ranking_sums(logits, labels, request)  # sums of batches and workers add up
+    sums = ranking_sums(logits, labels, request)   # to be added over batches, workers
     metrics = ranking_means(sums)
 
 Public libraries differ in their definitions. Here:
@@ -11,7 +11,7 @@ Public libraries differ in their definitions. Here:
 - `gauc` is the unweighted mean of AUC over the requests that have both labels, as in
   the QGS paper. `requests_one_class` counts the other requests. `gauc_by_impressions`
   weights the same requests by their number of candidates.
-- `auc` covers all candidates, computed from a histogram of logits that can be added up.
+- `auc` covers all candidates, computed from histograms of logits that can be added.
   It is exact (`auc_error` 0) for up to `MAX_EXACT_LOGITS` distinct logits. Beyond,
   neighbouring logits share a bin and count as tied; `auc_error` bounds the difference
   from the exact AUC.
@@ -40,8 +40,8 @@ from torch.nn import functional
 from models.metrics.scores import check_finite
 
 MAX_EXACT_LOGITS = 1 << 20
-"""Distinct logits of a label, over all workers, up to which `auc` is exact (24 bytes
-each)."""
+"""Number of distinct logits of a label, over all workers, up to which `auc` is exact.
+Each takes 24 bytes."""
 
 MAX_CHUNKS = 256
 """Number of chunks in a histogram above which they are merged."""
@@ -75,10 +75,9 @@ def format_metric(value: float | None) -> str:
 
 
 def describe_chance_level(metrics: Mapping[str, float]) -> str:
-    """Describe the metric that shows no gain over the base rates or chance, if any.
+    """Return a clause on the metric that is no better than base rates or chance.
 
-    Returns:
-        Half a sentence, or an empty string if the model is better than chance.
+    The clause is empty if the model is better than both.
     """
     for name in ("mean/normalised_entropy", "normalised_entropy"):
         if metrics.get(name, 0.0) >= 1:
@@ -96,17 +95,17 @@ def request_auc(
     Args:
         scores: (N,) scores.
         labels: (N,) labels, true or false.
-        request: (N,) request of each candidate, numbered from 0. A number without
+        request: (N,) index of each candidate's request, from 0. An index without
             candidates is a request without an AUC.
 
     Returns:
-        (R,) float64 AUCs, and (R,) bool: whether the request has both labels, so that
-        its AUC is defined.
+        (R,) float64 AUCs, and a (R,) bool mask of the requests with both labels, for
+        which AUC is defined.
     """
     count = int(request.max()) + 1 if len(request) else 0
     scores, labels = scores.double(), labels.double()
-    order = scores.argsort(stable=True)
-    order = order[request[order].argsort(stable=True)]  # by request, then by score
+    by_score = scores.argsort(stable=True)
+    order = by_score[request[by_score].argsort(stable=True)]  # by request, then score
     scores, labels, request = scores[order], labels[order], request[order]
     size = torch.bincount(request, minlength=count)
     starts_run = torch.ones_like(request, dtype=torch.bool)
@@ -131,15 +130,15 @@ def request_auc(
 class Histogram:
     """Counts of negatives and positives by logit, which can be added in any order.
 
-    With at most `MAX_EXACT_LOGITS` distinct logits each has its own bin. With more, the
-    low bits of the floating-point numbers are dropped until no more bins are left, so
-    nearby logits of any scale share a bin.
+    Up to `MAX_EXACT_LOGITS` distinct logits have one bin each. For more distinct
+    logits, low bits of the floating-point numbers are dropped until at most
+    `MAX_EXACT_LOGITS` bins are left. So nearby logits of any scale share a bin.
     """
 
     chunks: tuple[tuple[Tensor, Tensor, int], ...]
-    """Tuples of keys, counts and dropped bits. Keys (n,) int64 are the bits of the
-    logits, mapped so that they rise with the logit, without the dropped low bits.
-    Counts (2, n) float64 are negatives and positives."""
+    """Tuples of keys, counts and the number of dropped bits. The (n,) int64 keys are
+    the bits of the logits without the dropped low bits, mapped so that they ascend with
+    the logit. The (2, n) float64 counts are numbers of negatives and positives."""
 
     @classmethod
     def from_logits(cls, logits: Tensor, labels: Tensor) -> Self:
@@ -169,37 +168,43 @@ class Histogram:
 
     def cpu(self) -> Histogram:
         """Copy the counts to CPU memory."""
-        return Histogram(
-            tuple(
-                (key.cpu(), counts.cpu(), dropped)
-                for key, counts, dropped in self.chunks
-            )
-        )
+        chunks = [
+            (key.cpu(), counts.cpu(), dropped) for key, counts, dropped in self.chunks
+        ]
+        return Histogram(tuple(chunks))
 
     def merge(self) -> Histogram:
         """Merge all chunks into one with at most `MAX_EXACT_LOGITS` ascending keys."""
         dropped = max(bits for _, _, bits in self.chunks)
         key = torch.cat([key >> (dropped - bits) for key, _, bits in self.chunks])
         key, index = key.unique(return_inverse=True)
-        more = 0
-        while len(key) and _count_distinct(key >> more) > MAX_EXACT_LOGITS:
-            more += 1
-        if more:
-            key, bin_index = (key >> more).unique_consecutive(return_inverse=True)
+        newly_dropped = 0
+        while len(key) and _count_distinct(key >> newly_dropped) > MAX_EXACT_LOGITS:
+            newly_dropped += 1
+        if newly_dropped:
+            shorter = key >> newly_dropped
+            key, bin_index = shorter.unique_consecutive(return_inverse=True)
             index = bin_index[index]
         all_counts = torch.cat([counts for _, counts, _ in self.chunks], 1)
         counts = all_counts.new_zeros(2, len(key)).index_add(1, index, all_counts)
-        return Histogram(((key, counts, dropped + more),))
+        return Histogram(((key, counts, dropped + newly_dropped),))
 
     def auc(self) -> tuple[float, float]:
-        """Return the AUC and a bound on its binning error; NaN if only one class is present."""
-        ((_, (negative, positive), dropped),) = self.merge().chunks
-        pairs = float(negative.sum() * positive.sum())
-        if not pairs:
+        """Return the AUC and a bound on its binning error.
+
+        Both are NaN if only one class is present.
+        """
+        ((_, counts, dropped),) = self.merge().chunks
+        negatives, positives = counts  # (n,) each, by ascending logit
+        num_pairs = float(negatives.sum() * positives.sum())
+        if not num_pairs:
             return math.nan, math.nan
-        tied = float((negative * positive).sum())
-        below = float((positive * (negative.cumsum(0) - negative)).sum())
-        return (below + tied / 2) / pairs, tied / 2 / pairs if dropped else 0.0
+        tied_pairs = float((negatives * positives).sum())
+        negatives_below = negatives.cumsum(0) - negatives
+        ordered_pairs = float((positives * negatives_below).sum())
+        auc = (ordered_pairs + tied_pairs / 2) / num_pairs
+        error = tied_pairs / 2 / num_pairs if dropped else 0.0
+        return auc, error
 
 
 def ranking_sums(
@@ -209,15 +214,16 @@ def ranking_sums(
     prefix: str = "",
     correction: float = 0.0,
 ) -> dict[str, Any]:
-    """Compute the sums over a batch of whole requests for `ranking_means`.
+    """Compute the sums over a batch from which `ranking_means` computes metrics.
 
     Args:
         logits: (N,) logits.
         labels: (N,) labels, true or false.
-        request: (N,) request of each candidate.
+        request: (N,) index of each candidate's request. The batch has all candidates of
+            its requests.
         prefix: Prefix of the names of the sums.
-        correction: Value that was added to the logits to correct them for sampled
-            negatives, 0 for none.
+        correction: Value that was added to the logits to correct for sampled negatives;
+            0 for none.
 
     Raises:
         UserError: If a logit is not finite.
@@ -245,11 +251,14 @@ def ranking_sums(
 
 
 def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Turn sums into metrics.
+    """Compute metrics from sums, and warn about metrics that are not defined.
 
     Args:
-        sums: Sums of `ranking_sums`, added over batches and workers.
+        sums: Sums from `ranking_sums`, added over batches and workers.
         prefix: Prefix of the names in `sums` and of the returned names.
+
+    Returns:
+        The metrics by name (`METRIC_NAMES`); a metric that is not defined is NaN.
     """
     undefined: dict[str, list[str]] = {}
 
@@ -262,23 +271,26 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         undefined.setdefault(reason, []).append(prefix + name)
         return math.nan
 
-    one_class, same = "no request has both labels", "all labels are the same"
-    both = total("impressions_both")
+    one_class = "no request has both labels"
+    same_labels = "all labels are the same"
     count, positives = total("candidates"), total("positives")
     entropy = _binary_entropy(positives / count) if count else 0.0
     auc, error = sums[prefix + "histogram"].auc()
     if math.isnan(auc):
-        undefined.setdefault(same, []).append(f"{prefix}auc")
+        undefined.setdefault(same_labels, []).append(f"{prefix}auc")
     loss = ratio("log_loss", total("loss"), count, "there are no candidates")
     metrics = {
         "gauc": ratio("gauc", total("request_auc"), total("requests_both"), one_class),
         "gauc_by_impressions": ratio(
-            "gauc_by_impressions", total("impression_auc"), both, one_class
+            "gauc_by_impressions",
+            total("impression_auc"),
+            total("impressions_both"),
+            one_class,
         ),
         "auc": auc,
         "auc_error": error,
         "log_loss": loss,
-        "normalised_entropy": ratio("normalised_entropy", loss, entropy, same),
+        "normalised_entropy": ratio("normalised_entropy", loss, entropy, same_labels),
         "calibration": ratio(
             "calibration", total("predicted"), positives, "there is no positive"
         ),
@@ -288,7 +300,9 @@ def ranking_means(sums: dict[str, Any], prefix: str = "") -> dict[str, float]:
         "positives": positives,
     }
     if undefined:
-        reasons = [f"{', '.join(names)}: {why}" for why, names in undefined.items()]
+        reasons = [
+            f"{', '.join(names)}: {reason}" for reason, names in undefined.items()
+        ]
         warnings.warn(f"not defined: {'; '.join(reasons)}", stacklevel=2)
     if prefix + "predicted_uncorrected" in sums and positives:
         metrics["calibration_uncorrected"] = total("predicted_uncorrected") / positives
@@ -312,12 +326,12 @@ def summarize(
 ) -> list[str]:
     """Format the metrics of all labels, two lines per label.
 
-    The second line counts the requests or users whose labels are all the same.
+    The second line counts the requests or users whose labels are all equal.
 
     Args:
-        metrics: Metrics of `ranking_means` for one or more prefixes.
-        names: Metrics to show, in this order, followed by the calibration.
-        unit: What AUC groups by: "requests" or "users".
+        metrics: Metrics from `ranking_means`, with one prefix per label.
+        names: Metrics to show, in order; the calibration is shown after them.
+        unit: Groups over which `gauc` averages: "requests" or "users".
     """
     names = (*names, "calibration", "calibration_uncorrected")
     prefixes = sorted(

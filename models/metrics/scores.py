@@ -1,4 +1,4 @@
-"""A check that scores are finite: a ranking by NaN looks like any other ranking.
+"""A check that scores are finite, because a ranking by NaN looks like a valid one.
 
 check_finite(model.score(batch))
 """
@@ -16,11 +16,13 @@ DAMAGED_MODEL = (
 
 
 def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
-    """Return `scores` if all are finite. Waits for a GPU.
+    """Return the scores unchanged if all are finite.
+
+    The check waits for the GPU.
 
     Args:
         scores: Scores of any shape.
-        tail: Whether -inf is allowed, as padding of rankings that are too short.
+        tail: Whether -inf is allowed, as the padding of short rankings.
 
     Raises:
         UserError: If a score is NaN or infinite.
@@ -28,9 +30,10 @@ def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
     valid = scores.isfinite()
     if tail:
         valid = valid | scores.isneginf()
-    if count := int((~valid).sum()):
+    num_invalid = int((~valid).sum())
+    if num_invalid:
         raise UserError(
-            f"the model gives {count} of {scores.numel()} scores that are not finite; "
+            f"the model gives {num_invalid} of {scores.numel()} scores that are not finite; "
             f"{DAMAGED_MODEL}"
         )
     return scores

@@ -280,7 +280,7 @@ class RetrievalDataset(RequestDataset):
     splits: ClassVar[tuple[str, ...]] = (*SPLITS, "next")
     default_unit = "request"
     default_max_history = 20
-    counted = "requests with a history"
+    request_unit = "requests with a history"
 
     requests: NDArray[np.int64]
     """(m,) index of each request of the split in the columns."""

@@ -31,7 +31,7 @@ from models.dataset.batch import bucket_size
 from models.metrics.scores import check_finite
 from models.retrieval.data import HistoryBatch
 from models.retrieval.search.topk import top_k
-from models.training.cuda_graphs import Graphs, compiled
+from models.training.cuda_graphs import CudaGraphs, compiled
 
 Ranked = tuple[Tensor, Tensor]
 """(items, scores), each (B, k)."""
@@ -102,7 +102,7 @@ def _replay(
     """Search on a GPU by the CUDA graph of the batch's shape, if one was captured."""
     given = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
 
-    def make() -> Graphs[Ranked]:
+    def make() -> CudaGraphs[Ranked]:
         search(
             given
         )  # makes what is derived of the weights, which is no part of a graph
@@ -112,7 +112,7 @@ def _replay(
             with matmul_precision(precision):
                 return run(given)
 
-        return Graphs(with_precision, batch.history.device)
+        return CudaGraphs(with_precision, batch.history.device)
 
     rows = len(batch.history)
     with ONE:

@@ -1,11 +1,11 @@
-"""Attempt numbers of a training, by which a newer attempt fences off the workers of older attempts.
+"""Attempt numbers of a training: a newer attempt fences off older workers.
 
-    job = attempts.begin(folder)               # a job trains the run
-    attempt = attempts.start(folder, job)      # its workers start: older ones are superseded from here on
-    attempts.require_current(folder, attempt)  # before a worker changes what another attempt may read
+    job = attempts.begin(folder)               # when a job starts to train the run
+    attempt = attempts.start(folder, job)      # when the workers of the job start
+    attempts.require_current(folder, attempt)  # before a worker changes shared files
 
-A worker that counts as lost may only be paused. When it wakes up, it has the number of
-its own attempt and finds a newer number in the run's folder.
+A worker that was declared lost may only have been paused. When it resumes, it finds in
+the run's folder a newer number than the number of its own attempt, and stops.
 """
 
 from __future__ import annotations
@@ -16,44 +16,49 @@ from typing import NamedTuple
 from models.storage.uri import UserError, join, read_json, write_file
 
 ATTEMPT = "attempt.json"
-"""File in a run's folder with the number of the newest attempt."""
+"""File of a run's folder that holds the number of the newest attempt."""
 
 
 class SupersededError(UserError):
-    """A newer attempt trains the run, so the older one must not change it any more."""
+    """Raised in an attempt when a newer attempt trains the run."""
 
 
 class Attempt(NamedTuple):
-    """Number of an attempt at a training. A newer attempt has a larger number."""
+    """Number of an attempt at a training; newer attempts compare greater."""
 
     job: int
-    """Number of jobs that have trained the run, this one included."""
+    """Number of the job among the jobs that have trained the run, from 1."""
     start: int
-    """Number of worker starts in the job, this one included; 0 before the first."""
+    """Number of the start of workers within the job, from 1; 0 before the first."""
 
     def __str__(self) -> str:
         return f"{self.job}.{self.start}"
 
     @classmethod
     def parse(cls, text: str) -> Attempt:
-        """Return the attempt with the number that `str` has formatted."""
+        """Parse the text that `str(attempt)` returns."""
         job, start = text.split(".")
         return cls(int(job), int(start))
 
 
 UNNUMBERED = Attempt(0, 0)
-"""Attempt of an untrained run, and of checkpoints without a number in their name."""
+"""Attempt number of an untrained run, and of checkpoints without an attempt in their
+folder name."""
 
 
 def read_attempt(folder: str) -> Attempt:
-    """Return the newest attempt at the run in `folder`."""
+    """Return the newest attempt at the run in `folder`.
+
+    Raises:
+        UserError: If the file with the attempt number is damaged.
+    """
     try:
         content = read_json(join(folder, ATTEMPT))
         return UNNUMBERED if content is None else Attempt.parse(content["attempt"])
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"{folder}/{ATTEMPT} is damaged ({error}); see that no other process trains this run, remove that file, "
-            f"then run the same command again"
+            f"{folder}/{ATTEMPT} is damaged ({error}); make sure that no other process "
+            "trains this run, remove the file, and run the same command again"
         ) from error
 
 
@@ -70,19 +75,22 @@ def begin(folder: str) -> Attempt:
 def claim(folder: str, attempt: Attempt) -> None:
     """Make `attempt` the newest attempt at the run.
 
-    A training reads the last checkpoint only after this call. So a worker of an older
-    attempt that completes a checkpoint and then still finds its own number may remove
-    older checkpoints: an attempt that claims the run later reads the completed
-    checkpoint.
+    An attempt reads the last checkpoint only after it has claimed the run. So a worker
+    that completes a checkpoint, and then still finds its own attempt number, may remove
+    older checkpoints: an attempt that claims the run later reads the new checkpoint.
     """
     write_file(join(folder, ATTEMPT), json.dumps({"attempt": str(attempt)}).encode())
 
 
 def start(folder: str, job: Attempt) -> Attempt:
-    """Claim and return the number of the next start of workers in the job that `begin` numbered.
+    """Claim and return the number of the next start of workers.
+
+    Args:
+        folder: Folder of the run.
+        job: Attempt from `begin`.
 
     Raises:
-        SupersededError: if a newer job trains the run.
+        SupersededError: If a newer job trains the run.
     """
     require_job(folder, job)
     attempt = Attempt(job.job, read_attempt(folder).start + 1)
@@ -98,7 +106,7 @@ def require_current(folder: str, attempt: Attempt) -> None:
 
 
 def require_job(folder: str, attempt: Attempt) -> None:
-    """Raise SupersededError unless the job of `attempt` is the newest job that trains the run."""
+    """Raise SupersededError unless the job of `attempt` is the newest job of the run."""
     newest = read_attempt(folder)
     if newest.job != attempt.job:
         raise _superseded_error(folder, attempt, newest)
@@ -108,6 +116,7 @@ def _superseded_error(
     folder: str, attempt: Attempt, newest: Attempt
 ) -> SupersededError:
     return SupersededError(
-        f"attempt {newest} trains the run in {folder} meanwhile, so attempt {attempt} ends without changing it; wait "
-        f"for the other job, or stop it and run the same command again"
+        f"attempt {newest} trains the run in {folder} meanwhile, so attempt {attempt} "
+        "ends without changing it; wait for the other job, or stop it and run the same "
+        "command again"
     )

@@ -1,7 +1,8 @@
-"""Folders that options name, and the content that each option takes.
+"""Checks that the folders of command-line options have the expected content.
 
 require_folders(tables="runs/shop/tabels")
-# UserError: --tables is runs/shop/tabels, where nothing is; give a folder that jobs.prepare made
+# UserError: --tables is runs/shop/tabels, which does not exist; give a folder that
+# jobs.prepare made
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ from models.storage.tables import (
 
 @dataclass(frozen=True)
 class FolderKind:
-    """A kind of folder that an option takes. Without tables and files it is any folder."""
+    """A kind of folder that an option expects.
+
+    Any folder is of a kind without tables and files.
+    """
 
     description: str
-    """The folder and the job that makes it, for messages."""
+    """Description of the folder and the job that creates it, for messages."""
     tables: tuple[tuple[str, str], ...] = ()
-    """Subfolders and the table in each."""
+    """Required subfolders, and the name of the table in each."""
     files: tuple[str, ...] = ()
-    """Files of which the folder holds at least one."""
+    """Names of files, at least one of which the folder must contain."""
 
     def matches(self, uri: str) -> bool:
-        """Return whether the folder at `uri` is of this kind. Damaged tables match: their readers name the damage."""
+        """Return whether the folder at `uri` is of this kind.
+
+        A folder with a damaged table matches; reading the table reports the damage.
+        """
         with suppress(UserError):
             for subfolder, table in self.tables:
-                where = join(uri, subfolder)
-                if not has_manifest(where) or read_manifest(where).table != table:
+                table_uri = join(uri, subfolder)
+                if not has_manifest(table_uri):
+                    return False
+                if read_manifest(table_uri).table != table:
                     return False
         if self.files:
             infos = [file_info(join(uri, name)) for name in self.files]
@@ -45,7 +54,7 @@ class FolderKind:
 
     @property
     def content(self) -> str:
-        """Content by which a folder of this kind is recognised, for messages."""
+        """Content that identifies a folder of this kind, for messages."""
         if self.tables:
             return f"table {self.tables[0][1]}"
         return " or ".join(self.files)
@@ -71,15 +80,18 @@ FOLDER_KINDS = {
     "suggest": RAW,
     "data": RAW,
 }
-"""Kind of folder that each option takes."""
+"""Kind of folder that each option expects."""
 
 
 def require_folders(**folders: str | None) -> None:
-    """Check the folders that a job will read, by option, before it starts anything.
+    """Check the input folders of a job before it starts.
+
+    Args:
+        folders: Path or URI of each folder, by name of its option; None if not set.
 
     Raises:
-        UserError: if a storage does not answer, or a folder is not of the kind that its
-            option takes.
+        UserError: If a storage does not respond, or a folder is not of the kind that
+            its option expects.
     """
     types = {option: file_info(uri).type for option, uri in folders.items() if uri}
     for option, file_type in types.items():
@@ -88,9 +100,9 @@ def require_folders(**folders: str | None) -> None:
         if kind is None or kind.matches(uri):
             continue
         if file_type == fs.FileType.NotFound:
-            why = "where nothing is"
+            reason = "which does not exist"
         elif kind.content:
-            why = f"which holds no {kind.content}"
+            reason = f"which holds no {kind.content}"
         else:
-            why = "which is no folder"
-        raise UserError(f"--{option} is {uri}, {why}; give {kind.description}")
+            reason = "which is not a folder"
+        raise UserError(f"--{option} is {uri}, {reason}; give {kind.description}")

@@ -1,4 +1,4 @@
-"""Folders that a run reads: the tables, and the folders beside them that some models read.
+"""Input folders of a run: the tables, and folders that only some models read.
 
 Inputs("tables", sids="sids").select("tiger", {"sids": True})
 """
@@ -15,23 +15,26 @@ MADE_BY = {
     "sids": ("semantic IDs", "jobs.tokenize"),
     "text": ("text embeddings", "jobs.encode"),
 }
-"""Content of each folder beside the tables, and the job that makes it, by option."""
+"""Content of each optional folder, and the job that creates it, by option."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Folders that a run reads, absolute paths or URIs. Fields are named like the options of the commands."""
+    """Input folders of a run, as absolute paths or URIs.
+
+    Fields have the names of command-line options.
+    """
 
     tables: str
-    """TABLES: the folder that jobs.prepare made."""
+    """Output folder of jobs.prepare."""
     sids: str | None = None
-    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    """Output folder of jobs.tokenize, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models; models of actions can
-    do without."""
+    """Output folder of jobs.encode, required by search models and optional for actions
+    models."""
 
     def __post_init__(self) -> None:
-        for option, folder in self.given().items():
+        for option, folder in self.folders().items():
             object.__setattr__(self, option, absolute(folder))
 
     @property
@@ -39,25 +42,27 @@ class Inputs:
         """Folder of the table `sequences`."""
         return join(self.tables, "sequences")
 
-    def given(self) -> dict[str, str]:
-        """Return the folders that are given, by option."""
+    def folders(self) -> dict[str, str]:
+        """Return the folders by option, without options that are not set."""
         return {option: folder for option, folder in vars(self).items() if folder}
 
     def versions(self, tables: Mapping[str, Sequence[str]]) -> dict[str, TableVersion]:
         """Read the versions of tables from their manifests.
 
         Args:
-            tables: Names of the tables by option; a table comes after the tables that
-                it is made from.
+            tables: Names of the tables in each folder, by option. A table comes after
+                the tables from which it was made.
 
         Returns:
-            The versions by the table's name; names of TEXT's tables begin with `text_`.
+            The versions by name of the table. The names of tables in the `text` folder
+            have the prefix `text_`.
 
         Raises:
-            UserError: if a table was made from another table than the given one.
+            UserError: If a table was made from another version of a table than the one
+                in these folders.
         """
         versions: dict[str, TableVersion] = {}
-        for option, folder in self.given().items():
+        for option, folder in self.folders().items():
             for table in tables.get(option, ()):
                 manifest = read_manifest(
                     join(folder, table), None if option == "text" else table
@@ -66,8 +71,10 @@ class Inputs:
                     if name in versions and versions[name].hash != made_from:
                         _, job = MADE_BY.get(option, ("tables", "jobs.prepare"))
                         raise UserError(
-                            f"{join(folder, table)} was made from other {name} ({made_from[:12]}, these are "
-                            f"{versions[name].hash[:12]}); point at tables that belong together or run {job} again"
+                            f"{join(folder, table)} was made from other {name} "
+                            f"({made_from[:12]}, these are "
+                            f"{versions[name].hash[:12]}); point at tables that belong "
+                            f"together or run {job} again"
                         )
                 name = f"text_{table}" if option == "text" else table
                 versions[name] = TableVersion.from_manifest(manifest)
@@ -78,17 +85,18 @@ class Inputs:
 
         Args:
             model: Name of the model.
-            reads: Folders beside the tables that the model reads, by option, and
-                whether it needs them.
+            reads: Options of the folders that the model reads in addition to the
+                tables, and whether each is required.
 
         Raises:
-            UserError: if a folder that the model needs is not given.
+            UserError: If a required folder is not set.
         """
-        for option, is_needed in reads.items():
-            if is_needed and not getattr(self, option):
+        for option, is_required in reads.items():
+            if is_required and not getattr(self, option):
                 content, job = MADE_BY[option]
                 raise UserError(
-                    f"the model '{model}' needs {content}; give --{option} with the folder that {job} made"
+                    f"the model '{model}' needs {content}; give --{option} with the "
+                    f"folder that {job} made"
                 )
         folders = {option: getattr(self, option) for option in reads}
         return Inputs(self.tables, **folders)

@@ -1,10 +1,10 @@
-"""Locks that let one process write to a folder, local or at a URI.
+"""Locks that allow one process at a time to write to a folder, local or at a URI.
 
-    with hold_lock("s3://bucket/tables/.lock", "s3://bucket/tables is being written by another process"):
+    with hold_lock("s3://bucket/tables/.lock", "another process writes to the tables"):
         ...
 
-A lock outlives its holder by seconds at most: the kernel releases a local lock, and a
-lock at a URI expires without heartbeats.
+A lock outlives a killed holder by seconds at most: the kernel releases a local lock,
+and a lock at a URI expires without heartbeats.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pyarrow import fs
 from models.storage.uri import OBSTORE_RETRIES, UserError, open_uri, storage_errors
 
 LOCK = ".lock"
-"""Lock file of a folder. A local one stays beside the files that were written."""
+"""Name of the lock file of a folder. A local lock file remains beside written files."""
 
 HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats of a lock at a URI."""
+"""Seconds between the heartbeats of a lock at a URI."""
 
 EXPIRES_S = 30.0
-"""Seconds without a heartbeat after which a lock at a URI is free."""
+"""Seconds without a heartbeat after which a lock at a URI expires."""
 
 
 @contextmanager
@@ -44,25 +44,25 @@ def hold_lock(
 ) -> Iterator[None]:
     """Hold the lock file at a path or URI while the block runs.
 
-    A local lock is one of the kernel and excludes processes of this machine. A lock at
-    a URI has heartbeats and excludes processes anywhere (`_hold_lock_object`).
+    A local lock is a kernel lock, which excludes processes of this machine. A lock at a
+    URI is an object with heartbeats, which excludes processes on any machine.
 
     Args:
         uri: Path or URI of the lock file.
         busy: Message if another process holds the lock.
-        wait: Seconds to wait for another holder.
+        wait: Seconds to wait for the lock.
         remedy: End of the message if the lock file cannot be written.
 
     Raises:
-        UserError: if another process holds the lock, or the lock file cannot be
-            written.
+        UserError: If another process holds the lock, or the lock file cannot be
+            written, or, at the end of the block, if a lock at a URI was lost.
     """
-    filesystem, where = open_uri(uri)
+    filesystem, file_path = open_uri(uri)
     if not isinstance(filesystem, fs.LocalFileSystem):
         with _hold_lock_object(uri, busy, wait):
             yield
         return
-    path = Path(where)
+    path = Path(file_path)
     lock = FileLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,28 +77,31 @@ def hold_lock(
         yield
     finally:
         is_alone = os.listdir(path.parent) == [path.name]
-        if is_alone:  # the block wrote nothing, so no lock file stays either
+        if is_alone:  # the block wrote nothing, so remove the lock file too
             path.unlink()
         lock.release()
 
 
 @contextmanager
 def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
-    """Hold a lock at a URI: an object that names its holder and that a thread rewrites every `HEARTBEAT_S` seconds.
+    """Hold a lock at a URI, an object that its holder rewrites as a heartbeat.
 
-    A process that finds the object watches it by its own clock, so no clocks are
-    compared. While the object changes, its holder lives, and the process is refused
-    after `wait` seconds. An object that stays the same for `EXPIRES_S` seconds is
-    overwritten. Every write is conditional on the object's version, so of several
-    writers one succeeds. A holder that cannot reach the storage for `EXPIRES_S` seconds
-    may lose its lock; its next heartbeat finds out, and the block ends with UserError.
+    The object names its holder, and a thread rewrites it every `HEARTBEAT_S` seconds.
+    Another process that requests the lock watches the object by its own clock, so no
+    clocks of different machines are compared. If the object changes, its holder is
+    alive, and the request fails after `wait` seconds. If the object does not change for
+    `EXPIRES_S` seconds, it is overwritten. Every write is conditional on the object's
+    version, so only one of several writers succeeds. A holder that cannot reach the
+    storage for `EXPIRES_S` seconds may lose its lock; its next heartbeat detects this,
+    and the block ends with a UserError.
     """
-    from obstore.exceptions import BaseError  # jobs with local paths do not need it
+    # imported late: jobs with local paths do not need obstore
+    from obstore.exceptions import BaseError
 
     done = threading.Event()
     lost = threading.Event()
 
-    def beat() -> None:
+    def send_heartbeats() -> None:
         while not done.wait(HEARTBEAT_S):
             with suppress(BaseError):  # the next heartbeat may reach the storage
                 if not lock.write(lock.version):
@@ -111,7 +114,7 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
             lock.acquire(busy, wait)
         except BaseError as error:
             raise OSError(str(error)) from error
-    thread = threading.Thread(target=beat, daemon=True, name="lock")
+    thread = threading.Thread(target=send_heartbeats, daemon=True, name="lock")
     thread.start()
     try:
         yield
@@ -121,13 +124,17 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
         lock.release()
     if lost.is_set():
         raise UserError(
-            f"another process took {uri} meanwhile, as this one was not heard for {EXPIRES_S:g} s; both have written "
-            f"there, so look at what it holds, or remove it and start again"
+            f"another process acquired the lock {uri} meanwhile, because this process "
+            f"sent no heartbeat for {EXPIRES_S:g} s; both may have written to the folder, "
+            "so check its content, or remove the folder and start again"
         )
 
 
 class _LockObject:
-    """A lock's object in a bucket, written through obstore because pyarrow.fs has no conditional writes."""
+    """The object of a lock in a bucket.
+
+    The object is written through obstore, as pyarrow.fs has no conditional writes.
+    """
 
     def __init__(self, uri: str) -> None:
         bucket, _, self.key = open_uri(uri)[1].partition("/")
@@ -138,15 +145,19 @@ class _LockObject:
         )
         self.id = uuid.uuid4().hex
         self.version: Any = None
-        """Version of the object that this process wrote last."""
+        """Version of the object that this process last wrote."""
 
     def acquire(self, busy: str, wait: float) -> None:
         """Wait until this process holds the lock.
 
+        Args:
+            busy: Message if another process holds the lock.
+            wait: Seconds to wait for the lock.
+
         Raises:
-            UserError: if another holder still sends heartbeats after `wait` seconds.
+            UserError: If another holder still sends heartbeats after `wait` seconds.
         """
-        until = time.monotonic() + wait
+        deadline = time.monotonic() + wait
         previous: tuple[str, Any] | None = None
         unchanged_since = time.monotonic()
         while True:
@@ -160,45 +171,51 @@ class _LockObject:
                 if self.write(current[1]):
                     return
             elif current != previous:
-                if previous and now >= until:
+                if previous and now >= deadline:
                     raise UserError(f"{busy} ({current[0].partition(';')[0]})")
                 previous = current
                 unchanged_since = now
             time.sleep(1)
 
     def read(self) -> tuple[str, Any] | None:
-        """Return the content and the version of the object, or None if it does not
-        exist.
-        """
+        """Return the content and version of the object, or None if it does not exist."""
         try:
-            found = self.store.get(self.key)
+            result = self.store.get(self.key)
         except FileNotFoundError:
             return None
         version = {
-            name: found.meta[name] for name in ("e_tag", "version") if found.meta[name]
+            name: result.meta[name]
+            for name in ("e_tag", "version")
+            if result.meta[name]
         }
-        return bytes(found.bytes()).decode(errors="replace"), version
+        return bytes(result.bytes()).decode(errors="replace"), version
 
     def write(self, version: Any) -> bool:
-        """Write the object over one of its versions, or create it for None. Return whether this process holds it then.
+        """Overwrite a version of the object, and return whether this process holds it.
 
-        The write may succeed after an error too: if an answer is lost, obstore writes
-        again, and so does the next heartbeat if obstore has given up.
+        A write may have succeeded although obstore reports a conflict: if a response is
+        lost, obstore writes again. So the object is read to see who holds it.
+
+        Args:
+            version: Version to overwrite; None to create the object.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        mine = f"{self.holder}; {self.id}."
-        content = f"{mine}{uuid.uuid4().hex}".encode()
+        prefix = f"{self.holder}; {self.id}."
+        content = f"{prefix}{uuid.uuid4().hex}".encode()
         with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError):
             self.store.put(self.key, content, mode=version or "create")
         current = self.read()
-        if current is None or not current[0].startswith(mine):
+        if current is None or not current[0].startswith(prefix):
             return False
         self.version = current[1]
         return True
 
     def release(self) -> None:
-        """Delete the object if this process holds it. If the storage does not answer, the lock expires."""
+        """Delete the object if this process holds it.
+
+        If the storage does not respond, the lock expires.
+        """
         from obstore.exceptions import BaseError
 
         with suppress(BaseError):
@@ -208,7 +225,10 @@ class _LockObject:
 
 
 def _open_store(uri: str, bucket: str) -> Any:
-    """Return obstore's store of a bucket, with the endpoint, region and credentials of its pyarrow file system."""
+    """Open a bucket through obstore.
+
+    Endpoint, region and credentials are those of the URI's pyarrow file system.
+    """
     from obstore import store
 
     filesystem, _ = open_uri(uri)
@@ -217,13 +237,12 @@ def _open_store(uri: str, bucket: str) -> Any:
     options = filesystem.__reduce__()[1][0]
     settings: dict[str, Any] = {}
     endpoint = options["endpoint_override"]
-    if (
-        endpoint and "://" not in endpoint
-    ):  # AWS_ENDPOINT_URL has a scheme, a query none
+    # An endpoint from AWS_ENDPOINT_URL has a scheme, one from a URI's query has none.
+    if endpoint and "://" not in endpoint:
         endpoint = f"{options['scheme']}://{endpoint}"
     if endpoint:
         settings["endpoint"] = endpoint
-    if os.environ.get("AWS_PROFILE"):  # obstore reads no profiles by itself
+    if os.environ.get("AWS_PROFILE"):  # obstore does not read profiles
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         settings["credential_provider"] = Boto3CredentialProvider()

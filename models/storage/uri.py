@@ -2,7 +2,7 @@
 
     filesystem, path = open_uri("s3://bucket/tables/items")
 
-URIs that hold a secret are refused, since records and logs would keep them.
+URIs that contain secrets are rejected, because they would end up in logs and records.
 """
 
 from __future__ import annotations
@@ -23,38 +23,42 @@ from pyarrow import fs
 
 
 class UserError(Exception):
-    """An error of input or configuration: one line that names the value, the limit and the remedy.
+    """An error in the input or configuration, with a one-line message for the user.
 
-    Jobs print the line without a traceback and exit with code 1. Every other exception
-    is a defect and keeps its traceback.
+    The message names the value, the limit and the remedy. Jobs print the message
+    without a traceback and exit with code 1. Every other exception is a bug and is
+    printed with its traceback.
     """
 
 
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 
-SECRET = re.compile(
-    r"secret|token|passw|passphrase|pwd|signature|credential|authorization|accesskey|accessid|accountkey|apikey|"
-    r"privatekey|sharedkey|^(?:sig|key|keyid|user|username|login|auth|pass|uid)$"
+SECRET_PARAMETER = re.compile(
+    r"secret|token|passw|passphrase|pwd|signature|credential|authorization|accesskey|"
+    r"accessid|accountkey|apikey|privatekey|sharedkey|"
+    r"^(?:sig|key|keyid|user|username|login|auth|pass|uid)$"
 )
-"""Names of URI parameters that hold secrets, in lower-case letters and digits."""
+"""Pattern of the names of secret URI parameters, as lower-case letters and digits."""
 
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
     **dict.fromkeys(
         ("http", "https"),
-        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+        "MLFLOW_TRACKING_TOKEN",
     ),
     "postgresql": "set PGUSER and PGPASSWORD",
 }
-"""Remedy for a URI that holds credentials, by scheme."""
+"""Remedy for a URI with credentials, by scheme."""
 
 
 def refuse_secrets(value: Any, what: str = "a URI") -> None:
-    """Raise UserError if a value contains, at any depth, a URI with a user or a secret
-    parameter.
+    """Raise UserError if a value contains a URI with a user name or a secret parameter.
 
     Args:
+        value: A value of a configuration. Mappings and sequences are searched at any
+            depth.
         what: Name of the value in the message, which does not print the URI.
     """
     if isinstance(value, dict | list | tuple):
@@ -66,34 +70,36 @@ def refuse_secrets(value: Any, what: str = "a URI") -> None:
             scheme, "give it to an mlflow server, whose address you give here"
         )
         raise UserError(
-            f"{what} ({scheme}://...) holds a user, password or key; leave it out and {remedy}"
+            f"{what} ({scheme}://...) holds a user, password or key; leave it out and "
+            f"{remedy}"
         )
 
 
 def _has_secret(uri: str) -> bool:
+    """Return whether a URI has a user name, a password or a secret parameter."""
     parts = urlsplit(uri)
     user, has_user, host = unquote(parts.netloc).rpartition("@")
     if has_user and user != "anonymous":
         return True
     port = host.rpartition("]")[2]
-    if re.search(r":\D", port):  # a password with a slash ends the host there
+    if re.search(r":\D", port):  # a password with a slash, which ends the host
         return True
     parameters = parse_qsl(f"{parts.query}&{parts.fragment}")
     names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name, _ in parameters]
-    return any(map(SECRET.search, names))
+    return any(map(SECRET_PARAMETER.search, names))
 
 
 REMEDIES = {
-    "s3": "check the bucket, its ?region= or ?endpoint_override=, and the credentials (AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
+    "s3": "check the bucket, its ?region= or ?endpoint_override=, and the credentials "
+    "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
     "gs": "check the bucket and the credentials (GOOGLE_APPLICATION_CREDENTIALS)",
-    "": "check that it is there and that you may read it",
+    "": "check that it exists and that you may read it",
 }
-"""Remedy for a storage that does not answer, by scheme; a local path has an empty
-one."""
+"""Remedy for a storage that does not respond, by scheme; a local path has an empty
+scheme."""
 
 UNKNOWN_SCHEME = (
-    "check the address and its credentials; known are local paths, s3:// and gs://"
+    "check the address and the credentials; use a local path, s3:// or gs://"
 )
 
 
@@ -102,8 +108,8 @@ S3_RETRIES: dict[str, Any] = {
     "request_timeout": 30.0,  # until the first byte, and between bytes
     "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=9),
 }
-"""Retries of S3: with its pauses of up to 20 s, nine attempts take about a minute. 403
-and 404 are not retried."""
+"""Retries of S3. Nine attempts, with pauses of up to 20 s, take about a minute. 403 and
+404 are not retried."""
 
 GCS_RETRIES: dict[str, Any] = {"retry_time_limit": timedelta(seconds=60)}
 """Retries of GCS."""
@@ -111,42 +117,45 @@ GCS_RETRIES: dict[str, Any] = {"retry_time_limit": timedelta(seconds=60)}
 OBSTORE_RETRIES: dict[str, Any] = {
     "retry_config": {"max_retries": 9, "retry_timeout": timedelta(seconds=60)},
 }
-"""Retries of S3 and GCS for reads and writes of locks."""
+"""Retries of S3 and GCS when a lock is read or written through obstore."""
 
 FIRST_S3_RETRIES: dict[str, Any] = {
     "connect_timeout": 5.0,
     "request_timeout": 30.0,
     "retry_strategy": fs.AwsStandardS3RetryStrategy(max_attempts=2),
 }
-"""Retries of a job's first request to a bucket of S3."""
+"""Retries of the first request of a job to an S3 bucket."""
 
 FIRST_GCS_RETRIES: dict[str, Any] = {"retry_time_limit": timedelta(seconds=5)}
-"""Retries of a job's first request to a bucket of GCS."""
+"""Retries of the first request of a job to a GCS bucket."""
 
 _checks_buckets = False
-"""Whether `open_uri` sends a first request with few retries to every bucket."""
+"""Whether `open_uri` checks each bucket by a first request with few retries."""
 
-_answered: set[tuple[str, str, str]] = set()
-"""Scheme, host and query of the buckets that have answered this process."""
+_reachable_buckets: set[tuple[str, str, str]] = set()
+"""Scheme, host and query of the buckets that have responded to this process."""
 
 
 def check_buckets_first() -> None:
-    """Let `open_uri` fail within seconds in this process if a bucket does not answer at all.
+    """Make `open_uri` fail within seconds if a bucket does not respond at all.
 
-    The driver of a job calls this. Workers do not: the storage has answered their
-    driver, so they retry for a minute.
+    The driver of a job calls this function. Workers do not: the storage has responded
+    to their driver, so they retry for a minute.
     """
     global _checks_buckets
     _checks_buckets = True
 
 
 def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system and the path of a local path or a URI (`s3://bucket/key`).
+    """Open the file system of a local path or a URI such as `s3://bucket/key`.
 
     All file systems are opened by this function, with retries.
 
+    Returns:
+        The file system, and the path within it.
+
     Raises:
-        UserError: if the URI holds a secret, or the storage does not answer.
+        UserError: If the URI contains a secret, or the storage does not respond.
     """
     uri = str(uri)
     if "://" not in uri:
@@ -162,7 +171,7 @@ def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
 def _with_options(
     filesystem: fs.FileSystem, s3: dict[str, Any], gcs: dict[str, Any]
 ) -> fs.FileSystem:
-    """Return a file system with other options if it is one of S3 or GCS."""
+    """Return an S3 or GCS file system with changed options; others are unchanged."""
     options = {"s3": s3, "gcs": gcs}.get(filesystem.type_name)
     if not options:
         return filesystem
@@ -172,7 +181,7 @@ def _with_options(
 
 @contextmanager
 def storage_errors(uri: str) -> Iterator[None]:
-    """Turn errors of a storage inside the block into UserErrors that name `uri` and a remedy."""
+    """Turn storage errors in the block into UserErrors that name `uri` and a remedy."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -184,10 +193,14 @@ def storage_errors(uri: str) -> Iterator[None]:
 
 
 def _check_bucket(filesystem: fs.FileSystem, path: str, uri: str) -> None:
-    """Send a first request with few retries to a bucket that has not answered yet; raise OSError if it fails."""
+    """Send a first request to a bucket that has not responded yet.
+
+    Raises:
+        OSError: If the request fails after few retries.
+    """
     parts = urlsplit(uri)
     bucket_id = (parts.scheme, parts.netloc, parts.query)
-    if bucket_id in _answered:
+    if bucket_id in _reachable_buckets:
         return
     filesystem = _with_options(filesystem, FIRST_S3_RETRIES, FIRST_GCS_RETRIES)
     bucket = path.split("/")[0]
@@ -197,20 +210,24 @@ def _check_bucket(filesystem: fs.FileSystem, path: str, uri: str) -> None:
     except OSError as error:
         if "ACCESS_DENIED" not in str(error):
             raise
-        # a prefix of the bucket may be open to accounts that may not list the bucket
+        # an account may have access to a prefix of the bucket without listing it
         filesystem.get_file_info(path)
-    _answered.add(bucket_id)
+    _reachable_buckets.add(bucket_id)
 
 
 def file_info(uri: str) -> fs.FileInfo:
-    """Return type and size of a file or folder. Raise UserError if the storage does not answer."""
+    """Return the type and size of a file or folder.
+
+    Raises:
+        UserError: If the storage does not respond.
+    """
     filesystem, path = open_uri(uri)
     with storage_errors(uri):
         return filesystem.get_file_info(path)
 
 
 def join(uri: str, *names: str) -> str:
-    """Return `uri` with path elements added, before its query if it has one."""
+    """Append path elements to a path or URI, in front of the query of a URI."""
     uri = str(uri)
     if "://" not in uri:
         return posixpath.join(uri, *names)
@@ -219,14 +236,18 @@ def join(uri: str, *names: str) -> str:
 
 
 def absolute(uri: str) -> str:
-    """Return a local path as an absolute path, since workers run in other folders, and a URI without a last slash."""
+    """Make a local path absolute, and strip trailing slashes from a URI.
+
+    Workers run in other folders, so they need absolute paths.
+    """
     return uri.rstrip("/") if "://" in uri else str(Path(uri).expanduser().absolute())
 
 
 def check_writable(uri: str) -> None:
-    """Raise UserError if an output folder cannot be written: its storage does not answer, or permissions are missing.
+    """Check that an output folder can be written, without creating it.
 
-    Nothing is created.
+    Raises:
+        UserError: If the storage does not respond, or permissions are missing.
     """
     if "://" in uri:
         file_info(uri)
@@ -234,27 +255,28 @@ def check_writable(uri: str) -> None:
     folder = Path(uri).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
-        why = "is no folder"
+        reason = "is not a folder"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        why = "may not be written by you"
+        reason = "is not writable by you"
     else:
         return
     raise UserError(
-        f"cannot write to {uri} ({existing} {why}); choose an output folder that you may write"
+        f"cannot write to {uri} ({existing} {reason}); choose an output folder that "
+        "you may write"
     )
 
 
 def write_file(uri: str, content: bytes | pa.Buffer) -> None:
-    """Write a file so that readers see either its old content or all of the new content."""
+    """Write a file atomically: readers see the old or the new content, never a part."""
     filesystem, path = open_uri(uri)
     if isinstance(filesystem, fs.LocalFileSystem):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # `tables.commit` removes a temporary file that a killed job leaves
+        # `tables.commit` removes the temporary files of killed jobs
         temporary = Path(f"{path}.{os.getpid()}.tmp")
         temporary.write_bytes(memoryview(content))
         temporary.replace(path)
         return
-    # an object store shows a new object when it is complete
+    # object stores show an object only once it is complete
     with filesystem.open_output_stream(path) as stream:
         stream.write(content)
 
@@ -263,7 +285,7 @@ def read_json(uri: str) -> Any:
     """Return the content of a JSON file, or None if it does not exist.
 
     Raises:
-        ValueError: if the file is damaged.
+        ValueError: If the file is damaged.
     """
     filesystem, path = open_uri(uri)
     if filesystem.get_file_info(path).type != fs.FileType.File:
@@ -271,5 +293,5 @@ def read_json(uri: str) -> Any:
     with filesystem.open_input_stream(path) as stream:
         content = json.loads(stream.read())
     if content is None:
-        raise ValueError("it holds nothing")
+        raise ValueError("it is empty")
     return content

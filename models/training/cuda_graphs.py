@@ -1,16 +1,17 @@
-"""A training step, or a search, as CUDA graphs: one launch in place of a thousand, and nothing waits for the host.
+"""Training steps and searches as CUDA graphs: one kernel launch instead of a thousand.
 
-    step = Graphs(step, device)  # step(batch) gives tensors
-    found = step(batch)          # the first of a shape runs as it is, the second is captured, all others are replayed
+    step = CudaGraphs(step, device)   # step(batch) returns tensors
+    outputs = step(batch)
 
-A graph repeats its kernels on the same memory. So a batch is copied into tensors of the
-graph's own, and what a call gives is overwritten by the next one: read it before.
-Kernels, and random numbers of a seed, are those of a call without a graph, and so are
-the results, bit by bit.
+The first call with a shape of batches runs without a graph, the second call captures a
+graph, and later calls replay the graph. A graph repeats its kernels on the same memory.
+So a batch is copied into input tensors that belong to the graph, and the result of a
+call is overwritten by the next call: read it before. Kernels and random numbers are
+those of a call without a graph, so results are equal bit by bit.
 
-What is captured reads no value back from the device (`tests/models/test_gpu.py` holds
-that for every model). Where something does all the same, or cannot be captured, a
-warning names it and all goes on without graphs.
+A captured function must not read a value back from the device (`tests/models/test_gpu.py`
+tests this for every model). If a function does so, or cannot be captured, a warning
+says why, and calls run without graphs.
 """
 
 from __future__ import annotations
@@ -25,74 +26,82 @@ from models.dataset.batch import Batch
 
 Result = TypeVar("Result")
 
-MOST = 64
-"""Graphs at most: batches of other shapes run as they are."""
+MAX_GRAPHS = 64
+"""Most graphs of one function; batches of further shapes run without a graph."""
 
 
 def compiled(function: Any) -> Any:
-    """Compile a function with torch.compile."""
-    torch._dynamo.config.recompile_limit = MOST
+    """Compile a function with torch.compile, once per shape of its batches."""
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
     return torch.compile(function, dynamic=False)
 
 
-class Graphs(Generic[Result]):
-    """`run(batch)`, a function of a batch on a GPU, by one graph per shape of the batch. Graphs share their memory. On
-    a CPU, for tests, a replay is a call on the same tensors."""
+class CudaGraphs(Generic[Result]):
+    """A function of a batch on a GPU, with one CUDA graph per shape of the batch.
 
-    on: ClassVar[bool] = True
-    """Whether graphs are made: after a capture that failed no more, in the whole
-    process."""
+    All graphs share one memory pool. On a CPU, for tests, a replay calls the function
+    on the input tensors of the graph.
+    """
+
+    enabled: ClassVar[bool] = True
+    """Whether graphs are captured and replayed; False in the whole process once a
+    capture has failed."""
 
     def __init__(self, run: Callable[[Any], Result], device: torch.device) -> None:
+        """Wrap a function.
+
+        Args:
+            run: The function of a batch.
+            device: Device on which the function runs.
+        """
         self.run, self.device = run, device
         self._graphs: dict[Any, tuple[Callable[[], Result], Batch] | None] = {}
-        self._made = 0
+        self._num_captured = 0
         if device.type == "cuda":
-            self._side = torch.cuda.Stream(
-                device
-            )  # a default stream cannot be captured, so nothing may be bound to it
+            # A default stream cannot be captured, so tensors that outlive a call must
+            # not be allocated on it.
+            self._side_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
-        self._waits = False
+        self._synchronizes = False
 
     def __call__(self, batch: Batch) -> Result:
-        """Return the result of `run` for a batch, which may be in pinned memory.
+        """Return the result of the function for a batch, which may be in pinned memory.
 
         The next call overwrites the result.
         """
         key = batch.signature
         if key not in self._graphs:
             self._graphs[key] = None
-            return self._first(batch)
-        if self._waits or not Graphs.on:
-            return self._plain(batch)
-        if self._graphs[key] is None and self._made < MOST:
+            return self._run_first(batch)
+        if self._synchronizes or not CudaGraphs.enabled:
+            return self._run_plain(batch)
+        if self._graphs[key] is None and self._num_captured < MAX_GRAPHS:
             self._graphs[key] = self._capture(batch)
-            self._made += 1
-        if (made := self._graphs[key]) is None:
-            return self._plain(batch)
-        replay, inputs = made
+            self._num_captured += 1
+        graph = self._graphs[key]
+        if graph is None:
+            return self._run_plain(batch)
+        replay, inputs = graph
         inputs.copy_from(batch)
         return replay()
 
-    def _first(self, batch: Batch) -> Result:
-        """Run without a graph, and detect waits for the device, which a graph cannot
-        repeat.
-        """
-        if self.device.type != "cuda" or self._waits:
-            return self._plain(batch)
-        with warnings.catch_warnings(record=True) as seen:
+    def _run_first(self, batch: Batch) -> Result:
+        """Run without a graph and detect synchronizations, which no graph can repeat."""
+        if self.device.type != "cuda" or self._synchronizes:
+            return self._run_plain(batch)
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                result = self._plain(batch)
+                result = self._run_plain(batch)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        for warning in seen:
+        for warning in caught:
             if "synchronizing CUDA operation" in str(warning.message):
-                self._waits = True
-                place = f"{warning.filename}:{warning.lineno}"
+                self._synchronizes = True
+                source = f"{warning.filename}:{warning.lineno}"
                 warnings.warn(
-                    f"without CUDA graphs: {place} reads a value back from the device",
+                    f"without CUDA graphs: {source} reads a value back from the device",
                     stacklevel=3,
                 )
                 break
@@ -101,38 +110,45 @@ class Graphs(Generic[Result]):
             )
         return result
 
-    def _plain(self, batch: Batch) -> Result:
-        """Run without a graph on the capture stream, so that first-call allocations
-        last.
+    def _run_plain(self, batch: Batch) -> Result:
+        """Run without a graph, on the stream that graphs are captured on.
+
+        Buffers that a first call allocates, such as workspaces, then belong to that
+        stream.
         """
         if self.device.type != "cuda":
             return self.run(batch)
-        main = torch.cuda.current_stream(self.device)
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
+        main_stream = torch.cuda.current_stream(self.device)
+        self._side_stream.wait_stream(main_stream)
+        with torch.cuda.stream(self._side_stream):
             result = self.run(batch.to(self.device))
-        main.wait_stream(self._side)
+        main_stream.wait_stream(self._side_stream)
         return result
 
     def _capture(self, batch: Batch) -> tuple[Callable[[], Result], Batch] | None:
-        """Capture a graph for the batch's shape; None if the run cannot be captured."""
+        """Capture a graph for the shape of a batch.
+
+        Returns:
+            A function that replays the graph, and the graph's input tensors; None if
+            the capture fails.
+        """
         inputs = batch.map(lambda value: value.to(self.device, copy=True))
         if self.device.type != "cuda":
             return lambda: self.run(inputs), inputs
         graph = torch.cuda.CUDAGraph()
-        try:  # other threads, such as that which pins batches, go on meanwhile
+        try:
+            # Other threads, such as the one that pins batches, may use CUDA meanwhile.
             with torch.cuda.graph(
-                graph, self._pool, self._side, capture_error_mode="thread_local"
+                graph, self._pool, self._side_stream, capture_error_mode="thread_local"
             ):
                 result = self.run(inputs)
-        except (
-            Exception
-        ) as error:  # whatever an operation raises that cannot be captured
-            Graphs.on = False
+        except Exception as error:  # operations raise many types when captured
+            CudaGraphs.enabled = False
             torch.cuda.synchronize(self.device)
-            _free_generator(self.device)
-            first = (str(error.__context__ or error).splitlines() or [""])[0]
-            warnings.warn(f"without CUDA graphs from here on: {first}", stacklevel=2)
+            _reset_generator(self.device)
+            lines = str(error.__context__ or error).splitlines()
+            reason = lines[0] if lines else ""
+            warnings.warn(f"without CUDA graphs from here on: {reason}", stacklevel=2)
             return None
 
         def replay() -> Result:
@@ -142,7 +158,10 @@ class Graphs(Generic[Result]):
         return replay, inputs
 
 
-def _free_generator(device: torch.device) -> None:
-    """A capture that fails leaves the generator of random numbers bound to it: gives it a new state."""
+def _reset_generator(device: torch.device) -> None:
+    """Give the random number generator a new state after a failed capture.
+
+    A failed capture leaves the generator bound to the capture.
+    """
     default = torch.cuda.default_generators[device.index or 0]
     default.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())

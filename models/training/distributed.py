@@ -1,12 +1,12 @@
-"""The mean of a loss over the batch of all workers, out of what each worker has of it.
+"""Means of losses over the global batch, computed from the means of all workers.
 
-DDP averages the workers' gradients. That is the gradient of the whole batch only where
-every worker has equally many terms of each mean; a worker's share of a batch has not,
-and may even be empty. So every mean in a loss goes through `global_mean`, which weighs
-it by the worker's number of terms:
+    mean = functional.cross_entropy(logits, target)   # over the B rows of this worker
+    loss = global_mean(mean, len(target))             # scaled for DDP
 
-    mean = functional.cross_entropy(logits, target)     # over B rows of this worker
-    loss = global_mean(mean, len(target))                # DDP's average of these is the mean over the rows of all
+DDP averages the gradients of the workers. The average is the gradient of the global
+batch only if all workers have the same number of terms in each mean. Shares of a batch
+differ in size and may be empty, so every mean in a loss passes through `global_mean`,
+which weights it by the worker's number of terms.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 _step = {"workers": 1, "idle": False}
-"""Of the training step that is going on: a process has one."""
+"""Number of workers, and whether this worker is idle, in the current training step."""
 
 
 @contextmanager
 def set_workers(world: int, idle: bool) -> Iterator[None]:
-    """Set the number of workers, and whether this one is idle, for `global_mean`."""
+    """Set the number of workers for `global_mean` while the block runs.
+
+    Args:
+        world: Number of workers.
+        idle: Whether this worker has no example of the batch, so that its means do not
+            count.
+    """
     before = dict(_step)
     _step.update(workers=world, idle=idle)
     try:
@@ -34,11 +40,14 @@ def set_workers(world: int, idle: bool) -> Iterator[None]:
 
 
 def global_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
-    """Scale a mean over this worker's `terms` so that the workers' average is the mean
-    over all terms.
+    """Scale a worker's mean so that the average over workers is the global mean.
 
-    Every worker must call it equally often. With one worker, or outside of a training
-    step, return `mean` unchanged.
+    A collective call. With one worker, or outside of a training step, `mean` is
+    returned unchanged.
+
+    Args:
+        mean: () mean over the terms of this worker, or (K,) means.
+        terms: Number of terms in the mean; (K,) numbers for (K,) means.
     """
     world, idle = _step["workers"], _step["idle"]
     if world == 1:

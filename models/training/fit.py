@@ -1,19 +1,19 @@
-"""The training loop, PyTorch only: a generator that yields what happens, step by step and epoch by epoch.
+"""The training loop, in PyTorch only: a generator of events.
 
-`python -m models.train` drives it with PyTorch alone; under Ray, `pipelines/training`
-turns its events into reports, checkpoints and metrics.
+`python -m models.train` drives the loop with PyTorch alone; under Ray,
+`pipelines/training` turns its events into reports, checkpoints and metrics.
 
-A run can be stopped anywhere and continued: the random numbers of a step depend on
-(seed, rank, step) alone, the batches of an epoch on (seed, epoch) alone, so weights,
-optimizer and the cursor in `state` are all there is to keep, and the continued run ends
-with the weights of an undisturbed one.
+A run can be stopped at any step and resumed. The random numbers of a step depend on
+(seed, rank, step) alone, and the batches of an epoch on (seed, epoch) alone. So the
+weights, the optimizer and the cursor in `Event.state` are the whole state of a run, and
+a resumed run ends with the same weights as an uninterrupted one.
 
-Under DDP every rank calls `fit` with its own share of each batch. Each step averages
-the ranks' gradients, which is the gradient of the whole batch, as losses are means over
-it (`models/training/distributed.py`). So a run may go on with another number of
-workers, and ends with the same weights up to the order of sums, unless its model draws
-random numbers (dropout) or compares the examples of one worker's batch with each other
-(InfoNCE).
+Under DDP every rank calls `fit` with its share of each batch. Each step averages the
+ranks' gradients. Losses are means over the global batch
+(`models/training/distributed.py`), so the average is the gradient of the global batch.
+A run may therefore resume with another number of workers and ends with the same
+weights, up to the order of sums, unless its model draws random numbers (dropout) or
+compares the examples of one worker's batch with each other (InfoNCE).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from models.config import format_duration
 from models.dataset.batch import Batch
 from models.storage.tables import UserError
 from models.training import fsdp
-from models.training.cuda_graphs import Graphs, compiled
+from models.training.cuda_graphs import CudaGraphs, compiled
 from models.training.distributed import set_workers
 from models.training.fit_config import FitConfig
 from models.training.optimizers import (
@@ -46,41 +46,41 @@ from models.training.optimizers import (
 )
 
 FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
-"""Seconds without another event until the first line of progress, and between the lines
-after it."""
+"""Seconds without another event until the first heartbeat event, and between later
+ones."""
 
 PACE_STEPS = 3
-"""Timed steps from which the time left is estimated."""
+"""Number of timed steps from which the remaining time is estimated."""
 
 CONTINUE, ASK, SAVE, STOP = 0, 1, 2, 3
-"""Answers of `wanted`: train on; have all ranks ask `warned`; save a state within the
-epoch and train on; save a state and end."""
+"""Values of `next_action` after a step: continue; let all ranks call `ask_for_notice`;
+save a state within the epoch and continue; save a state and end."""
 
 State = dict[str, Any]
 Sums = dict[str, Any]
-"""What metrics are made of: numbers, tensors or histograms, which add up over batches
-and workers."""
+"""Sums from which metrics are computed: numbers, tensors or histograms, which can be
+added over batches and workers."""
 
 
 class TrainBatches(Protocol):
     """The training batches of one worker."""
 
     def steps(self, epoch: int) -> int:
-        """Number of batches in the epoch."""
+        """Return the number of batches in the epoch."""
 
     def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
-        """The epoch's batches from number `skip` on, the same ones each time."""
+        """Yield the epoch's batches from number `skip` on, equal in every call."""
 
 
 Validate = Callable[[nn.Module], tuple[Sums, int]]
-"""Sums over this rank's validation rows, and their number."""
+"""Return the sums over this rank's validation rows, and the number of rows."""
 
 Means = Callable[[Sums], dict[str, float]]
-"""Metrics from the sums of all ranks."""
+"""Return the metrics from the sums of all ranks."""
 
 
 class ValidationStopped(Exception):
-    """Raised by `Validate` between two batches where the run is to stop."""
+    """Raised by `Validate` between two batches when the run is to stop."""
 
 
 @dataclass(frozen=True)
@@ -88,101 +88,107 @@ class Event:
     """The position of a run, and the result of a validation if one ran."""
 
     step: int
-    """Optimizer steps so far."""
+    """Number of completed optimizer steps."""
     epoch: int
-    """Epochs done; of a step event the epoch in progress, from 1."""
+    """Number of completed epochs; of an event within an epoch, the number of that
+    epoch, from 1."""
     loss: float
-    """Mean training loss, over ranks, since the last step event or of the whole
-    epoch."""
+    """Mean training loss over ranks, since the last step event or over the epoch."""
     examples_per_s: float
     """Training examples per second, all ranks together."""
     data_wait: float
     """Share of the time spent waiting for data."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Validation metrics; empty where nothing was validated."""
+    """Validation metrics; empty without a validation."""
     eval_seconds: float = 0.0
-    """Time of the validation."""
+    """Duration of the validation."""
     examples: int = 0
-    """Rows validated."""
+    """Number of validated rows."""
     is_best: bool = False
-    """Whether `metric` is better than at every validation before."""
+    """Whether `fit.metric` is better than in every earlier validation."""
     stop: bool = False
-    """Whether the run ends here."""
-    why: str = ""
-    """Why it ends here, where that is before the last epoch."""
+    """Whether the run ends with this event."""
+    stop_reason: str = ""
+    """Why the run ends before its last epoch; empty otherwise."""
     steps_in_epoch: int = 0
-    """Steps of this epoch, for progress."""
+    """Number of steps of the epoch, for progress."""
     seconds_left: float | None = None
-    """Time until the last planned step, validations included once one was timed; None
-    before the pace is measured."""
+    """Estimated time until the last planned step, including validations once one was
+    timed; None until `PACE_STEPS` steps were timed."""
     interrupted: bool = False
-    """Whether the generator ends here because `wanted` answered STOP; `state` then
-    continues the run."""
+    """Whether the generator ends because `next_action` returned STOP; the run resumes
+    from `state`."""
     state: State = field(default_factory=dict)
-    """What a checkpoint needs beside the weights, where one is due: live tensors, to be
-    saved before the generator goes on. Of a sharded model also `weights`, the whole
-    ones, on rank 0, and on each rank its shard of the optimizer's state
-    (`checkpoint.write_shards`)."""
+    """State to save in a checkpoint beside the weights; empty if no checkpoint is due.
+    It holds live tensors, so save it before the next event is requested. For a sharded
+    model it also has the full `weights`, on rank 0, and the optimizer state of each
+    rank's share of the parameters (`checkpoint.write_shards`)."""
 
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """Steps were taken; values are means over steps since the last event, and over
-    ranks.
-    """
+    """Progress within an epoch, averaged over the steps since the last event."""
 
     lr: float = 0.0
     """Learning rate of the last step, before `lr_multipliers`."""
     grad_norm: float = 0.0
     """Global norm of the last step's gradient before clipping."""
     parts: dict[str, float] = field(default_factory=dict)
-    """What else the model gave beside its loss, such as the parts of it, averaged as
-    the loss is."""
+    """The model's outputs beside the loss, such as terms of the loss, averaged like the
+    loss."""
 
 
 @dataclass(frozen=True)
-class StillEvent(Event):
-    """Progress of this rank, yielded when no other event came for `PROGRESS_S` seconds."""
+class HeartbeatEvent(Event):
+    """Progress of this rank, yielded after `PROGRESS_S` seconds without an event."""
 
 
 @dataclass(frozen=True)
 class EpochEvent(Event):
-    """An epoch ended."""
+    """The end of an epoch."""
 
     seconds: float = 0.0
-    """Time of the epoch's steps, without validation."""
+    """Duration of the epoch's steps, without validation."""
 
 
 def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
-    """Learning rate of step number `step` (from 0) in a run of `total_steps`."""
-    rising = min(config.warmup_steps, int(config.warmup_share * total_steps))
-    if step < rising:
-        return config.lr * (step + 1) / rising
+    """Return the learning rate of step number `step`, from 0, in `total_steps`."""
+    warmup = min(config.warmup_steps, int(config.warmup_share * total_steps))
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - rising) / max(1, total_steps - rising))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:
-    """Seed of one step on one rank: distinct for ranks below 1024 and steps below 2^40."""
+    """Return the seed of one step on one rank.
+
+    Seeds are distinct for ranks below 1024 and steps below 2^40.
+    """
     return (seed * 0x9E3779B97F4A7C15 + (step << 10) + rank) % 2**63
 
 
 def autocast(precision: str, device: torch.device) -> Any:
-    """The context in which a model runs forward in training."""
-    there = device.type == "cuda" and torch.cuda.is_bf16_supported(
+    """Return the context of a forward pass in training.
+
+    Args:
+        precision: `bf16`, `fp32`, or `auto`: bf16 on a GPU that supports it.
+        device: Device of the model.
+    """
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(
         including_emulation=False
     )
-    bf16 = precision == "bf16" or (precision == "auto" and there)
-    if not bf16:
+    if precision != "bf16" and not (precision == "auto" and has_bf16):
         return nullcontext()
-    cached = device.type != "cuda"  # what a CUDA graph makes is no other one's to read
-    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=cached)
+    # A CUDA graph must not read casts of weights that another graph has cached.
+    use_cache = device.type != "cuda"
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=use_cache)
 
 
 def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> bool:
-    """Return whether steps are CUDA graphs: with one worker on a GPU.
+    """Return whether steps run as CUDA graphs: with one worker on a GPU.
 
     DDP would need eleven warm-up steps per shape.
     """
@@ -190,19 +196,19 @@ def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> boo
 
 
 def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches, collated and pinned in a thread while the GPU is busy."""
-    made: queue.Queue[Any] = queue.Queue(4)
+    """Yield the batches, collated and pinned by a thread while the GPU is busy."""
+    buffer: queue.Queue[Any] = queue.Queue(4)
     end, closed = object(), threading.Event()
 
     def put(value: Any) -> None:
         while not closed.is_set():
             try:
-                made.put(value, timeout=0.2)
+                buffer.put(value, timeout=0.2)
                 return
             except queue.Full:
                 continue
 
-    def work() -> None:
+    def fill_buffer() -> None:
         try:
             for batch in batches:
                 put(batch.map(Tensor.pin_memory))
@@ -212,9 +218,9 @@ def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
         except BaseException as error:
             put(error)
 
-    threading.Thread(target=work, daemon=True, name="prefetch").start()
+    threading.Thread(target=fill_buffer, daemon=True, name="prefetch").start()
     try:
-        while (item := made.get()) is not end:
+        while (item := buffer.get()) is not end:
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -222,10 +228,17 @@ def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
         closed.set()
 
 
-def reduce(
+def all_reduce(
     values: list[float], world: int, device: torch.device, op: Any = None
 ) -> list[float]:
-    """`values` summed (or as `op` says) over the ranks; the same on every rank."""
+    """Reduce each value over the ranks; all ranks get the same result.
+
+    Args:
+        values: Values of this rank, equally many on every rank.
+        world: Number of ranks.
+        device: Device that the process group communicates on.
+        op: `dist.ReduceOp`; None for the sum.
+    """
     if world == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -235,115 +248,123 @@ def reduce(
 
 @dataclass
 class Cursor:
-    """The position of a run; together with weights and optimizer its whole state."""
+    """The position of a run; with weights and optimizer, the whole state of a run."""
 
     epoch: int = 0
-    """Epochs done."""
+    """Number of completed epochs."""
     step_in_epoch: int = 0
-    """Steps of the epoch in progress."""
+    """Number of completed steps of the current epoch."""
     step: int = 0
-    """Optimizer steps so far."""
+    """Number of completed optimizer steps."""
     best: float | None = None
-    """The best value of the validation metric so far."""
+    """Best value of the validation metric so far."""
     best_epoch: int = 0
-    """In which epoch that was, from 1."""
+    """Epoch of the best validation, from 1."""
     best_step: int = 0
-    """After which step that was."""
+    """Number of steps completed at the best validation."""
     waiting: int = 0
-    """Validations since then."""
+    """Number of validations since the best one."""
     validated: int = 0
-    """Step of the last validation; a run that was stopped in a validation does it
-    again."""
+    """Number of steps completed at the last validation. A run that was stopped during a
+    validation repeats the validation when it resumes."""
     stopped: bool = False
     """Whether the run has ended."""
     loss: float = 0.0
-    """Of the epoch in progress: loss, summed over steps and averaged over ranks."""
+    """Training loss of the current epoch, summed over steps and averaged over ranks."""
     seconds: float = 0.0
-    """Likewise: time of its steps."""
+    """Duration of the steps of the current epoch."""
     examples: float = 0.0
-    """Likewise: examples of all ranks."""
+    """Number of examples of the current epoch, all ranks together."""
     waited: float = 0.0
-    """Likewise: seconds waited for data."""
+    """Seconds of the current epoch spent waiting for data, averaged over ranks."""
 
     @classmethod
     def from_state(cls, fields: dict[str, Any]) -> Self:
-        """Load the cursor of a checkpoint; older checkpoints, without `validated`, owe no validation."""
+        """Load the cursor of a checkpoint.
+
+        Older checkpoints have no `validated`; no validation is repeated for them.
+        """
         return cls(**{"validated": fields["step"], **fields})
 
     def owes_validation(self, config: FitConfig) -> bool:
         """Return whether the run was stopped before a validation within the epoch."""
         return (
             self.step_in_epoch > 0
-            and due(config.eval_every_steps, self.step)
+            and is_due(config.eval_every_steps, self.step)
             and self.validated < self.step
         )
 
-    def means(self) -> dict[str, Any]:
-        """Return the fields of an event that average over the epoch in progress."""
+    def epoch_means(self) -> dict[str, Any]:
+        """Return the event fields that average over the current epoch."""
         return {
             "loss": self.loss / self.step_in_epoch,
             "examples_per_s": self.examples / self.seconds,
             "data_wait": self.waited / self.seconds,
         }
 
-    def note(self, value: float) -> bool:
+    def record_metric(self, value: float) -> bool:
         """Record a validation metric and return whether it is the best so far."""
         self.validated = self.step
         if self.best is not None and value <= self.best:
             self.waiting += 1
             return False
-        self.best, self.best_epoch, self.best_step, self.waiting = (
-            value,
-            self.epoch + 1,
-            self.step,
-            0,
-        )
+        self.best = value
+        self.best_epoch = self.epoch + 1
+        self.best_step = self.step
+        self.waiting = 0
         return True
 
-    def impatient(self, config: FitConfig) -> str:
-        """Why the run ends after a validation that was not better; empty where it goes on."""
+    def early_stop_reason(self, config: FitConfig) -> str:
+        """Return why the run stops early, or an empty string if it continues."""
         if not 0 < config.patience <= self.waiting:
             return ""
         return (
-            f"stopped: no better val {config.metric} in {self.waiting} validations (fit.patience), best "
-            f"{self.best:.4f} in epoch {self.best_epoch}"
+            f"stopped: no better val {config.metric} in {self.waiting} validations "
+            f"(fit.patience), best {self.best:.4f} in epoch {self.best_epoch}"
         )
 
-    def next_epoch(self, stop: bool) -> dict[str, Any]:
-        """End the current epoch, and with `stop` the run; return the fields of its
-        event.
+    def end_epoch(self, stop: bool) -> dict[str, Any]:
+        """Move to the next epoch and return the event fields of the ended epoch.
+
+        Args:
+            stop: Whether the run ends too.
         """
-        said = {**self.means(), "seconds": self.seconds}
-        self.epoch, self.step_in_epoch, self.stopped = self.epoch + 1, 0, stop
+        fields = {**self.epoch_means(), "seconds": self.seconds}
+        self.epoch += 1
+        self.step_in_epoch = 0
+        self.stopped = stop
         self.loss = self.seconds = self.examples = self.waited = 0.0
-        return said
+        return fields
 
 
 class Pace:
-    """Seconds per step and per validation, from which the time left of the whole run is estimated."""
+    """Seconds per step and per validation, to estimate the remaining time of a run."""
 
     def __init__(self, config: FitConfig, total_steps: int) -> None:
         self.config, self.total_steps = config, total_steps
         self.eval_seconds = 0.0
         self._epoch_steps, self._epoch_seconds = 0, 0.0
 
-    def note_epoch(self, cursor: Cursor) -> None:
-        """Keep the pace of the epoch that ends, for the first steps of the next one."""
+    def record_epoch(self, cursor: Cursor) -> None:
+        """Record the pace of the ending epoch for the first steps of the next one."""
         self._epoch_steps, self._epoch_seconds = cursor.step_in_epoch, cursor.seconds
 
     def seconds_left(self, cursor: Cursor, unread: float = 0.0) -> float | None:
-        """Estimate the seconds until the last planned step, or return None while fewer than `PACE_STEPS` were timed.
+        """Estimate the seconds until the last planned step.
 
         Args:
-            cursor: Position of the run and the time of the epoch's steps.
+            cursor: Position of the run, with the duration of the epoch's steps.
             unread: Seconds of steps that the cursor does not contain yet.
+
+        Returns:
+            The seconds, or None if fewer than `PACE_STEPS` steps were timed.
         """
         steps = self._epoch_steps + cursor.step_in_epoch
         if steps < PACE_STEPS:
             return None
         seconds = self._epoch_seconds + cursor.seconds + unread
         config = self.config
-        validations = -(-config.max_epochs // config.eval_every_epochs)
+        validations = math.ceil(config.max_epochs / config.eval_every_epochs)
         validations -= cursor.epoch // config.eval_every_epochs
         steps_left = self.total_steps - cursor.step
         if config.eval_every_steps:
@@ -352,48 +373,54 @@ class Pace:
 
 
 class Agreement:
-    """The largest answer of all ranks to a question of every step.
+    """The largest action over all ranks, once per step.
 
-    With several ranks the answers of one step are exchanged in the background and read
-    after the next step, so no step waits for them and nothing is copied from a GPU.
+    With several ranks the actions of one step are exchanged in the background and read
+    after the next step. So no step waits for the exchange, and nothing is copied from a
+    GPU.
     """
 
     def __init__(self, world: int) -> None:
         self._group = dist.new_group(backend="gloo") if world > 1 else None
-        self._answer = torch.zeros(1, dtype=torch.int32)
+        self._action = torch.zeros(1, dtype=torch.int32)
         self._exchange: Any = None
 
-    def largest(self, answer: int) -> int:
-        """Hand in this rank's answer and return the largest known one, the same on every rank."""
+    def max_action(self, action: int) -> int:
+        """Submit this rank's action and return the maximum that was exchanged last.
+
+        All ranks get the same maximum. With several ranks it is the maximum of the
+        actions that were submitted in the previous call.
+        """
         if self._group is None:
-            return answer
-        known = CONTINUE
+            return action
+        maximum = CONTINUE
         if self._exchange:
             self._exchange.wait()
-            known = int(self._answer)
-        self._answer = torch.tensor([answer], dtype=torch.int32)
+            maximum = int(self._action)
+        self._action = torch.tensor([action], dtype=torch.int32)
         self._exchange = dist.all_reduce(
-            self._answer, dist.ReduceOp.MAX, group=self._group, async_op=True
+            self._action, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
-        return known
+        return maximum
 
 
 class Meter:
-    """Loss, time and examples since the last reading."""
+    """Loss, time and examples since the last event."""
 
     def __init__(self, device: torch.device, world: int) -> None:
         self.device, self.world = device, world
         self.clear()
 
     def clear(self) -> None:
+        """Start a new measurement."""
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.parts: dict[str, Tensor] = {}
         self.steps = self.examples = 0
         self.waited = 0.0
         self.began = time.perf_counter()
 
-    def take(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch and count its examples and the time waited for it."""
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch; count its examples and the time waited for it."""
         began = time.perf_counter()
         batch = next(batches)
         self.waited += time.perf_counter() - began
@@ -401,36 +428,37 @@ class Meter:
             self.examples += batch.num_rows
         return batch
 
-    def add(self, found: dict[str, Tensor]) -> None:
-        """Notes the losses of one step."""
+    def add_step(self, outputs: dict[str, Tensor]) -> None:
+        """Add the loss and the other outputs of one step."""
         self.steps += 1
-        self.loss += found["loss"]
-        for name in found.keys() - {"loss"}:
-            self.parts[name] = self.parts.get(name, 0.0) + found[name].double()
+        self.loss += outputs["loss"]
+        for name in outputs.keys() - {"loss"}:
+            self.parts[name] = self.parts.get(name, 0.0) + outputs[name].double()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the last reading."""
+        """Seconds since the measurement began."""
         return max(1e-9, time.perf_counter() - self.began)
 
-    def still(
-        self, cursor: Cursor, steps: int, seconds_left: float | None
-    ) -> StillEvent:
-        """Return the progress of this rank alone."""
+    def heartbeat(
+        self, cursor: Cursor, steps_in_epoch: int, seconds_left: float | None
+    ) -> HeartbeatEvent:
+        """Return the progress of this rank, without communication between ranks."""
         seconds = self.seconds
-        return StillEvent(
+        return HeartbeatEvent(
             step=cursor.step,
             epoch=cursor.epoch + 1,
             loss=self.loss.item() / max(1, self.steps),
-            steps_in_epoch=steps,
+            steps_in_epoch=steps_in_epoch,
             seconds_left=seconds_left,
             examples_per_s=self.examples / seconds * self.world,
             data_wait=self.waited / seconds,
         )
 
-    def read(self, cursor: Cursor) -> dict[str, Any]:
-        """Add the steps since the last reading to the epoch; return the fields of an
-        event.
+    def add_to_epoch(self, cursor: Cursor) -> dict[str, Any]:
+        """Add the measured steps to the epoch and return their event fields.
+
+        A collective call, which waits for the device.
         """
         names = sorted(self.parts)
         values = [
@@ -439,27 +467,28 @@ class Meter:
             self.waited,
             *(self.parts[name].item() for name in names),
         ]
-        loss, examples, waited, *parts = reduce(values, self.world, self.device)
-        mean = {
-            name: part / self.world / self.steps
-            for name, part in zip(names, parts, strict=True)
-        }
-        loss, waited, seconds = (
-            loss / self.world,
-            waited / self.world,
-            time.perf_counter() - self.began,
-        )
-        cursor.loss, cursor.seconds = cursor.loss + loss, cursor.seconds + seconds
-        cursor.examples, cursor.waited = (
-            cursor.examples + examples,
-            cursor.waited + waited,
-        )
+        totals = all_reduce(values, self.world, self.device)
+        total_loss, examples, total_waited, *parts = totals
+        loss, waited = total_loss / self.world, total_waited / self.world
+        seconds = time.perf_counter() - self.began
+        cursor.loss += loss
+        cursor.seconds += seconds
+        cursor.examples += examples
+        cursor.waited += waited
         return {
             "loss": loss / self.steps,
             "examples_per_s": examples / seconds,
             "data_wait": waited / seconds,
-            "parts": mean,
+            "parts": {
+                name: part / self.world / self.steps
+                for name, part in zip(names, parts, strict=True)
+            },
         }
+
+
+TrainStep = Callable[[Batch], tuple[dict[str, Tensor], Tensor]]
+"""Take one step with a batch. Return the model's outputs, and the () norm of the
+gradient before clipping."""
 
 
 def make_step(
@@ -469,12 +498,19 @@ def make_step(
     device: torch.device,
     world: int,
     sharded: bool,
-) -> tuple[Any, Callable[..., tuple[dict[str, Tensor], Tensor]]]:
-    """Return the wrapped model and a function that takes one step with a batch on the
-    device.
+) -> tuple[Any, TrainStep]:
+    """Wrap a model by DDP, compile it if configured, and build its training step.
 
-    The model is wrapped by DDP and compiled as configured. The function returns the
-    model's outputs and the gradient norm before clipping.
+    Args:
+        model: The model, on its device.
+        optimizer: Optimizer of the model.
+        config: Options of the training loop.
+        device: Device of the model.
+        world: Number of workers.
+        sharded: Whether FSDP shards the model, so that DDP must not wrap it.
+
+    Returns:
+        The wrapped model, and the step, which takes batches on the device.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     module: Any = model
@@ -486,22 +522,303 @@ def make_step(
         )
     if config.compile and device.type == "cuda":
         module = compiled(module)
+    max_norm = config.clip_norm or math.inf
 
     def step_on(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         try:
             workers = set_workers(world, batch.is_stand_in)
             with autocast(config.precision, device), workers:
-                found = module(batch)
-            found["loss"].backward()
-            norm = fsdp.gather(
-                nn.utils.clip_grad_norm_(parameters, config.clip_norm or math.inf)
-            )
+                outputs = module(batch)
+            outputs["loss"].backward()
+            norm = fsdp.gather(nn.utils.clip_grad_norm_(parameters, max_norm))
             optimizer.step()
         finally:
             optimizer.zero_grad(set_to_none=True)
-        return {name: value.detach() for name, value in found.items()}, norm
+        return {name: value.detach() for name, value in outputs.items()}, norm
 
     return module, step_on
+
+
+@dataclass(frozen=True)
+class _StepActions:
+    """Actions after an optimizer step."""
+
+    validates: bool
+    """Whether to validate within the epoch."""
+    saves: bool
+    """Whether the event has a state to save."""
+    reports: bool
+    """Whether to yield a step event."""
+    stops: bool
+    """Whether `next_action` of a rank returned STOP."""
+
+
+@dataclass
+class _Loop:
+    """The loop of one call of `fit`: the steps, validations and events of a run."""
+
+    model: nn.Module
+    """The model without wrappers."""
+    module: Any
+    """The model as `make_step` has wrapped it."""
+    optimizer: torch.optim.Optimizer
+    factors: Sequence[float]
+    """Factor on the learning rate of each parameter group."""
+    take_step: TrainStep
+    """The training step, which moves batches to the device."""
+    sharded: bool
+    """Whether FSDP shards the model."""
+    train_batches: TrainBatches
+    validate: Validate
+    means: Means | None
+    config: FitConfig
+    cursor: Cursor
+    device: torch.device
+    rank: int
+    world: int
+    clock: Callable[[], float]
+    next_action: Callable[[], int]
+    ask_for_notice: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.total_steps = self._count_steps(0) * self.config.max_epochs
+        self.pace = Pace(self.config, self.total_steps)
+        self.last_event_s = self.clock()
+        self.silence_s = FIRST_PROGRESS_S
+        self.meter = Meter(self.device, self.world)
+        self.agreement = Agreement(self.world)
+
+    def run(self) -> Iterator[StepEvent | HeartbeatEvent | EpochEvent]:
+        """Yield the events of all epochs that are left.
+
+        The caller ends the run after an event with `stop` or `interrupted`.
+        """
+        for epoch in range(self.cursor.epoch, self.config.max_epochs):
+            yield from self._run_epoch(epoch)
+
+    def _run_epoch(
+        self, epoch: int
+    ) -> Iterator[StepEvent | HeartbeatEvent | EpochEvent]:
+        """Yield the events of the epoch in progress, number `epoch` from 0."""
+        cursor = self.cursor
+        steps = self._count_steps(epoch)
+        self.module.train()
+        batches: Iterator[Batch] = self.train_batches(epoch, cursor.step_in_epoch)
+        if self.device.type == "cuda":
+            batches = prefetch(batches)
+        self.meter.clear()
+        if cursor.step_in_epoch < steps and cursor.owes_validation(self.config):
+            yield self._repeat_validation(steps)
+            self.meter.clear()
+        while cursor.step_in_epoch < steps:
+            yield from self._run_step(batches, steps)
+        yield self._end_epoch()
+
+    def _run_step(
+        self, batches: Iterator[Batch], steps: int
+    ) -> Iterator[StepEvent | HeartbeatEvent]:
+        """Take one step and yield its events, if any.
+
+        Args:
+            batches: The batches of the epoch.
+            steps: Number of steps of the epoch.
+        """
+        config, cursor = self.config, self.cursor
+        batch = self.meter.next_batch(batches)
+        torch.manual_seed(step_seed(config.seed, self.rank, cursor.step))
+        lr = learning_rate(config, cursor.step, self.total_steps)
+        set_learning_rate(self.optimizer, self.factors, lr)
+        outputs, norm = self.take_step(batch)
+        self.meter.add_step(outputs)
+        cursor.step += 1
+        cursor.step_in_epoch += 1
+        is_last = cursor.step_in_epoch == steps
+        actions = self._choose_actions(is_last)
+        if not is_last and not actions.saves:
+            heartbeat = self._make_heartbeat(steps)
+            if heartbeat:
+                yield heartbeat
+                self.last_event_s, self.silence_s = self.clock(), PROGRESS_S
+        if actions.reports:
+            yield self._make_step_event(actions, steps, lr, norm)
+            self.meter.clear()
+
+    def _choose_actions(self, is_last: bool) -> _StepActions:
+        """Decide what follows a step; all ranks decide the same.
+
+        Args:
+            is_last: Whether the step is the last one of its epoch.
+        """
+        config, step = self.config, self.cursor.step
+        action = self.agreement.max_action(self.next_action())
+        if action == ASK:
+            action = SAVE if self.ask_for_notice() else CONTINUE
+        stops = action == STOP
+        validates = not is_last and not stops and is_due(config.eval_every_steps, step)
+        is_planned = is_due(config.checkpoint_every_steps, step)
+        saves_within = not is_last and (is_planned or action == SAVE)
+        saves = validates or stops or saves_within
+        reports = is_last or saves or is_due(config.log_every_steps, step)
+        return _StepActions(validates, saves, reports, stops)
+
+    def _make_heartbeat(self, steps: int) -> HeartbeatEvent | None:
+        """Return a heartbeat event if none of this rank's events was recent."""
+        silent_s = self.clock() - self.last_event_s
+        if silent_s < self.silence_s:
+            return None
+        seconds_left = self.pace.seconds_left(self.cursor, self.meter.seconds)
+        if seconds_left is None and silent_s < PROGRESS_S:
+            return None
+        return self.meter.heartbeat(self.cursor, steps, seconds_left)
+
+    def _make_step_event(
+        self, actions: _StepActions, steps: int, lr: float, norm: Tensor
+    ) -> StepEvent:
+        """Read the measurements since the last event, validate if due, and report.
+
+        Raises:
+            UserError: If the loss is not finite.
+        """
+        cursor = self.cursor
+        measured = self.meter.add_to_epoch(cursor)
+        loss = measured["loss"]
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} at step {cursor.step}; lower fit.lr "
+                f"({self.config.lr}) or set fit.clip_norm to 1"
+            )
+        validation = self._validate() if actions.validates else {}
+        if validation is None:
+            return self._make_interrupted_event()
+        cursor.stopped = bool(validation.get("stop_reason"))
+        if actions.validates:
+            self.last_event_s = self.clock()
+        return StepEvent(
+            step=cursor.step,
+            epoch=cursor.epoch + 1,
+            steps_in_epoch=steps,
+            lr=lr,
+            grad_norm=float(norm),
+            **measured,
+            **validation,
+            stop=cursor.stopped,
+            interrupted=actions.stops,
+            seconds_left=self.pace.seconds_left(cursor),
+            state=self._snapshot() if actions.saves else {},
+        )
+
+    def _repeat_validation(self, steps: int) -> StepEvent:
+        """Run the validation during which the resumed run was stopped."""
+        cursor = self.cursor
+        validation = self._validate()
+        if validation is None:
+            return self._make_interrupted_event()
+        cursor.stopped = bool(validation["stop_reason"])
+        return StepEvent(
+            step=cursor.step,
+            epoch=cursor.epoch + 1,
+            steps_in_epoch=steps,
+            **cursor.epoch_means(),
+            **validation,
+            stop=cursor.stopped,
+            state=self._snapshot(),
+        )
+
+    def _end_epoch(self) -> StepEvent | EpochEvent:
+        """Validate if due and move to the next epoch.
+
+        Returns:
+            The epoch's event, or a step event if the validation was interrupted.
+        """
+        config, cursor = self.config, self.cursor
+        epoch = cursor.epoch + 1
+        is_last = epoch == config.max_epochs
+        validates = is_last or is_due(config.eval_every_epochs, epoch)
+        validation = self._validate(is_last) if validates else {}
+        if validation is None:
+            return self._make_interrupted_event()
+        self.pace.record_epoch(cursor)
+        stops = is_last or bool(validation.get("stop_reason"))
+        measured = cursor.end_epoch(stops)
+        self.last_event_s, self.silence_s = self.clock(), PROGRESS_S
+        return EpochEvent(
+            step=cursor.step,
+            epoch=cursor.epoch,
+            **measured,
+            **validation,
+            stop=cursor.stopped,
+            seconds_left=self.pace.seconds_left(cursor),
+            state=self._snapshot(),
+        )
+
+    def _validate(self, is_last: bool = False) -> dict[str, Any] | None:
+        """Validate and return event fields, or None if the validation was stopped.
+
+        Args:
+            is_last: Whether the run ends anyway, so that no early stop is reported.
+        """
+        began = time.perf_counter()
+        with fsdp.gather_weights(self.model):
+            result = run_validation(
+                self.model,
+                self.validate,
+                self.means,
+                self.config,
+                self.world,
+            )
+        if result is None:
+            return None
+        metrics, count = result
+        is_best = self.cursor.record_metric(metrics[self.config.metric])
+        reason = "" if is_last else self.cursor.early_stop_reason(self.config)
+        self.pace.eval_seconds = time.perf_counter() - began
+        return {
+            "metrics": metrics,
+            "examples": count,
+            "eval_seconds": self.pace.eval_seconds,
+            "is_best": is_best,
+            "stop_reason": reason,
+        }
+
+    def _make_interrupted_event(self) -> StepEvent:
+        """Return the event of a run that was stopped during a validation."""
+        return StepEvent(
+            step=self.cursor.step,
+            epoch=self.cursor.epoch + 1,
+            **self.cursor.epoch_means(),
+            interrupted=True,
+            state=self._snapshot(),
+        )
+
+    def _snapshot(self) -> State:
+        """Return the state of `Event.state`; a collective call if sharded."""
+        state = {
+            "optimizer": optimizer_state(self.optimizer),
+            "cursor": vars(self.cursor).copy(),
+        }
+        if self.sharded:
+            state["optimizer"]["state"] = fsdp.take_share(
+                state["optimizer"]["state"], self.rank, self.world
+            )
+            state["weights"] = fsdp.gather_state_dict(self.model, keep=self.rank == 0)
+        return state
+
+    def _count_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch: the fewest batches of any rank.
+
+        Raises:
+            UserError: If a rank has no batch.
+        """
+        steps = self.train_batches.steps(epoch)
+        if self.world > 1:
+            (fewest,) = all_reduce([steps], self.world, self.device, dist.ReduceOp.MIN)
+            steps = int(fewest)
+        if steps == 0:
+            raise UserError(
+                "the training split gives a worker no batch; use fewer workers or a "
+                "smaller fit.batch_size"
+            )
+        return steps
 
 
 def fit(
@@ -518,22 +835,40 @@ def fit(
     rank: int = 0,
     world: int = 1,
     clock: Callable[[], float] = time.monotonic,
-    wanted: Callable[[], int] = lambda: CONTINUE,
-    warned: Callable[[], bool] = lambda: False,
-) -> Iterator[StepEvent | StillEvent | EpochEvent]:
-    """Trains `model`, which is on `device` already, and yields events; by `clock`, not all ranks the same StillEvents.
+    next_action: Callable[[], int] = lambda: CONTINUE,
+    ask_for_notice: Callable[[], bool] = lambda: False,
+) -> Iterator[StepEvent | HeartbeatEvent | EpochEvent]:
+    """Train a model and yield events.
 
-    `model(batch)` gives {"loss": mean loss of the batch, ...}. With `world` above 1 the
-    default process group must exist. `means` makes metrics of the sums of all ranks;
-    left out, they are divided by the number of rows. `lr_multipliers` are factors on
-    the learning rate by the beginning of parameters' names. `blocks` are parts of a
-    model that is to be cut over the ranks (`models/training/fsdp.py`). `state` is that
-    of the event at which an earlier run was saved; the caller has loaded the weights.
-    `wanted` is asked after every step for CONTINUE, ASK, SAVE or STOP; ranks may answer
-    differently, the largest answer counts. After ASK all ranks call `warned` in the
-    same step, which may be a collective and returns the same on all ranks, and save a
-    state where it is true. Raises UserError where the loss or the metric stops being a
-    number.
+    With `world` above 1 the default process group must exist. All ranks yield the same
+    step and epoch events; heartbeat events follow each rank's clock.
+
+    Args:
+        model: The model, on `device`. `model(batch)` returns a mapping with the () mean
+            `loss` of the batch, and further values to report.
+        train_batches: This rank's training batches.
+        validate: Measures this rank's validation rows.
+        config: Options of the training loop.
+        means: Computes metrics from the sums of all ranks; None divides the sums by the
+            number of rows.
+        lr_multipliers: Factors on the learning rate, by prefix of parameter names.
+        blocks: Submodules that FSDP shards one by one (`models/training/fsdp.py`); if
+            empty, the model is not sharded.
+        state: State of the event from which the run resumes; the caller has loaded the
+            weights.
+        device: Device of the model.
+        rank: Rank of this worker.
+        world: Number of workers.
+        clock: Returns the time in seconds, for heartbeat events.
+        next_action: Called after every step; returns CONTINUE, ASK, SAVE or STOP. Ranks
+            may return different actions, of which the largest counts.
+        ask_for_notice: Called by all ranks after the same step if the largest action is
+            ASK, so it may be a collective. It returns the same on all ranks, and a
+            state is saved if it returns true.
+
+    Raises:
+        UserError: If the loss or `fit.metric` is not finite, a worker has no training
+            batch, or the validation split is empty.
     """
     device = torch.device(device)
     sharded = bool(blocks) and world > 1
@@ -549,225 +884,108 @@ def fit(
     if cursor.stopped:
         return
     module, step_on = make_step(model, optimizer, config, device, world, sharded)
-    graphs = (
-        Graphs(step_on, device) if uses_cuda_graphs(config, device, world) else None
+
+    def move_and_step(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        return step_on(batch.to(device))
+
+    take_step: TrainStep = move_and_step
+    if uses_cuda_graphs(config, device, world):
+        take_step = CudaGraphs(step_on, device)
+    loop = _Loop(
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        factors=factors,
+        take_step=take_step,
+        sharded=sharded,
+        train_batches=train_batches,
+        validate=validate,
+        means=means,
+        config=config,
+        cursor=cursor,
+        device=device,
+        rank=rank,
+        world=world,
+        clock=clock,
+        next_action=next_action,
+        ask_for_notice=ask_for_notice,
     )
-
-    def snapshot() -> State:
-        state = {"optimizer": optimizer_state(optimizer), "cursor": vars(cursor).copy()}
-        if sharded:
-            state["optimizer"]["state"] = fsdp.take_share(
-                state["optimizer"]["state"], rank, world
-            )
-            state["weights"] = fsdp.gather_state_dict(model, keep=rank == 0)
-        return state
-
-    def fewest(epoch: int) -> int:
-        steps = int(
-            reduce(
-                [train_batches.steps(epoch)],
-                world,
-                device,
-                dist.ReduceOp.MIN if world > 1 else None,
-            )[0]
-        )
-        if steps == 0:
-            raise UserError(
-                "the training split gives a worker no batch; use fewer workers or a smaller fit.batch_size"
-            )
-        return steps
-
-    def run_validation(last: bool = False) -> dict[str, Any] | None:
-        """Validate, and return the fields of an event; None if it was interrupted."""
-        began = time.perf_counter()
-        with fsdp.gather_weights(model):
-            found = validation(model, validate, means, config, device, world)
-        if found is None:
-            return None
-        metrics, count = found
-        is_best = cursor.note(metrics[config.metric])
-        why = "" if last else cursor.impatient(config)
-        seconds = pace.eval_seconds = time.perf_counter() - began
-        return {
-            "metrics": metrics,
-            "examples": count,
-            "eval_seconds": seconds,
-            "is_best": is_best,
-            "why": why,
-        }
-
-    def stop_event() -> StepEvent:
-        """Return the event of a stopped run."""
-        return StepEvent(
-            step=cursor.step,
-            epoch=cursor.epoch + 1,
-            **cursor.means(),
-            interrupted=True,
-            state=snapshot(),
-        )
-
-    total_steps = fewest(0) * config.max_epochs
-    pace = Pace(config, total_steps)
-    told, silence = clock(), FIRST_PROGRESS_S
-    meter = Meter(device, world)
-    agreement = Agreement(world)
-    for epoch in range(cursor.epoch, config.max_epochs):
-        steps = fewest(epoch)
-        module.train()
-        batches: Iterator[Batch] = train_batches(epoch, cursor.step_in_epoch)
-        if device.type == "cuda":
-            batches = prefetch(batches)
-        meter.clear()
-        owed = cursor.step_in_epoch < steps and cursor.owes_validation(config)
-        if owed and (measured := run_validation()) is not None:
-            cursor.stopped = bool(measured["why"])
-            yield StepEvent(
-                step=cursor.step,
-                epoch=epoch + 1,
-                steps_in_epoch=steps,
-                **cursor.means(),
-                **measured,
-                stop=cursor.stopped,
-                state=snapshot(),
-            )
-            if cursor.stopped:
-                return
-            meter.clear()
-        elif owed:
-            yield stop_event()
-            return
-        for i in range(cursor.step_in_epoch, steps):
-            batch = meter.take(batches)
-            torch.manual_seed(step_seed(config.seed, rank, cursor.step))
-            lr = learning_rate(config, cursor.step, total_steps)
-            set_learning_rate(optimizer, factors, lr)
-            found, norm = graphs(batch) if graphs else step_on(batch.to(device))
-            meter.add(found)
-            cursor.step, cursor.step_in_epoch = cursor.step + 1, i + 1
-            answer = agreement.largest(wanted())
-            if answer == ASK:
-                answer = SAVE if warned() else CONTINUE
-            stop = answer == STOP
-            inside = i + 1 < steps
-            check = inside and not stop and due(config.eval_every_steps, cursor.step)
-            logs = due(config.log_every_steps, cursor.step)
-            planned = inside and due(config.checkpoint_every_steps, cursor.step)
-            save = check or planned or stop or (inside and answer == SAVE)
-            if inside and not save and (waited := clock() - told) >= silence:
-                left = pace.seconds_left(cursor, meter.seconds)
-                if left is not None or waited >= PROGRESS_S:
-                    yield meter.still(cursor, steps, left)
-                    told, silence = clock(), PROGRESS_S
-            if inside and not (save or logs):
-                continue
-            said = meter.read(cursor)  # waits for the device
-            if not math.isfinite(loss := said["loss"]):
-                raise UserError(
-                    f"the loss is {loss} at step {cursor.step}; lower fit.lr ({config.lr}) or set fit.clip_norm to 1"
-                )
-            measured = run_validation() if check else {}
-            if measured is None:
-                yield stop_event()
-                return
-            cursor.stopped = bool(measured.get("why"))
-            told = clock() if check else told
-            yield StepEvent(
-                step=cursor.step,
-                epoch=epoch + 1,
-                steps_in_epoch=steps,
-                lr=lr,
-                grad_norm=float(norm),
-                **said,
-                **measured,
-                stop=cursor.stopped,
-                interrupted=stop,
-                seconds_left=pace.seconds_left(cursor),
-                state=snapshot() if save else {},
-            )
-            if cursor.stopped or stop:
-                return
-            meter.clear()
-
-        ended = epoch + 1 == config.max_epochs
-        check = ended or (epoch + 1) % config.eval_every_epochs == 0
-        measured = run_validation(last=ended) if check else {}
-        if measured is None:
-            yield stop_event()
-            return
-        pace.note_epoch(cursor)
-        said = cursor.next_epoch(stop=ended or bool(measured.get("why")))
-        told, silence = clock(), PROGRESS_S
-        yield EpochEvent(
-            step=cursor.step,
-            epoch=cursor.epoch,
-            **said,
-            **measured,
-            stop=cursor.stopped,
-            seconds_left=pace.seconds_left(cursor),
-            state=snapshot(),
-        )
-        if cursor.stopped:
+    for event in loop.run():
+        yield event
+        if event.stop or event.interrupted:
             return
 
 
-def due(every: int, step: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after `step` steps."""
+def is_due(every: int, step: int) -> bool:
+    """Return whether an action of every `every`-th step is due; 0 is never."""
     return every > 0 and step % every == 0
 
 
-def validation(
+def run_validation(
     model: nn.Module,
     validate: Validate,
     means: Means | None,
     config: FitConfig,
-    device: torch.device,
     world: int,
 ) -> tuple[dict[str, float], int] | None:
-    """Validation metrics over the rows of all ranks, and the number of rows; equal on every rank. None on every rank
-    where one of them raised ValidationStopped."""
-    mine: tuple[Sums, int] | None = None
+    """Validate on all ranks; a collective call with the same result on every rank.
+
+    Args:
+        model: The model; it is left in training mode.
+        validate: Measures this rank's validation rows.
+        means: Computes metrics from the sums of all ranks; None divides the sums by the
+            number of rows.
+        config: Options of the training loop.
+        world: Number of ranks.
+
+    Returns:
+        The metrics and the number of rows, or None if ValidationStopped was raised on a
+        rank.
+
+    Raises:
+        UserError: If no rank has a row, or `fit.metric` is not finite.
+    """
+    rank_result: tuple[Sums, int] | None = None
     model.eval()
     with torch.no_grad(), suppress(ValidationStopped):
-        mine = validate(model)
+        rank_result = validate(model)
     model.train()
-    parts: list[Any] = [mine]
+    results: list[Any] = [rank_result]
     if world > 1:
-        parts = [None] * world
-        dist.all_gather_object(parts, mine)
-    if any(part is None for part in parts):
+        results = [None] * world
+        dist.all_gather_object(results, rank_result)
+    if any(result is None for result in results):
         return None
-    count = sum(rows for _, rows in parts)
+    count = sum(rows for _, rows in results)
     if count == 0:
         raise UserError(
-            "the validation split has no request; check the split in the tables' manifest"
+            "the validation split has no request; check the split in the tables' "
+            "manifest"
         )
     total: Sums = {}
-    for (
-        sums,
-        _,
-    ) in parts:  # in the order of ranks, so that every rank gets the very same
+    for sums, _ in results:  # by rank, so that the sum is bit-identical on every rank
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
-    metrics = (
-        means(total)
-        if means
-        else {name: float(value) / count for name, value in total.items()}
-    )
+    if means:
+        metrics = means(total)
+    else:
+        metrics = {name: float(value) / count for name, value in total.items()}
     if not math.isfinite(metrics[config.metric]):
         raise UserError(
-            f"fit.metric is {config.metric}, which is not defined on the {count:,} rows of the validation, so no "
-            f"checkpoint is the best; choose another fit.metric, or validate on more (fit.eval_examples)"
+            f"fit.metric is {config.metric}, which is not defined on the {count:,} "
+            "rows of the validation split, so no checkpoint can be the best; choose "
+            "another fit.metric, or validate on more examples (fit.eval_examples)"
         )
     return metrics, count
 
 
 def drop_undefined(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that have a value."""
+    """Return the metrics whose value is finite."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def best_fields(state: State) -> dict[str, Any]:
-    """Return the best epoch's fields of a state."""
+    """Return value, epoch and step of the best validation up to a state."""
     cursor = state["cursor"]
     return {
         "value": cursor["best"],
@@ -777,38 +995,50 @@ def best_fields(state: State) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """The unit in which progress is shown: a training example may be a window that serves many requests."""
+class ProgressUnit:
+    """The unit in which throughput is printed.
+
+    A training example may be a window that serves many requests.
+    """
 
     per_example: float = 1.0
-    """Requests, of a feed events, per training example."""
-    unit: str = "requests"
+    """Units per training example."""
+    name: str = "requests"
     """Name of the unit."""
 
 
-REQUESTS = Counted()
+REQUESTS = ProgressUnit()
 
 
-def describe(event: Event, config: FitConfig, counted: Counted = REQUESTS) -> str:
-    """Describe an epoch, a validation or the progress within an epoch in one line; a run that ends early says why in
-    another line."""
+def describe(event: Event, config: FitConfig, unit: ProgressUnit = REQUESTS) -> str:
+    """Describe an event in one line; a second line says why a run stops early.
+
+    Args:
+        event: An epoch, a validation, or progress within an epoch.
+        config: Options of the training loop.
+        unit: Unit of the throughput.
+    """
     metrics = {
         name: event.metrics[name]
         for name in (config.metric, "recall@10")
         if name in event.metrics
     }
-    line = f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  loss {event.loss:.4f}"
+    line = (
+        f"epoch {event.epoch:>3}/{config.max_epochs}  step {event.step:>6}  "
+        f"loss {event.loss:.4f}"
+    )
     line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items())
     line += " *" if event.is_best else ""
-    rate = event.examples_per_s * counted.per_example
-    line += f"  {rate:,.0f} {counted.unit}/s  data wait {event.data_wait:.0%}"
+    rate = event.examples_per_s * unit.per_example
+    line += f"  {rate:,.0f} {unit.name}/s  data wait {event.data_wait:.0%}"
     if isinstance(event, EpochEvent):
         line += f"  {event.seconds:.0f} s + {event.eval_seconds:.0f} s"
     elif event.steps_in_epoch:
         line += f"  {event.steps_in_epoch:,} steps per epoch"
     if event.stop:
-        done = f"{line}  done" if isinstance(event, EpochEvent) else line
-        return f"{done}\n{event.why}" if event.why else done
+        if isinstance(event, EpochEvent):
+            line += "  done"
+        return f"{line}\n{event.stop_reason}" if event.stop_reason else line
     if event.seconds_left is None:
         return line
     return f"{line}  at most {format_duration(event.seconds_left)} left"

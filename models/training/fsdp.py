@@ -1,14 +1,15 @@
-"""Sharded training (FSDP2): weights, gradients and optimizer state are sharded over the workers.
+"""FSDP2 training: workers shard weights, gradients and optimizer state.
 
-Each block of a language model is gathered for its computation and freed after it, so a
-worker holds its shard of the training's 16 bytes per parameter, and one block. A model
-is built in full before it is sharded, and gathered for validation, as workers decode
-different numbers of batches: 4 bytes per parameter on each device.
+Each block of a language model is gathered for its computation and freed afterwards. So
+a worker holds one full block, and its shard of the 16 bytes per parameter that training
+needs. A model is built in full before it is sharded. For validation, in which workers
+decode different numbers of batches, the full weights are gathered: 4 bytes per
+parameter on each device.
 
-Checkpoints hold full weights, which rank 0 writes, and full optimizer states, of which
-each worker writes a share of the parameters. So a run continues with another number of
-workers, sharded or not. PyTorch's FSDP takes a second to import, so functions import
-it.
+Checkpoints hold the full weights, written by rank 0, and the full optimizer state: each
+rank writes the state of its share of the parameters. So a run can resume with another
+number of workers, sharded or not. Importing PyTorch's FSDP takes a second, so functions
+import it when they run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from torch import Tensor, nn
 def shard(
     model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, world: int
 ) -> None:
-    """Shard each block, and the rest of the model, over `world` workers with equal weights."""
+    """Shard each block, and the other parameters of the model, over the workers.
+
+    Args:
+        model: The model, with equal weights on all workers.
+        blocks: Submodules that are gathered and freed one at a time.
+        device: Device of the model.
+        world: Number of workers.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -63,22 +71,32 @@ def gather(value: Any) -> Any:
 
 
 def take_share(state: dict[int, Any], rank: int, world: int) -> dict[int, Any]:
-    """Return the gathered optimizer state of every `world`-th parameter, for this rank to write.
+    """Return the full optimizer state of this rank's share of the parameters.
 
     A collective call.
+
+    Args:
+        state: Sharded optimizer state by index of the parameter.
+        rank: Rank of this worker; its share is every `world`-th parameter.
+        world: Number of workers.
     """
     share = {}
     for i, (parameter, values) in enumerate(sorted(state.items())):
-        full = gather(values)
+        full_values = gather(values)  # collective, also for the shares of other ranks
         if i % world == rank:
-            share[parameter] = full
+            share[parameter] = full_values
     return share
 
 
 def gather_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
-    """Return the full weights on the CPU if `keep`, otherwise nothing; a collective call.
+    """Return the full weights on the CPU by name; a collective call.
 
-    Of tied weights only the first name is returned, as `safetensors` saves them.
+    Tied weights are returned once, under the first of their names, as `safetensors`
+    saves them.
+
+    Args:
+        model: The sharded model.
+        keep: Whether this rank needs the weights; if not, the result is empty.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -95,27 +113,25 @@ def gather_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a full optimizer state; of sharded parameters each worker loads its shard."""
+    """Load a full optimizer state. Each worker loads its shard of sharded parameters."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     parameters = [
         parameter for group in optimizer.param_groups for parameter in group["params"]
     ]
 
-    def shard_value(number: int, name: str, value: Any) -> Any:
-        parameter = parameters[number]
-        if (
-            name == "step"
-            or not isinstance(parameter, DTensor)
-            or not isinstance(value, Tensor)
-        ):
+    def shard_value(index: int, name: str, value: Any) -> Any:
+        parameter = parameters[index]
+        is_sharded = isinstance(parameter, DTensor) and isinstance(value, Tensor)
+        if name == "step" or not is_sharded:
             return value
         return distribute_tensor(
             value.to(parameter.device), parameter.device_mesh, parameter.placements
         )
 
-    sharded = {
-        n: {k: shard_value(int(n), k, v) for k, v in values.items()}
-        for n, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": sharded})
+    sharded_state = {}
+    for index, values in state["state"].items():
+        sharded_state[index] = {
+            name: shard_value(int(index), name, value) for name, value in values.items()
+        }
+    optimizer.load_state_dict({**state, "state": sharded_state})

@@ -1,4 +1,4 @@
-"""Optimizers, their parameter groups and learning rates."""
+"""Build optimizers and parameter groups, and set their learning rates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ def make_optimizer(
     weight_decay: float,
     lr_multipliers: Mapping[str, float],
 ) -> tuple[torch.optim.Optimizer, list[float]]:
-    """Build the optimizer of the trained parameters.
+    """Build the optimizer of a model's trained parameters.
+
+    Args:
+        model: The model, on its device.
+        name: Name of the optimizer.
+        lr: Learning rate of parameters without a factor.
+        weight_decay: Weight decay, except for `NoWeightDecay` parameters.
+        lr_multipliers: Factors on the learning rate by prefix of parameter names.
 
     Returns:
-        The optimizer; the factor on the learning rate of each of its parameter groups.
+        The optimizer, and the factor on the learning rate of each parameter group.
+
+    Raises:
+        UserError: If no trained parameter matches a prefix of `lr_multipliers`.
     """
     groups = group_parameters(model, lr_multipliers)
     options: list[dict[str, Any]] = []
@@ -41,10 +51,14 @@ def make_optimizer(
 
 
 class CapturableAdagrad(torch.optim.Adagrad):
-    """PyTorch's Adagrad with foreach operations, which a CUDA graph can replay with another learning rate."""
+    """Adagrad with foreach operations and a learning rate tensor, for CUDA graphs.
+
+    A CUDA graph of its step can be replayed with another learning rate.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Take one step; `closure` is ignored."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             gradients: Any = [p.grad for p in parameters]
@@ -54,34 +68,39 @@ class CapturableAdagrad(torch.optim.Adagrad):
                     gradients, parameters, alpha=group["weight_decay"]
                 )
             torch._foreach_addcmul_(sums, gradients, gradients)
-            spread = torch._foreach_add(torch._foreach_sqrt(sums), group["eps"])
-            updates: Any = torch._foreach_mul(
-                torch._foreach_div(gradients, spread), group["lr"]
-            )
+            scales = torch._foreach_add(torch._foreach_sqrt(sums), group["eps"])
+            scaled_gradients = torch._foreach_div(gradients, scales)
+            updates: Any = torch._foreach_mul(scaled_gradients, group["lr"])
             torch._foreach_sub_(parameters, updates)
 
 
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, factors: Sequence[float], lr: float
 ) -> None:
-    """Set the learning rate of each group to `lr` times its factor.
+    """Set the learning rate of each parameter group to `lr` times the group's factor.
 
-    On a GPU it is a tensor, so that a CUDA graph reads the current value.
+    On a GPU the learning rate is a tensor, so that a CUDA graph reads its current
+    value.
+
+    Args:
+        optimizer: Optimizer from `make_optimizer`.
+        factors: Factor of each parameter group.
+        lr: Learning rate of a factor of 1.
     """
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         device = group["params"][0].device
-        if "capturable" in group:  # it may be loaded from another machine
+        if "capturable" in group:  # a loaded state may come from another device
             group["capturable"] = device.type == "cuda"
         if device.type != "cuda":
             group["lr"] = lr * factor
         elif isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr * factor)
-        else:  # a new or a loaded optimizer
+        else:  # a new optimizer, or a loaded state
             group["lr"] = torch.tensor(lr * factor, device=device)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state for a checkpoint, with learning rates as numbers."""
+    """Return the optimizer's state for a checkpoint, with learning rates as floats."""
     state = optimizer.state_dict()
     state["param_groups"] = [
         {**group, "lr": float(group["lr"])} for group in state["param_groups"]
@@ -91,45 +110,47 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @runtime_checkable
 class NoWeightDecay(Protocol):
-    """A module with parameters without weight decay."""
+    """A module that exempts some of its parameters from weight decay."""
 
     def no_decay_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters without weight decay."""
+        """Return the exempt parameters."""
 
 
 def group_parameters(
     model: nn.Module, lr_multipliers: Mapping[str, float]
 ) -> dict[tuple[float, bool], list[nn.Parameter]]:
-    """Group the trained parameters by their factor on the learning rate and by weight decay.
-
-    Parameters that a module returns as `no_decay_parameters` have no weight decay.
+    """Group the trained parameters by learning rate factor and weight decay.
 
     Args:
         model: The model.
-        lr_multipliers: Factors by the beginning of parameters' names; the first that
-            matches counts, and other parameters have 1.
+        lr_multipliers: Factors on the learning rate by prefix of parameter names. The
+            first matching prefix applies; other parameters have a factor of 1.
+
+    Returns:
+        Parameters by their factor and whether weight decay applies.
 
     Raises:
-        UserError: If no trained parameter's name has one of the beginnings.
+        UserError: If no trained parameter matches a prefix.
     """
-    no_decay = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, NoWeightDecay)
-        for p in module.no_decay_parameters()
-    }
+    no_decay_ids = set()
+    for module in model.modules():
+        if isinstance(module, NoWeightDecay):
+            no_decay_ids |= {
+                id(parameter) for parameter in module.no_decay_parameters()
+            }
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    used = set()
+    matched = set()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            matching = [prefix for prefix in lr_multipliers if name.startswith(prefix)]
-            prefix = matching[0] if matching else None
-            used.add(prefix)
-            factor = 1.0 if prefix is None else float(lr_multipliers[prefix])
-            key = (factor, id(parameter) not in no_decay)
-            groups.setdefault(key, []).append(parameter)
-    for prefix in lr_multipliers.keys() - used:
+        if not parameter.requires_grad:
+            continue
+        prefixes = [prefix for prefix in lr_multipliers if name.startswith(prefix)]
+        factor = float(lr_multipliers[prefixes[0]]) if prefixes else 1.0
+        matched.update(prefixes[:1])
+        key = (factor, id(parameter) not in no_decay_ids)
+        groups.setdefault(key, []).append(parameter)
+    for prefix in lr_multipliers.keys() - matched:
         raise UserError(
-            f"lr_multipliers has '{prefix}', but no trained parameter's name begins so; leave it out"
+            f"lr_multipliers has '{prefix}', but no trained parameter's name starts "
+            f"with it; leave it out"
         )
     return groups

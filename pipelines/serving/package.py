@@ -210,7 +210,7 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             shutil.copyfile(local / file, bundle / "checkpoint" / file)
     copy_table(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
-    for option, folder in inputs.given().items():
+    for option, folder in inputs.folders().items():
         for table in (*tables[option], "tokens"):
             if table != "sequences" and has_manifest(join(folder, table)):
                 copy_table(join(folder, table), bundle / option / table)

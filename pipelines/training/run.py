@@ -290,7 +290,7 @@ def open_run(
             experiment,
             config.name,
             config.storage,
-            config={**identity, **inputs.given(), "ray": asdict(config.ray)},
+            config={**identity, **inputs.folders(), "ray": asdict(config.ray)},
             hashes=training.hashes,
             parent=trial.parent_run,
             tags=tags,
@@ -304,7 +304,7 @@ def open_run(
         "tracking": run.to_dict(),
         "status": "running",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": inputs.given(),
+        "inputs": inputs.folders(),
         "given": training.model_class.config_to_dict(training.given_model),
         "code": code_version(),
         "submission_id": submission_id(),
@@ -337,7 +337,7 @@ def reopen_run(
         }
         tracking.Logger(run).tag(**tags)
     tracking.reopen(run)
-    record = {**record, "inputs": config.inputs.given()}  # tables may have moved
+    record = {**record, "inputs": config.inputs.folders()}  # tables may have moved
     return record_code(config.folder, record, run, say)
 
 

@@ -38,8 +38,8 @@ from models.training.fit import (
     STOP,
     EpochEvent,
     Event,
+    HeartbeatEvent,
     StepEvent,
-    StillEvent,
     best_fields,
     describe,
     drop_undefined,
@@ -286,7 +286,7 @@ def describe_run(
         dataset.num_requests - dataset.num_without_history
         for dataset in (run.train.dataset, run.val)
     )
-    requests = f"{in_training:,} training and {in_validation:,} validation {run.val.counted} here"
+    requests = f"{in_training:,} training and {in_validation:,} validation {run.val.request_unit} here"
     yield f"{requests}, {pluralize(run.train.steps(0), 'step')} per epoch"
     yield from run.messages
     parts = run.model.parameter_counts()
@@ -397,13 +397,13 @@ def train_sgd(
         device=run.device,
         rank=worker.rank,
         world=worker.world,
-        wanted=requests.next_action,
-        warned=requests.ask_for_notice,
+        next_action=requests.next_action,
+        ask_for_notice=requests.ask_for_notice,
     ):
         if worker.rank == 0:
             for line in describe_event(event, run):
                 worker.say(line)
-        if isinstance(event, StillEvent):
+        if isinstance(event, HeartbeatEvent):
             continue
         if logger and not event.interrupted:
             log_event(logger, event)
@@ -427,15 +427,15 @@ def train_sgd(
         save_and_report(run, task, about, event.state, worker, logger)
 
 
-def describe_event(event: Event | StillEvent, run: TrainingRun) -> Iterator[str]:
+def describe_event(event: Event | HeartbeatEvent, run: TrainingRun) -> Iterator[str]:
     """Yield lines of progress about an event of the training loop."""
-    if isinstance(event, StillEvent):
-        yield describe(event, run.fit, run.counted)
+    if isinstance(event, HeartbeatEvent):
+        yield describe(event, run.fit, run.progress_unit)
         return
     if not event.state:
         return
     if event.metrics or isinstance(event, EpochEvent):
-        yield describe(event, run.fit, run.counted)
+        yield describe(event, run.fit, run.progress_unit)
     if event.interrupted:
         yield f"stopping: saving a checkpoint of step {event.step}"
 

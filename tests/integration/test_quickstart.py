@@ -101,7 +101,7 @@ def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
         ),
         (
             {"data": "nowhere"},
-            "--data is nowhere, where nothing is; give the folder of a raw log",
+            "--data is nowhere, which does not exist; give the folder of a raw log",
         ),
         (
             {"source": "own.yaml"},

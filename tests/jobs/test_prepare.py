@@ -182,7 +182,7 @@ def test_options_win_over_the_source_file(
         "requests"
     ].items():  # what prepare says is left out is what a training lacks
         examples = RetrievalDataset.load(str(tmp_path / "out" / "sequences"), split)
-        assert examples.counted == "requests with a history"
+        assert examples.request_unit == "requests with a history"
         without[split] = requests - examples.num_requests
     said = ", ".join(f"{rows} {split}" for split, rows in without.items())
     assert (

@@ -154,7 +154,7 @@ def test_an_output_in_the_place_of_a_file_is_refused_and_nothing_made(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UserError, match=f"cannot write to .*{tmp_path}/file is no folder"
+        UserError, match=f"cannot write to .*{tmp_path}/file is not a folder"
     ):
         check_writable(f"{tmp_path}/file/runs/a")
     check_writable(f"{tmp_path}/new/runs")

@@ -122,7 +122,7 @@ LINES = [
     ),
     (
         "evaluate --checkpoint {runs}/gone --tables {tables}",
-        "--checkpoint is {runs}/gone, where nothing is",
+        "--checkpoint is {runs}/gone, which does not exist",
     ),
     (
         f"{EVALUATE} --tables {{tables}} --sids {{sids}} --draft_beam 5",

@@ -69,7 +69,7 @@ def test_numbers_grow_by_job_and_by_start_of_workers(tmp_path: Path) -> None:
 def test_a_damaged_number_is_one_line(tmp_path: Path) -> None:
     (tmp_path / attempts.ATTEMPT).write_text('{"attempt": "two"}')
 
-    with pytest.raises(UserError, match=r"attempt\.json is damaged .*remove that file"):
+    with pytest.raises(UserError, match=r"attempt\.json is damaged .*remove the file"):
         attempts.read_attempt(str(tmp_path))
 
 

@@ -25,14 +25,14 @@ from models.training.fit import (
     CONTINUE,
     SAVE,
     STOP,
-    Counted,
     Cursor,
     EpochEvent,
     Event,
     FitConfig,
+    HeartbeatEvent,
     Pace,
+    ProgressUnit,
     StepEvent,
-    StillEvent,
     ValidationStopped,
     describe,
     fit,
@@ -178,7 +178,7 @@ def stopped_and_resumed(
         return validate(model)
 
     stopped = start()
-    events = list(fit(stopped, Batches(), stopping, config, wanted=answer))
+    events = list(fit(stopped, Batches(), stopping, config, next_action=answer))
     saved = copy.deepcopy(events[-1].state)
     resumed = start(seed=99)
     resumed.load_state_dict(stopped.state_dict())
@@ -220,7 +220,7 @@ def test_a_wanted_state_is_saved_within_the_epoch_and_training_goes_on() -> None
             Batches(),
             validate,
             config,
-            wanted=lambda: next(answers, CONTINUE),
+            next_action=lambda: next(answers, CONTINUE),
         )
     )
     assert [event.step for event in events if event.state] == [2, 5]
@@ -240,7 +240,7 @@ def test_resuming_skips_batches_without_making_them() -> None:
 def test_a_finished_run_does_nothing_more() -> None:
     model = start()
     last = finish(model, CONFIG)[-1]
-    assert (last.stop, last.why) == (True, "")
+    assert (last.stop, last.stop_reason) == (True, "")
     before = weights(model)
     assert finish(model, CONFIG, state=last.state) == []
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
@@ -262,7 +262,7 @@ def test_best_and_stop_follow_the_validation_metric_alone() -> None:
     assert [event.stop for event in ends] == [False, False, False, True]
     assert ends[-1].state["cursor"]["best_epoch"] == 2
     why = "stopped: no better val ndcg@10 in 2 validations (fit.patience), best 0.5000 in epoch 2"
-    assert [event.why for event in ends] == ["", "", "", why]
+    assert [event.stop_reason for event in ends] == ["", "", "", why]
     assert describe(ends[-1], config).splitlines()[-1] == why
 
 
@@ -280,7 +280,7 @@ def test_a_long_epoch_shows_progress_after_its_first_steps_and_every_30_seconds(
             clock=lambda: float(next(time)),
         )
     )
-    progress = [event for event in events if isinstance(event, StillEvent)]
+    progress = [event for event in events if isinstance(event, HeartbeatEvent)]
     first, second = progress[:2]
     assert (first.epoch, first.step) == (1, 3)
     assert second.step - first.step == 8  # of 4 seconds
@@ -294,7 +294,7 @@ def test_a_long_epoch_shows_progress_after_its_first_steps_and_every_30_seconds(
     told = [
         (event.step, event.loss)
         for event in events
-        if not isinstance(event, StillEvent)
+        if not isinstance(event, HeartbeatEvent)
     ]
     assert told == [
         (event.step, event.loss) for event in quick
@@ -302,7 +302,7 @@ def test_a_long_epoch_shows_progress_after_its_first_steps_and_every_30_seconds(
 
 
 def test_progress_counts_requests_and_the_time_left_of_all_epochs() -> None:
-    event = StillEvent(
+    event = HeartbeatEvent(
         step=46,
         epoch=1,
         loss=8.0,
@@ -311,7 +311,7 @@ def test_progress_counts_requests_and_the_time_left_of_all_epochs() -> None:
         steps_in_epoch=592,
         seconds_left=1000.0,
     )
-    line = describe(event, FitConfig(), Counted(33.0, "requests"))
+    line = describe(event, FitConfig(), ProgressUnit(33.0, "requests"))
     assert "2,310 requests/s" in line
     assert line.endswith("592 steps per epoch  at most 17 min left")
 
@@ -477,7 +477,7 @@ def stopped_by(rank: int) -> dict:
                 FitConfig(max_epochs=3),
                 rank=rank,
                 world=2,
-                wanted=lambda answers=answers: next(answers, CONTINUE),  # type: ignore[misc]
+                next_action=lambda answers=answers: next(answers, CONTINUE),  # type: ignore[misc]
             )
         )
         saved = [event.step for event in events if event.state]
@@ -504,8 +504,8 @@ def saved_after_notice(rank: int) -> list[int]:
         FitConfig(max_epochs=1),
         rank=rank,
         world=2,
-        wanted=lambda: next(answers, CONTINUE),
-        warned=warned,
+        next_action=lambda: next(answers, CONTINUE),
+        ask_for_notice=warned,
     )
     return [event.step for event in events if event.state]
 

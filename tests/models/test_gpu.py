@@ -31,7 +31,7 @@ from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchDataset
 from models.storage.tables import join
 from models.training import fit as fit_module
-from models.training.cuda_graphs import Graphs
+from models.training.cuda_graphs import CudaGraphs
 from models.training.fit import FitConfig, Meter, fit
 from models.training.optimizers import CapturableAdagrad
 from tests import small_retrieval
@@ -400,7 +400,7 @@ def test_rows_that_fill_a_batch_are_no_examples(feed):
         meter = Meter(torch.device("cpu"), 1)
         batches = examples.epoch(5, seed=1, epoch=0, pad_to_buckets=pad_to_buckets)
         for _ in range(3):
-            meter.take(batches)
+            meter.next_batch(batches)
         found.append(meter.examples)
     assert found[0] == found[1] > 0
 
@@ -458,7 +458,7 @@ def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypat
     made = []
     monkeypatch.setattr(fit_module, "uses_cuda_graphs", lambda *of: True)
     monkeypatch.setattr(
-        fit_module, "Graphs", lambda *of: made.append(Graphs(*of)) or made[-1]
+        fit_module, "CudaGraphs", lambda *of: made.append(CudaGraphs(*of)) or made[-1]
     )
     replayed = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
     assert [len(graphs._graphs) for graphs in made] == [2]

@@ -49,7 +49,11 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("option", "place", "why"),
     [
-        ("tables", "table", "where nothing is; give a folder that jobs.prepare made"),
+        (
+            "tables",
+            "table",
+            "which does not exist; give a folder that jobs.prepare made",
+        ),
         (
             "tables",
             "tables/items",
@@ -60,7 +64,7 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
             ".",
             "which holds no table items; give a folder that jobs.prepare made",
         ),
-        ("sids", "sidz", "where nothing is; give a folder that jobs.tokenize made"),
+        ("sids", "sidz", "which does not exist; give a folder that jobs.tokenize made"),
         (
             "text",
             "tables",
@@ -69,7 +73,7 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (
             "checkpoint",
             "runs/tigre",
-            "where nothing is; give the folder of a run of jobs.train, or its checkpoint",
+            "which does not exist; give the folder of a run of jobs.train, or its checkpoint",
         ),
         (
             "checkpoint",
@@ -77,8 +81,8 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "which holds no config.json or run.json; give the folder of a run of jobs.train, or its "
             "checkpoint",
         ),
-        ("input", "rwa", "where nothing is; give the folder of a raw log"),
-        ("input", "log.csv", "which is no folder; give the folder of a raw log"),
+        ("input", "rwa", "which does not exist; give the folder of a raw log"),
+        ("input", "log.csv", "which is not a folder; give the folder of a raw log"),
     ],
 )
 def test_another_folder(home: Path, option: str, place: str, why: str) -> None:

@@ -158,7 +158,7 @@ def test_who_loses_the_lock_says_so_at_the_end(
             time.sleep(1)
 
     with pytest.raises(
-        UserError, match=r"another process took .*/lost/\.lock meanwhile"
+        UserError, match=r"another process acquired the lock .*/lost/\.lock meanwhile"
     ):
         write()
     assert lock(f"{s3}/lost") == "process 7 on elsewhere"

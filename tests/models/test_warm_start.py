@@ -252,7 +252,7 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
     uri = trained(build_training(model, config_of("sasrec"), inputs), tmp_path / "one")
     with pytest.raises(
         UserError,
-        match=r"fit.replay_fraction is 0.5, but no model is given to go on from; add --init",
+        match=r"fit.replay_fraction is 0.5, but there is no checkpoint .*; add --init",
     ):
         build_training(model, config_of("sasrec", replay_fraction=0.5), inputs)
     with pytest.raises(

@@ -47,7 +47,7 @@ def seen(batch: SearchBatch) -> dict[int, dict]:
 def test_batches_hold_what_the_table_says(search, split, unit, limit):
     uri = join(search[0], "sequences")
     examples = SearchDataset.load(uri, split, unit=unit, max_history=limit)
-    assert examples.counted == "requests"  # those without a history too
+    assert examples.request_unit == "requests"  # those without a history too
     found = {}
     for rows in examples.evaluation_batches(7):
         batch = examples.collate(rows)

@@ -302,7 +302,9 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(
         match=r"0.0% of the behaviours .* does not have 'x[^;]*; write the ids of both",
     ):
         again(tmp_path / "other", catalogue=tables, core=0, min_matched=0)
-    with pytest.raises(UserError, match=r"--catalogue is .*nowhere, where nothing is"):
+    with pytest.raises(
+        UserError, match=r"--catalogue is .*nowhere, which does not exist"
+    ):
         again(tmp_path / "other", catalogue=tmp_path / "nowhere", core=0)
 
 
