@@ -21,7 +21,7 @@ from models.storage.tables import Manifest, join
 from models.storage.uri import check_writable
 from models.text.text_encoder import check_encoder
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
-from pipelines.data.sids.own_embeddings import SUFFIXES, read_own
+from pipelines.data.sids.precomputed import SUFFIXES, read_precomputed
 
 SMALL = 1000
 """Items below which a first training takes the small TIGER."""
@@ -134,9 +134,14 @@ def run(config: Config) -> None:
     """Make semantic IDs, and print the result and the next command."""
     started = time.monotonic()
     cli.say_loading("torch", "ray")
-    from pipelines.data.sids.embed import embed_origin
-    from pipelines.data.sids.extend import Embedder, describe_drift, extend
-    from pipelines.data.sids.tokenize import check_folders, check_items, tokenize
+    from pipelines.data.sids.embed import EmbeddingSource, embed_origin
+    from pipelines.data.sids.extend import describe_drift, extend
+    from pipelines.data.sids.tokenize import (
+        TokenizerPaths,
+        check_folders,
+        check_items,
+        tokenize,
+    )
 
     def say(message: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
@@ -155,48 +160,44 @@ def run(config: Config) -> None:
     )
     check_writable(config.output)
     check_folders(config.output, shared)
-    own = read_own(config.embeddings, config.id) if config.own else None
+    precomputed = read_precomputed(config.embeddings, config.id) if config.own else None
+    source = EmbeddingSource(config.encoder, config.pca, config.embed, precomputed)
+    paths = TokenizerPaths(
+        items, config.output, shared, join(config.tables, "sequences")
+    )
     if (
         config.tokenizer != "published"
     ):  # what is wrong with the input, before Ray starts
-        check_items(items, config.sids_config(), None if own else config.embed)
-        embed_origin(items, config.encoder, config.pca, config.embed, own)
+        check_items(items, config.sids_config(), None if precomputed else config.embed)
+        embed_origin(items, source)
     if config.extend:
         sids, trie, made = extend(
-            items,
-            config.output,
+            paths,
             config.extend,
             config.sids_config(),
-            Embedder(config.encoder, config.pca, config.embed, own),
+            source,
             config.overwrite,
             say,
-            shared,
             cli.start_ray,
         )
     else:
         sids, trie, made = tokenize(
-            items,
-            config.output,
+            paths,
             config.sids_config(),
-            config.encoder,
-            config.pca,
-            config.embed,
+            source,
             config.overwrite,
             say,
-            shared,
-            join(config.tables, "sequences"),
             cli.start_ray,
-            own,
         )
     for line in [
         *describe_quality(sids, trie),
         *(describe_drift(sids.info["drift"]) if "drift" in sids.info else []),
     ]:
         print(line)
-    if many := config.sids_config().crowded_by_codes(
+    if advice := config.sids_config().describe_sparse_codes(
         sids.rows, sids.info["levels"][0]["used"]
     ):
-        print(f"note: {many} --overwrite")
+        print(f"note: {advice} --overwrite")
     if made:
         print(
             f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in {time.monotonic() - started:.0f} s"

@@ -164,7 +164,7 @@ def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) 
     ]
     with pytest.raises(
         UserError,
-        match=r"rqkmeans.codebook_size is 256, and .* has 40 items.*codebook_size 8$",
+        match=r"rqkmeans.codebook_size is 256, more than the 40 items of .*codebook_size 8$",
     ):
         job.run(parse(*words, "--tokenizer", "rqkmeans"))
     assert not (tmp_path / "sids").exists()
@@ -181,9 +181,11 @@ def test_a_catalogue_of_one_item_is_refused_as_such(tmp_path: Path, size: str) -
 
 def test_the_advice_on_codebooks_is_smaller_than_what_is_set() -> None:
     config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=2))
-    assert config.crowded_by_codes(items=3, used=2) is None
+    assert config.describe_sparse_codes(num_items=3, num_first_codes=2) is None
     config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=4))
-    assert "codebook_size 2" in str(config.crowded_by_codes(items=9, used=4))
+    assert "codebook_size 2" in str(
+        config.describe_sparse_codes(num_items=9, num_first_codes=4)
+    )
 
 
 def test_items_without_text_are_said_before_ray_starts(tmp_path: Path) -> None:

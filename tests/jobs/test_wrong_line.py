@@ -219,7 +219,7 @@ LINES = [
             ("--tokenizer rqvae --rqvae.epoch 3", "nearest key is 'rqvae.epochs'"),
             ("--tokenizer bpe", "bpe"),
             ("--tokenizer rqvae --pca -1", "pca is -1"),
-            ("--tokenizer published", "--published FILE go together"),
+            ("--tokenizer published", "--tokenizer published needs --published FILE"),
             (
                 "--tokenizer published --published f --embeddings e",
                 "published SIDs need none",

@@ -1,8 +1,9 @@
-"""Rules on the tables of a log of actions: the cuts, tasks and actions from labels, counts that see the past only.
+"""Audit rules for the tables of a log of actions: splits, tasks, actions and counts.
 
-Everything is computed from `events` with plain polars, by the definitions that the
-manifest of sequences names. Counts are of all users' events before the time of an
-event; counts of candidates are before the cut before them.
+Expected values are computed from `events` with plain polars, by the definitions in the
+manifest of `sequences`. The counts of a training event cover the events of all users
+before its time; the counts of a candidate of validation or test cover the events before
+the start of its split.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ VECTORS = ["tasks", "actions", "features"]
 
 
 def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check the rows of `sequences`. Return a frame (`user_id`) of the users that `sequences` must contain."""
+    """Check the rows of `sequences`.
+
+    Returns:
+        The users (`user_id`) that `sequences` must contain.
+    """
     info = tables.info
     users = check_lengths(tables.sequences, rules["behaviours"])
     values = {name: read_vectors(users, name, len(info[name])) for name in VECTORS}
@@ -43,11 +48,11 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
     expected = join_as_of(tables, add_count_times(tables, expected), "at")
     check_behaviours(users.drop(VECTORS), rows, expected, rules["behaviours"])
     check_ends(tables, users, rows, rules["splits"])
-    for name, right in expected_values(tables, rows).items():
+    for name, expected_columns in expected_values(tables, rows).items():
         rule = rules["windows" if name == "features" else "tasks"]
         rule.rows = rows.height
         noun = name.removesuffix("s")
-        check_values(rows, values[name], info[name], right, noun, rule)
+        check_values(rows, values[name], info[name], expected_columns, noun, rule)
     check_as_of(tables, rules["features"])
     rows = add_splits(users, rows)
     counts: dict[str, int | dict[str, int]] = {
@@ -57,21 +62,24 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
     }
     check_counts(tables, counts, rules["counts"])
     check_statistics(tables, rows, values, rules)
-    inside = tables.events.join(tables.catalogue, on="item_id", how="semi")
-    return inside.select("user_id").unique()
+    catalogue_events = tables.events.join(tables.catalogue, on="item_id", how="semi")
+    return catalogue_events.select("user_id").unique()
 
 
 def read_vectors(users: pl.DataFrame, name: str, width: int) -> np.ndarray:
-    """Return a list column of vectors as an (events, width) array."""
-    events = int(users["item_index"].list.len().sum())
+    """Return a list column of vectors as an (events, width) float64 array."""
+    num_events = int(users["item_index"].list.len().sum())
     if not width:
-        return np.zeros((events, 0))
+        return np.zeros((num_events, 0))
     vectors = users[name].cast(pl.List(pl.List(pl.Float64))).explode().drop_nulls()
-    return vectors.explode().to_numpy().reshape(events, width)
+    return vectors.explode().to_numpy().reshape(num_events, width)
 
 
 def add_count_times(tables: Tables, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows with `at`, when their counts are taken: their time, and for candidates the cut before them."""
+    """Add the column `at`: the time as of which the counts of an event are taken.
+
+    It is the event's time in training, and the start of its split for candidates.
+    """
     time = pl.col("timestamp_ms")
     val, test = tables.info["val_start_ms"], tables.info["test_start_ms"]
     at = pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)
@@ -81,26 +89,34 @@ def add_count_times(tables: Tables, rows: pl.DataFrame) -> pl.DataFrame:
 def check_ends(
     tables: Tables, users: pl.DataFrame, rows: pl.DataFrame, rule: Rule
 ) -> None:
-    """Check that `train_end` and `val_end` count the user's events before the two cut times."""
+    """Check that `train_end` and `val_end` count a user's events before the two cuts.
+
+    Args:
+        tables: The audited tables.
+        users: Rows of `sequences`.
+        rows: Events of all users, with the `row` of their user.
+        rule: Takes the violations.
+    """
     rule.rows += users.height
     time = pl.col("timestamp_ms")
-    counted = rows.group_by("row").agg(
+    expected = rows.group_by("row").agg(
         train=(time < tables.info["val_start_ms"]).sum(),
         val=(time < tables.info["test_start_ms"]).sum(),
     )
-    both = users.select("row", "user_id", "train_end", "val_end")
-    both = both.join(counted, on="row", how="left")
+    ends = users.select("row", "user_id", "train_end", "val_end")
+    ends = ends.join(expected, on="row", how="left")
     is_wrong = pl.any_horizontal(
         pl.col(f"{name}_end").ne_missing(pl.col(name)) for name in ("train", "val")
     )
     rule.add_rows(
-        both.filter(is_wrong).sort("row"),
-        "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the cuts are {train}, {val} events",
+        ends.filter(is_wrong).sort("row"),
+        "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the "
+        "cuts are {train}, {val} events",
     )
 
 
 def add_splits(users: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows with their `split`, by `train_end` and `val_end` of their user."""
+    """Add the column `split`, which `train_end` and `val_end` of the user determine."""
     ends = users.select("row", "train_end", "val_end")
     rows = rows.join(ends, on="row", how="left", maintain_order="left")
     is_train = pl.col("place") < pl.col("train_end")
@@ -115,15 +131,16 @@ def check_statistics(
     values: dict[str, np.ndarray],
     rules: dict[str, Rule],
 ) -> None:
-    """Check the manifest's statistics of training rows.
+    """Check the manifest's statistics of training events.
 
     Args:
-        tables: The tables.
+        tables: The audited tables.
         rows: Events with their `split`.
-        values: (events, ...) tasks, actions and features.
-        rules: Take the violations.
+        values: The arrays `tasks`, `actions` and `features`, (events, width) each.
+        rules: Rules by name; they take the violations.
     """
-    info, rule = tables.info, rules["counts"]
+    info = tables.info
+    rule = rules["counts"]
     train = rows.filter(split="train")
     check_training(info, train.select(own_columns(info)), rules["features"])
     is_train = (rows["split"] == "train").to_numpy()
@@ -150,7 +167,11 @@ def check_statistics(
 def expected_values(
     tables: Tables, rows: pl.DataFrame
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Return tasks, actions and features by name, (events,) each."""
+    """Recompute `tasks`, `actions` and `features`.
+
+    Returns:
+        For each of the three, the values (events,) by name.
+    """
     definitions = tables.info["definitions"]
     tasks = {
         name: task_values(task).cast(pl.Float64)
@@ -168,7 +189,7 @@ def expected_values(
 
 
 def task_values(task: dict[str, Any]) -> pl.Expr:
-    """Return whether a task holds; a missing label is an action that was not taken."""
+    """Return whether a task holds; a missing label means that no action was taken."""
     if task["any"]:
         labels = [pl.col(f"label_{label}").fill_null(False) for label in task["any"]]
         return pl.any_horizontal(labels)
@@ -181,7 +202,11 @@ def task_values(task: dict[str, Any]) -> pl.Expr:
 
 
 def action_values(action: dict[str, Any]) -> pl.Expr:
-    """Return an action as models read it: a bool as 0 or 1, a number from 0 to 1 within its range."""
+    """Return an action as models read it, from 0 to 1.
+
+    A bool label becomes 0 or 1. A number is scaled by its range, linearly or, with
+    `log_unit`, logarithmically.
+    """
     label = pl.col(f"label_{action['label']}")
     if action["range"] is None:
         return label.fill_null(False).cast(pl.Float64)
@@ -194,15 +219,18 @@ def action_values(action: dict[str, Any]) -> pl.Expr:
 
 
 def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarray]:
-    """Return the windowed counts and rates by name, (events,) each.
+    """Recompute the windowed counts and rates.
 
-    They count exposures and tasks of the user, the item or one of its attributes,
-    before the time `at` and a delay.
+    They count exposures and tasks of the user, of the item or of one of its attributes,
+    up to a delay before the time `at`.
+
+    Returns:
+        The features (events,) by name.
     """
     definitions = tables.info["definitions"]
     tasks, settings = definitions["tasks"], definitions["counts"]
-    labels, prior = settings["counted_labels"], settings["prior"]
-    strength = settings["strength"]
+    labels = settings["counted_labels"]
+    prior, strength = settings["prior"], settings["strength"]
     key_columns = {
         key: {"user": "user_id", "item": "item_id"}.get(key, f"cat_{key}")
         for key in settings["keys"]
@@ -219,14 +247,14 @@ def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarra
     points = points.join(items, on="item_index", how="left", maintain_order="left")
     features = {}
     for key, column in key_columns.items():
-        of_key = log.select(column, "timestamp_ms", "shown", *counted)
-        windows = settings["windows_days"], settings["delay_minutes"]
-        for window, sums in window_sums(points, of_key, [column], *windows):
-            shown = sums["shown"].to_numpy()
-            features[f"{key}_exposures_{window}"] = np.log1p(shown)
+        key_log = log.select(column, "timestamp_ms", "shown", *counted)
+        windows, delay = settings["windows_days"], settings["delay_minutes"]
+        for window, sums in window_sums(points, key_log, [column], windows, delay):
+            exposures = sums["shown"].to_numpy()
+            features[f"{key}_exposures_{window}"] = np.log1p(exposures)
             for label in labels:
                 count = sums[f"task_{label}"].to_numpy()
-                rate = (count + prior * strength) / (shown + strength)
+                rate = (count + prior * strength) / (exposures + strength)
                 features[f"{key}_{label}_{window}"] = np.log1p(count)
                 features[f"{key}_{label}_rate_{window}"] = rate
     return features

@@ -10,8 +10,8 @@
           dwell: {label: dwell_ms, range: [0, 60000], log_unit: 1000}
         counts: {keys: [item, author, user], windows_days: [1, 7]}
 
-A bool label that no entry names becomes a task and an input. A label that an event
-lacks counts as an action that was not taken: 0.
+A bool label that no entry names becomes a task and an input. A missing label means that
+the action was not taken: 0.
 
 Shapes: E events, K tasks, A actions that models read.
 """
@@ -38,21 +38,21 @@ USER, ITEM = "user", "item"
 
 @dataclass(frozen=True)
 class Task:
-    """A 0/1 task made of labels."""
+    """A binary task, computed from labels."""
 
     __pydantic_config__ = FORBID_EXTRA
 
     label: str | None = None
-    """Label that gives the task: a bool label as it is, a number by `above` or
-    `at_least`; or `any`."""
+    """Label of the task; alternatively give `any`. A bool label is the task itself, a
+    number needs `above` or `at_least`."""
     above: float | None = None
-    """Number labels: 1 where the label is above this, as 1(dwell > tau) of Sec. 3 of
-    AttnMVP."""
+    """For a number label: the task is 1 if the label is above this threshold, like
+    1(dwell > tau) in Sec. 3 of AttnMVP."""
     at_least: float | None = None
-    """Number labels: 1 where the label is this or more."""
+    """For a number label: the task is 1 if the label is at least this threshold."""
     any: list[str] | None = None
-    """Bool labels: 1 where one of them is true, as `contribution` of Sec. 3 of
-    AttnMVP."""
+    """Bool labels: the task is 1 if one of them is true, like `contribution` in Sec. 3
+    of AttnMVP."""
 
     def __post_init__(self) -> None:
         if (self.label is None) == (self.any is None):
@@ -63,92 +63,121 @@ class Task:
             raise ValueError("a task has both 'above' and 'at_least'; give one of them")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise ValueError(
-                f"a task's threshold is {self.threshold}; give a finite number, such as 10000"
+                f"a task's threshold is {self.threshold}; give a finite number, such "
+                f"as 10000"
             )
         if self.any is not None and self.threshold is not None:
             raise ValueError(
-                "'any' is of bool labels, which have no threshold; leave out 'above' and 'at_least'"
+                "'any' takes bool labels, which have no threshold; remove 'above' and "
+                "'at_least'"
             )
 
     @property
     def threshold(self) -> float | None:
-        """The threshold of a number label."""
+        """The threshold of a number label, or None."""
         return self.at_least if self.above is None else self.above
 
     @property
     def labels(self) -> list[str]:
-        """Labels that give the task."""
+        """Labels that the task is computed from."""
         return [self.label] if self.label is not None else list(self.any or ())
 
     def check(self, name: str, labels: dict[str, str]) -> None:
-        """Raise ValueError unless the log's labels {name: type} can give the task."""
+        """Check that the log has the task's labels, with types that fit.
+
+        Args:
+            name: Name of the task, for messages.
+            labels: Type of each label of the log.
+
+        Raises:
+            ValueError: If a label does not exist, a bool label has a threshold, or a
+                number label has none.
+        """
         for label in self.labels:
             kind = label_type(label, labels, f"tasks.{name}")
             if kind == "bool" and self.threshold is not None:
                 raise ValueError(
-                    f"tasks.{name}: label '{label}' is bool, which has no threshold; leave it out"
+                    f"tasks.{name}: label '{label}' is bool and cannot have a "
+                    f"threshold; remove it"
                 )
             if kind != "bool" and self.threshold is None:
                 raise ValueError(
-                    f"tasks.{name}: label '{label}' is a number; give 'above' or 'at_least'"
+                    f"tasks.{name}: label '{label}' is a number; give 'above' or "
+                    f"'at_least'"
                 )
 
     def values(self, events: pa.Table) -> np.ndarray:
-        """Return (E,) bool: whether the task holds for each event."""
+        """Return the task (E,) bool of each event; a missing label counts as false."""
         if self.label is None or self.threshold is None:
             flags = [bool_column(events, f"label_{label}") for label in self.labels]
             return np.logical_or.reduce(flags)
         compare = pc.greater if self.above is not None else pc.greater_equal
-        limit = pa.scalar(
-            self.threshold, pa.float32()
-        )  # as labels are: 3.3 is not below itself
-        over = compare(events[f"label_{self.label}"].combine_chunks(), limit)
-        return pc.fill_null(over, False).to_numpy(zero_copy_only=False)
+        # in float32 like the labels, so a label of 3.3 is at least 3.3
+        threshold = pa.scalar(self.threshold, pa.float32())
+        label_values = events[f"label_{self.label}"].combine_chunks()
+        is_over = compare(label_values, threshold)
+        return pc.fill_null(is_over, False).to_numpy(zero_copy_only=False)
 
 
 @dataclass(frozen=True)
 class Input:
-    """An action as models read it: 0 or 1, or graded from 0 to 1."""
+    """An action as models read it: a number from 0 to 1, computed from a label."""
 
     __pydantic_config__ = FORBID_EXTRA
 
     label: str
-    """Label that gives the input."""
+    """Label of the input."""
     range: list[float] | None = None
-    """Number labels: values that become 0 and 1; other values are clipped to them. By
-    default the range that the label declares."""
+    """For a number label: the values that become 0 and 1; others are clipped to them.
+    By default the range that the label declares."""
     log_unit: float | None = None
-    """Number labels: log(1 + value / log_unit) is graded instead of the value: for
-    times and other long tails."""
+    """For a number label with a long tail, such as a time: log(1 + value / log_unit) is
+    scaled instead of the value."""
 
     def __post_init__(self) -> None:
         if self.range is not None:
             check_range(self.range)
         if self.log_unit is not None and not 0 < self.log_unit < math.inf:
             raise ValueError(
-                f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a time in ms"
+                f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a "
+                f"time in ms"
             )
 
     def check(
         self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]
     ) -> Input:
-        """Return the input with its range. Raise ValueError unless the log's labels can give it."""
+        """Return the input with its range, checked against the log's labels.
+
+        Args:
+            name: Name of the input, for messages.
+            labels: Type of each label of the log.
+            ranges: Range of each number label that declares one.
+
+        Raises:
+            ValueError: If the label does not exist, is a bool with a range or a
+                `log_unit`, or is a number without a range.
+        """
         kind = label_type(self.label, labels, f"inputs.{name}")
         if kind == "bool":
             if self.range is not None or self.log_unit is not None:
                 raise ValueError(
-                    f"inputs.{name}: label '{self.label}' is bool; leave out 'range' and 'log_unit'"
+                    f"inputs.{name}: label '{self.label}' is bool; remove 'range' and "
+                    f"'log_unit'"
                 )
             return self
-        span = self.range or ranges.get(self.label)
-        if span is None:
+        bounds = self.range or ranges.get(self.label)
+        if bounds is None:
             raise ValueError(
-                f"inputs.{name}: label '{self.label}' is a number; give its 'range', such as [0, 5]"
+                f"inputs.{name}: label '{self.label}' is a number; give its 'range', "
+                f"such as [0, 5]"
             )
-        return Input(self.label, [float(end) for end in span], self.log_unit)
+        return Input(self.label, [float(bound) for bound in bounds], self.log_unit)
 
     def values(self, events: pa.Table) -> np.ndarray:
-        """Return (E,) float32, from 0 to 1: the input of each event."""
+        """Return the input (E,) float32 of each event, from 0 to 1.
+
+        A missing label becomes 0.
+        """
         if self.range is None:
             return bool_column(events, f"label_{self.label}").astype(np.float32)
         low, high = self.range
@@ -164,34 +193,38 @@ class Input:
 
 @dataclass(frozen=True)
 class Counts(WindowSettings):
-    """Settings of the counting statistics that late fusion reads (Sec. 2 of AttnMVP), each of a key over a window."""
+    """Settings of the counting statistics that late fusion reads (AttnMVP, Sec. 2).
+
+    Each statistic counts the events of a key within a window.
+    """
 
     __pydantic_config__ = FORBID_EXTRA
 
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
-    """Keys that are counted by: `item`, `user`, or the name of an attribute of items
-    such as `author`."""
+    """Keys to count by: `item`, `user`, or the name of an attribute of items such as
+    `author`."""
     counted_labels: list[str] | None = None
-    """Tasks that are counted besides exposures; by default all."""
+    """Tasks to count besides exposures; by default all."""
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0])
     """Lengths of the windows, in days, ascending."""
     delay_minutes: float = 60.0
-    """Minutes that a log takes to arrive: counts at time t end at t - delay. Events of
-    one time never count for each other."""
+    """Minutes until a logged event is available: counts at time t end at t - delay.
+    Events at the same time never count each other."""
     prior: float = 0.1
-    """Rate without exposures; smoothed: (count + prior * strength) / (exposures +
-    strength)."""
+    """Rate of a key without exposures. Rates are smoothed: (count + prior * strength) /
+    (exposures + strength)."""
     strength: float = 10.0
     """Weight of the prior, in exposures."""
 
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):
             raise ValueError(
-                f"counts.keys is {self.keys}; name at least one, and each once"
+                f"counts.keys is {self.keys}; give at least one key, and each key once"
             )
         if not self.windows_days:
             raise ValueError(
-                "counts.windows_days is empty; give at least one length in days, such as [7]"
+                "counts.windows_days is empty; give at least one length in days, such "
+                "as [7]"
             )
         self.check_windows("counts")
         check_shares(self, ["prior"], "counts.")
@@ -205,22 +238,22 @@ class ActionsConfig:
 
     tasks: dict[str, Task] = field(default_factory=dict)
     """Tasks by name, in order: {name: {label, above | at_least}} or {name: {any:
-    [labels]}}. Bool labels that are no task by themselves follow, a task each."""
+    [labels]}}. Each bool label that is not the `label` of a task is added as a task."""
     inputs: dict[str, Input] = field(default_factory=dict)
-    """Inputs of models, by name: {name: {label, range, log_unit}}. Bool labels that are
-    not named follow as 0 or 1."""
+    """Inputs of models, by name: {name: {label, range, log_unit}}. Each bool label that
+    no input reads is added as 0 or 1."""
     counts: Counts = field(default_factory=Counts)
     """The counting statistics."""
 
     def resolve(self, info: dict[str, Any], attributes: list[str]) -> ActionsConfig:
-        """Return the configuration with all defaults decided by the log.
+        """Return the configuration with all defaults filled in from the log.
 
         Args:
-            info: `info` of the log: labels with their types and ranges.
+            info: `info` of the log: its labels with their types and ranges.
             attributes: Attributes of the log's items.
 
         Raises:
-            ValueError: for a label, key or task that the log does not have.
+            ValueError: If the log does not have a label, key or task.
         """
         tasks, inputs = self._resolve_tasks(info), self._resolve_inputs(info)
         check_names(tasks, "tasks")
@@ -230,7 +263,8 @@ class ActionsConfig:
         for key in counts.keys:
             if key not in keys:
                 raise ValueError(
-                    f"counts.keys has '{key}', which is no attribute of items; those are: {', '.join(keys)}"
+                    f"counts.keys has '{key}', which is not an attribute of items; use "
+                    f"{', '.join(keys)}"
                 )
         labels = counts.counted_labels
         if labels is None:
@@ -238,39 +272,50 @@ class ActionsConfig:
         for label in labels:
             if label not in tasks:
                 raise ValueError(
-                    f"counts.counted_labels has '{label}', which is no task; those are: {', '.join(tasks)}"
+                    f"counts.counted_labels has '{label}', which is not a task; use "
+                    f"{', '.join(tasks)}"
                 )
         return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
 
     def _resolve_tasks(self, info: dict[str, Any]) -> dict[str, Task]:
-        """Return the tasks, and one for each bool label that is no task by itself."""
+        """Return the tasks, and one for each bool label that is not a task's `label`.
+
+        Raises:
+            ValueError: If a label does not fit its task, or there is no task.
+        """
         tasks = dict(self.tasks)
         for name, task in tasks.items():
             task.check(name, info["labels"])
-        alone = {task.label for task in tasks.values()}
+        used_labels = {task.label for task in tasks.values()}
         for name in _bool_labels(info):
-            if name not in alone and name not in tasks:
+            if name not in used_labels and name not in tasks:
                 tasks[name] = Task(name)
         if not tasks:
             raise ValueError(
-                "the log has no bool label and actions.tasks is empty; define at least one task"
+                "the log has no bool label and actions.tasks is empty; define at least "
+                "one task"
             )
         return tasks
 
     def _resolve_inputs(self, info: dict[str, Any]) -> dict[str, Input]:
-        """Return the inputs with their ranges, and one for each bool label that no input reads."""
+        """Return the inputs with their ranges, and one for each bool label not read.
+
+        Raises:
+            ValueError: If a label does not fit its input, or there is no input.
+        """
         labels, ranges = info["labels"], info.get("ranges", {})
         inputs = {
             name: value.check(name, labels, ranges)
             for name, value in self.inputs.items()
         }
-        read = {value.label for value in inputs.values()}
+        used_labels = {value.label for value in inputs.values()}
         for name in _bool_labels(info):
-            if name not in read and name not in inputs:
+            if name not in used_labels and name not in inputs:
                 inputs[name] = Input(name)
         if not inputs:
             raise ValueError(
-                "the log has no bool label and actions.inputs is empty; say what models read of an action"
+                "the log has no bool label and actions.inputs is empty; define at "
+                "least one input"
             )
         return inputs
 
@@ -281,11 +326,12 @@ class ActionsConfig:
 
     @property
     def labels(self) -> list[str]:
-        """Names of the label columns that tasks and inputs are made of."""
-        named = [label for task in self.tasks.values() for label in task.labels]
-        return list(
-            dict.fromkeys([*named, *(value.label for value in self.inputs.values())])
-        )
+        """Names of the labels that tasks and inputs are computed from, each once."""
+        labels: list[str] = []
+        for task in self.tasks.values():
+            labels += task.labels
+        labels += [value.label for value in self.inputs.values()]
+        return list(dict.fromkeys(labels))
 
     @property
     def features(self) -> list[str]:
@@ -302,37 +348,48 @@ class ActionsConfig:
 
 
 def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
-    """Return the settings with all defaults decided. Raise UserError for settings that a log of actions cannot have."""
-    clock, late = source.info["clock"], min(source.info.get("known", {}), default=None)
+    """Check the settings of a log of actions.
+
+    Returns:
+        The settings with all defaults filled in from the log.
+
+    Raises:
+        UserError: If a setting does not fit a log of actions, or this log.
+    """
+    clock = source.info["clock"]
+    late_label = min(source.info.get("known", {}), default=None)
     refuse(
         (
             not clock,
-            "the log has only an order of events, but a log of actions needs clock times, for its counts and "
-            "its cut; give time.unit s, ms, us or iso",
+            "the log has only an order of events, but a log of actions needs clock "
+            "times, for its counts and its splits; give time.unit s, ms, us or iso",
         ),
         (
-            late,
-            f"label '{late}' is known later than its event, but models of actions read the actions of every earlier "
-            "event; leave out its 'time' or 'delay_minutes', or use kind search or retrieval",
+            late_label,
+            f"label '{late_label}' is known later than its event, but models of "
+            f"actions read the actions of every earlier event; remove its 'time' or "
+            f"'delay_minutes', or use kind search or retrieval",
         ),
         (
             config.behaviour is not None,
-            f"behaviour is '{config.behaviour}', but in a log of actions every impression "
-            "is a behaviour; leave it out",
+            f"behaviour is '{config.behaviour}', but in a log of actions every "
+            f"impression is a behaviour; remove it",
         ),
         (
             config.core > 1,
-            f"core is {config.core}, but the catalogue of a log of actions holds every item that was "
-            "shown; use --core 0, and --core_window train to leave out items that the training window did not show",
+            f"core is {config.core}, but the catalogue of a log of actions contains "
+            f"every item that was shown; use --core 0, and --core_window train to "
+            f"exclude items that were not shown in the training window",
         ),
         (
             config.ties != "strict",
-            f"ties is {config.ties}; counts see strictly earlier events only: use --ties strict",
+            f"ties is {config.ties}, but counts use strictly earlier events only; use "
+            f"--ties strict",
         ),
         (
             clock and config.split.resolve(clock) == "leave_last_out",
-            "split.kind is leave_last_out, but a log of "
-            "actions is cut in time; use --split.kind temporal",
+            "split.kind is leave_last_out, but a log of actions is split by time; use "
+            "--split.kind temporal",
         ),
     )
     try:
@@ -345,13 +402,24 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
 
 
 def _bool_labels(info: dict[str, Any]) -> list[str]:
+    """Return the names of the log's bool labels."""
     return [name for name, kind in info["labels"].items() if kind == "bool"]
 
 
 def label_type(label: str, labels: dict[str, str], key: str) -> str:
-    """Return the type of a label. Raise ValueError for one that the log lacks; `key` names it in the source file."""
+    """Return the type of a label.
+
+    Args:
+        label: Name of the label.
+        labels: Type of each label of the log.
+        key: Setting that names the label, for the message.
+
+    Raises:
+        ValueError: If the log has no such label.
+    """
     if label not in labels:
         raise ValueError(
-            f"{key}: the log has no label '{label}'; those are: {', '.join(labels) or 'none'}"
+            f"{key}: the log has no label '{label}'; its labels are: "
+            f"{', '.join(labels) or 'none'}"
         )
     return labels[label]

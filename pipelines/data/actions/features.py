@@ -1,14 +1,13 @@
-"""Counting statistics of a log of actions, point in time: what items, authors and users got before an event.
+"""Point-in-time counts of a log of actions: exposures and tasks by item, author, user.
 
-At time t a count covers [t - window, t - delay) and comes from events alone. For a
-training event t is its time; for candidates of validation and test it is the cut before
-them, as all of a user's candidates are scored at once: at its own time, a candidate's
-counts would hold what the user did with earlier candidates. A user's events are in one
-part, so users are counted there; the rows of any other key travel to the bucket of the
-key.
+A count at time t covers the events in [t - window, t - delay). For a training event t
+is its time. For a candidate of validation or test it is the start of the split: all of
+a user's candidates are scored at once, and counts at a candidate's own time would leak
+the user's actions on earlier candidates. A user's events are in one part, so users are
+counted in their part; the rows of any other key are exchanged to the bucket of the key.
 
-Shapes: E events, W windows, M labels that are counted (exposures, then tasks), I items,
-F features.
+Shapes: E events, W windows, M counted labels (exposures, then tasks), I items, F
+features.
 """
 
 from __future__ import annotations
@@ -34,17 +33,21 @@ IDS = ("user_id", "item_id")
 
 
 def count_times(split: dict[str, Any], time: np.ndarray) -> np.ndarray:
-    """Return (E,) ms at which each event's counts are taken.
+    """Return the time (E,) in ms as of which the counts of each event are taken.
 
-    That is its own time in training, and for candidates the cut before them, when they
-    are all scored: no candidate's counts know what was done with another. time (E,) ms.
+    It is the event's time in training, and the start of its split for candidates of
+    validation and test, as all candidates of a user are scored at once.
+
+    Args:
+        split: The split as manifests record it.
+        time: Times (E,) of the events in ms.
     """
     val, test = split["val_start_ms"], split["test_start_ms"]
     return np.where(time >= test, test, np.where(time >= val, val, time))
 
 
 def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
-    """Return (E, M) uint8: one exposure per event, and the tasks that are counted."""
+    """Return the counted labels (E, M) uint8: an exposure per event, then the tasks."""
     exposures = np.ones(events.num_rows, dtype=bool)
     tasks = [config.tasks[name].values(events) for name in config.counted_labels]
     return np.stack([exposures, *tasks], axis=1).astype(np.uint8)
@@ -52,7 +55,7 @@ def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ActionsCounter(KeyCounter):
-    """Counts by the keys of the configuration, but the user's."""
+    """Counts by all keys of the configuration except the user."""
 
     config: ActionsConfig
     split: dict[str, Any]
@@ -65,11 +68,16 @@ class ActionsCounter(KeyCounter):
 
     @property
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
+        """The shape (W, M) of the counts of each key."""
         shape = len(self.config.counts.windows_ms), 1 + len(self.config.counted_labels)
         return [{name: shape} for name in self.keys]
 
     def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
-        # attributes: by name (I,) int32 code of each item's value, -1 without one
+        """Read the items or attributes, times and labels of a part's events.
+
+        `shared` is the catalogue's `Vocabulary`, and by attribute the codes (I,) int32
+        of the items' values, -1 for an item without a value.
+        """
         catalogue, attributes = shared
         labels = [f"label_{name}" for name in self.config.labels]
         events = read_part(uri, [*IDS, "timestamp_ms", *labels], IDS)
@@ -89,6 +97,7 @@ class ActionsCounter(KeyCounter):
         return keys, columns
 
     def count(self, key_number: int, rows: Columns) -> Columns:
+        """Return the counts (E, W, M) of one key's rows."""
         counts = self.count_key(
             rows[f"key_{key_number}"],
             rows["time"],
@@ -100,20 +109,28 @@ class ActionsCounter(KeyCounter):
     def count_key(
         self, key: np.ndarray, time: np.ndarray, labels: np.ndarray, as_of: np.ndarray
     ) -> np.ndarray:
-        """Return (E, W, M) int32 labels of the same key in each window.
+        """Count the labels of each event's key in each window.
 
         Args:
-            key: (E,) any integers.
-            time: (E,) ms.
-            labels: (E, M) counted labels.
-            as_of: (E,) ms at which counts are taken.
+            key: Integers (E,) that identify the key's values.
+            time: Times (E,) in ms.
+            labels: Counted labels (E, M).
+            as_of: Times (E,) in ms as of which counts are taken.
+
+        Returns:
+            The counts (E, W, M) int32.
         """
         settings = self.config.counts
         windows, delay = settings.windows_ms, settings.delay_ms
         return window_counts(key, time, labels, windows, delay, as_of)[0]
 
     def gather(self, events: pa.Table, pieces: list[Columns] | None) -> Columns:
-        """Return the counts (E, W, M) of a part's events by key, the user's among them; 0 without the key."""
+        """Return the counts (E, W, M) of a part's events for each key, users included.
+
+        Args:
+            events: Rows of `read_part`.
+            pieces: Counts of the other keys from their buckets; None counts as zero.
+        """
         counts = gather_counts(self, events.num_rows, pieces or [])
         if USER in self.config.counts.keys:
             user = dictionary_column(events, "user_id").indices.to_numpy()
@@ -125,15 +142,16 @@ class ActionsCounter(KeyCounter):
 
 
 def features(counts: Columns, config: ActionsConfig) -> np.ndarray:
-    """Return (E, F) float32 features in the order of `config.features`.
+    """Return the features (E, F) float32, in the order of `config.features`.
 
-    They are log(1 + count) of each label and smoothed rates of tasks.
+    Per key and window they are log(1 + count) of each label, then the smoothed rate of
+    each task.
     """
     prior, strength = config.counts.prior, config.counts.strength
     columns: list[np.ndarray] = []
     for name in config.counts.keys:
-        for number in range(len(config.counts.windows_ms)):
-            count = counts[name][:, number].astype(np.float64)  # (E, M)
+        for window in range(len(config.counts.windows_ms)):
+            count = counts[name][:, window].astype(np.float64)  # (E, M)
             rates = smooth_rates(count[:, 1:], count[:, :1], prior, strength)
             columns += [*np.log1p(count).T, *rates.T]
     return stack_columns(columns)

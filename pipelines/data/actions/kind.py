@@ -47,21 +47,26 @@ class Actions(Kind):
     settings = FeedSettings
 
     def check(self, source: Log, config: PrepareConfig) -> None:
+        """Raise UserError for settings that do not fit a log of actions."""
         check_actions(source, config)
 
     def sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
+        """Make `sequences`, and the tables of features that have times of their own."""
         return make_actions(run, events, items, split)
 
     def audit(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
     ) -> pl.DataFrame:
+        """Check the rules on `sequences`; users with catalogue events must be in it."""
         return check_actions_tables(tables, rules)
 
     def simulate(self, output: str, settings: FeedSettings) -> Iterator[str]:
+        """Write a feed, and yield the best normalised entropy that models can reach."""
         simulate_feed(output, settings)
         yield (
-            f"half of the users like {ITEM_KINDS[0]}s, half {ITEM_KINDS[1]}s, which only their actions tell: normalised entropy "
-            f"of like is 1 without actions and {best_entropy('like'):.3f} at best"
+            f"half of the users like {ITEM_KINDS[0]}s, the others {ITEM_KINDS[1]}s; "
+            f"only their actions reveal it: the normalised entropy of like is 1 "
+            f"without actions and {best_entropy('like'):.3f} at best"
         )

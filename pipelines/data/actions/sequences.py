@@ -1,9 +1,9 @@
-"""Sequences of a log of actions: every impression with all its actions, tasks and counts, cut in time.
+"""Sequences of a log of actions: impressions with their actions, tasks and counts.
 
-`python -m jobs.prepare` makes them where a source says `prepare: {kind: actions}`. Two
-integers per user, `train_end` and `val_end`, count the user's events before the two cut
-times of the log. Context and candidates of validation and of test are slices; nothing
-is copied.
+`python -m jobs.prepare` makes them if the source file has `prepare: {kind: actions}`.
+The log is split at two times. Per user, `train_end` and `val_end` count the events
+before these times, so context and candidates of each split are slices of the user's
+events.
 
 Shapes: E events of a part, N impressions of items of the catalogue, U users, K tasks,
 A actions that models read, F features.
@@ -61,22 +61,24 @@ from pipelines.data.sequences.splits import SPLITS, assign_splits, require_train
 
 @dataclass(frozen=True)
 class ActionsBuilder(SequenceBuilder):
-    """Rules by which the events of a log of actions become sequences."""
+    """Builds the sequences of a log of actions from its events."""
 
     actions: ActionsConfig
-    """Tasks, inputs and counts, resolved."""
+    """Tasks, inputs and counts, with all defaults filled in."""
     hashed: tuple[str, ...] = ()
-    """Columns of categories with too many values to list, which are hashed as custom
-    features are."""
+    """Columns of viewer-side categories with too many values to list; models hash their
+    values."""
 
     @property
     def columns(self) -> list[str]:
+        """Columns of `events` that are read: ids, times, labels and features."""
         prefixes = ("label_", "num_", "cat_")
         names = [name for name in self.schema.names if name.startswith(prefixes)]
         return [*IDS, "timestamp_ms", *names]
 
     @cached_property
     def output(self) -> pa.Schema:
+        """Schema of `sequences`."""
         actions = self.actions
         return actions_schema(
             self.joined_schema,
@@ -92,7 +94,7 @@ class ActionsBuilder(SequenceBuilder):
 
     @property
     def own(self) -> list[str]:
-        """Columns of custom features, but the viewer-side categories with listed values."""
+        """Columns of custom features and of hashed viewer-side categories."""
         listed = {*self.categories} - {*self.hashed}
         return [name for name in super().own if name not in listed]
 
@@ -104,7 +106,10 @@ class ActionsBuilder(SequenceBuilder):
     def form_requests(
         self, part: EventsPart, behaviours: Behaviours, count: Counter[str]
     ) -> Requests:
-        """Form a request of each impression. Its features are taken as of the cut before it."""
+        """Form a request of each impression.
+
+        `count_times` defines as of when the features of each impression are taken.
+        """
         count["outside"] = int((part.item < 0).sum())
         as_of = count_times(self.split, part.time)
         return replace(Requests.one_per_event(part, behaviours.row), as_of=as_of)
@@ -112,12 +117,14 @@ class ActionsBuilder(SequenceBuilder):
     def compute_features(
         self, part: EventsPart, requests: Requests, pieces: list[Columns] | None
     ) -> np.ndarray:
+        """Return the windowed counts and rates (E, F) float32 of the part's events."""
         return features(self.counter.gather(part.table, pieces), self.actions)
 
     def behaviour_columns(self, draft: PartDraft) -> dict[str, pa.Array]:
+        """Return the items, tasks, actions and features of the behaviours (N,)."""
         table, row = draft.part.table, draft.row
-        tasks = [each.values(table)[row] for each in self.actions.tasks.values()]
-        inputs = [each.values(table)[row] for each in self.actions.inputs.values()]
+        tasks = [task.values(table)[row] for task in self.actions.tasks.values()]
+        inputs = [action.values(table)[row] for action in self.actions.inputs.values()]
         return super().behaviour_columns(draft) | {
             "tasks": to_vectors(np.stack(tasks, axis=1).astype(np.uint8), pa.uint8()),
             "actions": to_vectors(np.stack(inputs, axis=1), pa.float32()),
@@ -127,25 +134,26 @@ class ActionsBuilder(SequenceBuilder):
     def user_columns(
         self, draft: PartDraft, count: Counter[str]
     ) -> dict[str, pa.Array]:
-        start = draft.behaviour_offsets[:-1]
+        """Return `train_end` and `val_end` (U,): events before the two cuts."""
+        start = draft.behaviour_offsets[:-1]  # (U,)
         length = np.diff(draft.behaviour_offsets)
         train_end = np.add.reduceat(draft.split <= 0, start).astype(np.int32)
         val_end = np.add.reduceat(draft.split <= 1, start).astype(np.int32)
         ends = {"train": train_end, "val": val_end, "test": length}
-        context = np.zeros_like(train_end)
+        context = np.zeros_like(train_end)  # (U,) events before the split
         for name, end in ends.items():
-            has_candidates = end > context
+            num_candidates = end - context
+            has_candidates = num_candidates > 0
             has_context = context > 0
-            candidates = end - context
+            without_context = num_candidates[~has_context]
             count[f"users_{name}"] = int(has_candidates.sum())
             count[f"with_context_{name}"] = int((has_candidates & has_context).sum())
-            count[f"events_without_context_{name}"] = int(
-                candidates[~has_context].sum()
-            )
+            count[f"events_without_context_{name}"] = int(without_context.sum())
             context = end
         return {"train_end": pa.array(train_end), "val_end": pa.array(val_end)}
 
     def training_stats(self, draft: PartDraft, table: pa.Table) -> TrainingStats:
+        """Return the sums of tasks (K,) and features (2, F) over training events."""
         is_train = draft.split == 0
         tasks = table["tasks"].combine_chunks().flatten().flatten().to_numpy()
         tasks = tasks.reshape(len(draft.row), len(self.actions.tasks))
@@ -159,11 +167,11 @@ class ActionsBuilder(SequenceBuilder):
         )
 
 
-# Tasks and inputs that are constant in training are left out.
+# Tasks and inputs that are constant in training are dropped.
 
 
 @dataclass(frozen=True)
-class PartSurvey:
+class PartLabelStats:
     """Statistics of the labels of one events part."""
 
     events: np.ndarray
@@ -171,125 +179,155 @@ class PartSurvey:
     positives: dict[str, int]
     """Positive training impressions by task."""
     input_ranges: dict[str, tuple[float, float]]
-    """Least and largest value of each input in training; empty without training
+    """Minimum and maximum of each input in training; empty without training
     impressions."""
     categories: TrainingValues
     """Values of the viewer-side categories in training."""
 
 
-def _survey_part(catalogue: Any, builder: ActionsBuilder, uri: str) -> PartSurvey:
+def _part_label_stats(
+    catalogue: Any, builder: ActionsBuilder, uri: str
+) -> PartLabelStats:
+    """Compute the statistics of the events part at `uri`.
+
+    `catalogue` is the `Vocabulary` of items, or a reference to it.
+    """
     part = EventsPart.open(
         read_part(uri, builder.columns, IDS), Lookups(catalogue), None
     )
     is_behaviour = builder.find_behaviours(part)
     row = select_behaviours(part, is_behaviour, builder.max_events).row
     split = assign_splits(builder.split, part.time[row], np.zeros(0, np.int64))
-    train = row[split == 0]
+    train_row = row[split == 0]
     categories = {
-        name: take_rows(part.table, name, train) for name in builder.categories
+        name: take_rows(part.table, name, train_row) for name in builder.categories
     }
-    actions, ranges = builder.actions, {}
-    if len(train):
-        for name, action in actions.inputs.items():
-            values = action.values(part.table)[train]
+    positives = {
+        name: int(task.values(part.table)[train_row].sum())
+        for name, task in builder.actions.tasks.items()
+    }
+    ranges: dict[str, tuple[float, float]] = {}
+    if len(train_row):
+        for name, action in builder.actions.inputs.items():
+            values = action.values(part.table)[train_row]
             ranges[name] = (float(values.min()), float(values.max()))
-    return PartSurvey(
+    return PartLabelStats(
         np.bincount(split, minlength=len(SPLITS)),
-        {
-            name: int(task.values(part.table)[train].sum())
-            for name, task in actions.tasks.items()
-        },
+        positives,
         ranges,
         TrainingValues.from_columns(categories),
     )
 
 
 @dataclass(frozen=True)
-class LabelSurvey:
+class LabelStats:
     """Statistics of the labels of all parts."""
 
     constant: dict[str, str]
-    """By `task NAME` or `action NAME` the constant value in training."""
+    """Description of the constant value in training, by `task NAME` or `action
+    NAME`."""
     viewers: dict[str, list[str]]
     """Values in training of each viewer-side category with few values."""
     hashed: tuple[str, ...]
     """Columns of categories with too many values to list."""
 
 
-def survey_labels(step: ActionsStep, builder: ActionsBuilder) -> LabelSurvey:
-    """Find the tasks and inputs that are constant in training, and the values of categories.
+def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStats:
+    """Find constant tasks and inputs, and the values of viewer-side categories.
 
     Raises:
-        UserError: if a split has no event, or every task or every input is constant.
+        UserError: If a split has no event, or every task or every input is constant.
     """
     run = step.run
     uris = part_uris(run.tables.table_uri("events"), step.events)
     shared = (run.tables.read_catalogue(), builder)
     calls = [(uri,) for uri in uris]
-    results = run.engine.map_unordered(_survey_part, calls, shared)
+    results = run.engine.map_unordered(_part_label_stats, calls, shared)
     parts = [part for _, part in results]
     events = np.sum([part.events for part in parts], axis=0).tolist()
     _check_splits(dict(zip(SPLITS, events, strict=True)), builder.split)
-    constant = _find_constants(builder.actions, parts, train=events[0])
+    constant = _find_constants(builder.actions, parts, num_train=events[0])
     for kind, names in (
         ("task", builder.actions.tasks),
         ("action", builder.actions.inputs),
     ):
         if all(f"{kind} {name}" in constant for name in names):
             raise UserError(
-                f"every {kind} is constant in training ({', '.join(constant)}); define one that is not in the source "
-                f"file, or choose another cut"
+                f"every {kind} is constant in training ({', '.join(constant)}); define "
+                f"a {kind} that varies in the source file, or split at other times"
             )
-    described = describe_features(
-        [part.categories for part in parts], builder.categories
-    )
+    categories = [part.categories for part in parts]
+    described = describe_features(categories, builder.categories)
     viewers, hashed = {}, []
     for category in described["categories"]:
         if category["buckets"]:
             hashed.append(category["name"])
         else:
             viewers[plain_name(category["name"])] = category["values"]
-    return LabelSurvey(constant, viewers, tuple(hashed))
+    return LabelStats(constant, viewers, tuple(hashed))
 
 
 def _check_splits(events: dict[str, int], split: dict[str, Any]) -> None:
-    """Raise UserError if a split has no event. `events` are counted per split."""
+    """Check that every split has an event.
+
+    Args:
+        events: Number of events per split.
+        split: The split as manifests record it.
+
+    Raises:
+        UserError: If a split has none.
+    """
     empty = [name for name in SPLITS if not events[name]]
     if not empty:
         return
     counts = ", ".join(f"{name} {rows:,}" for name, rows in events.items())
     raise UserError(
-        f"the cuts at {split['val_start_ms']} and {split['test_start_ms']} ms leave no event in "
-        f"{' and '.join(empty)} ({counts}); choose "
-        f"split.val_start and split.test_start within the log, or larger fractions"
+        f"the cuts at {split['val_start_ms']} and {split['test_start_ms']} ms leave no "
+        f"event in {' and '.join(empty)} ({counts}); choose split.val_start and "
+        f"split.test_start within the log, or larger fractions"
     )
 
 
 def _find_constants(
-    actions: ActionsConfig, parts: list[PartSurvey], train: int
+    actions: ActionsConfig, parts: list[PartLabelStats], num_train: int
 ) -> dict[str, str]:
-    """Return by `task NAME` or `action NAME` the value of the constant ones over `train` impressions."""
+    """Describe the tasks and inputs that are constant in training.
+
+    Args:
+        actions: Tasks and inputs.
+        parts: Statistics of all parts.
+        num_train: Number of training impressions, at least 1.
+
+    Returns:
+        The constant value as a text, by `task NAME` or `action NAME`.
+    """
     constant = {}
     for name in actions.tasks:
         positives = sum(part.positives[name] for part in parts)
-        if positives in (0, train):
+        if positives in (0, num_train):
             value = 1 if positives else 0
-            constant[f"task {name}"] = f"{value} for all {train:,} training events"
+            constant[f"task {name}"] = f"{value} for all {num_train:,} training events"
     for name in actions.inputs:
         ranges = [part.input_ranges[name] for part in parts if part.input_ranges]
-        low = min(least for least, _ in ranges)
-        if low == max(largest for _, largest in ranges):
-            constant[f"action {name}"] = f"{low:g} for all {train:,} training events"
+        low = min(minimum for minimum, _ in ranges)
+        if low == max(maximum for _, maximum in ranges):
+            constant[f"action {name}"] = (
+                f"{low:g} for all {num_train:,} training events"
+            )
     return constant
 
 
 def drop_constants(
     actions: ActionsConfig, constant: Mapping[str, str]
 ) -> ActionsConfig:
-    """Return the configuration without the tasks and inputs of `constant`, whose keys are `task NAME`, `action NAME`.
+    """Return the configuration without constant tasks and inputs.
 
     A constant task has nothing to learn and no entropy to normalise by. A constant
-    input tells nothing, and models would meet its other values untrained.
+    input carries no information, and models would meet its other values untrained.
+
+    Args:
+        actions: Tasks, inputs and counts.
+        constant: Its keys, `task NAME` or `action NAME`, are dropped.
     """
     tasks = {
         name: task
@@ -308,9 +346,14 @@ def drop_constants(
 def feature_scale(
     parts: list[TrainingStats], rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (F,) mean and standard deviation of features over training rows, 0 for a constant.
+    """Return the mean (F,) and standard deviation (F,) of features over training rows.
 
-    `parts` are always in the same order, so rounding is always the same.
+    The deviation of a constant feature is 0. The order of the parts determines the
+    rounding, so it must be deterministic.
+
+    Args:
+        parts: Sums and sums of squares of all parts.
+        rows: Number of training rows.
     """
     sums = [part.feature_sums for part in parts]
     mean, square = np.sum(sums, axis=0) / max(1, rows)
@@ -324,17 +367,18 @@ class ActionsStep(SequencesStep):
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Settings that the table depends on, including those of the actions."""
         return super().settings | {"actions": asdict(self.run.config.own)}
 
     @cached_property
-    def survey(self) -> LabelSurvey:
-        """Statistics of the labels."""
-        return survey_labels(self, self._full_builder)
+    def label_stats(self) -> LabelStats:
+        """Statistics of the labels, computed with all tasks and inputs."""
+        return compute_label_stats(self, self._full_builder)
 
     @cached_property
     def dropped_labels(self) -> dict[str, str]:
-        """Tasks and inputs that are left out; none if more files will be appended."""
-        return {} if self.run.grows else self.survey.constant
+        """Constant tasks and inputs to drop; none if more files will be appended."""
+        return {} if self.run.grows else self.label_stats.constant
 
     @property
     def _full_builder(self) -> ActionsBuilder:
@@ -349,20 +393,24 @@ class ActionsStep(SequencesStep):
         )
 
     def create_builder(self) -> ActionsBuilder:
-        done, until = "dropped", "so it is left out"
-        if self.run.grows:
-            done, until = "kept", "until another day has more"
-        for name, reason in self.survey.constant.items():
-            self.run.report(
-                f"{done}: {name} is {reason}: there is nothing to learn of it, {until}"
-            )
+        """Return the builder without constant tasks and inputs, and report them."""
+        for name, reason in self.label_stats.constant.items():
+            if self.run.grows:
+                line = f"kept: {name} is {reason}; appended files may have other values"
+            else:
+                line = f"dropped: {name} is {reason}, so there is nothing to learn"
+            self.run.report(line)
         full = self._full_builder
         actions = drop_constants(full.actions, self.dropped_labels)
-        return replace(full, actions=actions, hashed=self.survey.hashed)
+        return replace(full, actions=actions, hashed=self.label_stats.hashed)
 
     def create_counter(
         self, builder: ActionsBuilder, lookups: Lookups
     ) -> tuple[KeyCounter, Call] | None:
+        """Return the counter of the keys other than the user; None without such keys.
+
+        A user's events are in one part and need no exchange.
+        """
         counter = builder.counter
         if not counter.keys:
             return None
@@ -371,6 +419,11 @@ class ActionsStep(SequencesStep):
         return counter, (lookups.catalogue, codes)
 
     def describe(self, builder: ActionsBuilder, built: BuiltTable) -> dict[str, Any]:
+        """Return names, definitions and statistics of tasks, actions and features.
+
+        Raises:
+            UserError: If no event can be trained on.
+        """
         count, config = built.count, self.run.config
         events = built.per_split("requests")
         require_training(events, count, config.max_events, "event", self.split["kind"])
@@ -383,7 +436,7 @@ class ActionsStep(SequencesStep):
             "tasks": list(builder.actions.tasks),
             "actions": list(builder.actions.inputs),
             "features": builder.actions.features,
-            "viewers": self.survey.viewers,
+            "viewers": self.label_stats.viewers,
             "feature_mean": mean.tolist(),
             "feature_std": std.tolist(),
             "base_rates": dict(zip(builder.actions.tasks, rates, strict=True)),
@@ -402,24 +455,34 @@ class ActionsStep(SequencesStep):
         }
 
     def report(self, sequences: Manifest, seconds: float) -> None:
+        """Report sizes of the table and its splits, and the base rates of the tasks."""
         info, report = sequences.info, self.run.report
         report(
-            f"sequences: {pluralize(sequences.rows, 'user')}, {pluralize(len(info['tasks']), 'task')}, "
-            f"{pluralize(len(info['actions']), 'action')} and {pluralize(len(info['features']), 'feature')} in "
-            f"{seconds:.1f} s; {pluralize(info['events_outside'], 'event')} outside the "
-            f"catalogue left out, {info['tied_behaviours']:,} share their millisecond with the one before"
+            f"sequences: {pluralize(sequences.rows, 'user')}, "
+            f"{pluralize(len(info['tasks']), 'task')}, "
+            f"{pluralize(len(info['actions']), 'action')} and "
+            f"{pluralize(len(info['features']), 'feature')} in {seconds:.1f} s; "
+            f"{pluralize(info['events_outside'], 'event')} outside the catalogue "
+            f"dropped, {info['tied_behaviours']:,} at the same millisecond as the "
+            f"user's previous event"
         )
         for name in SPLITS[1:]:
             report(
-                f"{name}: {info['users_with_candidates'][name]:,} users with {info['events'][name]:,} candidates, "
-                f"{info['users_without_context'][name]:,} of them without context"
+                f"{name}: {info['users_with_candidates'][name]:,} users with "
+                f"{info['events'][name]:,} candidates, "
+                f"{info['users_without_context'][name]:,} of these users without "
+                f"context"
             )
         rates = [f"{name} {rate:.4f}" for name, rate in info["base_rates"].items()]
         report(f"base rates: {', '.join(rates)}")
 
 
 def read_attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
-    """Return by attribute (I,) int32 a code for the value of each item, -1 for an item without one."""
+    """Return integer codes of item attributes.
+
+    Returns:
+        By attribute the code (I,) int32 of each item's value, -1 for a missing value.
+    """
     if not names:
         return {}
     items = run.tables.read("items", [f"cat_{name}" for name in names])
@@ -433,6 +496,13 @@ def read_attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
 def make_actions(
     run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
 ) -> Manifest:
-    """Make the sequences of a log of actions and return their manifest."""
+    """Make the sequences of a log of actions and return their manifest.
+
+    Args:
+        run: The run of prepare.
+        events: Manifest of `events`.
+        items: Manifest of `items`.
+        split: The split as manifests record it.
+    """
     as_of = make_as_of_tables(run)
     return make_sequences(ActionsStep(run, events, items, split, as_of))

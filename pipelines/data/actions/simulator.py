@@ -1,21 +1,24 @@
-"""A simulated feed with a known answer: the dog and cat users of AttnMVP (Fig. 4), scaled up.
+r"""A simulated feed with a known optimum: the dog and cat users of AttnMVP (Fig. 4).
 
-    python -m jobs.simulate --kind feed --output raw --users 1500 --items 400 --events 30000
-    python -m jobs.simulate --kind feed --output raw --users 1500 --items 6000 --events 30000 --shown_days 7
+    python -m jobs.simulate --kind feed --output raw --users 1500 --items 400 \
+        --events 30000
+    python -m jobs.simulate --kind feed --output raw --users 1500 --items 6000 \
+        --events 30000 --shown_days 7
 
 Half of the items show dogs, half cats. Half of the users like dogs and not cats, the
-other half the reverse. Items are drawn in the same way for everyone, so neither the
-items that a user saw nor the actions that an item got from all users tell the two kinds
-apart: only the user's actions do. A model that does not read actions cannot beat the
-base rate (normalised entropy near 1). A model that reads them can come down to
-`best_entropy`, because actions are drawn with the probabilities PROBABILITY. With
-`shown_days` items come and go over the whole log and each is shown for this number of
-days. Training has then hardly seen the items of validation and test: their ids say
-nothing, their kind, author and text do.
+other half the reverse. Items are drawn from the same distribution for every user, so
+the two kinds of users differ neither in the items they saw nor in the items' total
+actions, only in their own actions. A model that does not read actions cannot beat the
+base rate (normalised entropy near 1). A model that reads them can reach `best_entropy`,
+because actions are drawn with the probabilities PROBABILITY. With `shown_days` each
+item is shown for this number of days only, and items are spread over the whole log.
+Most items of validation and test are then new: their ids carry no information, but
+their kind, author and text do.
 
-Written are `events-*.parquet` (user_id, item_id, timestamp_ms, like, comment, share,
+The output is `events-*.parquet` (user_id, item_id, timestamp_ms, like, comment, share,
 follow, hide, dwell_ms), `items.parquet` (item_id, title, description, author, kind)
-and, last, `simulation.json`. No Ray. A result on one is always labelled simulated.
+and, written last, `simulation.json`. Ray is not used. Results on simulated logs are
+always labelled as simulated.
 """
 
 from __future__ import annotations
@@ -46,17 +49,19 @@ PROBABILITY = {
     "follow": (0.005, 0.05),
     "hide": (0.3, 0.02),
 }
-"""Probability of each action on an item of the kind that the user does not like, and of
-the other kind."""
+"""Probabilities of each action: on an item of the kind that the user does not like, and
+on an item of the kind that the user likes."""
 
 LOG_DWELL = (np.log(4_000), np.log(25_000))
-"""Means of the logarithm of the dwell time in ms, in the same order."""
+"""Means of the logarithm of the dwell time in ms: for a kind that the user does not
+like, and for a kind that the user likes."""
 
 LOG_DWELL_STD = 0.7
-"""Standard deviation of that logarithm."""
+"""Standard deviation of the logarithm of the dwell time."""
 
 DAY_MS = 86_400_000
 ITEMS_PER_AUTHOR = 8
+"""Mean number of items per author."""
 BREEDS = {
     "dog": [
         "beagle",
@@ -111,11 +116,11 @@ PLACES = [
 
 @dataclass(frozen=True)
 class FeedSettings(Settings):
-    """Size, seed and causes of a feed."""
+    """Size and seed of a feed, and how long it shows an item."""
 
     shown_days: float = 0.0
-    """Feed: days that each item is shown for, so that later items are new; 0: for the
-    whole log."""
+    """Feed: days for which an item is shown, so that later items are new; 0: the whole
+    log."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,34 +130,38 @@ class FeedSettings(Settings):
             )
 
     def describe(self) -> str:
+        """Describe for how long items are shown."""
         return f", each shown for {self.shown_days:g} days" if self.shown_days else ""
 
 
 @dataclass(frozen=True)
 class Feed:
-    """A feed as arrays, and its causes. E impressions, user after user; I items; U users."""
+    """A feed as arrays, and the tastes that caused it.
+
+    Shapes: E impressions, grouped by user; I items; U users.
+    """
 
     kind: np.ndarray
-    """(I,) the kind that an item shows, as an index into ITEM_KINDS."""
+    """(I,) kind that an item shows, as an index into ITEM_KINDS."""
     taste: np.ndarray
-    """(U,) the kind that a user likes, as an index into ITEM_KINDS."""
+    """(U,) kind that a user likes, as an index into ITEM_KINDS."""
     user: np.ndarray
-    """(E,) number of the user."""
+    """(E,) index of the user."""
     time: np.ndarray
-    """(E,) ms."""
+    """(E,) time in ms."""
     item: np.ndarray
-    """(E,) number of the item."""
+    """(E,) index of the item."""
     actions: dict[str, np.ndarray]
-    """(E,) bool by action."""
+    """(E,) bool for each action."""
     dwell_ms: np.ndarray
-    """(E,) float32."""
+    """(E,) float32 dwell time in ms."""
 
 
 def best_entropy(action: str) -> float:
-    """Return the normalised entropy of a model that knows which kind each user likes: the least possible.
+    """Return the lowest normalised entropy that a model can reach for an action.
 
-    It is the mean entropy of the two probabilities over the entropy of their mean, the
-    base rate.
+    A model that knows which kind each user likes reaches it: the mean entropy of the
+    action's two probabilities, divided by the entropy of their mean, the base rate.
     """
 
     def entropy(p: float) -> float:
@@ -164,21 +173,23 @@ def best_entropy(action: str) -> float:
 
 
 def draw_feed(settings: FeedSettings) -> Feed:
-    """Draw a feed."""
+    """Draw tastes, impressions and actions from the seed of the settings."""
     rng = np.random.default_rng([settings.seed, 2])
     kind = rng.permutation(np.arange(settings.items) % len(ITEM_KINDS))
     taste = rng.permutation(np.arange(settings.users) % len(ITEM_KINDS))
     lengths = draw_lengths(settings, rng)
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
-    draw, time = rng.random(settings.events), None
-    # Low numbers are popular.
-    item = (settings.items * draw**SKEW).astype(np.int32)
+    uniform = rng.random(settings.events)
+    time = None
+    # items with low indices are popular
+    item = (settings.items * uniform**SKEW).astype(np.int32)
     if settings.shown_days:
-        # Items are shown one after the other, equally many at any time.
+        # a window of equally many items moves over the items in the course of the log
         time = draw_times(lengths, np.random.default_rng([settings.seed, 4]))
         shown_ms = settings.shown_days * DAY_MS
-        since_start, span = time - START_MS, time.max() - START_MS + shown_ms + 1
-        item = settings.items * ((since_start + shown_ms * draw) / span)
+        since_start = time - START_MS
+        span = time.max() - START_MS + shown_ms + 1
+        item = settings.items * ((since_start + shown_ms * uniform) / span)
         item = item.astype(np.int32)
     is_liked = (kind[item] == taste[user]).astype(np.int64)
     actions = {
@@ -193,27 +204,34 @@ def draw_feed(settings: FeedSettings) -> Feed:
 
 
 def _make_items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    """Return titles and descriptions of items (I,), and authors who show one kind only."""
-    count = len(kind)
-    authors = max(1, count // ITEMS_PER_AUTHOR // len(ITEM_KINDS))
-    author = kind * authors + rng.integers(0, authors, count)
+    """Return the `items` file: titles, descriptions and authors of items of kinds (I,).
+
+    An author shows items of one kind only.
+    """
+    num_items = len(kind)
+    num_authors = max(1, num_items // ITEMS_PER_AUTHOR // len(ITEM_KINDS))  # per kind
+    author = kind * num_authors + rng.integers(0, num_authors, num_items)
+    author_ids = pl.Series(make_ids("a", num_authors * len(ITEM_KINDS)))
     breeds = np.array([BREEDS[name] for name in ITEM_KINDS])
-    breed = breeds[kind, rng.integers(0, 10, count)]
+    breed = breeds[kind, rng.integers(0, 10, num_items)]
+    activity = np.array(ACTIVITIES)[rng.integers(0, 10, num_items)]
+    place = np.array(PLACES)[rng.integers(0, 10, num_items)]
     frame = pl.DataFrame(
         {
-            "item_id": pl.Series(make_ids("i", count)),
+            "item_id": pl.Series(make_ids("i", num_items)),
             "kind": np.array(ITEM_KINDS)[kind],
-            "author": pl.Series(make_ids("a", authors * len(ITEM_KINDS))).gather(
-                author
-            ),
+            "author": author_ids.gather(author),
             "breed": breed,
-            "does": np.array(ACTIVITIES)[rng.integers(0, 10, count)],
-            "place": np.array(PLACES)[rng.integers(0, 10, count)],
+            "activity": activity,
+            "place": place,
         }
-    ).select(
+    )
+    title = pl.format("{} {}", pl.col("breed").str.to_titlecase(), "activity")
+    description = pl.format("A {} {} in the {}.", "kind", "activity", "place")
+    frame = frame.select(
         "item_id",
-        pl.format("{} {}", pl.col("breed").str.to_titlecase(), "does").alias("title"),
-        pl.format("A {} {} in the {}.", "kind", "does", "place").alias("description"),
+        title.alias("title"),
+        description.alias("description"),
         "author",
         "kind",
     )
@@ -223,19 +241,23 @@ def _make_items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
 
 
 def simulate_feed(output_dir: str, settings: FeedSettings) -> Feed:
-    """Write a feed into `output_dir` (a local path or URI) and return its causes. Raises as `open_log`."""
+    """Write a feed into `output_dir`, a local path or URI, and return its arrays.
+
+    Raises:
+        UserError: If the folder cannot be written, or holds another log.
+    """
     open_log(output_dir)
     feed = draw_feed(settings)
     user_ids, item_ids = make_ids("u", settings.users), make_ids("i", settings.items)
 
-    def make_rows(which: np.ndarray, first: int) -> pa.Table:
+    def make_rows(events: np.ndarray, first: int) -> pa.Table:
         return pa.table(
             {
-                "user_id": pa.DictionaryArray.from_arrays(feed.user[which], user_ids),
-                "item_id": pa.DictionaryArray.from_arrays(feed.item[which], item_ids),
-                "timestamp_ms": feed.time[which],
-                **{name: taken[which] for name, taken in feed.actions.items()},
-                "dwell_ms": feed.dwell_ms[which],
+                "user_id": pa.DictionaryArray.from_arrays(feed.user[events], user_ids),
+                "item_id": pa.DictionaryArray.from_arrays(feed.item[events], item_ids),
+                "timestamp_ms": feed.time[events],
+                **{name: flags[events] for name, flags in feed.actions.items()},
+                "dwell_ms": feed.dwell_ms[events],
             }
         )
 

@@ -13,8 +13,7 @@ from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, Rqvae
 from models.storage.tables import read_manifest
 
 MIN_ITEMS_PER_CODE = 4
-"""Mean number of items per code of the first level below which there are too many
-codes."""
+"""Mean number of items per first code below which a smaller codebook is advised."""
 
 
 @dataclass(frozen=True)
@@ -22,32 +21,31 @@ class EmbedConfig:
     """Options of embeddings of item texts."""
 
     template: str = ""
-    """Item text, such as '{title}. {brand}'; empty for all text columns, joined by
-    blanks."""
+    """Item text, such as '{title}. {brand}'; empty joins all text columns by spaces."""
     empty: Literal["encode", "error"] = "encode"
-    """Items without text: `encode` encodes the empty string and reports their count,
-    `error` stops."""
+    """Items without text: `encode` encodes the empty string and reports their number,
+    `error` stops the job."""
     pooling: Literal["mean", "cls"] = "mean"
     """`mean` over tokens, or the state of the `cls` token."""
     normalize: bool = True
     """Scale encoder outputs to length 1, as in the training of sentence encoders."""
     max_tokens: int = 256
-    """Most tokens per text; longer texts are truncated."""
+    """Maximum number of tokens per text; longer texts are truncated."""
     batch_size: int = 32
-    """Texts per forward pass, sorted by length and padded to the longest of their
-    batch."""
+    """Texts per forward pass; a batch holds texts of similar length and is padded to
+    its longest."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`fp32`, or `bf16` for the encoder's matrix products, which is faster on GPUs and
     newer CPUs."""
     workers: int = 0
-    """Most encoder actors. 0: one per GPU or, without GPUs, one per CPU; on a cluster
-    with an autoscaler, as many as the texts keep busy, up to 32, so that it starts
-    nodes."""
+    """Maximum number of encoder actors. 0: one per GPU or, without GPUs, one per CPU;
+    on a cluster with an autoscaler also one per 4 blocks of texts, up to 32, so that
+    it starts nodes."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """Whether each encoder uses a GPU. auto: if the cluster has any at the start. true
-    makes an autoscaler start GPU nodes."""
+    """Whether each encoder uses a GPU. auto: if the cluster has a GPU when the job
+    starts. true makes an autoscaler start GPU nodes."""
     memory_gb: float = 0
-    """GiB of memory that Ray reserves per encoder; 0 to reserve only CPUs and GPUs."""
+    """GiB of memory that Ray reserves per encoder; 0 reserves only CPUs and GPUs."""
     svd: int = 256
     """Width of the TF-IDF encoder's truncated SVD."""
     whiten: bool = True
@@ -63,7 +61,7 @@ class EmbedConfig:
             )
 
     def encoder_options(self) -> tuple[str, int, int, bool, str]:
-        """Return the arguments of TextEncoder after the name."""
+        """Return the arguments of `TextEncoder` that follow its name."""
         return (
             self.pooling,
             self.max_tokens,
@@ -78,25 +76,28 @@ class TextConfig(EmbedConfig):
     """Options of embeddings of a log's texts."""
 
     pooling: Literal["mean", "cls"] = "cls"
-    """State of the `cls` token, as in the paper (Sec. 3.3), or the `mean` over
-    tokens."""
+    """State of the `cls` token, as in QGS (Sec. 3.3), or the `mean` over tokens."""
     max_tokens: int = 180
-    """Most tokens per text or pair; longer texts are truncated (Sec. 4.1 of QGS)."""
+    """Maximum number of tokens per text or pair (QGS, Sec. 4.1); longer texts are
+    truncated."""
     svd: int = 64
     """Width of the TF-IDF encoder's truncated SVD."""
     query_condition: Literal["query", "joint"] = "query"
-    """For searches. `query`: embeddings of the query alone. `joint`: adds the [SEP]
-    state over query and document, which leaks."""
+    """For searches. `query`: embeddings of the query alone. `joint`: also the [SEP]
+    state over query and document, which leaks the document to predict."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """A tokenizer, and the options of all tokenizers; unused options are ignored."""
+    """The chosen tokenizer, and the options of all tokenizers.
+
+    Options of other tokenizers than the chosen one are ignored.
+    """
 
     tokenizer: str
     """`rqvae`, `rqkmeans`, `psid` or `published`."""
     published: str = ""
-    """File of published SIDs, for `published`."""
+    """File of published SIDs; required by the tokenizer `published`."""
     rqkmeans: RqkmeansConfig = field(default_factory=RqkmeansConfig)
     rqvae: RqvaeConfig = field(default_factory=RqvaeConfig)
     psid: PsidConfig = field(default_factory=PsidConfig)
@@ -105,58 +106,62 @@ class TokenizerConfig:
         if (self.tokenizer == "published") != bool(self.published):
             raise ValueError(
                 f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; "
-                f"--tokenizer published and --published FILE go together"
+                f"--tokenizer published needs --published FILE, and no other tokenizer "
+                f"takes it"
             )
 
     @property
     def quantizer(self) -> str:
-        """The tokenizer whose codebooks are trained."""
+        """The tokenizer whose codebooks are trained: for `psid` it is `rqkmeans`."""
         return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
 
-    def too_few_items(self, items_uri: str) -> str | None:
-        """Return a message if the items are fewer than the codes of a codebook."""
+    def describe_too_few_items(self, items_uri: str) -> str | None:
+        """Return an error message if a codebook has more codes than there are items."""
         if self.quantizer == "published":
             return None
-        size = getattr(self, self.quantizer).codebook_size
-        items = read_manifest(items_uri, "items").rows
-        if items >= size:
+        codebook_size = getattr(self, self.quantizer).codebook_size
+        num_items = read_manifest(items_uri, "items").rows
+        if num_items >= codebook_size:
             return None
-        if items < 2:
+        if num_items < 2:
             return (
-                f"{items_uri} has {items} item, and semantic IDs need 2 or more; lower "
-                f"--core of jobs.prepare, or give a longer log"
+                f"{items_uri} has {num_items} item, and semantic IDs need 2 or more; "
+                f"lower --core of jobs.prepare, or give a longer log"
             )
         return (
-            f"{self.quantizer}.codebook_size is {size}, and {items_uri} has {items} "
-            f"items, too few for that; use a smaller one, such as "
-            f"{self._fitting(items)}"
+            f"{self.quantizer}.codebook_size is {codebook_size}, more than the "
+            f"{num_items} items of {items_uri}; use a smaller one, such as "
+            f"{self._suggested_option(num_items)}"
         )
 
-    def crowded_by_codes(self, items: int, used: int) -> str | None:
+    def describe_sparse_codes(self, num_items: int, num_first_codes: int) -> str | None:
         """Return advice if few items share a first code and a smaller codebook helps.
 
         Args:
-            items: Number of items.
-            used: Number of first codes in use.
+            num_items: Number of items with SIDs.
+            num_first_codes: Number of codes of the first level that are in use.
         """
-        if self.quantizer == "published" or items >= MIN_ITEMS_PER_CODE * used:
+        if self.quantizer == "published":
             return None
-        if self._fitting_size(items) >= getattr(self, self.quantizer).codebook_size:
+        if num_items >= MIN_ITEMS_PER_CODE * num_first_codes:
+            return None
+        codebook_size = getattr(self, self.quantizer).codebook_size
+        if self._suggested_size(num_items) >= codebook_size:
             return None
         return (
-            f"only {items / used:.1f} items share a first code; below "
+            f"only {num_items / num_first_codes:.1f} items share a first code; below "
             f"{MIN_ITEMS_PER_CODE} a model learns little about an item from similar "
-            f"ones: try {self._fitting(items)}"
+            f"ones: try {self._suggested_option(num_items)}"
         )
 
-    def _fitting(self, items: int) -> str:
-        """Return the option that sets `_fitting_size`."""
-        return f"--{self.quantizer}.codebook_size {self._fitting_size(items)}"
+    def _suggested_option(self, num_items: int) -> str:
+        """Return the command-line option that sets `_suggested_size`."""
+        return f"--{self.quantizer}.codebook_size {self._suggested_size(num_items)}"
 
     @staticmethod
-    def _fitting_size(items: int) -> int:
-        """Return the largest power of two of codes with enough items per code."""
-        return int(2 ** max(1, (items // MIN_ITEMS_PER_CODE).bit_length() - 1))
+    def _suggested_size(num_items: int) -> int:
+        """Return the largest power of two of codes with `MIN_ITEMS_PER_CODE` each."""
+        return int(2 ** max(1, (num_items // MIN_ITEMS_PER_CODE).bit_length() - 1))
 
     @property
     def on_train_items(self) -> bool:
@@ -164,7 +169,7 @@ class TokenizerConfig:
         return self.quantizer == "rqkmeans" and self.rqkmeans.train_items
 
     def relevant_settings(self) -> dict[str, Any]:
-        """Return the options that the SIDs depend on."""
+        """Return the options that the SIDs depend on, for the manifest."""
         options: dict[str, Any] = {"tokenizer": self.tokenizer}
         if self.tokenizer == "psid":
             options["psid"] = asdict(self.psid)

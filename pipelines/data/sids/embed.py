@@ -3,18 +3,19 @@
 Any `transformers` encoder, by hub name or local path, runs in a pool of Ray Data
 actors. `minilm` is a model from a pip package; `tfidf` needs no weights. Items are
 encoded in ranges of a million: each distinct text of a range is encoded once, and its
-embeddings are written before the next range. PCA is optional; only for it the driver
-needs the embeddings of all items, items x width floats.
+embeddings are written before the next range. The optional PCA needs the embeddings of
+all items in the driver's memory, items x width floats.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
 from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.config import EmbedConfig
-from pipelines.data.sids.own_embeddings import OwnEmbeddings
+from pipelines.data.sids.precomputed import PrecomputedEmbeddings
 from pipelines.ray_inside import has_autoscaler, silence_cpp_log
 
 Say = Callable[[str], None]
@@ -59,9 +60,24 @@ ROWS_PER_PART = 262_144
 ITEMS_PER_RANGE = 4 * ROWS_PER_PART
 """Items whose embeddings are in the driver's memory at a time."""
 MAX_FIT_TEXTS = 1 << 20
-"""Most texts that TF-IDF and its SVD are fitted on; of more, a sample."""
+"""Maximum number of texts that TF-IDF and its SVD are fitted on. A larger catalogue is
+sampled."""
 MAX_RESTARTS = 3
-"""Restarts of a lost encoder, which then continues with its block."""
+"""Restarts of a lost encoder actor, which then retries its block."""
+
+
+@dataclass(frozen=True)
+class EmbeddingSource:
+    """Where item embeddings come from: an encoder of texts, or the user's file."""
+
+    encoder: str = "minilm"
+    """Name of the encoder, or `tfidf`."""
+    pca_width: int = 0
+    """Width of the PCA, or 0 to store the encoder's output."""
+    config: EmbedConfig = field(default_factory=EmbedConfig)
+    """Options of the encoder and the PCA."""
+    precomputed: PrecomputedEmbeddings | None = None
+    """Embeddings from the user's file, which replace those of the encoder."""
 
 
 def item_texts(
@@ -69,23 +85,23 @@ def item_texts(
 ) -> list[str]:
     """Format the text of each item by the template; missing values are empty.
 
-    A message tells if some items have no text, or all have the same.
+    Items without text, and a catalogue of equal texts, are reported by `say`.
 
     Raises:
-        UserError: If a column does not exist, no item has a text, or some have none and
-            `config.empty` is "error".
+        UserError: If a column does not exist, no item has a text, or an item has none
+            and `config.empty` is "error".
     """
-    texts, blank = format_item_texts(items, config.template)
-    if blank:
+    texts, num_empty = format_item_texts(items, config.template)
+    if num_empty:
         columns = ", ".join(text_columns(items.column_names, config.template))
-        what = f"{blank:,} of {len(texts):,} items have no text in {columns}"
-        if config.empty == "error" or blank == len(texts):
-            raise UserError(f"{what}; use a template with more columns")
-        say(f"note: {what}; their codes say nothing of them")
+        summary = f"{num_empty:,} of {len(texts):,} items have no text in {columns}"
+        if config.empty == "error" or num_empty == len(texts):
+            raise UserError(f"{summary}; use a template with more columns")
+        say(f"note: {summary}; their codes carry no information about them")
     if len(texts) > 1 and len(set(texts)) == 1:
         say(
-            f"note: all {len(texts):,} items have the same text, so that codes tell "
-            f"nothing; use a template with more columns"
+            f"note: all {len(texts):,} items have the same text, so their codes carry "
+            f"no information; use a template with more columns"
         )
     return texts
 
@@ -120,14 +136,15 @@ class EncoderActor(TextEncoder):
     """A Ray Data actor that turns blocks of texts into blocks of embeddings."""
 
     def __call__(self, block: pa.Table) -> pa.Table:
+        """Return `text_index` and `embedding` of the texts of a block."""
         vectors = self.encode(block["text"].to_pylist())
         flat = pa.array(vectors.reshape(-1), pa.float32())
         embeddings = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
         return pa.table({"text_index": block["text_index"], "embedding": embeddings})
 
 
-def _matrix(column: pa.ChunkedArray) -> np.ndarray:
-    """Convert a list column of equal lengths to (rows, width) float32."""
+def _to_matrix(column: pa.ChunkedArray) -> np.ndarray:
+    """Convert a list column of equal lengths to a (rows, width) float32 array."""
     chunks = [
         chunk.flatten().to_numpy().reshape(len(chunk), -1)
         for chunk in column.chunks
@@ -136,53 +153,63 @@ def _matrix(column: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate(chunks).astype(np.float32, copy=False)
 
 
+def _actor_resources(config: EmbedConfig, gpus: bool) -> dict[str, float]:
+    """Return the Ray resources of one actor; memory is in bytes."""
+    use_gpu = config.use_gpu
+    if use_gpu == "auto":
+        use_gpu = bool(ray.cluster_resources().get("GPU", 0))
+    resources: dict[str, float] = {"CPU": 1}
+    if use_gpu and gpus:
+        resources["GPU"] = 1
+    if config.memory_gb:
+        resources["memory"] = config.memory_gb * 2**30
+    return resources
+
+
 def run_in_actors(
     blocks: list[pa.Table],
-    actor: type,
-    given: tuple[Any, ...],
+    actor_class: type,
+    constructor_args: tuple[Any, ...],
     config: EmbedConfig,
     say: Say,
     gpus: bool = True,
 ) -> Iterator[pa.Table]:
-    """Run blocks through a pool of actors, and yield results as they finish.
+    """Map blocks through a pool of Ray Data actors, and yield results as they finish.
 
     Args:
-        blocks: Tables, one call of an actor each.
-        actor: Class of the actors.
-        given: Arguments of its constructor.
+        blocks: Tables; each is the argument of one call of an actor.
+        actor_class: Class whose instances map a table to a table.
+        constructor_args: Arguments of its constructor.
         config: Number of actors and their resources.
         say: Prints a message.
-        gpus: Whether the actors can use GPUs.
+        gpus: Whether an actor can use a GPU.
+
+    Raises:
+        UserError: If the cluster has no room for one actor.
     """
     quiet_ray_data()
-    use_gpu = config.use_gpu
-    if use_gpu == "auto":
-        use_gpu = bool(ray.cluster_resources().get("GPU", 0))
-    use_gpu = use_gpu and gpus
-    each: dict[str, float] = {"CPU": 1}
-    if use_gpu:
-        each["GPU"] = 1
-    if config.memory_gb:
-        each["memory"] = config.memory_gb * 2**30
+    resources = _actor_resources(config, gpus)
     remedy = "lower --embed.memory_gb or give --embed.use_gpu false"
-    cluster.check_room(1, each, remedy)
-    workers = min(len(blocks), config.workers or default_workers(each, len(blocks)))
-    say(f"{pluralize(workers, 'encoder actor')} on {'GPU' if use_gpu else 'CPU'}")
+    cluster.check_room(1, resources, remedy)
+    num_actors = config.workers or default_num_actors(resources, len(blocks))
+    num_actors = min(len(blocks), num_actors)
+    device = "GPU" if "GPU" in resources else "CPU"
+    say(f"{pluralize(num_actors, 'encoder actor')} on {device}")
     with warnings.catch_warnings(), silence_cpp_log():
         # `map_batches` has no parameter for restarts, and Ray deprecates other keywords
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
         dataset = ray.data.from_arrow(blocks).map_batches(
-            actor,
-            fn_constructor_args=given,
+            actor_class,
+            fn_constructor_args=constructor_args,
             batch_size=None,  # a block is a batch
             batch_format="pyarrow",
             # all actors are requested at once, and work begins with the first
             compute=ray.data.ActorPoolStrategy(
-                min_size=1, max_size=workers, initial_size=workers
+                min_size=1, max_size=num_actors, initial_size=num_actors
             ),
             num_cpus=1,
-            num_gpus=1 if use_gpu else 0,
-            memory=each.get("memory"),
+            num_gpus=resources.get("GPU", 0),
+            memory=resources.get("memory"),
             # without a limit, a text that ends the actor would restart it forever
             max_restarts=MAX_RESTARTS,
             max_task_retries=MAX_RESTARTS,
@@ -190,28 +217,31 @@ def run_in_actors(
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow")
 
 
-BLOCKS_PER_WORKER = 4
-"""Blocks per encoder that an autoscaler is asked for."""
+BLOCKS_PER_ACTOR = 4
+"""Blocks that justify one more encoder actor on a cluster with an autoscaler."""
 
-MAX_DEFAULT_WORKERS = 32
-"""Most encoders that an autoscaler is asked for by default."""
+MAX_DEFAULT_ACTORS = 32
+"""Maximum number of encoder actors requested from an autoscaler by default."""
 
 
-def default_workers(each: dict[str, float], blocks: int) -> int:
-    """Return the number of encoders to request.
+def default_num_actors(resources: dict[str, float], num_blocks: int) -> int:
+    """Return how many encoder actors to request if the user sets no number.
 
-    It is the room of the cluster, or more if an autoscaler can start nodes.
+    Returns:
+        The number that fits the current nodes. With an autoscaler also one actor per
+        `BLOCKS_PER_ACTOR` blocks, up to `MAX_DEFAULT_ACTORS`, whichever is more.
     """
-    room = cluster.count_room(cluster.alive_nodes(), each)
+    room = cluster.count_room(cluster.alive_nodes(), resources)
     if not has_autoscaler():
         return room
-    return max(room, min(-(-blocks // BLOCKS_PER_WORKER), MAX_DEFAULT_WORKERS))
+    num_useful = math.ceil(num_blocks / BLOCKS_PER_ACTOR)
+    return max(room, min(num_useful, MAX_DEFAULT_ACTORS))
 
 
 def _encode_distributed(
     texts: list[str], name: str, config: EmbedConfig, say: Say
 ) -> Iterator[pa.Table]:
-    """Yield blocks of `text_index` and `embedding` as actors finish them."""
+    """Yield tables of `text_index` and `embedding` as actors finish them."""
     # longest first: batches have texts of similar length, and the last blocks are short
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
     table = pa.table(
@@ -232,40 +262,47 @@ def _encode_distributed(
 def encode_texts(
     texts: list[str], name: str, config: EmbedConfig, say: Say = print
 ) -> np.ndarray:
-    """Return embeddings (texts, width) by a `transformers` encoder.
+    """Encode texts with a `transformers` encoder in a pool of actors.
 
     Each distinct text is encoded once.
 
     Args:
-        texts: Texts.
-        name: Name of the encoder.
-        config: Options.
-        say: Prints a message.
+        texts: At least one text.
+        name: Hub name or folder of the encoder, or `minilm`.
+        config: Options of the encoder and the pool.
+        say: Prints progress.
+
+    Returns:
+        The embeddings (texts, width) float32.
     """
     distinct: dict[str, int] = {}
-    row = np.array([distinct.setdefault(text, len(distinct)) for text in texts])
+    distinct_row = np.array(
+        [distinct.setdefault(text, len(distinct)) for text in texts]
+    )
     say(f"{len(texts)} texts, {len(distinct)} distinct; loading {name}")
     vectors: np.ndarray | None = None
-    done, shown = 0, time.monotonic()
+    num_encoded = 0
+    reported_at = time.monotonic()
     for block in _encode_distributed(list(distinct), name, config, say):
-        matrix = _matrix(block["embedding"])
+        matrix = _to_matrix(block["embedding"])
         if vectors is None:
             vectors = np.empty((len(distinct), matrix.shape[1]), dtype=np.float32)
         vectors[block["text_index"].to_numpy()] = matrix
-        done += len(matrix)
-        if time.monotonic() - shown > 2 or done == len(distinct):
-            say(f"encoded {done} of {len(distinct)} texts")
-            shown = time.monotonic()
+        num_encoded += len(matrix)
+        if time.monotonic() - reported_at > 2 or num_encoded == len(distinct):
+            say(f"encoded {num_encoded} of {len(distinct)} texts")
+            reported_at = time.monotonic()
     assert vectors is not None
-    assert done == len(distinct)
-    return vectors if len(distinct) == len(texts) else vectors[row]
+    assert num_encoded == len(distinct)
+    return vectors if len(distinct) == len(texts) else vectors[distinct_row]
 
 
 def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
-    """Fit TF-IDF and truncated SVD.
+    """Fit TF-IDF and a truncated SVD of at most `width` components.
 
     Returns:
-        Vectorizer, SVD, and the vectors (texts, at most `width`).
+        The fitted TfidfVectorizer, the fitted TruncatedSVD, and the vectors (texts,
+        components) of the texts.
 
     Raises:
         UserError: If there are fewer than 2 words or texts.
@@ -294,26 +331,28 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
 
 
 def tfidf_embeddings(
-    texts: list[str], width: int, fitted: int = 0
+    texts: list[str], width: int, num_fit: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield TF-IDF embeddings of ranges of texts, of length 1 unless empty.
+    """Yield TF-IDF embeddings (texts, components) of consecutive ranges of texts.
+
+    Embeddings are scaled to length 1; a text without a known word gets zeros.
 
     Args:
-        texts: Texts.
-        width: Largest width of the SVD.
-        fitted: Number of the first texts that TF-IDF is fitted on, at most
-            `MAX_FIT_TEXTS` of them; 0 for all.
+        texts: All texts.
+        width: Maximum number of components of the SVD.
+        num_fit: TF-IDF is fitted on the first `num_fit` texts, or on a sample of
+            `MAX_FIT_TEXTS` of them; 0 for all texts.
     """
     from sklearn.preprocessing import normalize
 
-    fitted = fitted or len(texts)
-    if len(texts) == fitted <= MAX_FIT_TEXTS:
+    num_fit = num_fit or len(texts)
+    if len(texts) == num_fit <= MAX_FIT_TEXTS:
         yield normalize(fit_tfidf(texts, width)[2]).astype(np.float32)
         return
-    fit_texts = texts[:fitted]
-    if fitted > MAX_FIT_TEXTS:
-        sample = np.random.default_rng(0).choice(fitted, MAX_FIT_TEXTS, replace=False)
-        fit_texts = [texts[text] for text in sample.tolist()]
+    fit_texts = texts[:num_fit]
+    if num_fit > MAX_FIT_TEXTS:
+        sample = np.random.default_rng(0).choice(num_fit, MAX_FIT_TEXTS, replace=False)
+        fit_texts = [texts[index] for index in sample.tolist()]
     vectorizer, svd, _ = fit_tfidf(fit_texts, width)
     for start in range(0, len(texts), ITEMS_PER_RANGE):
         counts = vectorizer.transform(texts[start : start + ITEMS_PER_RANGE])
@@ -321,31 +360,39 @@ def tfidf_embeddings(
 
 
 def embed_ranges(
-    texts: list[str], encoder: str, config: EmbedConfig, say: Say, fitted: int = 0
+    texts: list[str], encoder: str, config: EmbedConfig, say: Say, num_fit: int = 0
 ) -> Iterator[np.ndarray]:
-    """Yield embeddings (texts, width) of ranges of texts; `fitted` is for TF-IDF."""
+    """Yield embeddings (texts, width) of consecutive ranges of texts.
+
+    Args:
+        texts: All texts.
+        encoder: Name of the encoder, or `tfidf`.
+        config: Options of the encoder.
+        say: Prints progress.
+        num_fit: Number of texts that TF-IDF is fitted on; see `tfidf_embeddings`.
+    """
     if encoder == "tfidf":
-        yield from tfidf_embeddings(texts, config.svd, fitted)
+        yield from tfidf_embeddings(texts, config.svd, num_fit)
         return
     for start in range(0, len(texts), ITEMS_PER_RANGE):
         if len(texts) > ITEMS_PER_RANGE:
-            say(f"items from {start} on, of {len(texts)}")
+            say(f"encoding from item {start:,} of {len(texts):,}")
         yield encode_texts(texts[start : start + ITEMS_PER_RANGE], encoder, config, say)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Fitted principal components."""
+    """A fitted PCA: (vector - mean) @ components / scale."""
 
     mean: np.ndarray
-    """(E,) float64."""
+    """(E,) float64: mean of the embeddings."""
     components: np.ndarray
-    """(E, width) float64."""
+    """(E, width) float64: orthonormal columns, by descending variance."""
     scale: np.ndarray
-    """(width,) float64."""
+    """(width,) float64: standard deviations if whitened, otherwise ones."""
 
     def project(self, vectors: np.ndarray) -> np.ndarray:
-        """Project vectors (N, E) to (N, width) float32, computed in float64."""
+        """Project vectors (N, E) to (N, width) float32; computed in float64."""
         projected = np.empty((len(vectors), len(self.scale)), dtype=np.float32)
         for start in range(0, len(vectors), ITEMS_PER_RANGE):
             rows = slice(start, start + ITEMS_PER_RANGE)
@@ -356,32 +403,31 @@ class Projection:
             )
         return projected
 
-    def record(self) -> dict[str, str]:
-        """Encode the arrays for the manifest of embeddings."""
+    def to_record(self) -> dict[str, str]:
+        """Encode the arrays in base64, for the manifest of the embeddings."""
         return {
             name: b64encode(values.tobytes()).decode()
             for name, values in vars(self).items()
         }
 
     @classmethod
-    def read(cls, record: dict[str, str]) -> Projection:
-        """Decode the output of `record`."""
+    def from_record(cls, record: dict[str, str]) -> Projection:
+        """Decode the arrays that `to_record` encoded."""
         mean, components, scale = (
-            np.frombuffer(b64decode(record[field.name])) for field in fields(cls)
+            np.frombuffer(b64decode(record[array.name])) for array in fields(cls)
         )
         return cls(mean, components.reshape(len(mean), -1), scale)
 
 
 def fit_pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
-    """Compute principal components.
+    """Fit a PCA: the eigenvectors of the covariance matrix, in float64.
 
-    They are the eigenvectors of the covariance in float64 with fixed signs, so that
-    equal input gives equal output.
+    The largest entry of each component is positive, so equal input gives equal output.
 
     Args:
-        vectors: (N, E) vectors.
+        vectors: Embeddings (N, E).
         width: Number of components.
-        whiten: Whether to scale components to variance 1.
+        whiten: Whether to scale projections to variance 1.
 
     Raises:
         UserError: If the vectors span fewer than `width` dimensions.
@@ -412,37 +458,43 @@ RUNTIME_SETTINGS = ("batch_size", "workers", "use_gpu", "memory_gb")
 
 
 def embed_origin(
-    items_uri: str,
-    encoder: str,
-    pca_width: int,
-    config: EmbedConfig,
-    own: OwnEmbeddings | None = None,
+    items_uri: str, source: EmbeddingSource
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings and the input hashes that embeddings depend on."""
-    if own:
-        inputs = {"items": read_manifest(items_uri, "items").hash, "own": own.sha256}
-        return {"pca": pca_width, "whiten": config.whiten}, inputs
-    used = asdict(config)
+    """Return the settings and the input hashes that embeddings depend on.
+
+    Raises:
+        UserError: If the encoder cannot be read.
+    """
+    inputs = {"items": read_manifest(items_uri, "items").hash}
+    if source.precomputed:
+        settings = {"pca": source.pca_width, "whiten": source.config.whiten}
+        return settings, {**inputs, "own": source.precomputed.sha256}
+    options = asdict(source.config)
     for name in RUNTIME_SETTINGS:
-        del used[name]
-    if encoder == "tfidf":
-        used = {name: used[name] for name in ("template", "empty", "svd", "whiten")}
+        del options[name]
+    if source.encoder == "tfidf":
+        options = {
+            name: options[name] for name in ("template", "empty", "svd", "whiten")
+        }
     else:
-        del used["svd"]
-    inputs = {
-        "items": read_manifest(items_uri, "items").hash,
-        "encoder": encoder_version(encoder),
-    }
-    return {"encoder": encoder, "pca": pca_width, **used}, inputs
+        del options["svd"]
+    settings = {"encoder": source.encoder, "pca": source.pca_width, **options}
+    return settings, {**inputs, "encoder": encoder_version(source.encoder)}
 
 
 def find_finished(
     uri: str, table: str, config: dict[str, Any], inputs: dict[str, str]
 ) -> Manifest | None:
-    """Return the manifest of a table, or None if it does not exist.
+    """Return the manifest of a table if it exists, otherwise None.
+
+    Args:
+        uri: Folder of the table.
+        table: Name of its schema.
+        config: Settings that the table must have been made with.
+        inputs: Hashes of the inputs that it must have been made from, by name.
 
     Raises:
-        UserError: If it was made from other settings or inputs.
+        UserError: If the table was made from other settings or inputs.
     """
     if not has_manifest(uri):
         return None
@@ -457,78 +509,71 @@ def find_finished(
 def embed_items(
     items_uri: str,
     output_uri: str,
-    encoder: str,
-    pca_width: int = 0,
-    config: EmbedConfig | None = None,
+    source: EmbeddingSource,
     overwrite: bool = False,
     say: Say = print,
-    start: Callable[[], None] = lambda: None,
-    own: OwnEmbeddings | None = None,
+    start_ray: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Write the `embeddings` table of the `items` table, unless it is up to date.
 
     Args:
-        items_uri: Table of items.
-        output_uri: Table to write.
-        encoder: Name of the encoder, or "tfidf".
-        pca_width: Width of the PCA; 0 for the encoder's output.
-        config: Options.
+        items_uri: Folder of the `items` table.
+        output_uri: Folder of the `embeddings` table.
+        source: Encoder or precomputed embeddings, and options.
         overwrite: Whether to replace an existing table.
         say: Prints a message.
-        start: Starts Ray, if it is needed.
-        own: Embeddings of the user, instead of the encoder's.
+        start_ray: Called before texts are encoded in Ray actors.
 
     Raises:
-        UserError: If texts, encoder or width are not valid, before anything is written.
+        UserError: If texts, encoder or width are not valid; nothing is written then.
     """
-    config = config or EmbedConfig()
-    used, inputs = embed_origin(items_uri, encoder, pca_width, config, own)
-    if not overwrite and (
-        done := find_finished(output_uri, "embeddings", used, inputs)
-    ):
-        say(f"{output_uri}: up to date")
-        return done
+    config = source.config
+    settings, inputs = embed_origin(items_uri, source)
+    if not overwrite:
+        finished = find_finished(output_uri, "embeddings", settings, inputs)
+        if finished:
+            say(f"{output_uri}: up to date")
+            return finished
     started = time.monotonic()
     items = read_table(items_uri, "items")
-    if own:
-        vectors = own.align(items["item_id"].to_pylist(), say)
-        blocks, counts = iter([vectors]), {}
+    info: dict[str, Any] = {"items": len(items)}
+    if source.precomputed:
+        vectors = source.precomputed.align(items["item_id"].to_pylist(), say)
+        blocks = iter([vectors])
     else:
-        if encoder != "tfidf":
-            start()
+        if source.encoder != "tfidf":
+            start_ray()
         texts = item_texts(items, config, say)
-        blocks = embed_ranges(texts, encoder, config, say)
-        counts = {"distinct_texts": len(set(texts))}
-    if pca_width:
+        blocks = embed_ranges(texts, source.encoder, config, say)
+        info["distinct_texts"] = len(set(texts))
+    if source.pca_width:
         vectors = np.concatenate(list(blocks))
-        projection = fit_pca(vectors, pca_width, config.whiten)
-        raw_width, blocks = vectors.shape[1], iter([projection.project(vectors)])
+        projection = fit_pca(vectors, source.pca_width, config.whiten)
+        info["encoder_width"] = vectors.shape[1]
+        info["pca"] = projection.to_record()
+        blocks = iter([projection.project(vectors)])
     parts: list[Part] = []
-    width = first = 0
+    width = num_items = 0
     for block in blocks:
         width = block.shape[1]
-        parts += write_vectors(output_uri, block, first=first)
-        first += len(block)
+        parts += write_vectors(output_uri, block, first=num_items)
+        num_items += len(block)
+    info["width"] = width
+    info.setdefault("encoder_width", width)
     return commit(
         output_uri,
         "embeddings",
         embeddings_schema(width),
         parts,
-        config=used,
+        config=settings,
         inputs=inputs,
-        info={
-            "width": width,
-            "encoder_width": raw_width if pca_width else width,
-            "items": len(items),
-            **counts,
-            **({"pca": projection.record()} if pca_width else {}),
-        },
+        info=info,
         timings={"embed_s": round(time.monotonic() - started, 2)},
     )
 
 
 def to_list_column(vectors: np.ndarray) -> pa.Array:
-    """Convert (rows, width) to a column of fixed-size lists."""
+    """Convert an array (rows, width) to a column of fixed-size lists."""
     return pa.FixedSizeListArray.from_arrays(
         pa.array(np.ascontiguousarray(vectors).reshape(-1)), vectors.shape[1]
     )
@@ -537,32 +582,29 @@ def to_list_column(vectors: np.ndarray) -> pa.Array:
 def write_vectors(
     uri: str, vectors: np.ndarray, key: str = "item_index", first: int = 0
 ) -> list[Part]:
-    """Write parts of a table of embeddings, without a manifest.
+    """Write the parts of a table of embeddings; the manifest is left to the caller.
 
     Args:
-        uri: Table to write.
-        vectors: (rows, width) embeddings.
-        key: Name of the key column.
+        uri: Folder of the table.
+        vectors: Embeddings (rows, width).
+        key: Name of the key column, which counts the rows.
         first: Key of the first row.
     """
-    schema, parts = embeddings_schema(vectors.shape[1], [key]), []
+    schema = embeddings_schema(vectors.shape[1], [key])
+    parts: list[Part] = []
     for start in range(0, len(vectors), ROWS_PER_PART):
         rows = vectors[start : start + ROWS_PER_PART]
-        index = pa.array(
-            np.arange(first + start, first + start + len(rows), dtype=np.int32)
-        )
-        parts.append(
-            write_part(
-                uri, pa.Table.from_arrays([index, to_list_column(rows)], schema=schema)
-            )
-        )
+        first_key = first + start
+        keys = np.arange(first_key, first_key + len(rows), dtype=np.int32)
+        columns = [pa.array(keys), to_list_column(rows)]
+        parts.append(write_part(uri, pa.Table.from_arrays(columns, schema=schema)))
     return parts
 
 
 def read_embeddings(uri: str) -> np.ndarray:
-    """Read a table of embeddings as (N, width) float32 in the order of item_index."""
+    """Read a table of embeddings as (items, width) float32, ordered by item_index."""
     manifest = read_manifest(uri, "embeddings")
     vectors = np.empty((manifest.rows, manifest.info["width"]), dtype=np.float32)
     for part in iter_parts(uri, "embeddings"):
-        vectors[part["item_index"].to_numpy()] = _matrix(part["embedding"])
+        vectors[part["item_index"].to_numpy()] = _to_matrix(part["embedding"])
     return vectors

@@ -4,9 +4,9 @@ r"""SIDs of new items beside existing ones.
         --pca 128 --extend SIDS --output SIDS
 
 Codebooks and codes do not change, so models can be trained further. New texts are
-embedded and projected as the old ones were, and get the nearest free codes. TF-IDF is
-fitted again on the old texts, and a file of own embeddings is read as a whole; the
-embeddings of old items must not have changed. The drift of the new items from the
+embedded and projected like the old texts, and get the nearest free codes. TF-IDF is
+fitted again on the old texts, and a file of precomputed embeddings is read as a whole;
+both must reproduce the embeddings of the old items. The drift of the new items from the
 training items of the codebooks is measured.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,6 @@ from models.storage.tables import (
     commit,
     fingerprint,
     has_manifest,
-    join,
     read_manifest,
     read_table,
     up_to_date,
@@ -44,8 +43,9 @@ from models.storage.tables import (
 )
 from models.storage.uri import absolute
 from pipelines.data.schemas import embeddings_schema
-from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
+from pipelines.data.sids.config import TokenizerConfig
 from pipelines.data.sids.embed import (
+    EmbeddingSource,
     Projection,
     Say,
     embed_origin,
@@ -54,8 +54,10 @@ from pipelines.data.sids.embed import (
     read_embeddings,
     write_vectors,
 )
-from pipelines.data.sids.own_embeddings import OwnEmbeddings
+from pipelines.data.sids.precomputed import PrecomputedEmbeddings
 from pipelines.data.sids.tokenize import (
+    TokenizerPaths,
+    is_trie_current,
     read_codes,
     read_quantizer,
     write_quantizer,
@@ -64,147 +66,219 @@ from pipelines.data.sids.tokenize import (
 )
 
 MAX_DRIFT = 1.5
-"""Ratio of the errors (or collision rates) of new and old items above which codebooks
-should be trained again."""
+"""Ratio of new to old items' error or collision rate above which training the codebooks
+again is advised."""
 MIN_COLLISION_RATE = 0.05
-"""Collision rate below which there is no advice about it."""
+"""Collision rate below which new items never cause advice."""
 MAX_ROUNDING = 1e-3
-"""Largest difference of equal embeddings, relative to their root mean square; those of
-equal texts differ by rounding."""
+"""Differences of embeddings up to this share of their root mean square count as
+rounding: encoding equal texts again gives slightly different embeddings."""
 
 
 @dataclass(frozen=True)
-class Embedder:
-    """Options by which texts become embeddings."""
+class _OldEmbeddings:
+    """Embeddings of the items that have codes, and the PCA they went through."""
 
-    encoder: str
-    """Name of the encoder, or `tfidf`."""
-    pca_width: int
-    """Width of their PCA, 0 for none."""
-    config: EmbedConfig
-    """The other settings."""
-    own: OwnEmbeddings | None = None
-    """Embeddings of the user, instead of the encoder's."""
+    uri: str
+    """The `embeddings` table, for messages."""
+    vectors: np.ndarray
+    """(num_old, width) float32, after the PCA."""
+    encoder_width: int
+    """Width before the PCA."""
+    projection: Projection | None
+    """The PCA, or None."""
+
+    @classmethod
+    def read(cls, uri: str, num_old: int) -> _OldEmbeddings:
+        """Read the embeddings of the first `num_old` items."""
+        info = read_manifest(uri, "embeddings").info
+        projection = Projection.from_record(info["pca"]) if "pca" in info else None
+        vectors = read_embeddings(uri)[:num_old]
+        return cls(uri, vectors, info["encoder_width"], projection)
 
 
 def extend_embeddings(
     items_uri: str,
     uri: str,
-    before_uri: str,
-    known: int,
-    by: Embedder,
+    old_uri: str,
+    num_old: int,
+    source: EmbeddingSource,
     say: Say,
-    start: Callable[[], None],
+    start_ray: Callable[[], None],
 ) -> Manifest:
-    """Write the embeddings of old and new items.
+    """Write the embeddings of old and new items, unless they are up to date.
 
     Args:
-        items_uri: Table of all items.
-        uri: Table to write.
-        before_uri: Embeddings of the old items.
-        known: Number of old items that have codes.
-        by: Options of the embeddings.
+        items_uri: The `items` table, with old and new items.
+        uri: The `embeddings` table to write.
+        old_uri: The `embeddings` table of the old items.
+        num_old: Number of items that have codes; they come first.
+        source: Origin of the embeddings, the same as that of the old ones.
         say: Prints a message.
-        start: Starts Ray, for encoders.
+        start_ray: Called before texts are encoded in Ray actors.
 
     Raises:
-        UserError: If old and new embeddings are not of one space.
+        UserError: If the old embeddings have another source, or `source` does not
+            reproduce them.
     """
-    old = read_manifest(before_uri, "embeddings")
-    used, inputs = embed_origin(items_uri, by.encoder, by.pca_width, by.config, by.own)
-    if up_to_date(uri, fingerprint(used, inputs)):
+    settings, inputs = embed_origin(items_uri, source)
+    if up_to_date(uri, fingerprint(settings, inputs)):
         return read_manifest(uri, "embeddings")
-    if old.config != used or old.inputs.get("encoder") != inputs.get("encoder"):
+    manifest = read_manifest(old_uri, "embeddings")
+    if manifest.config != settings or manifest.inputs.get("encoder") != inputs.get(
+        "encoder"
+    ):
         raise UserError(
-            f"{before_uri} was made with another encoder, --pca or --embed; give the "
-            f"same with --extend"
+            f"{old_uri} was made with another encoder, --pca or --embed; use the same "
+            f"options with --extend"
         )
-    begin = time.monotonic()
-    vectors = read_embeddings(before_uri)[:known]
+    started = time.monotonic()
+    old = _OldEmbeddings.read(old_uri, num_old)
     items = read_table(items_uri, "items")
-    fitted = old.info.get("fitted_items", old.rows)
-    say(f"{pluralize(len(items) - known, 'new item')} beside {known:,}")
-    # own embeddings and TF-IDF give embeddings of the old items too
-    has_old_items = by.own is not None or by.encoder == "tfidf"
-    counts, blocks = {}, []
-    if by.own:
-        blocks = [by.own.align(items["item_id"].to_pylist(), say)]
+    item_ids = items["item_id"].to_pylist()
+    num_fit = manifest.info.get("fitted_items", manifest.rows)
+    say(f"{pluralize(len(items) - num_old, 'new item')} in addition to {num_old:,}")
+    info = {**manifest.info, "items": len(items), "fitted_items": num_fit}
+    encoded: np.ndarray | None
+    if source.precomputed:
+        encoded = source.precomputed.align(item_ids, say)
     else:
-        texts = item_texts(items, by.config)
-        counts = {"distinct_texts": len(set(texts))}
-        if not has_old_items:
-            start()
-        if len(texts) > known:
-            rest = texts if has_old_items else texts[known:]
-            encoded = embed_ranges(rest, by.encoder, by.config, say, fitted)
-            blocks = list(encoded)
-    projection = Projection.read(old.info["pca"]) if by.pca_width else None
-    fits = all(block.shape[1] == old.info["encoder_width"] for block in blocks)
-    if projection and fits:
-        blocks = [projection.project(block) for block in blocks]
-    new = np.concatenate(blocks) if blocks else vectors[:0]
-    if has_old_items and blocks:
-        zeros = np.zeros((1, old.info["encoder_width"]), np.float32)
-        if projection:
-            zeros = projection.project(zeros)
-        ids = items["item_id"].to_pylist()
-        new_of_old = new[:known] if fits else None
-        _check_unchanged(vectors, new_of_old, zeros, ids, before_uri, by.own, say)
-        new = new[known:]
-    parts = write_vectors(uri, np.concatenate([vectors, new]))
-    info = {**old.info, "items": len(items), **counts, "fitted_items": fitted}
-    timings = {"embed_s": round(time.monotonic() - begin, 2)}
+        texts = item_texts(items, source.config)
+        info["distinct_texts"] = len(set(texts))
+        encoded = _encode_new(texts, num_old, num_fit, source, say, start_ray)
+    new_vectors = old.vectors[:0]
+    if encoded is not None:
+        new_vectors = _select_new(encoded, old, source, item_ids, say)
+    parts = write_vectors(uri, np.concatenate([old.vectors, new_vectors]))
     return commit(
         uri,
         "embeddings",
-        embeddings_schema(vectors.shape[1]),
+        embeddings_schema(old.vectors.shape[1]),
         parts,
-        config=used,
+        config=settings,
         inputs=inputs,
         info=info,
-        timings=timings,
-        extends=[*old.extends, old.hash],
+        timings={"embed_s": round(time.monotonic() - started, 2)},
+        extends=[*manifest.extends, manifest.hash],
     )
 
 
-def _check_unchanged(
-    old: np.ndarray,
-    new: np.ndarray | None,
-    zeros: np.ndarray,
-    ids: list[str],
-    before_uri: str,
-    own: OwnEmbeddings | None,
+def _encode_new(
+    texts: list[str],
+    num_old: int,
+    num_fit: int,
+    source: EmbeddingSource,
     say: Say,
-) -> None:
-    """Raise a UserError if the embeddings of old items have changed.
+    start_ray: Callable[[], None],
+) -> np.ndarray | None:
+    """Encode the texts of the new items; TF-IDF also encodes those of the old items.
 
     Args:
-        old: (n, width) embeddings that the codes were made from.
-        new: (n, width) embeddings of the same items now; None if the width differs.
-        zeros: (1, width) embedding of an item without a row in own embeddings.
-        ids: Ids of the items.
-        before_uri: Table of the old embeddings, for the message.
-        own: Embeddings of the user, or None for TF-IDF.
-        say: Prints a message.
+        texts: Texts of all items.
+        num_old: Number of old items, which come first.
+        num_fit: Number of items that TF-IDF is fitted on.
+        source: Encoder and its options.
+        say: Prints progress.
+        start_ray: Called before texts are encoded in Ray actors.
+
+    Returns:
+        Embeddings (N, E) of all items by TF-IDF, (N - num_old, E) of the new items by
+        another encoder, or None if there are no new items.
     """
-    remedy = "give the old embeddings" if own else "take an encoder such as minilm"
-    what = f"embeddings of {own.uri}" if own else "texts, on which TF-IDF is fitted,"
+    if source.encoder != "tfidf":
+        start_ray()
+    if len(texts) == num_old:
+        return None
+    if source.encoder != "tfidf":
+        texts = texts[num_old:]
+    ranges = embed_ranges(texts, source.encoder, source.config, say, num_fit)
+    return np.concatenate(list(ranges))
+
+
+def _select_new(
+    encoded: np.ndarray,
+    old: _OldEmbeddings,
+    source: EmbeddingSource,
+    item_ids: list[str],
+    say: Say,
+) -> np.ndarray:
+    """Project embeddings like the old ones, and return those of the new items.
+
+    Args:
+        encoded: Embeddings (items, E) of all items if they are precomputed or by
+            TF-IDF, otherwise of the new items.
+        old: Embeddings of the old items.
+        source: Origin of the embeddings.
+        item_ids: Ids of all items.
+        say: Prints a message.
+
+    Raises:
+        UserError: If embeddings of old items are recomputed and have changed.
+    """
+    has_old_width = encoded.shape[1] == old.encoder_width
+    vectors = encoded
+    if old.projection and has_old_width:
+        vectors = old.projection.project(encoded)
+    if source.precomputed is None and source.encoder != "tfidf":
+        return vectors
+    num_old = len(old.vectors)
+    recomputed = vectors[:num_old] if has_old_width else None
+    _check_unchanged(old, recomputed, item_ids, source.precomputed, say)
+    return vectors[num_old:]
+
+
+def _check_unchanged(
+    old: _OldEmbeddings,
+    recomputed: np.ndarray | None,
+    item_ids: list[str],
+    precomputed: PrecomputedEmbeddings | None,
+    say: Say,
+) -> None:
+    """Check that the embeddings of the old items have not changed.
+
+    An item without a row in an earlier file of precomputed embeddings may have one now:
+    its codes stay, and `say` reports the number of these items.
+
+    Args:
+        old: Embeddings from which the codes were made.
+        recomputed: Embeddings (num_old, width) of the same items now, or None if their
+            width has changed.
+        item_ids: Ids of the items.
+        precomputed: The user's embeddings, or None for TF-IDF.
+        say: Prints a message.
+
+    Raises:
+        UserError: If an embedding differs by more than rounding.
+    """
     example = ""
-    if new is not None:
-        tolerance = MAX_ROUNDING * np.sqrt(np.square(old, dtype=np.float64).mean())
-        changed = np.abs(new - old).max(1) > tolerance
-        if own:
-            was_missing = changed & (np.abs(old - zeros).max(1) <= tolerance)
-            changed &= ~was_missing
-            if was_missing.any():
-                number = pluralize(int(was_missing.sum()), "old item")
-                say(f"note: {number} without a row till now; codes stay")
-        if not changed.any():
+    if recomputed is not None:
+        # (num_old,) of the items
+        root_mean_square = np.sqrt(np.square(old.vectors, dtype=np.float64).mean())
+        tolerance = MAX_ROUNDING * root_mean_square
+        has_changed = np.abs(recomputed - old.vectors).max(1) > tolerance
+        if precomputed:
+            zeros = np.zeros((1, old.encoder_width), np.float32)
+            if old.projection:
+                zeros = old.projection.project(zeros)
+            was_missing = np.abs(old.vectors - zeros).max(1) <= tolerance
+            is_filled = has_changed & was_missing
+            has_changed &= ~was_missing
+            if is_filled.any():
+                count = pluralize(int(is_filled.sum()), "old item")
+                say(f"note: {count} had no row before; codes do not change")
+        if not has_changed.any():
             return
-        example = f", such as {ids[int(np.argmax(changed))]!r},"
+        example = f", such as {item_ids[int(np.argmax(has_changed))]!r},"
+    if precomputed:
+        subject = f"embeddings of {precomputed.uri}"
+        remedy = "give a file with the old embeddings"
+    else:
+        subject = "texts, on which TF-IDF is fitted,"
+        remedy = "use an encoder such as minilm"
     raise UserError(
-        f"the {what} of items of {before_uri}{example} have changed, so that new ones "
-        f"are of another space; make the SIDs anew, or {remedy}"
+        f"the {subject} of items of {old.uri}{example} have changed, so new embeddings "
+        f"would not be comparable with the old ones; make the SIDs again without "
+        f"--extend, or {remedy}"
     )
 
 
@@ -213,41 +287,44 @@ def measure_drift(
     codes: np.ndarray,
     nearest: np.ndarray,
     codebooks: np.ndarray,
-    old: int,
+    num_old: int,
 ) -> dict[str, Any]:
     """Measure how well codes explain old and new items, and how many items collide.
 
-    Errors are shares of the variance of the old items.
-
     Args:
-        latents: (N, D) quantised vectors.
-        codes: (N, C) codes.
-        nearest: (N, C) nearest codes.
-        codebooks: (C, K, D) centroids.
-        old: Number of items that the codebooks were trained on, which come first.
+        latents: Vectors (N, D) that the codes quantise.
+        codes: Codes (N, C) of the items, without conflict levels.
+        nearest: Nearest codes (N, C), which several items may share.
+        codebooks: Centroids (C, K, D).
+        num_old: Number of items that the codebooks were trained on; they come first.
+
+    Returns:
+        `new_items`: their number; `error_old`, `error_new`: mean squared errors as
+        shares of the old items' variance; `collision_rate_old`, `collision_rate_new`:
+        shares of items whose nearest codes another item has; `relaxed_new`: number of
+        new items without their nearest codes.
     """
-    residual = latents - codebooks[np.arange(codebooks.shape[0]), codes].sum(1)
-    error = np.square(residual, dtype=np.float64).sum(1)
-    spread = (
-        np.square(latents[:old] - latents[:old].mean(0), dtype=np.float64).sum(1).mean()
-        or 1.0
-    )
+    levels = np.arange(codebooks.shape[0])
+    residual = latents - codebooks[levels, codes].sum(1)  # (N, D)
+    error = np.square(residual, dtype=np.float64).sum(1)  # (N,)
+    centred = latents[:num_old] - latents[:num_old].mean(0)
+    variance = np.square(centred, dtype=np.float64).sum(1).mean() or 1.0
     groups = collision_groups(nearest)
-    collides = np.bincount(groups)[groups] > 1
+    collides = np.bincount(groups)[groups] > 1  # (N,)
+    num_new = len(latents) - num_old
+    old_rate = measure_collisions(nearest[:num_old])["collision_rate"]
     return {
-        "new_items": len(latents) - old,
-        "error_old": float(error[:old].mean() / spread),
-        "error_new": float(error[old:].mean() / spread) if len(latents) > old else 0.0,
-        "collision_rate_old": measure_collisions(nearest[:old])["collision_rate"],
-        "collision_rate_new": float(collides[old:].mean())
-        if len(latents) > old
-        else 0.0,
-        "relaxed_new": int((codes != nearest)[old:].any(1).sum()),
+        "new_items": num_new,
+        "error_old": float(error[:num_old].mean() / variance),
+        "error_new": float(error[num_old:].mean() / variance) if num_new else 0.0,
+        "collision_rate_old": old_rate,
+        "collision_rate_new": float(collides[num_old:].mean()) if num_new else 0.0,
+        "relaxed_new": int((codes != nearest)[num_old:].any(1).sum()),
     }
 
 
 def describe_drift(measured: dict[str, Any]) -> list[str]:
-    """Describe the drift, with advice to train codebooks again if it is large."""
+    """Format the measures of `measure_drift`, with advice if the drift is large."""
     lines = [
         f"{pluralize(measured['new_items'], 'item')} since the codebooks were trained: "
         f"variance not explained "
@@ -256,148 +333,176 @@ def describe_drift(measured: dict[str, Any]) -> list[str]:
         f"{measured['collision_rate_new']:.4f} ({measured['collision_rate_old']:.4f}), "
         f"{measured['relaxed_new']:,} without their nearest codes"
     ]
-    far = measured["error_new"] > MAX_DRIFT * measured["error_old"]
-    crowded = measured["collision_rate_new"] > MAX_DRIFT * max(
-        measured["collision_rate_old"], MIN_COLLISION_RATE
-    )
-    if far or crowded:
-        why = "are explained worse" if far else "collide more often"
+    max_error = MAX_DRIFT * measured["error_old"]
+    max_rate = MAX_DRIFT * max(measured["collision_rate_old"], MIN_COLLISION_RATE)
+    measure = None
+    if measured["error_new"] > max_error:
+        measure = "variance not explained"
+    elif measured["collision_rate_new"] > max_rate:
+        measure = "collision rate"
+    if measure:
         lines.append(
-            f"note: new items {why} than {MAX_DRIFT:g} times the old ones; train "
-            f"codebooks anew, without --extend, when models are next trained from the "
-            f"start"
+            f"note: the {measure} of new items is over {MAX_DRIFT:g} times that of old "
+            f"items; train the codebooks again, without --extend, when models are next "
+            f"trained from scratch"
         )
     return lines
 
 
 def extend(
-    items_uri: str,
-    output: str,
-    before: str,
+    paths: TokenizerPaths,
+    old_output: str,
     config: TokenizerConfig,
-    by: Embedder,
+    source: EmbeddingSource,
     overwrite: bool = False,
     say: Say = print,
-    embeddings: str = "",
-    start: Callable[[], None] = lambda: None,
+    start_ray: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, Manifest, bool]:
-    """Write SIDs and a trie with the items that were added since `before`.
+    """Write SIDs and a trie that add the new items of `paths.items` to existing SIDs.
 
     Args:
-        items_uri: Table of all items.
-        output: Folder to write to; may be `before`.
-        before: Folder of the existing SIDs.
-        config: Options of the tokenizer, which must not have changed.
-        by: Options of the embeddings.
-        overwrite: Whether to replace other SIDs in `output`.
+        paths: Folders to read and write; the output may be `old_output`.
+        old_output: Folder of the existing SIDs.
+        config: Options of the tokenizer, the same as those of the existing SIDs.
+        source: Origin of the embeddings, the same as that of the existing SIDs.
+        overwrite: Whether to replace other SIDs in the output.
         say: Prints a message.
-        embeddings: Folder of the embeddings; by default in `output`.
-        start: Starts Ray, for encoders.
+        start_ray: Called before texts are encoded in Ray actors.
 
     Returns:
-        Manifests of sids and trie, and whether anything was written.
+        Manifests of `sids` and `trie`, and whether anything was written.
 
     Raises:
-        UserError: If existing codes would change.
+        UserError: If existing codes would change, or another job writes to the output.
     """
-    output, before = absolute(output), absolute(before)
-    items = read_manifest(items_uri, "items")
-    old = read_manifest(join(before, "sids"), "sids")
-    if config.tokenizer == "published":
-        raise UserError(
-            "--extend is of trained codebooks; give a --published file that has the "
-            "new items too"
+    paths = replace(paths, output=absolute(paths.output))
+    old_paths = replace(paths, output=absolute(old_output))
+    items = read_manifest(paths.items, "items")
+    old = read_manifest(old_paths.sids, "sids")
+    _check_extensible(old, old_paths.output, items, paths.items, config)
+    with writing(paths.output):
+        existing = (
+            read_manifest(paths.sids, "sids") if has_manifest(paths.sids) else None
         )
-    if old.config != config.relevant_settings():
-        raise UserError(
-            f"{before} was made with other settings of the tokenizer; give the same "
-            f"with --extend"
-        )
-    if old.info["items_hash"] not in (*items.extends, items.hash):
-        raise UserError(
-            f"{items_uri} does not extend the items of {before}; see jobs.prepare "
-            f"--append"
-        )
-    sids_uri, trie_uri = join(output, "sids"), join(output, "trie")
-    with writing(output):
-        existing = read_manifest(sids_uri, "sids") if has_manifest(sids_uri) else None
         is_current = (
             existing is not None
             and existing.info["items_hash"] == items.hash
             and old.hash in (existing.hash, *existing.extends)
         )
-        if existing and not is_current and output != before and not overwrite:
+        is_in_place = paths.output == old_paths.output
+        if existing and not (is_current or is_in_place or overwrite):
             raise UserError(
-                f"{output} holds other SIDs; use --overwrite, or another --output"
+                f"{paths.output} holds other SIDs; use --overwrite, or another --output"
             )
-        trie = read_manifest(join(before, "trie"), "trie")
+        old_trie = read_manifest(old_paths.trie, "trie")
         if not is_current:
-            begin = time.monotonic()
-            embeddings_uris = [
-                embeddings or join(folder, "embeddings") for folder in (output, before)
-            ]
-            embedded = extend_embeddings(
-                items_uri,
-                embeddings_uris[0],
-                embeddings_uris[1],
-                old.rows,
-                by,
-                say,
-                start,
-            )
-            arrays = read_quantizer(join(before, "quantizer"))
-            inputs = {"items": items.hash, "embeddings": embedded.hash}
-            if output != before:
-                write_quantizer(
-                    join(output, "quantizer"),
-                    arrays,
-                    config=old.config,
-                    inputs=old.inputs,
-                )
-            codes, measures = _extend_codes(
-                read_embeddings(embeddings_uris[0]),
-                read_codes(join(before, "sids")),
-                arrays,
-                old,
-                config,
-            )
-            info = {**old.info, **measures, "items_hash": items.hash}
-            write_sids(
-                sids_uri,
-                codes,
-                config=old.config,
-                inputs=inputs,
-                info=info,
-                timings={"tokenize_s": round(time.monotonic() - begin, 2)},
-                extends=[*old.extends, old.hash],
-            )
-        sids = read_manifest(sids_uri, "sids")
-        if is_current and up_to_date(trie_uri, fingerprint({}, {"sids": sids.hash})):
-            return sids, read_manifest(trie_uri, "trie"), False
-        return sids, write_trie(trie_uri, sids_uri, [*trie.extends, trie.hash]), True
+            _write_extended(paths, old_paths, config, source, say, start_ray)
+        sids = read_manifest(paths.sids, "sids")
+        if is_current and is_trie_current(paths, sids):
+            return sids, read_manifest(paths.trie, "trie"), False
+        extends = [*old_trie.extends, old_trie.hash]
+        return sids, write_trie(paths.trie, paths.sids, extends), True
+
+
+def _check_extensible(
+    old: Manifest,
+    old_output: str,
+    items: Manifest,
+    items_uri: str,
+    config: TokenizerConfig,
+) -> None:
+    """Check that existing SIDs can be extended with these items and this tokenizer.
+
+    Args:
+        old: Manifest of the existing SIDs.
+        old_output: Folder of the existing SIDs, for messages.
+        items: Manifest of the `items` table.
+        items_uri: Folder of the `items` table, for messages.
+        config: Options of the tokenizer.
+
+    Raises:
+        UserError: If the SIDs are published, the tokenizer has other options, or the
+            items do not extend those of the SIDs.
+    """
+    if config.tokenizer == "published":
+        raise UserError(
+            "--extend needs trained codebooks; give a --published file that also has "
+            "the new items"
+        )
+    if old.config != config.relevant_settings():
+        raise UserError(
+            f"{old_output} was made with other options of the tokenizer; use the same "
+            f"options with --extend"
+        )
+    if old.info["items_hash"] not in (*items.extends, items.hash):
+        raise UserError(
+            f"{items_uri} does not extend the items of {old_output}; add new data with "
+            f"jobs.prepare --append"
+        )
+
+
+def _write_extended(
+    paths: TokenizerPaths,
+    old_paths: TokenizerPaths,
+    config: TokenizerConfig,
+    source: EmbeddingSource,
+    say: Say,
+    start_ray: Callable[[], None],
+) -> None:
+    """Write the tables `embeddings`, `quantizer` and `sids` of old and new items."""
+    started = time.monotonic()
+    old = read_manifest(old_paths.sids, "sids")
+    embeddings = extend_embeddings(
+        paths.items,
+        paths.embeddings,
+        old_paths.embeddings,
+        old.rows,
+        source,
+        say,
+        start_ray,
+    )
+    arrays = read_quantizer(old_paths.quantizer)
+    if paths.output != old_paths.output:
+        write_quantizer(paths.quantizer, arrays, config=old.config, inputs=old.inputs)
+    vectors = read_embeddings(paths.embeddings)
+    old_codes = read_codes(old_paths.sids)
+    codes, measures = _extend_codes(vectors, old_codes, arrays, old.info, config)
+    items_hash = embeddings.inputs["items"]
+    write_sids(
+        paths.sids,
+        codes,
+        config=old.config,
+        inputs={"items": items_hash, "embeddings": embeddings.hash},
+        info={**old.info, **measures, "items_hash": items_hash},
+        timings={"tokenize_s": round(time.monotonic() - started, 2)},
+        extends=[*old.extends, old.hash],
+    )
 
 
 def _extend_codes(
     embeddings: np.ndarray,
     old_codes: np.ndarray,
     arrays: dict[str, np.ndarray],
-    old: Manifest,
+    old_info: dict[str, Any],
     config: TokenizerConfig,
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Assign codes to the items after the first M.
+    """Assign codes to the new items, which follow the old items.
 
     Args:
-        embeddings: (N, width) embeddings of all items.
-        old_codes: (M, C) codes of the first M items, which stay.
-        arrays: The quantizer: `codebooks`, and the weights of an encoder, if it has
-            one.
-        old: Manifest of the codes to extend.
+        embeddings: Embeddings (N, width) of all items.
+        old_codes: Codes (M, C + conflict levels) of the old items.
+        arrays: The quantizer: `codebooks` (C, K, D), and the weights of the RQ-VAE's
+            encoder, if there is one.
+        old_info: Information in the manifest of the old codes.
+        config: Tokenizer and its options.
 
     Returns:
-        The codes (N, C) of all items, and measures for the manifest.
+        Codes (N, C + conflict levels) of all items, and measures for the manifest.
     """
-    codebooks, sizes = arrays["codebooks"], old.info["codebook_sizes"]
-    depth, known = len(codebooks), len(old_codes)
+    codebooks = arrays["codebooks"]
+    sizes = old_info["codebook_sizes"]
+    num_levels = len(codebooks)
+    num_old = len(old_codes)
     latents = torch.from_numpy(embeddings)
     weights = {
         name: torch.from_numpy(weight)
@@ -410,16 +515,21 @@ def _extend_codes(
         latents = model.latents(latents)
     nearest = encode(latents, torch.from_numpy(codebooks))[0].numpy()
     vectors = latents.numpy()
-    doubles = vectors[known:].astype(np.float64), codebooks.astype(np.float64)
-    new = psid.extend(
-        doubles[0], nearest[known:], old_codes, doubles[1], sizes[depth:], config.psid
+    new_codes = psid.extend(
+        vectors[num_old:].astype(np.float64),
+        nearest[num_old:],
+        old_codes,
+        codebooks.astype(np.float64),
+        sizes[num_levels:],
+        config.psid,
     )
-    codes = np.concatenate([old_codes, new])
-    fitted = old.info.get("fitted_items", known)
+    codes = np.concatenate([old_codes, new_codes])
+    quantized = codes[:, :num_levels]  # without conflict levels
+    num_fit = old_info.get("fitted_items", num_old)
     return codes, {
-        **measure_collisions(codes[:, :depth]),
-        "levels": measure_levels(codes[:, :depth], sizes[:depth]),
+        **measure_collisions(quantized),
+        "levels": measure_levels(quantized, sizes[:num_levels]),
         "branching": branching(codes),
-        "fitted_items": fitted,
-        "drift": measure_drift(vectors, codes[:, :depth], nearest, codebooks, fitted),
+        "fitted_items": num_fit,
+        "drift": measure_drift(vectors, quantized, nearest, codebooks, num_fit),
     }

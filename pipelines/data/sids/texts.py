@@ -7,8 +7,8 @@ their parts themselves: the driver has the keys of the pairs but not their embed
 further table contains the documents' tokens, for models that train the encoder (HLLM's
 item tower); not for TF-IDF.
 
-Models are conditioned on the query alone. The paper takes the [SEP] state of one pass
-over query and document; as the encoder is bidirectional, this state contains the
+Models are conditioned on the query alone. The QGS paper takes the [SEP] state of one
+pass over query and document; as the encoder is bidirectional, this state contains the
 document to predict. `query_condition: joint` stores it too, for comparison, with a
 warning.
 """
@@ -68,22 +68,30 @@ from pipelines.data.sids.embed import (
 
 Say = Callable[[str], None]
 
+TARGET_PARTS = 64
+"""Desired number of parts of the `pairs` table, so that all actors are busy."""
+MIN_PART_PAIRS = 2048
+"""Minimum number of pairs per part, even if there are fewer parts then."""
 MAX_PART_PAIRS = 1 << 15
-"""Most pairs of a part. Of few pairs, smaller parts keep all actors busy."""
-MIN_PART_PAIRS, TARGET_PARTS = 2048, 64
+"""Maximum number of pairs per part, even if there are more parts then."""
 PAIR = ("item_index", "query_index")
-CHECKED_DOCUMENTS, MAX_DIFFERENCE = 64, {"fp32": 1e-4, "bf16": 0.05}
-"""Documents on which a saved encoder is checked, and differences that count as
-rounding."""
+NUM_CHECKED_DOCUMENTS = 64
+"""Documents on which an encoder is compared with its stored embeddings."""
+MAX_DIFFERENCE = {"fp32": 1e-4, "bf16": 0.05}
+"""Differences of embeddings, by precision, up to which they count as rounding."""
 WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document "
-    "together, which has seen the document: a model that is conditioned on it reads "
-    "its own target; use it for comparison only"
+    "together, which leaks the document: a model that is conditioned on it reads its "
+    "own target; use it for comparison only"
 )
 
 
 def fit_tfidf_encoder(texts: list[str], width: int) -> TfidfEncoder:
-    """Fit TF-IDF and truncated SVD on texts."""
+    """Fit TF-IDF and a truncated SVD of at most `width` components.
+
+    Raises:
+        UserError: If there are fewer than 2 words or texts.
+    """
     vectorizer, svd, _ = fit_tfidf(texts, width)
     return TfidfEncoder(
         vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_
@@ -99,89 +107,126 @@ class PairEncoder:
         """Load the encoder.
 
         Args:
-            shared: References to the texts of `items` and `queries`, and as `encoder` a
-                name or a fitted TfidfEncoder.
-            config: Options.
-            output_uri: Table to write.
+            shared: Object references to the texts of `items` and `queries`, and to the
+                `encoder`: its name, or a fitted TfidfEncoder.
+            config: Options of the encoder.
+            output_uri: Folder of the `pairs` table.
+
+        Raises:
+            UserError: If `query_condition` is "joint" and the encoder has no [SEP].
         """
-        self.items, self.queries, encoder = (
-            ray.get(shared[name]) for name in ("items", "queries", "encoder")
-        )
-        joint = config.query_condition == "joint"
-        self.encoder = encoder
-        if isinstance(encoder, str):
-            self.encoder = TextEncoder(encoder, *config.encoder_options())
-            if joint and self.encoder.tokenizer.sep_token_id is None:
+        self.items = ray.get(shared["items"])
+        self.queries = ray.get(shared["queries"])
+        self.encoder = ray.get(shared["encoder"])
+        self.output_uri = output_uri
+        self.joint = config.query_condition == "joint"
+        if isinstance(self.encoder, str):
+            name = self.encoder
+            self.encoder = TextEncoder(name, *config.encoder_options())
+            if self.joint and self.encoder.tokenizer.sep_token_id is None:
                 raise UserError(
-                    f"{encoder} has no [SEP] token; use --embed.query_condition query"
+                    f"{name} has no [SEP] token; use --embed.query_condition query"
                 )
-        self.output_uri, self.joint = output_uri, joint
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        item, query = (block[name].to_numpy() for name in PAIR)
-        documents = [self.items[i] for i in item]
-        queries = [self.queries[i] if i >= 0 else "" for i in query]
+        """Encode a block of pairs and write it as a part.
+
+        Args:
+            block: Columns `item_index` and `query_index`; a query of -1 is empty.
+
+        Returns:
+            One row: the key of the `first` pair, the `width`, and the `part` as JSON.
+        """
+        items, queries = (block[name].to_numpy() for name in PAIR)
+        documents = [self.items[item] for item in items]
+        query_texts = [self.queries[query] if query >= 0 else "" for query in queries]
         # sorted by length, as a batch is padded to its longest pair
-        lengths = [len(a) + len(b) for a, b in zip(queries, documents, strict=True)]
-        order = np.argsort(-np.array(lengths), kind="stable")
-        vectors = self.encoder.encode(
-            [queries[i] for i in order], [documents[i] for i in order], self.joint
+        lengths = np.array([len(text) for text in query_texts])
+        lengths += np.array([len(text) for text in documents])
+        order = np.argsort(-lengths, kind="stable")
+        sorted_vectors = self.encoder.encode(
+            [query_texts[pair] for pair in order],
+            [documents[pair] for pair in order],
+            self.joint,
         )
-        unsorted = np.empty_like(vectors)
-        unsorted[order] = vectors
-        columns = np.split(unsorted, 2, axis=1) if self.joint else [unsorted]
-        schema = embeddings_schema(
-            columns[0].shape[1], PAIR, ("embedding", "joint")[: len(columns)]
-        )
+        vectors = np.empty_like(sorted_vectors)  # (pairs, width), or twice the width
+        vectors[order] = sorted_vectors
+        columns = np.split(vectors, 2, axis=1) if self.joint else [vectors]
+        width = columns[0].shape[1]
+        schema = embeddings_schema(width, PAIR, _vector_columns(self.joint))
         lists = [to_list_column(column) for column in columns]
-        part = write_part(
-            self.output_uri,
-            pa.Table.from_arrays(
-                [pa.array(item), pa.array(query), *lists], schema=schema
-            ),
-        )
-        first = int(item[0]) << 32 | int(query[0]) + 1
+        keys = [pa.array(items), pa.array(queries)]
+        table = pa.Table.from_arrays([*keys, *lists], schema=schema)
+        part = write_part(self.output_uri, table)
+        first_key = _pair_keys(items[:1].astype(np.int64), queries[:1].astype(np.int64))
         return pa.table(
             {
-                "first": [first],
-                "width": [columns[0].shape[1]],
+                "first": first_key,
+                "width": [width],
                 "part": [json.dumps(asdict(part))],
             }
         )
 
 
-def _part_pairs(uri: str) -> np.ndarray:
-    """Return the distinct pairs of a part of sequences, as int64 keys.
+def _vector_columns(joint: bool) -> tuple[str, ...]:
+    """Return the names of the vectors in the `pairs` table."""
+    return ("embedding", "joint") if joint else ("embedding",)
 
-    The upper 32 bits are item_index, the lower query_index + 1.
+
+def _pair_keys(items: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """Pack pairs into int64 keys (pairs,) that sort by item, then query.
+
+    The upper 32 bits are item_index, the lower query_index + 1, as -1 means no query.
     """
+    return items << 32 | queries + 1
+
+
+def _split_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return item_index and query_index (pairs,) int32 of keys by `_pair_keys`."""
+    items = (keys >> 32).astype(np.int32)
+    queries = ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
+    return items, queries
+
+
+def _part_pairs(uri: str) -> np.ndarray:
+    """Return the ascending keys of the distinct pairs in a part of `sequences`."""
     table = read_parquet(uri, ["item_index", "query_index", "requests"])
     requests = table["requests"].combine_chunks().flatten()
-    shown, asked = (
-        pc.struct_field(requests, name) for name in ("candidates", "query_index")
+    candidates = pc.struct_field(requests, "candidates")
+    request_queries = pc.struct_field(requests, "query_index").to_numpy()
+    num_candidates = pc.list_value_length(candidates).to_numpy()
+    behaviour_items, behaviour_queries = (
+        table[name].combine_chunks().flatten().to_numpy() for name in PAIR
     )
-    of_candidates = [
-        shown.flatten().to_numpy(),
-        np.repeat(asked.to_numpy(), pc.list_value_length(shown).to_numpy()),
-    ]
-    of_behaviours = [table[name].combine_chunks().flatten().to_numpy() for name in PAIR]
-    item, query = (
-        np.concatenate(both).astype(np.int64)
-        for both in zip(of_candidates, of_behaviours, strict=True)
+    items = np.concatenate([candidates.flatten().to_numpy(), behaviour_items])
+    queries = np.concatenate(
+        [np.repeat(request_queries, num_candidates), behaviour_queries]
     )
-    return sorted_unique(item << 32 | query + 1)
+    return sorted_unique(_pair_keys(items.astype(np.int64), queries.astype(np.int64)))
 
 
 def distinct_pairs(parts: list[str]) -> np.ndarray:
-    """Return the keys of all pairs of a behaviour or a candidate, ascending."""
+    """Return the ascending keys of the pairs of all behaviours and candidates.
+
+    `parts` are the files of the `sequences` table.
+    """
     keys = np.zeros(0, dtype=np.int64)
     for _, pairs in Engine().map_unordered(_part_pairs, [(uri,) for uri in parts]):
         keys = sorted_unique(np.concatenate([keys, pairs]))
     return keys
 
 
+INPUT_TABLES = {
+    "items": ("items",),
+    "tokens": ("items",),
+    "queries": ("items", "queries"),
+    "pairs": ("items", "queries", "sequences"),
+}
+"""Tables that each table of text embeddings is made from."""
+
+
 @dataclass
-class _Encoding:
+class _LogEncoder:
     """Arguments and steps of one call of `encode_log`."""
 
     tables: str
@@ -190,219 +235,239 @@ class _Encoding:
     config: TextConfig
     overwrite: bool
     say: Say
-    start: Callable[[], None]
+    start_ray: Callable[[], None]
 
-    def origin(self, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    def origin(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the settings and the input hashes that a table depends on."""
-        used = asdict(self.config)
-        for name in (*RUNTIME_SETTINGS, "whiten"):  # there is no PCA
-            del used[name]
+        options = asdict(self.config)
+        for option in (*RUNTIME_SETTINGS, "whiten"):  # there is no PCA
+            del options[option]
         if self.encoder == "tfidf":
-            used = {name: used[name] for name in ("template", "empty", "svd")}
+            options = {
+                option: options[option] for option in ("template", "empty", "svd")
+            }
         else:
-            del used["svd"]
-            if "sequences" not in names:
-                del used["query_condition"]  # of pairs alone
+            del options["svd"]
+            if name != "pairs":
+                del options["query_condition"]
         inputs = {
-            name: read_manifest(join(self.tables, name), name).hash for name in names
+            table: read_manifest(join(self.tables, table), table).hash
+            for table in INPUT_TABLES[name]
         }
-        return {"encoder": self.encoder, **used}, inputs | {
-            "encoder": encoder_version(self.encoder)
-        }
+        inputs["encoder"] = encoder_version(self.encoder)
+        return {"encoder": self.encoder, **options}, inputs
 
-    def find_finished(
-        self, name: str, inputs: tuple[str, ...], kind: str = "embeddings"
-    ) -> Manifest | None:
+    def find_finished(self, name: str) -> Manifest | None:
         """Return the manifest of a table that is up to date, otherwise None."""
         if self.overwrite:
             return None
+        schema_name = "tokens" if name == "tokens" else "embeddings"
         uri = join(self.output, name)
-        manifest = find_finished(uri, kind, *self.origin(inputs))
+        manifest = find_finished(uri, schema_name, *self.origin(name))
         if manifest:
             self.say(f"{name}: up to date")
         return manifest
 
-    def encode_alone(
-        self, texts: dict[str, list[str]], fitted: TfidfEncoder | None
+    def write_texts(
+        self, texts: dict[str, list[str]], tfidf: TfidfEncoder | None
     ) -> dict[str, Manifest]:
-        """Write the tables of single texts, with one pass over all missing tables.
+        """Write the tables of single texts that are not up to date.
+
+        One pass encodes the texts of all tables.
 
         Args:
-            texts: Texts by name of the table.
-            fitted: TF-IDF encoder, or None.
+            texts: Texts of each table.
+            tfidf: Fitted TF-IDF encoder, or None to encode in Ray actors.
         """
-        begin = time.monotonic()
+        started = time.monotonic()
         manifests: dict[str, Manifest] = {}
         for name in texts:
-            if manifest := self.find_finished(name, self.inputs(name)):
+            manifest = self.find_finished(name)
+            if manifest:
                 manifests[name] = manifest
         missing = [name for name in texts if name not in manifests]
-        all_texts = [text for name in missing for text in texts[name]]
+        all_texts: list[str] = []
+        for name in missing:
+            all_texts += texts[name]
         if not all_texts:
             width = manifests["items"].info["width"] if manifests else 0
             vectors = np.zeros((0, width), np.float32)
-        elif fitted is not None:
-            vectors = fitted.encode(all_texts)
+        elif tfidf is not None:
+            vectors = tfidf.encode(all_texts)
         else:
-            self.start()
+            self.start_ray()
             vectors = encode_texts(all_texts, self.encoder, self.config, self.say)
         for name in missing:
             table_vectors, vectors = np.split(vectors, [len(texts[name])])
-            manifests[name] = self.commit_texts(name, texts[name], table_vectors, begin)
+            manifests[name] = self.commit_texts(
+                name, texts[name], table_vectors, started
+            )
         return manifests
 
-    def inputs(self, name: str) -> tuple[str, ...]:
-        """Return the tables that a table of embeddings is made from."""
-        only = {
-            "items": ("items",),
-            "tokens": ("items",),
-            "queries": ("items", "queries"),
-        }
-        return only.get(name, ("items", "queries", "sequences"))
-
     def commit_texts(
-        self, name: str, texts: list[str], vectors: np.ndarray, begin: float
+        self, name: str, texts: list[str], vectors: np.ndarray, started: float
     ) -> Manifest:
-        """Write a table with one row per text, in the order of the texts."""
+        """Write a table of embeddings with one row per text.
+
+        Args:
+            name: `items` or `queries`.
+            texts: Texts, ordered by item_index or query_index.
+            vectors: Their embeddings (texts, width).
+            started: `time.monotonic()` at the start of the encoding.
+        """
         uri = join(self.output, name)
         key = "item_index" if name == "items" else "query_index"
         parts = write_vectors(uri, vectors, key)
         schema = embeddings_schema(vectors.shape[1], [key])
-        config, hashes = self.origin(self.inputs(name))
-        extends = []  # earlier tables, if their texts have the same vectors here
-        if has_manifest(uri) and self.encoder != "tfidf":
-            before = read_manifest(uri)
-            items = read_manifest(join(self.tables, "items"), "items")
-            same_encoder = before.inputs["encoder"] == hashes["encoder"]
-            extends_items = before.inputs["items"] in items.extends
-            if before.config == config and same_encoder and extends_items:
-                extends = [*before.extends, before.hash]
-        unknown = int((~vectors.any(axis=1)).sum())
+        settings, inputs = self.origin(name)
+        num_unknown = int((~vectors.any(axis=1)).sum())
         info = {
             "encoder": self.encoder,
             "width": vectors.shape[1],
             "texts": len(texts),
             "distinct_texts": len(set(texts)),
-            "texts_without_known_word": unknown,
+            "texts_without_known_word": num_unknown,
         }
         manifest = commit(
             uri,
             "embeddings",
             schema,
             parts,
-            config=config,
-            inputs=hashes,
+            config=settings,
+            inputs=inputs,
             info=info,
-            extends=extends,
-            timings={"encode_s": round(time.monotonic() - begin, 2)},
+            extends=self.extended_versions(name, settings, inputs),
+            timings={"encode_s": round(time.monotonic() - started, 2)},
         )
-        note = f", {unknown:,} of no known word (zeros)" if unknown else ""
+        note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
         self.say(
             f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width "
             f"{vectors.shape[1]}{note}"
         )
         return manifest
 
-    def tokens(self, documents: list[str]) -> Manifest:
+    def extended_versions(
+        self, name: str, settings: dict[str, Any], inputs: dict[str, str]
+    ) -> list[str]:
+        """Return the hashes of earlier versions whose texts keep their embeddings.
+
+        Args:
+            name: `items` or `queries`.
+            settings: Settings of the new version.
+            inputs: Hashes of its inputs, by name.
+        """
+        uri = join(self.output, name)
+        if self.encoder == "tfidf" or not has_manifest(uri):
+            return []
+        earlier = read_manifest(uri)
+        items = read_manifest(join(self.tables, "items"), "items")
+        has_same_encoder = earlier.inputs["encoder"] == inputs["encoder"]
+        extends_items = earlier.inputs["items"] in items.extends
+        if earlier.config == settings and has_same_encoder and extends_items:
+            return [*earlier.extends, earlier.hash]
+        return []
+
+    def write_tokens(self, documents: list[str]) -> Manifest:
         """Write the table of the documents' tokens, with one row per document."""
-        inputs = self.inputs("tokens")
-        if find_finished := self.find_finished("tokens", inputs, "tokens"):
-            return find_finished
-        begin, uri = time.monotonic(), join(self.output, "tokens")
-        tokenizer, longest = load_tokenizer(self.encoder, self.config.max_tokens)
-        parts, total = [], 0
+        finished = self.find_finished("tokens")
+        if finished:
+            return finished
+        started = time.monotonic()
+        uri = join(self.output, "tokens")
+        tokenizer, max_length = load_tokenizer(self.encoder, self.config.max_tokens)
+        parts: list[Part] = []
+        num_tokens = 0
         for start in range(0, len(documents), ROWS_PER_PART):
             rows = documents[start : start + ROWS_PER_PART]
-            tokens = pa.array(
-                tokenizer(rows, truncation=True, max_length=longest)["input_ids"],
-                TOKENS.field(1).type,
-            )
+            encoded = tokenizer(rows, truncation=True, max_length=max_length)
+            tokens = pa.array(encoded["input_ids"], TOKENS.field(1).type)
             index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
-            parts.append(
-                write_part(uri, pa.Table.from_arrays([index, tokens], schema=TOKENS))
-            )
-            total += len(tokens.flatten())
-        config, hashes = self.origin(inputs)
+            table = pa.Table.from_arrays([index, tokens], schema=TOKENS)
+            parts.append(write_part(uri, table))
+            num_tokens += len(tokens.flatten())
+        settings, inputs = self.origin("tokens")
         manifest = commit(
             uri,
             "tokens",
             TOKENS,
             parts,
-            config=config,
-            inputs=hashes,
+            config=settings,
+            inputs=inputs,
             info={
                 "encoder": self.encoder,
                 "pooling": self.config.pooling,
                 "normalize": self.config.normalize,
             },
-            timings={"tokens_s": round(time.monotonic() - begin, 2)},
+            timings={"tokens_s": round(time.monotonic() - started, 2)},
         )
         self.say(
-            f"tokens: {total:,} of {len(documents):,} documents, "
-            f"{total / max(1, len(documents)):.1f} in the mean"
+            f"tokens: {num_tokens:,} in {len(documents):,} documents, "
+            f"{num_tokens / max(1, len(documents)):.1f} per document"
         )
         return manifest
 
-    def pairs(
-        self, items: list[str], queries: list[str], fitted: TfidfEncoder | None
+    def write_pairs(
+        self, items: list[str], queries: list[str], tfidf: TfidfEncoder | None
     ) -> Manifest:
-        """Write the table of pairs, sorted by item, then query.
+        """Write the table of pairs, sorted by item, then query; -1 is the empty query.
 
-        query_index -1 is the empty query.
+        Args:
+            items: Texts of the items.
+            queries: Texts of the queries.
+            tfidf: Fitted TF-IDF encoder, or None to use `self.encoder`.
         """
-        inputs = self.inputs("pairs")
-        if find_finished := self.find_finished("pairs", inputs):
-            return find_finished
-        self.start()
-        begin, uri = time.monotonic(), join(self.output, "pairs")
+        finished = self.find_finished("pairs")
+        if finished:
+            return finished
+        self.start_ray()
+        started = time.monotonic()
+        uri = join(self.output, "pairs")
         sequences = join(self.tables, "sequences")
         keys = distinct_pairs(
             part_uris(sequences, read_manifest(sequences, "sequences"))
         )
-        item = (keys >> 32).astype(np.int32)
-        query = ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
         size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
         blocks = [
-            pa.table(
-                {
-                    "item_index": item[low : low + size],
-                    "query_index": query[low : low + size],
-                }
-            )
-            for low in range(0, len(keys), size)
+            pa.table(list(_split_keys(keys[first : first + size])), names=PAIR)
+            for first in range(0, len(keys), size)
         ]
-        texts = {"items": items, "queries": queries, "encoder": fitted or self.encoder}
         self.say(f"pairs: {len(keys):,} distinct in {pluralize(len(blocks), 'part')}")
-        given = (
-            {name: ray.put(value) for name, value in texts.items()},
+        shared = {
+            "items": ray.put(items),
+            "queries": ray.put(queries),
+            "encoder": ray.put(tfidf or self.encoder),
+        }
+        results = run_in_actors(
+            blocks,
+            PairEncoder,
+            (shared, self.config, uri),
             self.config,
-            uri,
+            self.say,
+            gpus=tfidf is None,
         )
-        written, width, done = [], 0, 0
-        for block in run_in_actors(
-            blocks, PairEncoder, given, self.config, self.say, gpus=fitted is None
-        ):
+        parts_by_key: list[tuple[int, Part]] = []
+        width = num_encoded = 0
+        for block in results:
             for record in block.to_pylist():
-                part, width = Part(**json.loads(record["part"])), record["width"]
-                written.append((record["first"], part))
-                done += part.rows
-            rate = done / (time.monotonic() - begin)
-            self.say(f"pairs: {done:,} of {len(keys):,} encoded, {rate:,.0f} a second")
-        config, hashes = self.origin(inputs)
-        vectors = (
-            ("embedding", "joint")
-            if self.config.query_condition == "joint"
-            else ("embedding",)
-        )
+                part = Part(**json.loads(record["part"]))
+                width = record["width"]
+                parts_by_key.append((record["first"], part))
+                num_encoded += part.rows
+            rate = num_encoded / (time.monotonic() - started)
+            self.say(
+                f"pairs: {num_encoded:,} of {len(keys):,} encoded, {rate:,.0f} pairs/s"
+            )
+        settings, inputs = self.origin("pairs")
+        columns = _vector_columns(self.config.query_condition == "joint")
         return commit(
             uri,
             "embeddings",
-            embeddings_schema(width, PAIR, vectors),
-            [part for _, part in sorted(written)],
-            config=config,
-            inputs=hashes,
+            embeddings_schema(width, PAIR, columns),
+            [part for _, part in sorted(parts_by_key)],
+            config=settings,
+            inputs=inputs,
             info={"encoder": self.encoder, "width": width, "pairs": len(keys)},
-            timings={"encode_s": round(time.monotonic() - begin, 2)},
+            timings={"encode_s": round(time.monotonic() - started, 2)},
         )
 
 
@@ -413,24 +478,24 @@ def encode_log(
     config: TextConfig | None = None,
     overwrite: bool = False,
     say: Say = print,
-    start: Callable[[], None] = lambda: None,
+    start_ray: Callable[[], None] = lambda: None,
 ) -> dict[str, Manifest]:
-    """Write the tables of embeddings for a log's kind of requests.
+    """Write the text embeddings that the log's kind of requests needs.
 
-    These are `items`, and for searches also `queries`, `pairs` and, except for TF-IDF,
-    the `tokens` of documents. Tables that are up to date are not written again.
+    The tables are `items`, and for searches also `queries`, `pairs` and, except for
+    TF-IDF, the `tokens` of documents. Tables that are up to date are not written again.
 
     Args:
         tables_uri: Folder of the log's tables.
         output_uri: Folder to write to.
         encoder: Name of the encoder, or "tfidf".
-        config: Options.
+        config: Options of the encoder; by default those of `TextConfig`.
         overwrite: Whether to replace existing tables.
         say: Prints a message.
-        start: Starts Ray, if it is needed.
+        start_ray: Called before the first use of Ray, if Ray is used.
 
     Returns:
-        Manifests by name of the table.
+        Manifests of the tables, by name.
 
     Raises:
         UserError: If models of this kind read no texts, texts or encoder are not valid,
@@ -439,30 +504,34 @@ def encode_log(
     config = config or TextConfig()
     # tasks may run in other folders
     tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)
-    run = _Encoding(tables_uri, output_uri, encoder, config, overwrite, say, start)
-    wanted = check_texts(tables_uri, encoder, config, output_uri)
+    log_encoder = _LogEncoder(
+        tables_uri, output_uri, encoder, config, overwrite, say, start_ray
+    )
+    table_names = check_texts(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
         say(WARNING)
-    texts = {
-        "items": item_texts(read_table(join(tables_uri, "items"), "items"), config, say)
-    }
-    if "queries" in wanted:
+    items = read_table(join(tables_uri, "items"), "items")
+    texts = {"items": item_texts(items, config, say)}
+    if "queries" in table_names:
         texts["queries"] = []
         queries_uri = join(tables_uri, "queries")
         if read_manifest(queries_uri, "queries").rows:
             table = read_table(queries_uri, "queries")
             texts["queries"] = table["query"].to_pylist()
-    fitted = (
-        fit_tfidf_encoder(texts["items"], config.svd) if encoder == "tfidf" else None
-    )
+    tfidf = None
+    if encoder == "tfidf":
+        tfidf = fit_tfidf_encoder(texts["items"], config.svd)
+    tokens_uri = join(output_uri, "tokens")
     with writing(output_uri):
-        manifests = run.encode_alone(texts, fitted)
-        if "tokens" in wanted and fitted is None:
-            manifests["tokens"] = run.tokens(texts["items"])
-        elif has_manifest(join(output_uri, "tokens")):
-            clear(join(output_uri, "tokens"))  # of another encoder
-        if "pairs" in wanted:
-            manifests["pairs"] = run.pairs(texts["items"], texts["queries"], fitted)
+        manifests = log_encoder.write_texts(texts, tfidf)
+        if "tokens" in table_names and tfidf is None:
+            manifests["tokens"] = log_encoder.write_tokens(texts["items"])
+        elif has_manifest(tokens_uri):
+            clear(tokens_uri)  # tokens of an earlier encoder
+        if "pairs" in table_names:
+            manifests["pairs"] = log_encoder.write_pairs(
+                texts["items"], texts["queries"], tfidf
+            )
         return manifests
 
 
@@ -470,6 +539,12 @@ def check_texts(
     tables_uri: str, encoder: str, config: TextConfig, output_uri: str
 ) -> tuple[str, ...]:
     """Check texts, encoder, options and output before Ray starts.
+
+    Args:
+        tables_uri: Folder of the log's tables.
+        encoder: Name of the encoder, or "tfidf".
+        config: Options of the encoder.
+        output_uri: Folder of the tables of embeddings.
 
     Returns:
         Names of the tables to write.
@@ -483,8 +558,9 @@ def check_texts(
             f"'{other.name}'" for other in KINDS.values() if other.texts
         )
         raise UserError(
-            f"{tables_uri} is of kind '{kind.name}', whose models read no text by "
-            f"jobs.encode, which takes {kinds}; jobs.tokenize makes semantic IDs"
+            f"{tables_uri} is of kind '{kind.name}', whose models read no embeddings "
+            f"of jobs.encode; it supports {kinds}. Use jobs.tokenize to make semantic "
+            f"IDs"
         )
     check_output(
         output_uri,
@@ -492,13 +568,13 @@ def check_texts(
     )
     if config.query_condition == "joint" and "pairs" not in kind.texts:
         raise UserError(
-            f"query_condition joint is of searches, and {tables_uri} is of kind "
-            f"'{kind.name}'; leave it out"
+            f"--embed.query_condition joint is only for searches, and {tables_uri} is "
+            f"of kind '{kind.name}'; remove it"
         )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError(
-            "tfidf has no [SEP] token for query_condition joint; use a transformers "
-            "encoder, or query"
+            "tfidf has no [SEP] token, which --embed.query_condition joint needs; use "
+            "a transformers encoder, or --embed.query_condition query"
         )
     item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
@@ -506,7 +582,14 @@ def check_texts(
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
-    """Save the encoder of a log's texts to a new folder, with the items' documents.
+    """Save the encoder of a log's texts, so that a served model can encode new texts.
+
+    If there are pairs, the items' documents are saved too: new pairs contain them.
+
+    Args:
+        tables_uri: Folder of the log's tables.
+        text_uri: Folder of the text embeddings.
+        folder: New folder to write.
 
     Raises:
         UserError: If the encoder does not exist any more, or gives other vectors now.
@@ -516,7 +599,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     name = settings.pop("encoder", None)
     if name is None:
         raise UserError(
-            f"{text_uri} does not say by which encoder it was made; run jobs.encode "
+            f"{text_uri} does not record the encoder it was made with; run jobs.encode "
             f"again"
         )
     config = TextConfig(**settings)
@@ -526,17 +609,17 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
         if name == "tfidf"
         else TextEncoder(name, *config.encoder_options())
     )
-    sample = np.linspace(
-        0, len(documents) - 1, min(CHECKED_DOCUMENTS, len(documents))
-    ).astype(np.int64)
-    before = read_embeddings(join(text_uri, "items"))[sample]
-    difference = np.abs(encoder.encode([documents[i] for i in sample]) - before).max()
+    num_checked = min(NUM_CHECKED_DOCUMENTS, len(documents))
+    sample = np.linspace(0, len(documents) - 1, num_checked).astype(np.int64)
+    stored = read_embeddings(join(text_uri, "items"))[sample]
+    recomputed = encoder.encode([documents[index] for index in sample])
+    difference = np.abs(recomputed - stored).max()
     if difference > MAX_DIFFERENCE[config.precision]:
         raise UserError(
-            f"the encoder {name} gives other vectors than those of {text_uri}, by up "
-            f"to {difference:.2g}; run jobs.encode again with this one"
+            f"the encoder {name} gives vectors that differ from those of {text_uri} by "
+            f"up to {difference:.2g}; run jobs.encode again with this encoder"
         )
     folder.mkdir(parents=True)
     encoder.save(folder)
-    if has_manifest(join(text_uri, "pairs")):  # new pairs need the documents
+    if has_manifest(join(text_uri, "pairs")):
         pq.write_table(pa.table({"text": documents}), folder / "documents.parquet")

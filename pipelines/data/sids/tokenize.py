@@ -2,7 +2,7 @@
 
 `tokenize` writes the tables `embeddings`, `sids` and `trie` to one folder, except those
 that are up to date. Codebooks are trained in this process, or on a cluster in one Ray
-task, on a GPU if there is one.
+task. Both use a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ from models.storage.tables import (
 from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import (
+    EmbeddingSource,
     Say,
     embed_items,
     embed_origin,
@@ -64,45 +65,78 @@ from pipelines.data.sids.embed import (
     item_texts,
     read_embeddings,
 )
-from pipelines.data.sids.own_embeddings import OwnEmbeddings
+
+
+@dataclass(frozen=True)
+class TokenizerPaths:
+    """Folders that tokenization reads and writes."""
+
+    items: str
+    """The `items` table."""
+    output: str
+    """Folder of the tables `embeddings`, `sids`, `trie` and `quantizer`."""
+    shared_embeddings: str = ""
+    """The `embeddings` table if tokenizers share it; by default below `output`."""
+    sequences: str = ""
+    """The `sequences` table, needed only to fit codebooks on its training items."""
+
+    @property
+    def embeddings(self) -> str:
+        """The `embeddings` table that is read and written."""
+        return self.shared_embeddings or join(self.output, "embeddings")
+
+    @property
+    def sids(self) -> str:
+        """The `sids` table."""
+        return join(self.output, "sids")
+
+    @property
+    def trie(self) -> str:
+        """The `trie` table."""
+        return join(self.output, "trie")
+
+    @property
+    def quantizer(self) -> str:
+        """The `quantizer` table: codebooks and the RQ-VAE's encoder."""
+        return join(self.output, "quantizer")
 
 
 def find_train_items(sequences_uri: str) -> np.ndarray:
-    """Return the items (n,) that are targets or in histories of training requests.
+    """Return the items (n,) of training requests and their histories, ascending.
 
-    They are ascending. With several folds the training requests are those of the
-    first, which all folds train on.
+    With several folds, these are the training requests of the first fold: all folds
+    train on them.
     """
     info = read_manifest(sequences_uri, "sequences").info
     fold = 1 if count_folds(info) else None
-    train = RetrievalDataset.load(sequences_uri, "train", fold=fold)
-    return train.visited_items()
+    return RetrievalDataset.load(sequences_uri, "train", fold=fold).visited_items()
 
 
 def _train_task(
     embeddings: np.ndarray,
     config: TokenizerConfig,
-    chosen: np.ndarray | None,
-    threads: int,
+    fit_items: np.ndarray | None,
+    num_threads: int,
 ) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
-    """Train codebooks; yields progress, then measures and codes.
+    """Train codebooks and assign codes to all items.
 
-    The stream is the same each time, as Ray may start it again. Threads and precision
-    are set because the worker process may have run another task, and sums in another
-    order would end in other codes.
+    Ray may start the task again, so the stream is deterministic. Threads and precision
+    are set explicitly: the worker process may have run another task, and sums in
+    another order would lead to other codes.
 
     Args:
-        embeddings: (N, width) embeddings.
-        config: Options.
-        chosen: Items to fit codebooks on, None for all.
-        threads: Number of threads.
+        embeddings: Embeddings (N, width) of all items.
+        config: Tokenizer and its options.
+        fit_items: Indices of the items to fit codebooks on, or None for all.
+        num_threads: Number of PyTorch threads.
 
     Yields:
-        Progress; at the end measures, with the `sizes` and `arrays` of the codebooks,
-        and the codes (N, C) without a conflict code.
+        Progress, and at the end a tuple of measures and codes (N, C). The measures
+        include the `sizes` of the levels and the `arrays` of the quantizer. Items with
+        equal codes do not have a conflict code yet.
     """
-    torch.set_num_threads(threads)
-    before = torch.get_float32_matmul_precision()
+    torch.set_num_threads(num_threads)
+    previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         vectors = torch.tensor(
@@ -111,23 +145,22 @@ def _train_task(
         if config.quantizer == "rqvae":
             quantized = yield from rqvae.fit(vectors, config.rqvae)
         else:
-            items = None if chosen is None else torch.tensor(chosen)
+            items = None if fit_items is None else torch.tensor(fit_items)
             quantized = yield from rqkmeans.fit(vectors, config.rqkmeans, items)
         codes = quantized.codes.numpy()
         if config.tokenizer == "psid":
-            taken = measure_collisions(codes)["duplicates"]
-            yield Progress(1, 1, f"other codes for {taken} items whose codes are taken")
+            duplicates = measure_collisions(codes)["duplicates"]
+            yield Progress(1, 1, f"relaxing the codes of {duplicates} duplicate items")
             codes = assign(quantized, config.psid)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
+    num_levels, codebook_size, _ = quantized.codebooks.shape
+    weights = {name: weight.numpy() for name, weight in quantized.encoder.items()}
     measures: dict[str, Any] = {
-        "sizes": [quantized.codebooks.shape[1]] * quantized.codebooks.shape[0],
+        "sizes": [codebook_size] * num_levels,
         "reconstruction_error": quantized.reconstruction_error,
         "quantization_error": quantization_error(quantized, codes),
-        "arrays": {
-            "codebooks": quantized.codebooks.numpy(),
-            **{k: v.numpy() for k, v in quantized.encoder.items()},
-        },
+        "arrays": {"codebooks": quantized.codebooks.numpy(), **weights},
     }
     if config.tokenizer == "psid":
         greedy = quantized.codes.numpy()
@@ -148,47 +181,52 @@ def _forward_progress(
 
 
 MAX_STARTS = 3
-"""Most starts of the training of codes if its worker is lost. It ends with the same
-codes."""
+"""Maximum number of starts of the training task if its worker is lost. A restarted task
+ends with the same codes."""
+
+
+def _start_task(
+    embeddings: np.ndarray, config: TokenizerConfig, fit_items: np.ndarray | None
+) -> Iterator[Any]:
+    """Start `_train_task` on the cluster, and return an iterator over its stream."""
+    has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
+    cpus_of_nodes = [
+        node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
+    ]
+    num_cpus = min(4, max(1, *cpus_of_nodes))  # 1 if an autoscaler has no node yet
+    task: Any = ray.remote(
+        num_cpus=num_cpus,
+        num_gpus=1 if has_gpu else 0,
+        num_returns="streaming",
+        max_retries=MAX_STARTS - 1,
+    )(_train_task)
+    num_threads = max(1, int(num_cpus))
+    references = task.remote(embeddings, config, fit_items, num_threads)
+    return (ray.get(reference) for reference in references)
 
 
 def train_codes(
     embeddings: np.ndarray,
     config: TokenizerConfig,
     say: Say = print,
-    chosen: np.ndarray | None = None,
+    fit_items: np.ndarray | None = None,
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """Run `_train_task` in this process, or as a task of the cluster.
+    """Train codebooks in this process, or as a Ray task if RAY_ADDRESS is set.
 
     Args:
-        embeddings: (N, width) embeddings.
-        config: Options.
-        say: Prints a message.
-        chosen: Items to fit codebooks on, None for all.
+        embeddings: Embeddings (N, width) of all items.
+        config: Tokenizer and its options.
+        say: Prints progress.
+        fit_items: Indices of the items to fit codebooks on, or None for all.
 
     Returns:
-        Measures and codes (N, C) without a conflict code.
+        The measures and codes (N, C) that `_train_task` yields at its end.
     """
     if os.environ.get("RAY_ADDRESS"):
-        gpu = ray.cluster_resources().get("GPU", 0) >= 1
-        cpus_of_nodes = [
-            node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
-        ]
-        cpus = min(4, max(1, *cpus_of_nodes))  # 1 where an autoscaler has no node yet
-        task: Any = ray.remote(
-            num_cpus=cpus,
-            num_gpus=1 if gpu else 0,
-            num_returns="streaming",
-            max_retries=MAX_STARTS - 1,
-        )(_train_task)
-        stream: Iterator[Any] = (
-            ray.get(reference)
-            for reference in task.remote(embeddings, config, chosen, max(1, int(cpus)))
-        )
+        stream = _start_task(embeddings, config, fit_items)
     else:
-        stream = _train_task(
-            embeddings, config, chosen, min(4, len(os.sched_getaffinity(0)))
-        )
+        num_threads = min(4, len(os.sched_getaffinity(0)))
+        stream = _train_task(embeddings, config, fit_items, num_threads)
     training = limit_progress(_forward_progress(stream))
     while True:
         try:
@@ -200,27 +238,37 @@ def train_codes(
 
 @dataclass(frozen=True)
 class _Codes:
-    """SIDs before they are written."""
+    """Unique codes of all items, with what their manifest records."""
 
     codes: np.ndarray
-    """(N, C), with conflict levels if there are any."""
+    """(N, C), including conflict levels."""
     sizes: list[int]
     """Number of codes per level."""
     conflict_level: bool
+    """Whether the last levels are conflict codes."""
     measures: dict[str, Any]
+    """Quality of the codes, for the manifest."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    """Codebooks and encoder, for new items."""
+    """Codebooks and encoder, which give codes to later items."""
 
 
-def _finish(
+def _make_unique(
     codes: np.ndarray,
     sizes: list[int],
     conflict: bool,
     measures: dict[str, Any],
     say: Say,
 ) -> _Codes:
-    """Add conflict levels if requested, and measure the codes."""
-    before = {
+    """Measure codes, and append conflict levels if needed.
+
+    Args:
+        codes: Codes (N, C) of the items.
+        sizes: Number of codes per level.
+        conflict: Whether to append conflict levels.
+        measures: Further measures to record.
+        say: Prints a note if a second conflict level is needed.
+    """
+    measures = {
         **measures,
         **measure_collisions(codes),
         "levels": measure_levels(codes, sizes),
@@ -228,42 +276,62 @@ def _finish(
     if conflict:
         codes = add_conflict_levels(codes)
         sizes = [*sizes, *(codes[:, len(sizes) :].max(0) + 1).tolist()]
-        if before["largest_group"] > MAX_CONFLICT_CODES:
+        if measures["largest_group"] > MAX_CONFLICT_CODES:
             say(
-                f"note: {before['largest_group']} items share their codes, so the "
-                f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes; more "
-                f"levels, a larger codebook or a richer --embed.template may spare one"
+                f"note: {measures['largest_group']} items share their codes, so the "
+                f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes; one "
+                f"may suffice with more levels, a larger codebook or a richer "
+                f"--embed.template"
             )
-    return _Codes(codes, sizes, conflict, {**before, "branching": branching(codes)})
+    measures["branching"] = branching(codes)
+    return _Codes(codes, sizes, conflict, measures)
 
 
 def _published_codes(
     items: pa.Table, sids: dict[str, list[int]], uri: str, say: Say
 ) -> _Codes:
+    """Look up the published SIDs of the items.
+
+    Args:
+        items: The `items` table.
+        sids: Published SID of each item id.
+        uri: File of the SIDs, for messages.
+        say: Prints a note if a second conflict level is needed.
+
+    Raises:
+        UserError: If an item has no published SID.
+    """
     codes = catalogue_codes(sids, items["item_id"].to_pylist(), uri)
     # over all of the file's SIDs, so that sizes do not depend on the k-core
     sizes = (np.array(list(sids.values())).max(0) + 1).tolist()
     measures = {"unused_published": len(sids) - len(codes)}
-    return _finish(
-        codes, sizes, bool(measure_collisions(codes)["duplicates"]), measures, say
-    )
+    has_duplicates = bool(measure_collisions(codes)["duplicates"])
+    return _make_unique(codes, sizes, has_duplicates, measures, say)
 
 
-def _trained_codes(
-    embeddings_uri: str, config: TokenizerConfig, say: Say, chosen: np.ndarray | None
-) -> _Codes:
-    measures, codes = train_codes(read_embeddings(embeddings_uri), config, say, chosen)
+def _trained_codes(paths: TokenizerPaths, config: TokenizerConfig, say: Say) -> _Codes:
+    """Train the tokenizer on the embeddings, and make the codes unique."""
+    fit_items = find_train_items(paths.sequences) if config.on_train_items else None
+    embeddings = read_embeddings(paths.embeddings)
+    measures, codes = train_codes(embeddings, config, say, fit_items)
     sizes = measures.pop("sizes")
-    unique = config.tokenizer == "psid"
-    if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:
-        # items with equal codes were spread, as far as there are codes
-        unique = not measure_collisions(codes)["duplicates"]
     arrays = measures.pop("arrays")
-    return replace(_finish(codes, sizes, not unique, measures, say), arrays=arrays)
+    is_unique = config.tokenizer == "psid"
+    if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:
+        # items with equal codes were spread as far as free codes allowed
+        is_unique = not measure_collisions(codes)["duplicates"]
+    unique_codes = _make_unique(codes, sizes, not is_unique, measures, say)
+    return replace(unique_codes, arrays=arrays)
 
 
 def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
-    """Write the `quantizer` table: codebooks and encoder, for codes of new items."""
+    """Write the `quantizer` table, from which new items get their codes.
+
+    Args:
+        uri: Folder of the table.
+        arrays: `codebooks` (C, K, D), and the weights of the RQ-VAE's encoder by name.
+        **manifest: Arguments of `commit`.
+    """
     rows = [
         {"name": name, "shape": values.shape, "values": values.ravel()}
         for name, values in sorted(arrays.items())
@@ -279,7 +347,7 @@ def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) ->
 
 
 def read_quantizer(uri: str) -> dict[str, np.ndarray]:
-    """Read the arrays of the `quantizer` table."""
+    """Read the arrays of the `quantizer` table, by name."""
     table = read_table(uri, "quantizer")
     columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
     return {
@@ -289,18 +357,23 @@ def read_quantizer(uri: str) -> dict[str, np.ndarray]:
 
 
 def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
-    """Write the `sids` table of codes (N, C)."""
-    items, depth = codes.shape
-    offsets = pa.array(np.arange(0, items * depth + 1, depth), pa.int32())
+    """Write the `sids` table of codes (N, C).
+
+    Args:
+        uri: Folder of the table.
+        codes: Codes of all items, ordered by item_index.
+        **manifest: Arguments of `commit`.
+    """
+    num_items, num_levels = codes.shape
+    offsets = pa.array(np.arange(0, codes.size + 1, num_levels), pa.int32())
     lists = pa.ListArray.from_arrays(offsets, pa.array(codes.reshape(-1), pa.uint16()))
-    table = pa.Table.from_arrays(
-        [pa.array(np.arange(items), pa.int32()), lists], schema=SIDS
-    )
+    item_index = pa.array(np.arange(num_items), pa.int32())
+    table = pa.Table.from_arrays([item_index, lists], schema=SIDS)
     return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
 
 
 def read_codes(uri: str) -> np.ndarray:
-    """Read the codes of the `sids` table as (N, C) int64, by item_index."""
+    """Read the codes of the `sids` table as (N, C) int64, ordered by item_index."""
     table = read_table(uri, "sids")
     codes = table["codes"].combine_chunks()
     matrix = codes.flatten().to_numpy().reshape(len(codes), -1).astype(np.int64)
@@ -308,7 +381,13 @@ def read_codes(uri: str) -> np.ndarray:
 
 
 def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest:
-    """Write the `trie` table of the `sids` table, in place of a trie of other SIDs."""
+    """Write the `trie` table of the `sids` table, replacing a trie of other SIDs.
+
+    Args:
+        uri: Folder of the `trie` table.
+        sids_uri: Folder of the `sids` table.
+        extends: Hashes of the tries whose items this trie extends, oldest first.
+    """
     sids = read_manifest(sids_uri, "sids")
     codes = read_codes(sids_uri)
     sizes = sids.info["codebook_sizes"]
@@ -336,180 +415,181 @@ def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest
     )
 
 
-def _embed_first(
-    origin: tuple[str, str, int, EmbedConfig, OwnEmbeddings | None],
-    output: str,
-    shared: str,
+def is_trie_current(paths: TokenizerPaths, sids: Manifest) -> bool:
+    """Return whether the `trie` table is the trie of these SIDs."""
+    return up_to_date(paths.trie, fingerprint({}, {"sids": sids.hash}))
+
+
+def _write_embeddings(
+    paths: TokenizerPaths,
+    source: EmbeddingSource,
     overwrite: bool,
     say: Say,
-    start: Callable[[], None],
+    start_ray: Callable[[], None],
 ) -> str:
-    """Write the embeddings and return their hash.
+    """Write the embeddings unless they are up to date, and return their hash.
 
-    Embeddings that tokenizers share are not written again if they are up to date.
-
-    Args:
-        origin: Arguments of `embed_origin`.
-        output: Folder of the SIDs.
-        shared: Folder of shared embeddings, or "".
-        overwrite: Whether to replace existing tables.
-        say: Prints a message.
-        start: Starts Ray, if it is needed.
+    `overwrite` does not rewrite shared embeddings that are up to date: another
+    tokenizer may use them.
 
     Raises:
-        UserError: If the output has SIDs of other embeddings.
+        UserError: If the output has SIDs, but not the embeddings they were made from.
     """
-    uri = shared or join(output, "embeddings")
-    if not overwrite and not has_manifest(uri) and has_manifest(join(output, "sids")):
+    uri = paths.embeddings
+    if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
         raise UserError(
-            f"{join(output, 'sids')} was made from other embeddings; use --overwrite, "
-            f"or another --output"
+            f"{paths.sids} was made from other embeddings; use --overwrite, or another "
+            f"--output"
         )
-    whole = shared and up_to_date(uri, fingerprint(*embed_origin(*origin)))
-    items_uri, encoder, width, embed, own = origin
-    with writing(shared) if shared not in ("", output) and not whole else nullcontext():
-        return embed_items(
-            items_uri,
-            uri,
-            encoder,
-            width,
-            embed,
-            overwrite and not whole,
-            say,
-            start,
-            own,
-        ).hash
+    is_finished = bool(paths.shared_embeddings) and up_to_date(
+        uri, fingerprint(*embed_origin(paths.items, source))
+    )
+    lock: AbstractContextManager[object] = nullcontext()
+    if paths.shared_embeddings not in ("", paths.output) and not is_finished:
+        lock = writing(uri)
+    with lock:
+        replace_table = overwrite and not is_finished
+        return embed_items(paths.items, uri, source, replace_table, say, start_ray).hash
 
 
 def check_items(
     items_uri: str, config: TokenizerConfig, embed: EmbedConfig | None
 ) -> None:
-    """Raise a UserError if the catalogue does not fit the tokenizer or its texts."""
-    if few := config.too_few_items(items_uri):
-        raise UserError(few)
+    """Check that the catalogue has enough items and texts.
+
+    Args:
+        items_uri: Folder of the `items` table.
+        config: Tokenizer and its options.
+        embed: Options of text embeddings; None if no texts are embedded.
+
+    Raises:
+        UserError: If there are fewer items than codes, or the texts are not valid.
+    """
+    if message := config.describe_too_few_items(items_uri):
+        raise UserError(message)
     if embed:
         item_texts(read_table(items_uri, "items"), embed)
 
 
-def check_folders(output: str, embeddings: str = "") -> None:
-    """Raise a UserError if the output or the folder of embeddings has other content."""
-    if embeddings != output:
+def check_folders(output: str, shared_embeddings: str = "") -> None:
+    """Check that the output folders are empty or hold earlier outputs.
+
+    Args:
+        output: Folder of the SIDs.
+        shared_embeddings: Folder of embeddings that tokenizers share, or "".
+
+    Raises:
+        UserError: If a folder holds anything else.
+    """
+    if shared_embeddings != output:
         check_output(
             output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")}
         )
-    if embeddings:
-        has_earlier_table(embeddings, "embeddings")
+    if shared_embeddings:
+        has_earlier_table(shared_embeddings, "embeddings")
+
+
+def _write_codes(
+    paths: TokenizerPaths,
+    codes: _Codes,
+    config: TokenizerConfig,
+    inputs: dict[str, str],
+    started: float,
+) -> None:
+    """Write the `sids` table, and the `quantizer` table of trained codes.
+
+    Args:
+        paths: Folders.
+        codes: Codes and their measures.
+        config: Tokenizer and its options.
+        inputs: Hashes of the inputs, by name.
+        started: `time.monotonic()` at the start of the job.
+    """
+    settings = config.relevant_settings()
+    if codes.arrays:
+        write_quantizer(paths.quantizer, codes.arrays, config=settings, inputs=inputs)
+    info = {
+        "codebook_sizes": codes.sizes,
+        "tokenizer": config.tokenizer,
+        "items_hash": inputs["items"],
+        "conflict_level": codes.conflict_level,
+        **codes.measures,
+    }
+    timings = {"tokenize_s": round(time.monotonic() - started, 2)}
+    write_sids(
+        paths.sids,
+        codes.codes,
+        config=settings,
+        inputs=inputs,
+        info=info,
+        timings=timings,
+    )
 
 
 def tokenize(
-    items_uri: str,
-    output: str,
+    paths: TokenizerPaths,
     config: TokenizerConfig,
-    encoder: str = "minilm",
-    pca_width: int = 0,
-    embed: EmbedConfig | None = None,
+    source: EmbeddingSource | None = None,
     overwrite: bool = False,
     say: Say = print,
-    embeddings: str = "",
-    sequences_uri: str = "",
-    start: Callable[[], None] = lambda: None,
-    own: OwnEmbeddings | None = None,
+    start_ray: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest, Manifest, bool]:
-    """Write `embeddings` (unless SIDs are published), `sids` and `trie` to `output`.
+    """Write `embeddings` (unless SIDs are published), `sids` and `trie`.
 
     Args:
-        items_uri: Table of items.
-        output: Folder to write to.
-        config: Options of the tokenizer.
-        encoder: Name of the encoder, or "tfidf".
-        pca_width: Width of the PCA; 0 for the encoder's output.
-        embed: Options of the embeddings.
+        paths: Folders to read and write.
+        config: Tokenizer and its options.
+        source: Origin of the embeddings; by default the encoder `minilm`.
         overwrite: Whether to replace existing tables.
         say: Prints a message.
-        embeddings: Folder of embeddings that tokenizers share; by default in `output`.
-        sequences_uri: Table of requests, if codebooks are fitted on the items of
-            training requests only.
-        start: Starts Ray, if it is needed.
-        own: Embeddings of the user, instead of the encoder's.
+        start_ray: Called before the first use of Ray, if Ray is used.
 
     Returns:
-        Manifests of sids and trie, and whether anything was written.
+        Manifests of `sids` and `trie`, and whether anything was written.
 
     Raises:
         UserError: If the input is not valid, the output was made from other input
             (unless `overwrite`), or another job writes to it.
     """
     started = time.monotonic()
-    items = read_manifest(items_uri, "items")
-    check_folders(output, embeddings)
-    own_embeddings_uri, sids_uri, trie_uri = (
-        join(output, name) for name in ("embeddings", "sids", "trie")
-    )
-    published: dict[str, list[int]] = {}
-    inputs = {"items": items.hash}
-    with writing(output):
-        if config.tokenizer == "published":
-            published, inputs["published"] = read_published(config.published)
+    is_published = config.tokenizer == "published"
+    inputs = {"items": read_manifest(paths.items, "items").hash}
+    check_folders(paths.output, paths.shared_embeddings)
+    with writing(paths.output):
+        if is_published:
+            published_sids, inputs["published"] = read_published(config.published)
         else:
-            origin = (items_uri, encoder, pca_width, embed or EmbedConfig(), own)
-            inputs["embeddings"] = _embed_first(
-                origin, output, embeddings, overwrite, say, start
+            source = source or EmbeddingSource()
+            inputs["embeddings"] = _write_embeddings(
+                paths, source, overwrite, say, start_ray
             )
-        chosen = None
         if config.on_train_items:
-            sequences = read_manifest(sequences_uri, "sequences")
+            sequences = read_manifest(paths.sequences, "sequences")
             inputs["sequences"] = sequences.hash
             if count_folds(sequences.info):
                 inputs["train_end_ms"] = str(find_train_end(sequences.info, 1))
-            chosen = find_train_items(sequences_uri)
-        options = config.relevant_settings()
-        up_to_date_sids = (
-            None if overwrite else find_finished(sids_uri, "sids", options, inputs)
+        settings = config.relevant_settings()
+        finished = (
+            None if overwrite else find_finished(paths.sids, "sids", settings, inputs)
         )
-        if up_to_date_sids is None:
-            if config.tokenizer == "published":
-                result = _published_codes(
-                    read_table(items_uri, "items"), published, config.published, say
-                )
+        if finished is None:
+            if is_published:
+                items = read_table(paths.items, "items")
+                codes = _published_codes(items, published_sids, config.published, say)
             else:
                 if os.environ.get("RAY_ADDRESS"):
-                    start()
-                result = _trained_codes(
-                    embeddings or own_embeddings_uri, config, say, chosen
-                )
-            info = {
-                "codebook_sizes": result.sizes,
-                "tokenizer": config.tokenizer,
-                "items_hash": items.hash,
-                "conflict_level": result.conflict_level,
-                **result.measures,
-            }
-            timings = {"tokenize_s": round(time.monotonic() - started, 2)}
-            if result.arrays:
-                write_quantizer(
-                    join(output, "quantizer"),
-                    result.arrays,
-                    config=options,
-                    inputs=inputs,
-                )
-            write_sids(
-                sids_uri,
-                result.codes,
-                config=options,
-                inputs=inputs,
-                info=info,
-                timings=timings,
-            )
-        sids = read_manifest(sids_uri, "sids")
-        complete = up_to_date_sids is not None and up_to_date(
-            trie_uri, fingerprint({}, {"sids": sids.hash})
-        )
-        if complete:
-            trie = read_manifest(trie_uri, "trie")
+                    start_ray()
+                codes = _trained_codes(paths, config, say)
+            _write_codes(paths, codes, config, inputs, started)
+        sids = read_manifest(paths.sids, "sids")
+        is_complete = finished is not None and is_trie_current(paths, sids)
+        if is_complete:
+            trie = read_manifest(paths.trie, "trie")
         else:
-            trie = write_trie(trie_uri, sids_uri)
-        if config.tokenizer == "published":
-            for unused in (own_embeddings_uri, join(output, "quantizer")):
+            trie = write_trie(paths.trie, paths.sids)
+        if is_published:
+            # published SIDs may replace trained ones, whose tables have no use then
+            for unused in (join(paths.output, "embeddings"), paths.quantizer):
                 if has_manifest(unused):
-                    clear(unused)  # of replaced SIDs
-        return sids, trie, not complete
+                    clear(unused)
+        return sids, trie, not is_complete

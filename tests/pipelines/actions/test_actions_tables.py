@@ -114,7 +114,7 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
     [
         (
             {"tasks": {"t": {"label": "nothing"}}},
-            "no label 'nothing'; those are: click, like, dwell",
+            "no label 'nothing'; its labels are: click, like, dwell",
         ),
         ({"tasks": {"t": {"any": ["like", "nothing"]}}}, "no label 'nothing'"),
         ({"tasks": {"t": {"label": "dwell"}}}, "give 'above' or 'at_least'"),
@@ -197,7 +197,7 @@ def test_a_bool_label_that_cannot_name_a_task_is_refused() -> None:
 def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:
     with pytest.raises(ValueError, match="define at least one task"):
         ActionsConfig().resolve({"labels": {"dwell": "float32"}}, [])
-    with pytest.raises(ValueError, match="say what models read"):
+    with pytest.raises(ValueError, match="define at least one input"):
         ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve(
             {"labels": {"dwell": "float32"}}, []
         )

@@ -55,7 +55,7 @@ def test_what_has_no_text_is_refused(tmp_path: Path) -> None:
     write_tables(tmp_path / "retrieval")
     with pytest.raises(
         UserError,
-        match=r"is of kind 'retrieval', whose models read no text by jobs.encode",
+        match=r"is of kind 'retrieval', whose models read no embeddings of jobs.encode",
     ):
         check_texts(
             str(tmp_path / "retrieval/tables"),
@@ -84,7 +84,7 @@ def test_what_has_no_text_is_refused(tmp_path: Path) -> None:
             TextConfig(template="{author}", empty="error"),
             str(tmp_path / "text"),
         )
-    with pytest.raises(UserError, match="query_condition joint is of searches"):
+    with pytest.raises(UserError, match="query_condition joint is only for searches"):
         check_texts(
             tables,
             "minilm",

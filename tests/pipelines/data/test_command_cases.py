@@ -22,7 +22,7 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from pipelines.data.sids.own_embeddings import read_own
+from pipelines.data.sids.precomputed import read_precomputed
 from pipelines.evaluation.inference import infer_all
 
 pytestmark = pytest.mark.shared_data
@@ -108,9 +108,9 @@ def test_a_day_with_an_event_in_the_future_does_not_join_the_tables(
 
 def test_an_embedding_of_flt_max_is_refused() -> None:
     case = CASES / "d4_embedding_sentinel"
-    assert len(read_own(str(case / "ok.parquet"), "i").ids) == 40
+    assert len(read_precomputed(str(case / "ok.parquet"), "i").row_of_id) == 40
     with pytest.raises(UserError, match="not finite or over"):
-        read_own(str(case / "sentinel.parquet"), "i")
+        read_precomputed(str(case / "sentinel.parquet"), "i")
 
 
 def test_scores_of_a_log_without_queries_are_written(tmp_path: Path) -> None:

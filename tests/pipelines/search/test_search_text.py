@@ -210,7 +210,7 @@ def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
         bert,
         config,
         say=said.append,
-        start=lambda: pytest.fail("Ray starts for nothing"),
+        start_ray=lambda: pytest.fail("Ray starts for nothing"),
     )
     assert {name: manifest.hash for name, manifest in again.items()} == {
         n: m.hash for n, m in made.items()
@@ -334,7 +334,7 @@ def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
             info={"kind": "retrieval"},
         )
     with pytest.raises(
-        UserError, match="of kind 'retrieval', whose models read no text"
+        UserError, match="of kind 'retrieval', whose models read no embeddings"
     ):
         job.run(
             job.Config(tables=retrieval, output=str(tmp_path / "text"), encoder="tfidf")

@@ -232,7 +232,7 @@ def test_items_with_no_text_are_the_empty_string_and_said_or_an_error() -> None:
     table, said = items(text_title=["Drill", " ", None], text_brand=["x", "", None]), []
     assert item_texts(table, EmbedConfig(), said.append) == ["Drill x", "", ""]
     assert said == [
-        "note: 2 of 3 items have no text in title, brand; their codes say nothing of them"
+        "note: 2 of 3 items have no text in title, brand; their codes carry no information about them"
     ]
     with pytest.raises(
         UserError, match=r"2 of 3 items have no text in title, brand; use a template"

@@ -24,10 +24,10 @@ from models.storage.tables import (
 )
 from pipelines.data.schemas import items_schema
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
-from pipelines.data.sids.embed import read_embeddings
-from pipelines.data.sids.extend import MAX_DRIFT, Embedder, describe_drift, extend
-from pipelines.data.sids.own_embeddings import read_own
-from pipelines.data.sids.tokenize import read_codes, tokenize
+from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
+from pipelines.data.sids.extend import MAX_DRIFT, describe_drift, extend
+from pipelines.data.sids.precomputed import read_precomputed
+from pipelines.data.sids.tokenize import TokenizerPaths, read_codes, tokenize
 
 COUNT, KINDS, COLOURS = (
     60,
@@ -45,7 +45,7 @@ TOKENIZERS = {
         rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5),
     ),
 }
-BY = Embedder("tfidf", 6, EmbedConfig())
+SOURCE = EmbeddingSource("tfidf", 6, EmbedConfig())
 
 
 def text(i: int) -> str:
@@ -75,7 +75,7 @@ def test_old_codes_stay_and_new_items_get_free_ones(
 ) -> None:
     config, sids = TOKENIZERS[name], str(tmp_path / "sids")
     items = write_items(tmp_path / "items", [text(i) for i in range(COUNT)])
-    tokenize(items, sids, config, "tfidf", 6)
+    tokenize(TokenizerPaths(items, sids), config, SOURCE)
     old, codes, vectors = (
         read_manifest(f"{sids}/sids"),
         read_codes(f"{sids}/sids"),
@@ -83,8 +83,10 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     )
     trie, more = read_manifest(f"{sids}/trie"), [text(i) for i in range(COUNT + 20)]
     grow(items, more)
-    elsewhere, *_ = extend(items, str(tmp_path / "other"), sids, config, BY)
-    made, new_trie, changed = extend(items, sids, sids, config, BY)
+    elsewhere, *_ = extend(
+        TokenizerPaths(items, str(tmp_path / "other")), sids, config, SOURCE
+    )
+    made, new_trie, changed = extend(TokenizerPaths(items, sids), sids, config, SOURCE)
     assert changed
     assert made.hash == elsewhere.hash
     grown = read_codes(f"{sids}/sids")
@@ -97,12 +99,12 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     assert made.extends == [old.hash]
     assert new_trie.extends == [trie.hash]
     assert new_trie.info["items"] == COUNT + 20
-    assert extend(items, sids, sids, config, BY)[2] is False
-    assert tokenize(items, sids, config, "tfidf", 6)[2] is False
+    assert extend(TokenizerPaths(items, sids), sids, config, SOURCE)[2] is False
+    assert tokenize(TokenizerPaths(items, sids), config, SOURCE)[2] is False
 
     # a text that is there already is encoded as it was
     grow(items, [*more, text(0)])
-    made, *_ = extend(items, sids, sids, config, BY)
+    made, *_ = extend(TokenizerPaths(items, sids), sids, config, SOURCE)
     np.testing.assert_allclose(
         read_embeddings(f"{sids}/embeddings")[-1], vectors[0], atol=1e-4
     )
@@ -118,9 +120,11 @@ def test_old_codes_stay_and_new_items_get_free_ones(
 def test_drift_is_said(ray_local: None, tmp_path: Path) -> None:
     sids, texts = str(tmp_path / "sids"), [text(i) for i in range(COUNT)]
     items = write_items(tmp_path / "items", texts)
-    tokenize(items, sids, KMEANS, "tfidf", 6)
+    tokenize(TokenizerPaths(items, sids), KMEANS, SOURCE)
     grow(items, texts + [text(i) for i in range(5)])
-    same, *_ = extend(items, str(tmp_path / "same"), sids, KMEANS, BY)
+    same, *_ = extend(
+        TokenizerPaths(items, str(tmp_path / "same")), sids, KMEANS, SOURCE
+    )
     measured = {**same.info["drift"], "collision_rate_new": 0}
     measured["error_new"] = measured["error_old"]
     assert len(describe_drift(measured)) == 1
@@ -145,39 +149,51 @@ def test_own_embeddings_grow(tmp_path: Path, width: int, scale: float) -> None:
         np.float32
     )
 
-    def own(rows: list[int], vectors: np.ndarray = vectors) -> Embedder:
+    def own(rows: list[int], vectors: np.ndarray = vectors) -> EmbeddingSource:
         table = {"id": [ids[row] for row in rows], "vector": vectors[rows].tolist()}
         pq.write_table(pa.table(table), tmp_path / "own.parquet")
-        return Embedder(
+        return EmbeddingSource(
             "minilm",
             width,
             EmbedConfig(),
-            read_own(str(tmp_path / "own.parquet"), "id"),
+            read_precomputed(str(tmp_path / "own.parquet"), "id"),
         )
 
     items = write_items(tmp_path / "items", [text(i) for i in range(COUNT)])
     first = own([*range(COUNT - 1)])  # the last has none
-    tokenize(items, sids, KMEANS, "minilm", width, own=first.own)
+    tokenize(TokenizerPaths(items, sids), KMEANS, first)
     codes, before = read_codes(f"{sids}/sids"), read_embeddings(f"{sids}/embeddings")
     grow(items, [text(i) for i in range(COUNT + 20)])
     with pytest.raises(
         UserError,
-        match=r"own.parquet of items of .* have changed.*give the old embeddings",
+        match=r"own.parquet of items of .* have changed.*give a file with the old embeddings",
     ):
-        extend(items, sids, sids, KMEANS, own([*range(COUNT + 20)], vectors[::-1]))
+        extend(
+            TokenizerPaths(items, sids),
+            sids,
+            KMEANS,
+            own([*range(COUNT + 20)], vectors[::-1]),
+        )
     with pytest.raises(UserError, match=r"own.parquet of items of .* have changed"):
-        extend(items, sids, sids, KMEANS, own([*range(1, COUNT + 20)]))
+        extend(TokenizerPaths(items, sids), sids, KMEANS, own([*range(1, COUNT + 20)]))
     with pytest.raises(UserError, match="with another encoder"):
-        extend(items, sids, sids, KMEANS, Embedder("tfidf", width, EmbedConfig()))
+        extend(
+            TokenizerPaths(items, sids),
+            sids,
+            KMEANS,
+            EmbeddingSource("tfidf", width, EmbedConfig()),
+        )
     grown = own([*range(COUNT + 20)][::-1])
-    assert extend(items, f"{sids}/", sids, KMEANS, grown, say=said.append)[2]
-    assert said[-1] == "note: 1 old item without a row till now; codes stay"
+    assert extend(
+        TokenizerPaths(items, f"{sids}/"), sids, KMEANS, grown, say=said.append
+    )[2]
+    assert said[-1] == "note: 1 old item had no row before; codes do not change"
     after = read_embeddings(f"{sids}/embeddings")
     np.testing.assert_array_equal(after[:COUNT], before)
     np.testing.assert_array_equal(read_codes(f"{sids}/sids")[:COUNT], codes)
     if width == 0:
         np.testing.assert_array_equal(after[COUNT:], vectors[COUNT:])
-    assert extend(items, sids, sids, KMEANS, grown)[2] is False
+    assert extend(TokenizerPaths(items, sids), sids, KMEANS, grown)[2] is False
 
 
 @pytest.mark.parametrize(
@@ -189,10 +205,10 @@ def test_own_embeddings_grow(tmp_path: Path, width: int, scale: float) -> None:
                     KMEANS, rqkmeans=RqkmeansConfig(levels=3, codebook_size=4)
                 )
             },
-            "other settings of the token",
+            "other options of the token",
         ),
         (
-            {"by": Embedder("tfidf", 5, EmbedConfig())},
+            {"source": EmbeddingSource("tfidf", 5, EmbedConfig())},
             "with another encoder, --pca or --embed",
         ),
         (
@@ -202,7 +218,7 @@ def test_own_embeddings_grow(tmp_path: Path, width: int, scale: float) -> None:
         ({"extends": False}, "does not extend the items"),
         (
             {"config": TokenizerConfig("published", "FILE")},
-            "give a --published file that has the new items",
+            "give a --published file that also has the new items",
         ),
     ],
 )
@@ -211,7 +227,7 @@ def test_refused_in_one_line(
 ) -> None:
     sids, texts = str(tmp_path / "sids"), [text(i) for i in range(COUNT)]
     items = write_items(tmp_path / "items", texts)
-    tokenize(items, sids, KMEANS, "tfidf", 6)
+    tokenize(TokenizerPaths(items, sids), KMEANS, SOURCE)
     write_items(
         tmp_path / "items",
         [*change.get("texts", texts), "new"],
@@ -219,7 +235,12 @@ def test_refused_in_one_line(
     )
     before = read_table(f"{sids}/sids")
     with pytest.raises(UserError, match=said):
-        extend(items, sids, sids, change.get("config", KMEANS), change.get("by", BY))
+        extend(
+            TokenizerPaths(items, sids),
+            sids,
+            change.get("config", KMEANS),
+            change.get("source", SOURCE),
+        )
     assert read_table(f"{sids}/sids") == before
 
 

@@ -23,8 +23,13 @@ from models.storage.tables import (
 )
 from pipelines.data.schemas import SIDS, TRIE, items_schema
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
-from pipelines.data.sids.embed import read_embeddings
-from pipelines.data.sids.tokenize import find_train_items, read_codes, tokenize
+from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
+from pipelines.data.sids.tokenize import (
+    TokenizerPaths,
+    find_train_items,
+    read_codes,
+    tokenize,
+)
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
@@ -58,14 +63,13 @@ def items_uri(tmp_path: Path) -> str:
 def run(
     items: str, output: Path, config: TokenizerConfig = KMEANS, **options: Any
 ) -> tuple[Any, Any, bool]:
-    return tokenize(
-        items,
-        str(output),
-        config,
-        encoder="tfidf",
-        pca_width=options.pop("pca_width", 6),
-        **options,
+    paths = TokenizerPaths(items, str(output), options.pop("embeddings", ""))
+    source = EmbeddingSource(
+        "tfidf",
+        options.pop("pca_width", 6),
+        options.pop("embed", EmbedConfig()),
     )
+    return tokenize(paths, config, source, **options)
 
 
 def stamps(folder: Path) -> dict[str, int]:
@@ -320,7 +324,7 @@ def test_published_sids_leave_no_embeddings_of_other_sids(
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="needs --published FILE"):
         TokenizerConfig("published")
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="needs --published FILE"):
         TokenizerConfig("rqvae", published="x.csv")

@@ -12,8 +12,8 @@ import pytest
 
 from jobs import cli, tokenize
 from models.storage.tables import UserError, read_manifest
-from pipelines.data.sids.embed import embed_items, read_embeddings
-from pipelines.data.sids.own_embeddings import read_own
+from pipelines.data.sids.embed import EmbeddingSource, embed_items, read_embeddings
+from pipelines.data.sids.precomputed import read_precomputed
 from tests.pipelines.tokenize.test_tokenize_tables import write_items
 
 IDS = [f"i{n:04d}" for n in (3, 0, 9, 1, 2)]
@@ -57,23 +57,24 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
         str(tmp_path / "out"),
         list[str](),
     )
-    own = read_own(*file)
+    own = read_precomputed(*file)
     made = embed_items(
         items,
         out,
-        "minilm",
+        EmbeddingSource(precomputed=own),
         say=said.append,
-        start=lambda: pytest.fail("Ray starts"),
-        own=own,
+        start_ray=lambda: pytest.fail("Ray starts"),
     )
     np.testing.assert_allclose(read_embeddings(out), EXPECTED)
     assert said == [
-        f"note: 1 of 5 items have no row in {file[0]}: zeros",
-        f"note: 1 of 5 ids of {file[0]} are no items",
+        f"note: 1 of 5 items have no row in {file[0]} and get zeros",
+        f"note: 1 of 5 ids of {file[0]} are not in the items table",
     ]
-    again = embed_items(items, out, "tfidf", say=said.append, own=own)
+    again = embed_items(
+        items, out, EmbeddingSource("tfidf", precomputed=own), say=said.append
+    )
     assert (again.hash, said[-1]) == (made.hash, f"{out}: up to date")
-    other = read_own(
+    other = read_precomputed(
         write(
             tmp_path,
             LAYOUTS["lists"] | {"vector": pa.array((2 * VECTORS).tolist(), LISTS)},
@@ -83,18 +84,23 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="was made from other input or settings; use --overwrite"
     ):
-        embed_items(items, out, "minilm", own=other)
+        embed_items(items, out, EmbeddingSource(precomputed=other))
     both = write(tmp_path, LAYOUTS["lists"] | {"parent": IDS[::-1]})
-    assert read_own(both, "parent").sha256 != read_own(both, "sku").sha256
+    assert (
+        read_precomputed(both, "parent").sha256 != read_precomputed(both, "sku").sha256
+    )
     with pytest.raises(
         UserError,
-        match=r"has no row of any item, such as 'i0000'; its ids begin with 'x'",
+        match=r"has no row for any item, such as 'i0000'; its first id is 'x'",
     ):
         embed_items(
             items,
             str(tmp_path / "none"),
-            "minilm",
-            own=read_own(write(tmp_path, {"sku": ["x"], "a": [1]}), "sku"),
+            EmbeddingSource(
+                precomputed=read_precomputed(
+                    write(tmp_path, {"sku": ["x"], "a": [1]}), "sku"
+                )
+            ),
         )
 
 
@@ -103,11 +109,11 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
     [
         (
             {"sku": IDS, "a": [1.0, 2.0, np.nan, 3.0, np.inf]},
-            "not finite or over .*, first in row 2 .of 'i0009'.",
+            "not finite or over .*, first in row 2 .id 'i0009'.",
         ),
         (
             {"sku": IDS, "a": [1.0, 2.0, 3.4e38, 3.0, 4.0]},
-            "over 1.8e.19, first in row 2 .of 'i0009'.; leave such rows out, or scale",
+            "over 1.8e.19, first in row 2 .id 'i0009'.; remove these rows, or scale",
         ),
         (
             {"sku": IDS, "a": [1.0, 2.0, -1.5e19, 3.0, 4.0]},
@@ -132,16 +138,16 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
             {"sku": ["1", "2", "1.0"], "a": [1, 2, 3]},
             "has the item '1' twice, in rows 0 and 2",
         ),
-        ({"sku": ["1", None], "a": [1, 2]}, "has no id in row 1"),
+        ({"sku": ["1", None], "a": [1, 2]}, "has None instead of an id in row 1"),
         ({"item": IDS, "a": [1] * 5}, "has no column 'sku'; --id is one of item, a"),
         (
             {"sku": IDS, "a": [1] * 5, "title": IDS},
-            "has columns without numbers, title; leave them out",
+            "has columns without numbers, title; remove them",
         ),
-        ({"sku": IDS}, "has columns without numbers, or none"),
+        ({"sku": IDS}, "has no columns of numbers"),
         (
             {"sku": IDS, **{name: pa.array([[1.0]] * 5, LISTS) for name in "ab"}},
-            "several columns of lists, a, b",
+            "several list columns, a, b",
         ),
         (
             {"sku": pa.array([], pa.string()), "a": pa.array([], LISTS)},
@@ -153,7 +159,7 @@ def test_what_is_no_matrix_with_ids_is_refused(
     columns: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        read_own(write(tmp_path, columns), "sku")
+        read_precomputed(write(tmp_path, columns), "sku")
 
 
 @pytest.mark.parametrize(
@@ -166,14 +172,14 @@ def test_what_is_no_matrix_with_ids_is_refused(
             r"float32 of shape \(3,\); give numbers of shape \(items, width\)",
         ),
         (np.array([["x"]]), "a", "holds <U1 of shape"),
-        (np.array([[None]], object), "a", "is no array of NumPy"),
+        (np.array([[None]], object), "a", "is not a NumPy array"),
     ],
 )
 def test_an_array_that_does_not_fit_is_refused(
     vectors: Any, ids: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        read_own(*write_npy(tmp_path, vectors, ids))
+        read_precomputed(*write_npy(tmp_path, vectors, ids))
 
 
 def test_the_job_makes_ids_of_them(
