@@ -97,8 +97,8 @@ class Task:
             kind = label_type(label, labels, f"tasks.{name}")
             if kind == "bool" and self.threshold is not None:
                 raise ValueError(
-                    f"tasks.{name}: label '{label}' is bool and cannot have a "
-                    f"threshold; remove it"
+                    f"tasks.{name}: label '{label}' is bool, which has no "
+                    f"threshold; remove 'above' and 'at_least'"
                 )
             if kind != "bool" and self.threshold is None:
                 raise ValueError(

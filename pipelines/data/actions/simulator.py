@@ -244,7 +244,7 @@ def simulate_feed(output_dir: str, settings: FeedSettings) -> Feed:
     """Write a feed into `output_dir`, a local path or URI, and return its arrays.
 
     Raises:
-        UserError: If the folder cannot be written, or holds another log.
+        UserError: If the folder cannot be written, or holds other files.
     """
     open_log(output_dir)
     feed = draw_feed(settings)

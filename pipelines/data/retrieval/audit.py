@@ -1,4 +1,4 @@
-"""Rules on the tables of a retrieval log: every behaviour is a request for itself."""
+"""Audit rules for the tables of a retrieval log, whose behaviours are the requests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
     check_behaviours(rows.users, rows.behaviours, expected, rules["behaviours"])
     behaviours = rows.behaviours
     if tables.known != "timestamp_ms":
-        # Behaviours are in the order in which they are visible, requests in that of
-        # their times.
+        # behaviours are sorted by the time at which they are known, requests by time
         behaviours = expected.sort("row", *tables.event_order).with_columns(PLACE)
     check_history(tables, behaviours, rows.requests, rules["history"])
     targets = behaviours.with_columns(candidates=pl.concat_list("item_index"))

@@ -1,4 +1,4 @@
-"""The kind `retrieval`: each behaviour is a request for itself."""
+"""The kind `retrieval`: a request asks for the next item, which is its target."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from pipelines.data.sequences.builder import make_sequences
 from pipelines.data.simulation import Settings
 
 MAX_TIED = 0.1
-"""Share of requests that ties leave without a history, above which there is a
-warning."""
+"""Share of requests without a history because of ties that causes a notice."""
 
 MAX_WITHOUT_HISTORY = 0.5
-"""Share of training requests without a history, whatever the reason, above which there
-is a warning."""
+"""Share of training requests without a history, for any reason, that causes a
+notice."""
 
 
 class Retrieval(Kind):
@@ -46,32 +45,44 @@ class Retrieval(Kind):
     def sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
+        """Make `sequences`."""
         return make_sequences(RetrievalStep(run, events, items, split, as_of={}))
 
     def audit(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
     ) -> pl.DataFrame:
+        """Check the rules on `sequences`; all users in the k-core must be in it."""
         check_retrieval_tables(tables, rules)
         return core_users
 
     def simulate(self, output: str, settings: Settings) -> Iterator[str]:
+        """Write a retrieval log; no best figures are known for it."""
         simulate_retrieval(output, settings)
         yield from ()
 
     def notices(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
         """Yield a line if many training requests have no history."""
-        requests, without = info["requests"], info["requests_without_history"]
-        train, bare = requests["train"], without["train"]
-        # Each user's first behaviour has no history, whatever the ties.
-        by_ties = sum(without.values()) - info["users"]
-        line = f"{bare:,} of {train:,} training requests ({bare / max(train, 1):.0%}) have no history and train nothing"
-        if info["ties"] == "strict" and by_ties > MAX_TIED * sum(requests.values()):
-            cause = "many share their time"
+        requests = info["requests"]
+        without_history = info["requests_without_history"]
+        num_train, num_skipped = requests["train"], without_history["train"]
+        # a user's first behaviour never has a history; the others lack it by ties
+        num_tied = sum(without_history.values()) - info["users"]
+        line = (
+            f"{num_skipped:,} of {num_train:,} training requests "
+            f"({num_skipped / max(num_train, 1):.0%}) have no history and are skipped "
+            f"in training"
+        )
+        if info["ties"] == "strict" and num_tied > MAX_TIED * sum(requests.values()):
+            cause = "many have the same time"
             if events.info["clock"] and events.info.get("grain_ms") == DAY_MS:
                 cause = "all times are days"
             yield (
-                f"{line}: {cause}, and ties are in no history; "
-                f"--ties log_order lets each behaviour see those before it in the log"
+                f"{line}: {cause}, and --ties strict excludes behaviours of the same "
+                f"time from the history; --ties log_order includes those earlier in "
+                f"the log"
             )
-        elif bare > MAX_WITHOUT_HISTORY * train:
-            yield f"{line}: most users have one behaviour; a longer log, or a higher --core, leaves those with more"
+        elif num_skipped > MAX_WITHOUT_HISTORY * num_train:
+            yield (
+                f"{line}: most users have one behaviour; use a longer log, or a higher "
+                f"--core to select users with more"
+            )

@@ -1,4 +1,4 @@
-"""Sequences of a retrieval log: every behaviour is a request for itself."""
+"""Sequences of a retrieval log: every behaviour is the target of a request."""
 
 from __future__ import annotations
 
@@ -33,42 +33,46 @@ from pipelines.data.sequences.splits import (
 
 @dataclass(frozen=True)
 class RetrievalBuilder(SequenceBuilder):
-    """Rules by which events become sequences whose every behaviour is a request for itself."""
+    """Builds sequences in which every behaviour is the target of a request."""
 
     core: int
-    """Behaviours on the catalogue that a user must have."""
+    """Minimum number of behaviours on the catalogue that a user must have."""
     before_ms: int | None
-    """Only behaviours known earlier than this count for `core`; None for all."""
+    """Time in ms: only behaviours known earlier count for `core`; None counts all."""
     log_order: bool
-    """Whether a behaviour sees the tied behaviours before it in the log."""
+    """Whether behaviours of the same time, earlier in the log, are in the history."""
     behaviour: str | None
     """Label that makes an event a behaviour; None if all events are."""
 
     @property
     def behaviour_label(self) -> str | None:
+        """Label that makes an event a behaviour; None if all events are."""
         return self.behaviour
 
     @property
     def hashes_ties(self) -> bool:
+        """Whether a hash, not the order of the log, decides which tie is the target."""
         return not self.log_order
 
     @property
     def columns(self) -> list[str]:
+        """Columns of `events` that are read: all but request ids and positions."""
         unused = ("request_id", "position")
         return [name for name in self.schema.names if name not in unused]
 
     @property
     def output(self) -> pa.Schema:
+        """Schema of `sequences`."""
         return sequences_schema(self.schema)
 
     def find_behaviours(self, part: EventsPart) -> np.ndarray:
-        """Return the mask (E,) of behaviours of users with at least `core` of them."""
+        """Return a mask (E,) of the behaviours of users with `core` or more of them."""
         is_behaviour = super().find_behaviours(part)
-        counts = is_behaviour
+        is_counted = is_behaviour
         if self.before_ms is not None:
-            counts = counts & (part.known < self.before_ms)
-        per_user = np.bincount(part.user[counts], minlength=part.num_users)
-        return is_behaviour & (per_user >= max(self.core, 1))[part.user]
+            is_counted = is_counted & (part.known < self.before_ms)
+        num_counted = np.bincount(part.user[is_counted], minlength=part.num_users)
+        return is_behaviour & (num_counted >= max(self.core, 1))[part.user]
 
     def form_requests(
         self,
@@ -76,27 +80,36 @@ class RetrievalBuilder(SequenceBuilder):
         behaviours: Behaviours,
         count: Counter[str],
     ) -> Requests:
-        # Events are in the order of time, behaviours in the order in which they are
-        # visible.
+        """Form a request of each behaviour, in the order of their times.
+
+        Behaviours are in the order in which they become known.
+        """
         return Requests.one_per_event(part, np.sort(behaviours.row))
 
     def history_ends(self, draft: PartDraft) -> np.ndarray:
+        """Return the number (R,) of the user's earlier behaviours for each request.
+
+        With `log_order`, behaviours at the same time count if they are earlier in the
+        log.
+        """
         part, request = draft.part, draft.requests.row
         if part.is_late:
             return super().history_ends(draft)
-        # Behaviours are in the order of events: count those up to the request.
-        behaviours_before = np.zeros(len(part.user) + 1, dtype=np.int32)
-        behaviours_before[draft.row + 1] = 1
-        np.cumsum(behaviours_before, out=behaviours_before)
+        # behaviours are in the order of events: count the user's up to the request
+        is_behaviour = np.zeros(len(part.user), dtype=np.int32)
+        is_behaviour[draft.row] = 1
+        num_before = np.zeros(len(part.user) + 1, dtype=np.int32)  # before each event
+        np.cumsum(is_behaviour, out=num_before[1:])
         end = request
         if not self.log_order:
             end = first_of_run(part.user, part.time)[request]
         begin = first_of_run(part.user)[request]
-        return behaviours_before[end] - behaviours_before[begin]
+        return num_before[end] - num_before[begin]
 
     def user_columns(
         self, draft: PartDraft, count: Counter[str]
     ) -> dict[str, pa.Array]:
+        """Return the column `requests`, with the query of each request."""
         query = take_rows(draft.part.table, "query", draft.requests.row)
         return {"requests": self.request_column(draft, count, {"query": query}, {})}
 
@@ -109,6 +122,7 @@ class RetrievalStep(SequencesStep):
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Settings that the table depends on."""
         config = self.run.config
         return super().settings | {
             "core": config.core,
@@ -117,6 +131,7 @@ class RetrievalStep(SequencesStep):
         }
 
     def create_builder(self) -> RetrievalBuilder:
+        """Return the builder of the parts."""
         config = self.run.config
         return self.builder_class(
             schema=self.run.source.schema,
@@ -130,6 +145,11 @@ class RetrievalStep(SequencesStep):
         )
 
     def describe(self, builder: Any, built: BuiltTable) -> dict[str, Any]:
+        """Return the counts of requests, and of requests without a history.
+
+        Raises:
+            UserError: If no request can be trained on.
+        """
         requests = built.per_split("requests")
         without_history = built.per_split("without_history")
         usable = {name: requests[name] - without_history[name] for name in SPLITS}
@@ -142,7 +162,16 @@ class RetrievalStep(SequencesStep):
         }
 
     def _check(self, count: Counter[str], usable: dict[str, int]) -> None:
-        """Raise UserError if no request can be trained on; on a frozen catalogue, if no user is left."""
+        """Check that the table is of use.
+
+        Args:
+            count: Counts of all parts.
+            usable: Requests with a history, by split.
+
+        Raises:
+            UserError: If no request can be trained on or, with the catalogue of other
+                tables, there is no user.
+        """
         config = self.run.config
         if config.catalogue is None:
             require_training(
@@ -155,10 +184,12 @@ class RetrievalStep(SequencesStep):
             )
         elif not count["users"]:
             raise UserError(
-                f"no user has {max(config.core, 1)} behaviours on the catalogue of {config.catalogue}; use --core 0"
+                f"no user has {max(config.core, 1)} behaviours on the catalogue of "
+                f"{config.catalogue}; use --core 0"
             )
 
     def report(self, sequences: Manifest, seconds: float) -> None:
+        """Report the number of users."""
         self.run.report(
             f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s"
         )

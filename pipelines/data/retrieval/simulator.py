@@ -1,17 +1,18 @@
-"""A simulated retrieval log with known causes. A result on one is always labelled simulated.
+"""A simulated retrieval log with known causes.
 
     python -m jobs.simulate --output raw --users 1500 --items 400 --events 15000
 
-Items fall into latent clusters; each cluster has one that follows it, and each item a
-few items there that follow it. A user has a few clusters that he always comes back to.
-An event is, by chance, one of three: an item that follows the user's last one, an item
-of one of his clusters, or any item. So a model that reads the history can know most of
-what popularity cannot. Item texts are made of their cluster's words, so that text
-embeddings cluster too. Times are clock times, in bursts.
+Items fall into latent clusters. Each cluster has a following cluster, and each item a
+few following items in it. A user has a few clusters. An event is drawn from one of
+three sources: the items that follow the user's previous item, the items of the user's
+clusters, or all items. A model that reads the history can therefore predict most of
+what popularity cannot. Item texts consist of words of their cluster, so text embeddings
+form clusters too. Times are clock times, in bursts.
 
-Written are `events-*.parquet` (user_id, item_id, timestamp_ms) in time order,
-`items.parquet` (item_id, title, brand, description) and, last, `simulation.json`. No
-Ray.
+The output is `events-*.parquet` (user_id, item_id, timestamp_ms) in time order,
+`items.parquet` (item_id, title, brand, description) and, written last,
+`simulation.json`. Ray is not used. Results on simulated logs are always labelled as
+simulated.
 """
 
 from __future__ import annotations
@@ -34,56 +35,80 @@ from pipelines.data.simulation import (
     write_log,
 )
 
-FOLLOW, TASTE = 0.6, 0.3
-"""Shares of the events that follow the last item, and that come from a user's
-clusters."""
+FOLLOW = 0.6
+"""Share of the events that follow the user's previous item."""
+
+TASTE = 0.3
+"""Share of the events in one of the user's clusters."""
 
 SHARES = (0.6, 0.3, 0.1)
-"""Shares of the items that follow an item."""
+"""Probabilities of the items that follow an item."""
 
 
 def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return (E,) items, user after user. One pass per position in the history, over all users with one."""
+    """Draw the items of all users' events.
+
+    One pass draws the n-th event of all users that have one.
+
+    Args:
+        world: Clusters of items, and tastes of users.
+        lengths: Number of events (U,) of each user, descending.
+        rng: Random generator.
+
+    Returns:
+        The items (E,), grouped by user and in the order of their events.
+    """
     first = lengths_to_starts(lengths)
     items = np.empty(int(lengths.sum()), dtype=np.int32)
-    count, bounds = len(world.cluster), np.cumsum(SHARES)[:-1]
-    last = np.zeros(0, dtype=np.int32)
+    num_items = len(world.cluster)
+    bounds = np.cumsum(SHARES)[:-1]
+    previous = np.zeros(0, dtype=np.int32)
     for position in range(int(lengths[0])):
-        # Lengths descend, so the users that are longer come first.
-        active = int(np.searchsorted(-lengths, -position, side="left"))
-        cause, draw, which = rng.random((3, active))
-        liked = world.tastes[np.arange(active), (which * TASTES).astype(np.int64)]
-        begin, size = world.starts[liked], np.diff(world.starts)[liked]
-        chosen = world.members[begin + (size * draw**SKEW).astype(np.int64)]
-        anything = world.members[(count * draw).astype(np.int64)]
-        chosen = np.where(cause < FOLLOW + TASTE, chosen, anything)
+        # lengths descend, so the users with an event at this position come first
+        num_users = int(np.searchsorted(-lengths, -position, side="left"))
+        cause, uniform, which = rng.random((3, num_users))
+        taste = (which * TASTES).astype(np.int64)
+        cluster = world.tastes[np.arange(num_users), taste]
+        cluster_start = world.starts[cluster]
+        cluster_size = np.diff(world.starts)[cluster]
+        rank = (cluster_size * uniform**SKEW).astype(np.int64)
+        liked = world.members[cluster_start + rank]
+        any_item = world.members[(num_items * uniform).astype(np.int64)]
+        drawn = np.where(cause < FOLLOW + TASTE, liked, any_item)
         if position:
             follower = np.searchsorted(bounds, which, side="right")
-            follows = world.following[last[:active], follower]
-            chosen = np.where(cause < FOLLOW, follows, chosen)
-        items[first[:active] + position] = last = chosen
+            following = world.following[previous[:num_users], follower]
+            drawn = np.where(cause < FOLLOW, following, drawn)
+        items[first[:num_users] + position] = drawn
+        previous = drawn
     return items
 
 
 def simulate_retrieval(output_dir: str, settings: Settings) -> World:
-    """Write a retrieval log into `output_dir` (a local path or URI) and return its causes. Raises as `open_log`."""
+    """Write a retrieval log into `output_dir`, a local path or URI.
+
+    Returns:
+        The clusters and tastes that the log was drawn from.
+
+    Raises:
+        UserError: If the folder cannot be written, or holds other files.
+    """
     open_log(output_dir)
     world = make_world(settings)
     rng = np.random.default_rng([settings.seed, 2])
     lengths = draw_lengths(settings, rng)
     item = _walk(world, lengths, rng)
     time = draw_times(lengths, rng)
-    # Users are numbered at random: lengths descend, and an id must not tell a user's
-    # activity.
+    # users are numbered at random, as lengths descend and ids must not reveal activity
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
     user_ids, item_ids = make_ids("u", settings.users), make_ids("i", settings.items)
 
-    def make_rows(which: np.ndarray, first: int) -> pa.Table:
+    def make_rows(events: np.ndarray, first: int) -> pa.Table:
         return pa.table(
             {
-                "user_id": pa.DictionaryArray.from_arrays(user[which], user_ids),
-                "item_id": pa.DictionaryArray.from_arrays(item[which], item_ids),
-                "timestamp_ms": time[which],
+                "user_id": pa.DictionaryArray.from_arrays(user[events], user_ids),
+                "item_id": pa.DictionaryArray.from_arrays(item[events], item_ids),
+                "timestamp_ms": time[events],
             }
         )
 

@@ -1,4 +1,4 @@
-"""Rules on the tables of a search log: requests with their results, and features that see the past only."""
+"""Audit rules for the tables of a search log: requests, results and features."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ from pipelines.data.audit.sequences import (
 )
 
 KEYS = {"pair": ["item_id", "query"], "item": ["item_id"], "query": ["query"]}
-"""Columns of events that counts are by, by kind of key."""
+"""Columns of events that each kind of key consists of."""
 
 REQUEST_KEYS = ["user_id", "request_id", "alone"]
-"""Columns in which the events of one search are equal; `alone` is of
-`add_request_times`."""
+"""Columns that identify the search of an event; `add_request_times` adds `alone`."""
 
 
 def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check the rows of `sequences`. Return the users that must be in them (`user_id`)."""
+    """Check the rows of `queries` and `sequences`.
+
+    Returns:
+        The users (`user_id`) that `sequences` must contain.
+    """
     queries = read_queries(tables)
     check_queries(tables, queries, rules["queries"])
     rows = unfold(tables, rules)
@@ -75,18 +78,18 @@ def read_queries(tables: Tables) -> pl.DataFrame:
 
 
 def check_queries(tables: Tables, queries: pl.DataFrame, rule: Rule) -> None:
-    """Check that the table holds the queries of events, with a dense `query_index` in their order."""
+    """Check that the table has the queries of events, sorted, with dense indices."""
     rule.rows = queries.height
     expected = tables.events.select("query").drop_nulls().unique().sort("query")
-    both = queries.with_row_index("at").join(
-        expected.with_row_index("right"), on="query", how="full", coalesce=True
+    rows = queries.with_row_index("at").join(
+        expected.with_row_index("expected"), on="query", how="full", coalesce=True
     )
     is_wrong = pl.any_horizontal(
-        pl.col(name).ne_missing(pl.col("right")) for name in ("query_index", "at")
+        pl.col(name).ne_missing(pl.col("expected")) for name in ("query_index", "at")
     )
     rule.add_rows(
-        both.filter(is_wrong).sort("query"),
-        "query '{query}': index {query_index} in row {at}, events give {right}",
+        rows.filter(is_wrong).sort("query"),
+        "query '{query}': index {query_index} in row {at}, events give {expected}",
     )
 
 
@@ -99,9 +102,10 @@ def read_log(tables: Tables, queries: pl.DataFrame) -> pl.DataFrame:
 
 
 def add_request_times(events: pl.DataFrame) -> pl.DataFrame:
-    """Return the events with the time of their request, `asked`: that of its earliest event.
+    """Add `asked`, the time of an event's request, which is that of its earliest event.
 
-    `alone` is the event's time if the log gives no request id, else 0.
+    Events without a request id form a request if they have the same user and time. For
+    them the column `alone` is the time; for other events it is 0.
     """
     alone = pl.when(pl.col("request_id") == "").then(pl.col("timestamp_ms"))
     events = events.with_columns(alone=alone.otherwise(0))
@@ -109,25 +113,25 @@ def add_request_times(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def filter_shown(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
-    """Return the results that sequences show.
+    """Return the results that are candidates in `sequences`.
 
-    They are items of the catalogue and, for a user with more than `max_events`
-    behaviours, in requests that are not older than the first behaviour that is left.
+    They are items of the catalogue. The requests of a user with more than `max_events`
+    behaviours are dropped if they are older than the oldest behaviour that remains.
     """
-    inside = log.join(tables.catalogue, on="item_id", maintain_order="left")
+    results = log.join(tables.catalogue, on="item_id", maintain_order="left")
     known = pl.col(tables.known).sort(descending=True)
-    per_user = tables.filter_behaviours(inside).group_by("user_id").agg(known=known)
-    most = tables.info["max_events"]
-    truncated = per_user.filter(pl.col("known").list.len() > most)
-    oldest = pl.col("known").list.get(most - 1, null_on_oob=True)
-    inside = inside.join(
+    per_user = tables.filter_behaviours(results).group_by("user_id").agg(known=known)
+    max_events = tables.info["max_events"]
+    truncated = per_user.filter(pl.col("known").list.len() > max_events)
+    oldest = pl.col("known").list.get(max_events - 1, null_on_oob=True)
+    results = results.join(
         truncated.select("user_id", oldest=oldest),
         on="user_id",
         how="left",
         maintain_order="left",
     )
-    is_shown = pl.col("asked") >= pl.col("oldest")
-    return inside.filter(is_shown.fill_null(True))
+    is_recent = pl.col("asked") >= pl.col("oldest")
+    return results.filter(is_recent.fill_null(True))
 
 
 def check_requests(
@@ -136,22 +140,38 @@ def check_requests(
     requests: pl.DataFrame,
     rules: dict[str, Rule],
 ) -> None:
-    """Check the results and labels of requests (rule `targets`), and their custom features (rule `features`)."""
-    own = own_columns(tables.info)
+    """Check the results, labels and custom features of requests.
+
+    Args:
+        tables: The audited tables.
+        users_log: Events of `read_log`, with the `row` of their user.
+        requests: Requests of `sequences`.
+        rules: `targets` takes wrong results and labels, `features` wrong features.
+    """
+    custom_features = own_columns(tables.info)
     labels = [f"label_{name}" for name in tables.info["labels"]]
     shown = filter_shown(tables, users_log)
-    expected = expected_requests(shown, [*labels, *own])
-    if own:
-        compare_rows(requests, expected, own, "request", rules["features"])
-    no_label = pl.col(labels).list.eval(pl.element().fill_null(False))
-    expected = expected.with_columns(no_label)
+    expected = expected_requests(shown, [*labels, *custom_features])
+    if custom_features:
+        compare_rows(requests, expected, custom_features, "request", rules["features"])
+    # a missing label is false
+    filled = pl.col(labels).list.eval(pl.element().fill_null(False))
+    expected = expected.with_columns(filled)
     columns = ["timestamp_ms", "query_index", "candidates", "positions", *labels]
     compare_rows(requests, expected, columns, "request", rules["targets"])
 
 
 def expected_requests(results: pl.DataFrame, columns: list[str]) -> pl.DataFrame:
-    """Return the requests that results (with `row`) give, one row each, with lists of these columns."""
-    # Results that are equal in all keys are in the order of the log.
+    """Group results into requests.
+
+    Args:
+        results: Events of `read_log`, with the `row` of their user.
+        columns: Columns of results to collect as lists.
+
+    Returns:
+        One row per request, in the order of the table.
+    """
+    # results that are equal in all keys keep the order of the log
     results = results.sort(
         "row", "position", "timestamp_ms", "item_id", maintain_order=True
     )
@@ -165,21 +185,27 @@ def expected_requests(results: pl.DataFrame, columns: list[str]) -> pl.DataFrame
 
 
 def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
-    """Check the manifest's statistics of custom features against the candidates of training requests."""
-    own = own_columns(tables.info)
-    if not own:
+    """Check the manifest's statistics of custom features over training candidates.
+
+    Requests whose lists differ in length are skipped: `check_requests` reports them.
+    """
+    names = own_columns(tables.info)
+    if not names:
         return
-    candidates = pl.col("candidates").list.len()
-    fits = pl.all_horizontal(pl.col(name).list.len() == candidates for name in own)
+    num_candidates = pl.col("candidates").list.len()
+    has_length = pl.all_horizontal(
+        pl.col(name).list.len() == num_candidates for name in names
+    )
     is_train = pl.col("split") == "train"
-    train = requests.filter(fits.fill_null(False) & is_train & (candidates > 0))
-    check_training(tables.info, train.select(own).explode(own), rule)
+    is_counted = has_length.fill_null(False) & is_train & (num_candidates > 0)
+    train = requests.filter(is_counted)
+    check_training(tables.info, train.select(names).explode(names), rule)
 
 
 def count_requests(
     tables: Tables, requests: pl.DataFrame
 ) -> dict[str, int | dict[str, int]]:
-    """Count candidates and requests of one class by split."""
+    """Count the candidates, and the requests with all or no clicks, of each split."""
     clicked = pl.col(f"label_{tables.info['labels'][0]}").list
     candidates = requests.select("split", "candidates").explode("candidates")
     one_class = requests.filter(clicked.any() == clicked.all())
@@ -199,23 +225,27 @@ def check_features(
     behaviours: pl.DataFrame,
     rule: Rule,
 ) -> None:
-    """Recompute every feature of every candidate and behaviour from events, as of the time of their request.
+    """Check every feature of candidates and behaviours against values from events.
+
+    Expected features are as of the time of the request that showed the item.
 
     Args:
-        tables: The tables.
+        tables: The audited tables.
         log: Events of `read_log`.
         requests: Requests of all users.
         behaviours: Behaviours with the time of their request, `asked`.
         rule: Takes the violations.
     """
-    names, results = tables.info["features"], pl.col("candidates").list.len()
-    fits = pl.col("features").list.len() == results * len(names)
-    fits &= pl.col("positions").list.len() == results
-    fits = fits.fill_null(False)
+    names = tables.info["features"]
+    num_candidates = pl.col("candidates").list.len()
+    has_features = pl.col("features").list.len() == num_candidates * len(names)
+    has_positions = pl.col("positions").list.len() == num_candidates
+    has_length = (has_features & has_positions).fill_null(False)
     rule.add_rows(
-        requests.filter(~fits), REQUEST + ": features of other length than candidates"
+        requests.filter(~has_length),
+        REQUEST + ": features of other length than candidates",
     )
-    requests = requests.filter(fits & (results > 0))
+    requests = requests.filter(has_length & (num_candidates > 0))
     points = feature_points(tables, requests, behaviours)
     flat = [
         frame["features"].cast(pl.List(pl.Float64)).explode().to_numpy()
@@ -230,7 +260,10 @@ def check_features(
 def feature_points(
     tables: Tables, requests: pl.DataFrame, behaviours: pl.DataFrame
 ) -> pl.DataFrame:
-    """Return the candidates and behaviours with features, one row each, with the time `at` of their request."""
+    """Return the candidates, then the behaviours, with the time `at` of their request.
+
+    Each row has the ids that features are counted by, and the position.
+    """
     columns = ["user_id", "item_index", "query_index", "position", "timestamp_ms"]
     requests = requests.rename({"candidates": "item_index", "positions": "position"})
     candidates = requests.select(columns).explode("item_index", "position")
@@ -248,7 +281,13 @@ def feature_points(
 def expected_features(
     tables: Tables, log: pl.DataFrame, points: pl.DataFrame
 ) -> dict[str, np.ndarray]:
-    """Return every feature by name, (points,) each."""
+    """Recompute all features from events; returns values (points,) by name.
+
+    Args:
+        tables: The audited tables.
+        log: Events of `read_log`.
+        points: Rows of `feature_points`.
+    """
     features = _context_features(tables, points)
     if tables.info["windows"]:
         features |= _count_features(tables, log, points)
@@ -257,7 +296,7 @@ def expected_features(
 
 
 def _context_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.ndarray]:
-    """Return the features of position and time."""
+    """Return the features (points,) of position and time, by name."""
     position = points["position"].to_numpy().clip(0)
     page = position // tables.info["search"]["page_size"]
     time = points["at"].to_numpy()
@@ -276,9 +315,10 @@ def _context_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.ndar
 def _count_features(
     tables: Tables, log: pl.DataFrame, points: pl.DataFrame
 ) -> dict[str, np.ndarray]:
-    """Return the windowed counts and click-through rates by item, query and pair."""
+    """Return the windowed counts and click rates of items, queries and pairs."""
     info, settings = tables.info, tables.info["search"]
     prior, strength = settings["ctr_prior"], settings["ctr_strength"]
+    windows, delay = settings["windows_days"], settings["delay_minutes"]
     one, zero = pl.lit(1, pl.Int64), pl.lit(0, pl.Int64)
     columns = ["item_id", "query", "timestamp_ms"]
     is_first = pl.struct(*REQUEST_KEYS, "query").is_first_distinct().cast(pl.Int64)
@@ -290,9 +330,7 @@ def _count_features(
     features = {}
     for kind, keys in KEYS.items():
         rows = counted.select(*keys, "timestamp_ms", "exposures", "clicks", "searches")
-        for window, sums in window_sums(
-            points, rows, keys, settings["windows_days"], settings["delay_minutes"]
-        ):
+        for window, sums in window_sums(points, rows, keys, windows, delay):
             for name in sums.columns:
                 features[f"{kind}_{name}_{window}"] = np.log1p(sums[name].to_numpy())
             rate = (sums["clicks"] + prior * strength) / (sums["exposures"] + strength)
@@ -303,12 +341,11 @@ def _count_features(
 def _gap_features(
     tables: Tables, log: pl.DataFrame, points: pl.DataFrame
 ) -> dict[str, np.ndarray]:
-    """Return the features of the last time that the pair was shown."""
+    """Return whether, and how long before, each point's pair was last shown."""
     delay = round(tables.info["search"]["delay_minutes"] * MINUTE_MS)
     pairs = log.select(*KEYS["pair"], time="timestamp_ms", last="timestamp_ms")
-    last = latest_before(points, pairs.drop_nulls(), KEYS["pair"], delay, "time")[
-        "last"
-    ]
+    pairs = pairs.drop_nulls()
+    last = latest_before(points, pairs, KEYS["pair"], delay, "time")["last"]
     hours = ((points["at"] - last) / HOUR_MS).fill_null(0)
     return {
         "pair_seen": last.is_not_null().to_numpy(),

@@ -1,13 +1,16 @@
-"""Counts of a search log as of a moment, for served models: `python -m jobs.prepare --counts_as_of TIME`.
+"""Counts of a search log as of a moment, for served models.
 
-One row per item, query and pair of both that has an event strictly before the moment.
-The counts, and the features that are computed from them, equal those of a search at
-that moment (`features.py`). Rows travel once, to the bucket of their key, which writes
-its part. `models/search/counts.py` reads the table.
+    python -m jobs.prepare --counts_as_of TIME
+
+The table has one row per item, per query, and per pair of both with an event strictly
+before the moment. Its features equal those of a search at that moment (`features.py`).
+Rows are exchanged once, to the bucket of their key, which writes its part.
+`models/search/counts.py` reads the table.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -47,57 +50,57 @@ from pipelines.data.sequences.counts import (
 )
 
 KEY_COLUMNS = {"item": ["item"], "query": ["query"], "pair": ["item", "query"]}
-"""Columns of ids by kind of key."""
+"""Columns of counted events that each kind of key consists of."""
 
 TABLE_COLUMNS = {"item": "item_id", "query": "query"}
-"""Columns of the table with the ids."""
+"""Column of the table for each column of a key."""
 
 
 def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> None:
     """Make the table of counts as of `moment`, in ms.
 
-    A table of another moment is replaced, as nothing is made from it.
+    A table of another moment is replaced, as no other table is made from it.
+
+    Args:
+        run: The run of prepare.
+        events: Manifest of `events`.
+        items: Manifest of `items`.
+        moment: Time in ms; only earlier events count.
 
     Raises:
-        UserError: if the log has no event before the moment.
+        UserError: If the log has no event before the moment.
     """
-    config, click = run.config, run.config.behaviour
+    config, click = run.config.own, run.config.behaviour
     assert click is not None, "a search log has a label that makes behaviours"
-    shown = _format_moment(moment)
+    moment_text = _format_moment(moment)
     if moment <= events.info["first_ms"]:
         raise UserError(
-            f"counts_as_of is {shown}, and the log has no event before it; give a later time"
+            f"counts_as_of is {moment_text}, and the log has no event before it; give "
+            f"a later time"
         )
     settings = {
         "counts_as_of": moment,
-        "search": asdict(config.own),
+        "search": asdict(config),
         "behaviour": click,
     }
-    inputs, uri = (
-        {"events": events.hash, "items": items.hash},
-        run.tables.table_uri("counts"),
-    )
+    inputs = {"events": events.hash, "items": items.hash}
+    uri = run.tables.table_uri("counts")
     if not run.tables.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
-        run.report(f"counts: up to date, as of {shown}")
+        run.report(f"counts: up to date, as of {moment_text}")
         return
     begin = time.perf_counter()
     is_late = f"known_{click}" in run.source.schema.names
-    counter = SearchCounter(config.own, click, is_late, moment)
+    counter = SearchCounter(config, click, is_late, moment)
     with run.tables.clean_up_on_error("counts"):
-        parts, count = _write_buckets(run, events, counter)
-        names = features_by_key(config.own)
-        default = compute_features({"gap": np.full(1, NO_GAP)}, config.own)
+        parts, num_keys = _write_buckets(run, events, counter)
+        names = features_by_key(config)
         info: dict[str, Any] = {
             "as_of_ms": moment,
             "features": names,
-            "never": {
-                name: float(default[name][0])
-                for group in names.values()
-                for name in group
-            },
-            "search": asdict(config.own),
+            "never": _default_features(config),
+            "search": asdict(config),
             "behaviour": click,
-            **count,
+            **num_keys,
         }
         schema = counts_schema(names.values())
         seconds = time.perf_counter() - begin
@@ -105,10 +108,18 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             "counts", schema, parts, settings, inputs, info, count_write_s=seconds
         )
     run.report(
-        f"counts: {pluralize(count['item'], 'item')}, {pluralize(count['query'], 'query')} and "
-        f"{pluralize(count['pair'], 'pair')} as of {shown} in "
+        f"counts: {pluralize(num_keys['item'], 'item')}, "
+        f"{pluralize(num_keys['query'], 'query')} and "
+        f"{pluralize(num_keys['pair'], 'pair')} as of {moment_text} in "
         f"{time.perf_counter() - begin:.1f} s: {uri}"
     )
+
+
+def _default_features(config: SearchConfig) -> dict[str, float]:
+    """Return the counted features of a key without events, by name."""
+    values = compute_features({"gap": np.full(1, NO_GAP)}, config)
+    names = list(itertools.chain.from_iterable(features_by_key(config).values()))
+    return {name: float(values[name][0]) for name in names}
 
 
 def _format_moment(moment: int) -> str:
@@ -118,7 +129,7 @@ def _format_moment(moment: int) -> str:
 
 
 def features_by_key(config: SearchConfig) -> dict[str, list[str]]:
-    """Return the names of the counted features by kind of key."""
+    """Return the names of the counted features, by kind of key."""
     names = feature_names(config, clock=True)
     return {
         kind: [name for name in names if name.split("_")[0] == kind] for kind in COUNTED
@@ -126,15 +137,25 @@ def features_by_key(config: SearchConfig) -> dict[str, list[str]]:
 
 
 def compute_features(counts: Columns, config: SearchConfig) -> dict[str, np.ndarray]:
-    """Return (n,) features by name of counts of some kinds of key; nothing was counted of the others."""
-    rows, windows = len(next(iter(counts.values()))), len(config.windows_ms)
-    every: Columns = {
-        kind: np.zeros((rows, windows, len(labels)), np.int32)
+    """Compute features from the counts of some kinds of key.
+
+    Args:
+        counts: Counts (n, W, M) by kind of key, and the `gap` (n,) of pairs. Kinds that
+            are missing count as zero.
+        config: Settings of the features.
+
+    Returns:
+        The features (n,) by name.
+    """
+    num_rows = len(next(iter(counts.values())))
+    all_counts: Columns = {
+        kind: np.zeros((num_rows, len(config.windows_ms), len(labels)), np.int32)
         for kind, labels in COUNTED.items()
     }
-    every["gap"] = np.full(rows, NO_GAP)
-    zeros = np.zeros(rows, np.int64)
-    values = features({**every, **counts}, zeros, zeros, config, clock=True)
+    all_counts["gap"] = np.full(num_rows, NO_GAP)
+    all_counts |= counts
+    zeros = np.zeros(num_rows, np.int64)  # positions and times do not matter
+    values = features(all_counts, zeros, zeros, config, clock=True)
     return dict(zip(feature_names(config, clock=True), values.T, strict=True))
 
 
@@ -143,15 +164,19 @@ class WrittenBucket:
     """The part of one bucket of keys."""
 
     part: Part | None
-    """None if the bucket has no rows."""
-    count: Counter[str]
-    """Rows by kind of key."""
+    """The part, or None if the bucket has no keys."""
+    num_keys: Counter[str]
+    """Number of keys, which have a row each, by kind."""
 
 
 def _write_buckets(
     run: Run, events: Manifest, counter: SearchCounter
 ) -> tuple[list[Part], Counter[str]]:
-    """Write the parts, without committing them. Also return the rows by kind of key."""
+    """Write the parts; the commit is left to the caller.
+
+    Returns:
+        The parts in the order of the buckets, and the number of keys by kind.
+    """
     queries = run.tables.read_vocabulary("queries", "query")
     vocabularies = run.tables.read_catalogue(), queries
     results = export_counts(
@@ -164,10 +189,10 @@ def _write_buckets(
         (run.tables.table_uri("counts"), counter, *vocabularies),
     )
     buckets = [bucket for _, bucket in sorted(results, key=itemgetter(0))]
-    count: Counter[str] = Counter()
+    num_keys: Counter[str] = Counter()
     for bucket in buckets:
-        count.update(bucket.count)
-    return [bucket.part for bucket in buckets if bucket.part], count
+        num_keys.update(bucket.num_keys)
+    return [bucket.part for bucket in buckets if bucket.part], num_keys
 
 
 def _write_bucket(
@@ -178,21 +203,31 @@ def _write_bucket(
     bucket: int,
     rows: pa.Table,
 ) -> WrittenBucket:
-    """Count the rows of one bucket and write a row per key."""
-    tables, count = [], Counter[str]()
+    """Count the events of one bucket, and write a row per key.
+
+    Args:
+        uri: The table of counts.
+        counter: Counts as of the moment.
+        catalogue: Ids of items.
+        queries: Texts of queries.
+        bucket: Index of the bucket.
+        rows: Its events, in the columns that `counter.read_keys` returns.
+    """
+    tables: list[pa.Table] = []
+    num_keys: Counter[str] = Counter()
     vocabularies = {"item": catalogue, "query": queries}
-    for number, shapes in enumerate(counter.shapes):
-        columns = to_columns(rows.filter(pc.equal(rows["number"], number)))
-        if not len(columns["row"]):
+    for key_number, shapes in enumerate(counter.shapes):
+        events = to_columns(rows.filter(pc.equal(rows["number"], key_number)))
+        if not len(events["row"]):
             continue
-        counts = counter.count(number, columns)
+        counts = counter.count(key_number, events)
         for kind in shapes:
-            if kind in COUNTED:
-                table = key_rows(kind, counts, columns, vocabularies, counter.config)
+            if kind in COUNTED:  # not the gap of pairs
+                table = key_rows(kind, counts, events, vocabularies, counter.config)
                 tables.append(table)
-                count[kind] = len(table)
+                num_keys[kind] = len(table)
     part = write_part(uri, pa.concat_tables(tables)) if tables else None
-    return WrittenBucket(part, count)
+    return WrittenBucket(part, num_keys)
 
 
 def key_rows(
@@ -202,32 +237,34 @@ def key_rows(
     vocabularies: dict[str, Vocabulary],
     config: SearchConfig,
 ) -> pa.Table:
-    """Return a row per key of this kind.
+    """Return the table's rows of one kind of key: ids and features of each key.
 
     Args:
         kind: Kind of key: `item`, `query` or `pair`.
-        counts: Counts of the events.
-        events: Columns `item` and `query`: integers of `vocabularies`.
+        counts: Counts (E, W, M) of the events by kind, and the `gap` (E,) of pairs.
+        events: Columns `item` and `query` (E,): indices into `vocabularies`, -1 without
+            a query.
         vocabularies: Ids of items and texts of queries.
-        config: Settings of search logs.
+        config: Settings of the features.
     """
-    keys = KEY_COLUMNS[kind]
+    key_columns = KEY_COLUMNS[kind]
     code = np.zeros(len(events["row"]), np.int64)
-    for key in keys:
-        code = code << 32 | events[key]
-    first = np.unique(code, return_index=True)[1]
-    first = first[code[first] >= 0]  # without a query there is no pair
+    for name in key_columns:
+        code = code << 32 | events[name]
+    first_event = np.unique(code, return_index=True)[1]  # (keys,)
+    first_event = first_event[code[first_event] >= 0]  # a query of -1 makes no key
     names = [kind, "gap"] if kind == "pair" else [kind]
-    values = compute_features({name: counts[name][first] for name in names}, config)
-    columns = {name: values[name] for name in features_by_key(config)[kind]}
-    for key in keys:
-        ids = vocabularies[key].ids_at(events[key][first])
-        columns[TABLE_COLUMNS[key]] = ids.cast(pa.string())
+    key_counts = {name: counts[name][first_event] for name in names}
+    features_by_name = compute_features(key_counts, config)
+    columns = {name: features_by_name[name] for name in features_by_key(config)[kind]}
+    for name in key_columns:
+        ids = vocabularies[name].ids_at(events[name][first_event])
+        columns[TABLE_COLUMNS[name]] = ids.cast(pa.string())
     schema = counts_schema(features_by_key(config).values())
     arrays = []
     for field in schema:
         if field.name in columns:
             arrays.append(columns[field.name])
         else:
-            arrays.append(pa.nulls(len(first), field.type))
+            arrays.append(pa.nulls(len(first_event), field.type))
     return pa.table(arrays, names=schema.names).cast(schema)

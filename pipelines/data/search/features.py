@@ -1,10 +1,11 @@
-"""Features of what a search shows: counts of item, query and their pair, position and time; and their groups.
+"""Features of search results: counts of item, query and pair, position and time.
 
-Impressions and clicks of all users count. Rows travel twice: to the bucket of their
-item, which serves the pairs too, and to the bucket of their query. Counts are as of the
-request's time, that of its earliest result, so a search never counts for itself.
+Impressions and clicks of all users count. Each event is exchanged twice: to the bucket
+of its item, where pairs are counted too, and to the bucket of its query. Counts are as
+of the request's time, which is that of its earliest result, so a search never counts
+itself. `feature_groups` groups the features for HFG-Attention.
 
-Shapes: E events, W windows, M labels that are counted, F features.
+Shapes: E events, W windows, M counted labels, F features.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ COUNTED = {
 """Counted labels by kind of key."""
 
 QUERY_KEY = 1
-"""Number of the key `query`; key 0 is the item, which serves the pairs too."""
+"""Index of the key `query`. Key 0 is the item; pairs are counted with it."""
 
 GROUPS = {"pair": "cross", "item": "document", "query": "query"}
 """Default groups of counts by kind of key (Sec. 3.1 of QGS)."""
@@ -57,7 +58,7 @@ QUERY_FEATURES = ("pair_gap", "pair_seen")
 """Features of a pair that belong to the group of the query."""
 
 SHOWN_FEATURES = ["position", "page"]
-"""Features that are known once a result was shown."""
+"""Features that are unknown until a result is shown."""
 
 CONTEXT_GROUP = "context"
 """Default group of position and time."""
@@ -65,28 +66,41 @@ CONTEXT_GROUP = "context"
 
 @dataclass(frozen=True)
 class SearchCounter(KeyCounter):
-    """Counts by item, with their pairs, and then by query."""
+    """Counts items and pairs by the key `item`, and queries by the key `query`."""
 
     config: SearchConfig
+    """Windows, delay and smoothing of the counts."""
     click: str
     """Label of clicks."""
     late: bool = False
-    """Whether events have a `known_*` column of that label."""
+    """Whether clicks may become known later than their event: events have the column
+    `known_CLICK`."""
     moment: int | None = None
-    """Time in ms as of which all rows are counted; None: as of each event's request."""
+    """Time in ms as of which all events are counted; None: the time of their
+    request."""
 
     @property
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
-        windows = len(self.config.windows_ms)
-        pair, item, query = (
-            (windows, len(COUNTED[kind])) for kind in ("pair", "item", "query")
-        )
-        return [{"item": item, "pair": pair, "gap": ()}, {"query": query}]
+        """The shapes (W, M) of the counts per event; the gap of a pair is a number."""
+        num_windows = len(self.config.windows_ms)
+        shapes = {kind: (num_windows, len(labels)) for kind, labels in COUNTED.items()}
+        return [
+            {"item": shapes["item"], "pair": shapes["pair"], "gap": ()},
+            {"query": shapes["query"]},
+        ]
 
     def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
+        """Read the items, queries, times and labels of a part's events.
+
+        `shared` are the `Vocabulary` of items and of queries. Events from `moment` on
+        get the key -1 and are not counted.
+
+        Raises:
+            UserError: If events of one request are too far apart.
+        """
         catalogue, queries = shared
-        late = known_columns(self.click, self.late)
-        names = [*IDS, "timestamp_ms", f"label_{self.click}", *late]
+        late_columns = known_columns(self.click, self.late)
+        names = [*IDS, "timestamp_ms", f"label_{self.click}", *late_columns]
         events = read_part(uri, names, IDS)
         item = index_in(dictionary_column(events, "item_id"), catalogue)
         query = index_in(dictionary_column(events, "query"), queries)
@@ -111,13 +125,18 @@ class SearchCounter(KeyCounter):
         return [np.where(is_before, key, -1) for key in (item, query)], columns
 
     def count(self, key_number: int, rows: Columns) -> Columns:
+        """Return the counts (E, W, M) of items and pairs, or of queries.
+
+        Pairs also have a gap (E,) in ms since they were last shown. An event without a
+        query has no pair: its counts are 0, its gap is NO_GAP.
+        """
         rows = {**rows, "exposures": np.ones(len(rows["row"]), dtype=bool)}
         item, query = rows["item"], rows["query"]
         if key_number == QUERY_KEY:
             return {"query": self._count("query", query, rows)[0]}
         pair_key = item.astype(np.int64) << 32 | query.astype(np.int64) + 1
         pair, gap = self._count("pair", pair_key, rows)
-        has_query = query >= 0  # without a query there is no pair
+        has_query = query >= 0
         return {
             "item": self._count("item", item, rows)[0],
             "pair": np.where(has_query[:, None, None], pair, 0),
@@ -127,24 +146,40 @@ class SearchCounter(KeyCounter):
     def _count(
         self, kind: str, key: np.ndarray, rows: Columns
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (E, W, M) counts and (E,) gaps of a kind of key."""
-        windows = self.config.windows_ms, self.config.delay_ms
-        names, as_of = COUNTED[kind], rows["as_of"]
-        labels = _stack_labels(rows, names)
-        counts, gap = window_counts(key, rows["time"], labels, *windows, as_of)
-        if "known" in rows:  # a click counts from when it is known
+        """Count the labels of one kind of key.
+
+        Args:
+            kind: Kind of key: `item`, `query` or `pair`.
+            key: Integers (E,) that identify the keys.
+            rows: Times and labels of the events.
+
+        Returns:
+            The counts (E, W, M) as of the time `as_of`, and the gap (E,) in ms to the
+            key's previous event.
+        """
+        windows, delay = self.config.windows_ms, self.config.delay_ms
+        labels, as_of = COUNTED[kind], rows["as_of"]
+        flags = _stack_labels(rows, labels)
+        counts, gap = window_counts(key, rows["time"], flags, windows, delay, as_of)
+        if "known" in rows:  # a click counts from the time at which it is known
             clicks = _stack_labels(rows, ("clicks",))
-            late, _ = window_counts(key, rows["known"], clicks, *windows, as_of)
-            counts[:, :, names.index("clicks")] = late[:, :, 0]
+            late_counts, _ = window_counts(
+                key, rows["known"], clicks, windows, delay, as_of
+            )
+            counts[:, :, labels.index("clicks")] = late_counts[:, :, 0]
         return counts, gap
 
 
 def _stack_labels(rows: Columns, names: tuple[str, ...]) -> np.ndarray:
+    """Return the labels (E, len(names)) int32."""
     return np.stack([rows[name].astype(np.int32) for name in names], axis=1)
 
 
 def feature_names(config: SearchConfig, clock: bool) -> list[str]:
-    """Return the names of the columns of `features`, for a log with or without clock times."""
+    """Return the names of the columns that `features` computes.
+
+    `clock` says whether times are clock times; without them there are no counts.
+    """
     names = []
     if clock:
         for key, labels in COUNTED.items():
@@ -165,25 +200,26 @@ def features(
     config: SearchConfig,
     clock: bool,
 ) -> np.ndarray:
-    """Return (E, F) float32 features in the order of `feature_names`: small numbers, none missing.
+    """Compute the features (E, F) float32, in the order of `feature_names`.
 
     Counts, the gap in hours, position and page are log(1 + value); rates are smoothed.
     A pair that was not shown before has gap 0 and `pair_seen` 0. Hour and weekday are
-    in UTC.
+    in UTC. No value is missing.
 
     Args:
-        counts: `gather_counts` of the events; None without windows.
-        position: (E,) rank shown, from 0.
-        time: (E,) ms of each event's request.
-        config: Settings of search logs.
+        counts: Counts (E, W, M) by kind of key, and the `gap` (E,) in ms of pairs; None
+            without windows.
+        position: Rank (E,) at which a result is shown, from 0.
+        time: Time (E,) in ms of each event's request.
+        config: Settings of the features.
         clock: Whether times are clock times.
     """
     columns: list[np.ndarray] = []
     if counts is not None:
         for key in COUNTED:
-            for number in range(len(config.windows_ms)):
+            for window in range(len(config.windows_ms)):
                 # (E, M): exposures, clicks, ...
-                count = counts[key][:, number].astype(np.float64)
+                count = counts[key][:, window].astype(np.float64)
                 rate = smooth_rates(
                     count[:, 1], count[:, 0], config.ctr_prior, config.ctr_strength
                 )
@@ -198,41 +234,43 @@ def features(
 
 
 def feature_groups(
-    config: SearchConfig, names: list[str], own: dict[str, str]
+    config: SearchConfig, names: list[str], custom_groups: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the groups of features that HFG-Attention turns into tokens, without empty groups.
+    """Group the features that HFG-Attention turns into tokens; no group is empty.
 
     Args:
         config: Settings with the groups that the source file declares, which come
             first.
         names: Names of `feature_names`.
-        own: Default group by column of custom features.
+        custom_groups: Default group of each column of custom features.
 
     Returns:
         `name` and `features` of each group.
 
     Raises:
-        UserError: for a declared feature that does not exist.
+        UserError: If a declared group has a feature that does not exist.
     """
-    declared: dict[str, str] = {}
+    declared_group: dict[str, str] = {}
     for group, members in config.groups.items():
-        declared |= dict.fromkeys(members, group)
+        declared_group |= dict.fromkeys(members, group)
     check_known(
-        declared,
-        [*names, *map(plain_name, own)],
+        declared_group,
+        [*names, *map(plain_name, custom_groups)],
         lambda name, near: (
-            f"search.groups has '{name}', which is no feature of the log; the nearest is '{near}'"
+            f"search.groups has '{name}', which is not a feature of the log; the "
+            f"nearest is '{near}'"
         ),
     )
-    order = (*config.groups, *GROUPS.values(), CONTEXT_GROUP, *own.values())
+    order = (*config.groups, *GROUPS.values(), CONTEXT_GROUP, *custom_groups.values())
     groups: dict[str, list[str]] = {name: [] for name in order}
     for name in names:
         default = GROUPS.get(name.split("_")[0], CONTEXT_GROUP)
         if name in QUERY_FEATURES:
             default = GROUPS["query"]
-        groups[declared.get(name, default)].append(name)
-    for name, default in own.items():
-        groups[declared.get(plain_name(name), default)].append(name)
+        groups[declared_group.get(name, default)].append(name)
+    for column, default in custom_groups.items():
+        group = declared_group.get(plain_name(column), default)
+        groups[group].append(column)
     return [
         {"name": name, "features": members}
         for name, members in groups.items()
@@ -240,20 +278,29 @@ def feature_groups(
     ]
 
 
-def unknown_features(config: SearchConfig, own: Collection[str]) -> list[str]:
-    """Return the features that are unknown when a result is ranked: its position, and declared custom features.
+def features_unknown_when_ranking(
+    config: SearchConfig, custom_columns: Collection[str]
+) -> list[str]:
+    """Return the features that are unknown when a result is ranked.
 
-    `own` are the columns of custom features.
+    They are the position and the page, and the custom features that the source file
+    declares in `unknown_when_ranking`.
+
+    Args:
+        config: Settings of the source file.
+        custom_columns: Columns of all custom features.
 
     Raises:
-        UserError: for a declared feature that does not exist.
+        UserError: If a declared feature does not exist.
     """
+    declared = config.unknown_when_ranking
     check_known(
-        config.unknown_when_ranking,
-        list(map(plain_name, own)),
+        declared,
+        list(map(plain_name, custom_columns)),
         lambda name, near: (
-            f"search.unknown_when_ranking has '{name}', which is no feature of the log's own; the nearest is '{near}'"
+            f"search.unknown_when_ranking has '{name}', which is not a custom feature "
+            f"of the log; the nearest is '{near}'"
         ),
     )
-    declared = [name for name in own if plain_name(name) in config.unknown_when_ranking]
-    return [*SHOWN_FEATURES, *declared]
+    unknown = [name for name in custom_columns if plain_name(name) in declared]
+    return [*SHOWN_FEATURES, *unknown]

@@ -19,7 +19,7 @@ from pipelines.data.search.counts_as_of import make_counts
 from pipelines.data.search.features import (
     feature_groups,
     feature_names,
-    unknown_features,
+    features_unknown_when_ranking,
 )
 from pipelines.data.search.sequences import make_search
 from pipelines.data.search.simulator import SearchSettings, best_gauc, simulate_search
@@ -53,40 +53,44 @@ class Search(Kind):
     settings = SearchSettings
 
     def check(self, source: Log, config: PrepareConfig) -> None:
-        """Raise UserError for settings, features of items, and groups that the log does not have."""
+        """Raise UserError for settings or names of features that do not fit the log."""
         check_search(source, config)
-        own = default_groups(source, config.own.item_features)
-        unknown_features(config.own, own)
+        custom_groups = default_groups(source, config.own.item_features)
+        features_unknown_when_ranking(config.own, custom_groups)
         if config.own.groups:
-            feature_groups(
-                config.own, feature_names(config.own, source.info["clock"]), own
-            )
+            names = feature_names(config.own, source.info["clock"])
+            feature_groups(config.own, names, custom_groups)
 
     def sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
+        """Make `queries`, the tables of joined features, and `sequences`."""
         return make_search(run, events, items, split)
 
     def counts(self, run: Run, events: Manifest, items: Manifest, moment: int) -> None:
+        """Make the table of counts of items, queries and pairs as of a moment in ms."""
         make_counts(run, events, items, moment)
 
     def audit(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
     ) -> pl.DataFrame:
+        """Check `queries` and `sequences`; users with shown results must be in it."""
         return check_search_tables(tables, rules)
 
     def notices(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
-        """Yield a line for each split on which no model can be compared."""
+        """Yield a line for each split whose requests have one class only."""
         for name in SPLITS:
             requests = info["requests"][name]
             if requests and info["requests_one_class"][name] == requests:
                 yield (
-                    f"all {requests:,} {name} requests have one class only, all results or none with "
-                    f"'{info['behaviour']}', so there is no GAUC; check the labels, and that results without it are in "
-                    f"the log"
+                    f"all {requests:,} {name} requests have one class only, all "
+                    f"results or none with '{info['behaviour']}', so there is no "
+                    f"GAUC; check the labels, and that results without it are in the "
+                    f"log"
                 )
 
     def simulate(self, output: str, settings: SearchSettings) -> Iterator[str]:
+        """Write a search log, and yield the best GAUC that rankers can reach."""
         world, log = simulate_search(output, settings)
         for searches, latest in (
             ("all searches", 1.0),
@@ -94,4 +98,4 @@ class Search(Kind):
         ):
             best = best_gauc(world, log, latest)
             values = [f"{name} {value:.4f}" for name, value in best.items()]
-            yield f"GAUC of clicks at best over {searches}, by {', '.join(values)}"
+            yield f"best GAUC of clicks over {searches}, by {', '.join(values)}"

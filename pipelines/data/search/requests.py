@@ -1,4 +1,4 @@
-"""Which results a search log shows together: those of one (user, request id).
+"""Grouping of a search log's results into requests, by user and request id.
 
 Shapes: E events of a part.
 """
@@ -20,26 +20,32 @@ from pipelines.data.search.config import SearchConfig
 
 @dataclass(frozen=True)
 class EventRequests:
-    """The request of each event of a part: its (user, request id).
+    """The request of each event of a part, identified by (user, request id, query).
 
-    A request id with several queries is one request per query, all at the time of the
-    earliest, so that no request has what was clicked for another in its history. Only
-    events without a request id are separated by time.
+    If a request id has several queries, each query is a request, and all take the time
+    of the earliest event. So no click for one query is in another query's history.
+    Events without a request id are a request if they have the same user, time and
+    query.
     """
 
     first: np.ndarray
-    """(E,) earliest event of each event's request, of its query."""
+    """(E,) row of the earliest event of each event's request."""
     earliest: np.ndarray
-    """(E,) earliest event of the (user, request id), whatever the query; its time is
-    the request's."""
+    """(E,) row of the earliest event with the same (user, request id) and any query;
+    its time is the request's time."""
     moment: np.ndarray | None
-    """(E,) number of the (user, time, request id) at which each event's request begins;
-    None where each request has one time and each time one request, so that events are
-    in the order of requests."""
+    """(E,) rank of the (user, time, request id) at which each event's request begins.
+    None if each request has one time and each time one request: events are in the order
+    of requests then."""
 
     @classmethod
     def find(cls, events: pa.Table, query: np.ndarray) -> EventRequests:
-        """Find the requests of sorted events. query (E,) is the query_index."""
+        """Find the requests of events.
+
+        Args:
+            events: Rows of `read_part`, sorted by user, time and request id.
+            query: query_index (E,) of the events.
+        """
         row = np.arange(events.num_rows)
         if not len(row):
             return cls(row, row, None)
@@ -47,15 +53,16 @@ class EventRequests:
         request_id = dictionary_column(events, "request_id")
         code = request_id.indices.to_numpy()
         time = events["timestamp_ms"].to_numpy()
-        is_text = pc.not_equal(request_id.dictionary, "")
-        has_id = is_text.to_numpy(zero_copy_only=False)[code]
-        begin = first_of_run(user, time, code)
-        is_new = begin == row
-        new_ids = is_new & has_id
-        pairs = pl.DataFrame({"user": user[new_ids], "id": code[new_ids]})
-        if pairs.n_unique() == pairs.height and (query == query[begin]).all():
-            # as in most logs: one time and one query per request
-            return cls(begin, begin, None)
+        is_named = pc.not_equal(request_id.dictionary, "")
+        has_id = is_named.to_numpy(zero_copy_only=False)[code]
+        # runs of events with the same user, time and request id
+        run_start = first_of_run(user, time, code)
+        is_start = run_start == row
+        named_starts = is_start & has_id
+        pairs = pl.DataFrame({"user": user[named_starts], "id": code[named_starts]})
+        if pairs.n_unique() == pairs.height and (query == query[run_start]).all():
+            # the usual log: one time and one query per request
+            return cls(run_start, run_start, None)
         frame = pl.DataFrame(
             {
                 "row": row,
@@ -68,16 +75,24 @@ class EventRequests:
         request = ["user", "id", "time"]
         earliest = frame.select(pl.col("row").first().over(*request)).to_series()
         first = frame.select(pl.col("row").first().over(*request, "query")).to_series()
-        moment = np.cumsum(is_new)[earliest.to_numpy()]
+        moment = np.cumsum(is_start)[earliest.to_numpy()]
         return cls(first.to_numpy(), earliest.to_numpy(), moment)
 
     def sort(
         self, query: np.ndarray, position: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (E,) rows in the order of their requests, and (E,) whether a sorted row begins a request.
+        """Sort events by request.
 
-        Requests are in the order of (user, time, request id, query), the results of a
-        request in the order of their position.
+        Requests are sorted by (user, time, request id, query), the results of a request
+        by position.
+
+        Args:
+            query: query_index (E,) of the events.
+            position: Positions (E,) of the events.
+
+        Returns:
+            The rows (E,) in this order, and a mask (E,) of sorted rows that begin a
+            request.
         """
         row = np.arange(len(query))
         if self.moment is not None:
@@ -86,23 +101,23 @@ class EventRequests:
         return row, first_of_run(first) == np.arange(len(first))
 
     def spread(self, time: np.ndarray) -> np.ndarray:
-        """Return (E,) ms from the request's time to the event's. time (E,) ms is the event's."""
+        """Return the time (E,) in ms from the request's time to each event's `time`."""
         return time - time[self.earliest]
 
 
 def find_requests(
     events: pa.Table, query: np.ndarray, config: SearchConfig, clock: bool
 ) -> EventRequests:
-    """Return the requests of a part.
+    """Return the requests of a part, after a check of their lengths.
 
     Args:
         events: Rows of `read_part`.
-        query: (E,) query_index.
-        config: Settings of search logs.
-        clock: Whether times are clock times.
+        query: query_index (E,) of the events.
+        config: Settings with the limit of a request's length.
+        clock: Whether times are clock times; other times are not checked.
 
     Raises:
-        UserError: if events of one request are more than `max_request_minutes` apart.
+        UserError: If events of one request are more than `max_request_minutes` apart.
     """
     requests = EventRequests.find(events, query)
     spread = requests.spread(events["timestamp_ms"].to_numpy())
@@ -112,9 +127,11 @@ def find_requests(
             events[name][row].as_py() for name in ("user_id", "request_id")
         )
         raise UserError(
-            f"request '{request_id}' of user '{user}' has results {spread[row] / MINUTE_MS:,.1f} minutes apart, over "
-            f"the limit search.max_request_minutes {config.max_request_minutes:g}; ids that come again, such as those "
-            f"of sessions or a counter, name no request: map another column to 'request', leave it out to cut by time, "
-            f"or raise the limit in the mapping file, under prepare"
+            f"request '{request_id}' of user '{user}' has results "
+            f"{spread[row] / MINUTE_MS:,.1f} minutes apart, over the limit "
+            f"search.max_request_minutes {config.max_request_minutes:g}; ids that are "
+            f"reused, such as those of sessions or a counter, do not identify a "
+            f"request: map another column to 'request', remove it to group results by "
+            f"time, or raise the limit in the mapping file, under prepare"
         )
     return requests

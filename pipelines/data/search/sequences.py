@@ -1,6 +1,6 @@
-"""Queries and sequences of a search log: results that users engaged with, and searches with their results.
+"""Queries and sequences of a search log: engaged results, and searches with results.
 
-`python -m jobs.prepare` makes them where a source says
+`python -m jobs.prepare` makes them if the source file has
 `prepare: {kind: search, behaviour: click}`.
 
 Shapes: E events of a part, R requests (searches), C candidates of all requests,
@@ -40,7 +40,7 @@ from pipelines.data.search.features import (
     feature_groups,
     feature_names,
     features,
-    unknown_features,
+    features_unknown_when_ranking,
 )
 from pipelines.data.search.requests import EventRequests, find_requests
 from pipelines.data.sequences.as_of import (
@@ -77,12 +77,13 @@ QUERIES_PER_PART = 1_000_000
 
 @dataclass(frozen=True)
 class SearchBuilder(SequenceBuilder):
-    """Rules by which the events of a search log become sequences."""
+    """Builds the sequences of a search log from its events."""
 
     labels: list[str]
     """Bool labels of the log; the first makes a result a behaviour."""
     clock: bool
-    """Whether times are clock times; without them there are no windows and no hours."""
+    """Whether times are clock times; without them there are no windowed counts, and no
+    features of hour and weekday."""
     search: SearchConfig
     """Settings of the features."""
 
@@ -90,10 +91,12 @@ class SearchBuilder(SequenceBuilder):
 
     @property
     def behaviour_label(self) -> str:
+        """Label that makes a result a behaviour."""
         return self.labels[0]
 
     @property
     def columns(self) -> list[str]:
+        """Columns of `events` that are read."""
         names = [name for name in self.schema.names if name.startswith(CARRIED)]
         return [*IDS, "timestamp_ms", "position", *names]
 
@@ -109,6 +112,7 @@ class SearchBuilder(SequenceBuilder):
 
     @cached_property
     def output(self) -> pa.Schema:
+        """Schema of `sequences`."""
         return search_schema(self.joined_schema, self.labels, len(self.features))
 
     def form_requests(
@@ -119,29 +123,30 @@ class SearchBuilder(SequenceBuilder):
     ) -> Requests:
         """Form a request of each search that shows an item of the catalogue.
 
-        A user who lost behaviours loses the requests that are older than the rest.
+        Requests that are older than the oldest behaviour of a truncated user are
+        dropped.
         """
         query = part.query
         position = part.table["position"].to_numpy()
         searches = find_requests(part.table, query, self.search, self.clock)
-        inside = part.item >= 0
-        request_time = part.time[searches.earliest]
+        in_catalogue = part.item >= 0
+        request_time = part.time[searches.earliest]  # (E,)
         is_too_old = request_time < behaviours.oldest[part.user]
-        order, begins = searches.sort(query, position)
-        request = np.cumsum(begins) - 1  # (E,) number of each sorted event's request
-        is_usable = (inside & ~is_too_old)[order]
-        candidate = order[is_usable]
-        start = run_starts(request[is_usable])
-        # A request is at its earliest event, whatever that showed.
+        order, begins_request = searches.sort(query, position)
+        request = np.cumsum(begins_request) - 1  # (E,) request of each sorted event
+        is_candidate = (in_catalogue & ~is_too_old)[order]
+        candidate = order[is_candidate]
+        start = run_starts(request[is_candidate])
+        # the event of a request is its earliest, even if that is outside the catalogue
         row = searches.first[candidate[start]]
 
-        shown_inside = np.bincount(request, weights=inside[order])
-        lost = is_too_old[order][begins] & (shown_inside > 0)
+        num_in_catalogue = np.bincount(request, weights=in_catalogue[order])
+        is_truncated = is_too_old[order][begins_request] & (num_in_catalogue > 0)
         count["at_position_0"] = int((position == 0).sum())
         count["at_position_1"] = int((position == 1).sum())
-        count["requests_outside"] = int((shown_inside == 0).sum())
-        count["candidates_outside"] = int((~inside).sum())
-        count["requests_truncated"] = int(lost.sum())
+        count["requests_outside"] = int((num_in_catalogue == 0).sum())
+        count["candidates_outside"] = int((~in_catalogue).sum())
+        count["requests_truncated"] = int(is_truncated.sum())
         count["requests_without_query"] = int((query[row] < 0).sum())
         _count_spread(searches, part.time, count)
         return Requests(row, request_time[row], candidate, start, request_time)
@@ -152,6 +157,7 @@ class SearchBuilder(SequenceBuilder):
         requests: Requests,
         pieces: list[Columns] | None,
     ) -> np.ndarray:
+        """Return the features (E, F) float32 of events, as of their request."""
         counts = None
         if pieces is not None:
             counter = SearchCounter(self.search, self.behaviour_label)
@@ -160,6 +166,7 @@ class SearchBuilder(SequenceBuilder):
         return features(counts, position, requests.as_of, self.search, self.clock)
 
     def behaviour_columns(self, draft: PartDraft) -> dict[str, pa.Array]:
+        """Return the items, queries and features of the behaviours (N,)."""
         vectors = to_vectors(draft.features[draft.row], pa.float32())
         query = draft.part.query[draft.row]
         columns = super().behaviour_columns(draft)
@@ -168,6 +175,7 @@ class SearchBuilder(SequenceBuilder):
     def user_columns(
         self, draft: PartDraft, count: Counter[str]
     ) -> dict[str, pa.Array]:
+        """Return the column `requests`, with the shown results of each request."""
         table, query = draft.part.table, draft.part.query[draft.requests.row]
         labels = {
             f"label_{name}": bool_column(table, f"label_{name}") for name in self.labels
@@ -183,7 +191,7 @@ class SearchBuilder(SequenceBuilder):
         return {"requests": column}
 
     def training_stats(self, draft: PartDraft, table: pa.Table) -> TrainingStats:
-        """Return the statistics of custom features over the candidates of training requests."""
+        """Return the statistics of custom features over training candidates."""
         requests = table["requests"].combine_chunks().flatten()
         is_train = pc.equal(pc.struct_field(requests, "split"), "train")
         train = requests.filter(is_train)
@@ -194,7 +202,13 @@ class SearchBuilder(SequenceBuilder):
 def _count_spread(
     searches: EventRequests, time: np.ndarray, count: Counter[str]
 ) -> None:
-    """Count requests whose results have times of their own."""
+    """Count requests whose results have different times, and find the longest one.
+
+    Args:
+        searches: The request of each event.
+        time: Times (E,) of the events in ms.
+        count: Takes the counts.
+    """
     spread = searches.spread(time)
     count["requests_spread"] = len(sorted_unique(searches.first[spread > 0]))
     count["max_spread_ms"] = int(spread.max())
@@ -203,15 +217,22 @@ def _count_spread(
 def _count_candidates(
     draft: PartDraft, is_clicked: np.ndarray, count: Counter[str]
 ) -> None:
-    """Count candidates and requests of one class by split. is_clicked (E,) is the click of each event."""
-    requests, lengths = draft.requests, draft.requests.lengths
-    clicks = is_clicked[requests.candidate].astype(np.int64)
-    per_request = np.add.reduceat(clicks, requests.start)
-    is_one_class = (per_request == 0) | (per_request == lengths)
-    count["max_candidates"] = int(lengths.max())
+    """Count candidates, and requests with all or no clicks, for each split.
+
+    Args:
+        draft: The part.
+        is_clicked: Clicks (E,) bool of the events.
+        count: Takes the counts.
+    """
+    requests = draft.requests
+    num_candidates = requests.lengths  # (R,)
+    clicks = is_clicked[requests.candidate].astype(np.int64)  # (C,)
+    num_clicks = np.add.reduceat(clicks, requests.start)  # (R,)
+    is_one_class = (num_clicks == 0) | (num_clicks == num_candidates)
+    count["max_candidates"] = int(num_candidates.max())
     for code, name in enumerate(SPLITS):
         in_split = draft.split == code
-        count[f"candidates_{name}"] = int(lengths[in_split].sum())
+        count[f"candidates_{name}"] = int(num_candidates[in_split].sum())
         count[f"one_class_{name}"] = int(is_one_class[in_split].sum())
 
 
@@ -220,9 +241,11 @@ class SearchStep(SequencesStep):
     """Makes the sequences of a search log."""
 
     queries: Manifest
+    """Manifest of `queries`."""
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Settings that the table depends on, including those of the features."""
         config = self.run.config
         return super().settings | {
             "behaviour": config.behaviour,
@@ -231,18 +254,21 @@ class SearchStep(SequencesStep):
 
     @property
     def inputs(self) -> dict[str, str]:
+        """Hashes of the input tables, including `queries`."""
         return super().inputs | {"queries": self.queries.hash}
 
     @property
     def joined(self) -> pa.Schema:
+        """Features that are joined to events: with times of their own, and of items."""
         return pa.schema([*super().joined, *self._item_columns])
 
     @property
     def _item_columns(self) -> pa.Schema:
-        """Features of items."""
+        """Columns of the item files that models read."""
         return item_columns(self.run.source, self.run.config.own.item_features)
 
     def create_builder(self) -> SearchBuilder:
+        """Return the builder of the parts."""
         run = self.run
         return SearchBuilder(
             schema=run.source.schema,
@@ -255,6 +281,7 @@ class SearchStep(SequencesStep):
         )
 
     def share_lookups(self) -> Lookups:
+        """Store the ids, queries and joined tables that every part looks up."""
         lookups = super().share_lookups()
         items = share_items(self.run, self._item_columns.names)
         queries = self.run.tables.read_vocabulary("queries", "query")
@@ -263,6 +290,7 @@ class SearchStep(SequencesStep):
     def create_counter(
         self, builder: SearchBuilder, lookups: Lookups
     ) -> tuple[KeyCounter, Call] | None:
+        """Return the counter of items, pairs and queries; None without windows."""
         if not builder.is_windowed:
             return None
         click = builder.behaviour_label
@@ -271,11 +299,17 @@ class SearchStep(SequencesStep):
         return counter, (lookups.catalogue, lookups.queries)
 
     def describe(self, builder: SearchBuilder, built: BuiltTable) -> dict[str, Any]:
+        """Return names and groups of the features, and counts of requests.
+
+        Raises:
+            UserError: If no request shows an item of the catalogue or can be trained
+                on, or positions begin at 1.
+        """
         config, source, count = self.run.config, self.run.source, built.count
         if not built.parts:
             raise UserError(
-                f"no request shows an item of the catalogue: {count['requests_outside']:,} are outside it; "
-                f"use --core_window all"
+                f"none of the {count['requests_outside']:,} requests shows an item of "
+                f"the catalogue; use --core_window all"
             )
         self._check_positions(count)
         requests = built.per_split("requests")
@@ -283,14 +317,16 @@ class SearchStep(SequencesStep):
             requests, count, config.max_events, "request", self.split["kind"]
         )
         windows = config.own.windows_days if builder.is_windowed else []
-        own_groups = default_groups(source, config.own.item_features)
+        custom_groups = default_groups(source, config.own.item_features)
         info = {
             **tied_targets_info(count),
             "queries": self.queries.rows,
             "labels": builder.labels,
             "features": builder.features,
-            "groups": feature_groups(config.own, builder.features, own_groups),
-            "unknown_when_ranking": unknown_features(config.own, own_groups),
+            "groups": feature_groups(config.own, builder.features, custom_groups),
+            "unknown_when_ranking": features_unknown_when_ranking(
+                config.own, custom_groups
+            ),
             "windows": [f"{days:g}d" for days in windows],
             "search": asdict(config.own),
             "max_candidates": count["max_candidates"],
@@ -311,56 +347,73 @@ class SearchStep(SequencesStep):
         return info
 
     def _check_positions(self, count: Counter[str]) -> None:
-        """Raise UserError for positions that the log counts from 1: models and pages count from 0."""
+        """Check that positions count from 0, as pages and models expect.
+
+        Raises:
+            UserError: If a result has position 1 and none has position 0.
+        """
         column = self.run.source.position
         if column and count["at_position_1"] and not count["at_position_0"]:
             raise UserError(
-                f"position: '{column}' begins at 1, and positions count from 0 (a page is position // "
-                f"search.page_size); write position: cast({column} as bigint) - 1"
+                f"position: '{column}' begins at 1, but positions must count from 0 (a "
+                f"page is position // search.page_size); write position: "
+                f"cast({column} as bigint) - 1"
             )
 
     def report(self, sequences: Manifest, seconds: float) -> None:
+        """Report the sizes of the table, and counts of dropped or unusual requests."""
         info, report = sequences.info, self.run.report
         requests = sum(info["requests"].values())
         candidates = sum(info["candidates"].values())
         one_class = sum(info["requests_one_class"].values())
-        own = info.get("own", {"numbers": [], "categories": []})
-        num_features = len(info["features"]) + sum(map(len, own.values()))
+        custom_features = info.get("own", {"numbers": [], "categories": []})
+        num_features = len(info["features"]) + sum(map(len, custom_features.values()))
         report(
-            f"sequences: {sequences.rows:,} users, {requests:,} requests with {candidates:,} candidates and "
-            f"{num_features} features in {seconds:.1f} s; left out: "
-            f"{pluralize(info['requests_outside'], 'request')} and {pluralize(info['candidates_outside'], 'candidate')} "
-            f"outside the catalogue, {pluralize(info['requests_truncated'], 'request')} older than the kept behaviours; "
-            f"{one_class:,} requests have one class only"
+            f"sequences: {sequences.rows:,} users, {requests:,} requests with "
+            f"{candidates:,} candidates and {num_features} features in {seconds:.1f} "
+            f"s; dropped: {pluralize(info['requests_outside'], 'request')} and "
+            f"{pluralize(info['candidates_outside'], 'candidate')} outside the "
+            f"catalogue, {pluralize(info['requests_truncated'], 'request')} older than "
+            f"the user's behaviours; {one_class:,} requests have one class only"
         )
         if info["requests_without_query"]:
             report(
-                f"note: {info['requests_without_query']:,} of {requests:,} requests have no query"
+                f"note: {info['requests_without_query']:,} of {requests:,} requests "
+                f"have no query"
             )
         if info["requests_spread"]:
             spread = info["max_request_spread_ms"]
-            shown = (
-                f"{spread / MINUTE_MS:,.2f} minutes"
-                if info["clock"]
-                else f"{spread:,} places"
-            )
+            span = f"{spread:,} positions in the log"
+            if info["clock"]:
+                span = f"{spread / MINUTE_MS:,.2f} minutes"
             report(
-                f"note: the results of {info['requests_spread']:,} requests have times of their own, up to {shown} "
-                f"apart; a request's time is that of its earliest result"
+                f"note: the results of {info['requests_spread']:,} requests have "
+                f"different times, up to {span} apart; a request's time is that of its "
+                f"earliest result"
             )
 
 
 def make_search(
     run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
 ) -> Manifest:
-    """Make the queries and the sequences of a search log. Return the manifest of the sequences."""
+    """Make the tables of a search log that follow `events` and `items`.
+
+    Args:
+        run: The run of prepare.
+        events: Manifest of `events`.
+        items: Manifest of `items`.
+        split: The split as manifests record it.
+
+    Returns:
+        Manifest of `sequences`.
+    """
     queries = make_queries(run, events)
     as_of = make_as_of_tables(run)
     return make_sequences(SearchStep(run, events, items, split, as_of, queries))
 
 
 def make_queries(run: Run, events: Manifest) -> Manifest:
-    """Make the table of distinct queries, sorted."""
+    """Make the table of distinct queries, sorted, and return its manifest."""
     inputs = {"events": events.hash}
     if finished := run.tables.find_finished("queries", {}, inputs):
         return finished
@@ -369,13 +422,13 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
     with run.tables.clean_up_on_error("queries"):
         calls = [(part,) for part in part_uris(run.tables.table_uri("events"), events)]
         distinct = IdCounts()
-        for _, of_part in run.engine.map_unordered(_read_queries, calls):
-            distinct.add(of_part)
+        for _, part_queries in run.engine.map_unordered(_read_queries, calls):
+            distinct.add(part_queries)
         queries, _ = distinct.sort()
         parts = []
-        for low in range(0, len(queries), QUERIES_PER_PART):
-            text = queries.slice(low, QUERIES_PER_PART).cast(pa.string())
-            index = pa.array(np.arange(low, low + len(text), dtype=np.int32))
+        for start in range(0, len(queries), QUERIES_PER_PART):
+            text = queries.slice(start, QUERIES_PER_PART).cast(pa.string())
+            index = pa.array(np.arange(start, start + len(text), dtype=np.int32))
             table = pa.Table.from_arrays([index, text], schema=QUERIES)
             parts.append(write_part(uri, table))
         manifest = run.tables.commit("queries", QUERIES, parts, {}, inputs)

@@ -478,8 +478,8 @@ def embed_origin(
         }
     else:
         del options["svd"]
-    settings = {"encoder": source.encoder, "pca": source.pca_width, **options}
-    return settings, {**inputs, "encoder": encoder_version(source.encoder)}
+    options |= {"encoder": source.encoder, "pca": source.pca_width}
+    return options, {**inputs, "encoder": encoder_version(source.encoder)}
 
 
 def find_finished(

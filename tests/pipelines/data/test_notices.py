@@ -144,7 +144,10 @@ def test_days_as_times_leave_requests_without_a_history(shop: Shop) -> None:
         for line in shop.prepare(split={"kind": "leave_last_out"})
         if "training requests" in line
     ]
-    assert "all times are days, and ties are in no history; --ties log_order" in line
+    assert (
+        "all times are days, and --ties strict excludes behaviours of the same time"
+        in line
+    )
     assert not [
         line
         for line in shop.prepare(split={"kind": "leave_last_out"}, ties="log_order")

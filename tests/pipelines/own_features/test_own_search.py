@@ -73,7 +73,8 @@ def test_groups_are_those_of_the_source_file(tmp_path: Path, raw: Path) -> None:
     assert "own" not in by_name
     assert "pair_ctr_7d" not in by_name["cross"]
     with pytest.raises(
-        UserError, match="'bm52', which is no feature of the log; the nearest is 'bm25'"
+        UserError,
+        match="'bm52', which is not a feature of the log; the nearest is 'bm25'",
     ):
         make(
             tmp_path / "wrong",

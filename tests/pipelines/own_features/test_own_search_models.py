@@ -192,7 +192,7 @@ def test_what_is_unknown_when_ranking_is_not_read_then(
         )
     with pytest.raises(
         UserError,
-        match="unknown_when_ranking has 'town', which is no feature of the log's own",
+        match="unknown_when_ranking has 'town', which is not a custom feature of the log",
     ):
         make(
             tmp_path / "wrong",

@@ -233,8 +233,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder, said = tmp_path_factory.mktemp("spread"), []
     uri = tables_of(folder, spread_log(folder), SPREAD, said.append)
     assert any(
-        "results of 48 requests have times of their own, up to 0.20 minutes apart"
-        in line
+        "results of 48 requests have different times, up to 0.20 minutes apart" in line
         for line in said
     )
     assert read_manifest(uri + "/sequences").info["max_request_spread_ms"] == 12_000

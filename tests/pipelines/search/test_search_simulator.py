@@ -289,9 +289,9 @@ def test_the_job_simulates_and_says_what_is_next(
     job.run(config)
     said = capsys.readouterr().out
     assert "60 searches of 20 users on 50 items, seed 42, 25% query-driven" in said
-    assert "GAUC of clicks at best over all searches, by all causes 0." in said
+    assert "best GAUC of clicks over all searches, by all causes 0." in said
     assert (
-        "GAUC of clicks at best over the latest tenth, which models are tested on, by all causes 0."
+        "best GAUC of clicks over the latest tenth, which models are tested on, by all causes 0."
         in said
     )
     assert "intent" not in said  # which no query tells for sure
@@ -302,6 +302,6 @@ def test_the_job_simulates_and_says_what_is_next(
         with pytest.raises(ValueError, match="add --kind search"):
             job.Config(output=str(tmp_path), **options)
     with pytest.raises(
-        ValueError, match="taste is 'item', it must be one of user, class, query"
+        ValueError, match="taste is 'item'; it must be one of user, class, query"
     ):
         SearchSettings(taste="item")  # type: ignore[arg-type]
