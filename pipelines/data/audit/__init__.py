@@ -1,1 +1,1 @@
-"""Rules of the audit that all kinds of request share; `rules.py` runs them with the rules of a kind."""
+"""Audit of prepared tables; `rules.py` runs the rules of a kind of request."""

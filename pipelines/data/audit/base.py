@@ -1,7 +1,7 @@
-"""A rule and its findings, the audited tables, and counts in time.
+"""Rules with their violations, the audited tables, and sums over windows of time.
 
-`row` is the number of a user's row in `sequences`; `place` is the rank of a behaviour
-or of a request within its user, from 0.
+In frames, `row` is the index of a user's row in `sequences`, and `place` the index of a
+behaviour or request among those of its user.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import polars as pl
 from models.storage.tables import Manifest, UserError, join, read_manifest, read_parquet
 
 MAX_EXAMPLES = 3
-"""Offending rows that are named per rule."""
+"""Maximum number of violations that are described per rule."""
 
 DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
 
@@ -24,38 +24,45 @@ EVENT_ORDER = ["timestamp_ms", "request_id", "position", "item_id"]
 SPLITS = ["train", "val", "test"]
 
 EVENT = "user {user_id}, item {item_id} at {timestamp_ms}"
-"""Name of an event in messages."""
+"""Template of an event in messages."""
 
 REQUEST = "user {user_id}, request {place}"
-"""Name of a request in messages."""
+"""Template of a request in messages."""
 
 
 @dataclass
 class Rule:
-    """A rule of the audit and its findings."""
+    """A rule of the audit, and its violations."""
 
     name: str
     """Short name, such as `history`."""
     holds: str
-    """What must hold, in one line."""
+    """The condition that must hold, in one line."""
     rows: int = 0
-    """Rows checked."""
+    """Number of rows checked."""
     violations: int = 0
-    """Rows that break the rule."""
+    """Number of rows that break the rule."""
     examples: list[str] = field(default_factory=list)
-    """The first offenders, one line each."""
+    """Descriptions of the first violations, one line each."""
     note: str = ""
-    """A setting that lets the future in although it breaks no rule: a split or a core
-    that was asked for."""
+    """Warning about a setting of the tables that leaks the future although no rule is
+    broken: the kind of split, or the core of the whole log."""
 
     def add_violation(self, example: str, violations: int = 1) -> None:
-        """Add violations and the description of one of them."""
+        """Add `violations` rows, with a description of one of them."""
         self.violations += violations
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(example)
 
     def add_rows(self, rows: pl.DataFrame, template: str, **values: Any) -> None:
-        """Add one violation per row of `rows`. `template` has their columns, and `values`, in braces."""
+        """Add one violation per row.
+
+        Args:
+            rows: The rows that break the rule.
+            template: Format string of their descriptions; the columns of `rows` are its
+                fields.
+            **values: Further fields of the format string.
+        """
         self.violations += rows.height
         first = rows.head(MAX_EXAMPLES - len(self.examples)).iter_rows(named=True)
         self.examples += [template.format(**row, **values) for row in first]
@@ -63,21 +70,25 @@ class Rule:
 
 @dataclass
 class Tables:
-    """The audited tables. They are read whole."""
+    """The audited tables, which are read into memory."""
 
     uri: str
-    """The folder that holds the tables."""
+    """The folder of the tables."""
     manifests: dict[str, Manifest]
-    """Manifests by table."""
+    """Manifests of the tables, by name."""
     all_shown: bool
-    """Whether all events make the catalogue, not the behaviours alone."""
+    """Whether the catalogue has the items of all events, not only of behaviours."""
 
     @classmethod
     def open(cls, uri: str, all_shown: bool) -> Tables:
-        """Open the sequences under `uri` and the tables that they were made from.
+        """Read the manifests of `sequences` and of the tables it was made from.
+
+        Args:
+            uri: The folder of the tables.
+            all_shown: Whether the catalogue contains the items of all events.
 
         Raises:
-            UserError: if one of them is no table.
+            UserError: If a manifest is missing or damaged.
         """
         sequences = read_manifest(join(uri, "sequences"), "sequences")
         names = dict.fromkeys(("events", "items", *sequences.inputs))
@@ -85,7 +96,11 @@ class Tables:
         return cls(uri, {**manifests, "sequences": sequences}, all_shown)
 
     def read(self, table: str) -> pl.DataFrame:
-        """Read all rows of a table, with the number of their `part`."""
+        """Read all rows of a table, with the index of their `part`.
+
+        Raises:
+            UserError: If the manifest lists no files, or a file is damaged.
+        """
         frames = []
         for number, part in enumerate(self.manifests[table].files):
             rows = read_parquet(join(self.uri, table, part.path), None, part.sha256)
@@ -93,7 +108,8 @@ class Tables:
             frames.append(frame.with_columns(part=pl.lit(number, pl.Int32)))
         if not frames:
             raise UserError(
-                f"{join(self.uri, table)} lists no {table}; make the tables again"
+                f"{join(self.uri, table)} has no files; make the tables again with "
+                f"jobs.prepare --overwrite"
             )
         return pl.concat(frames)
 
@@ -114,49 +130,56 @@ class Tables:
 
     @cached_property
     def sequences(self) -> pl.DataFrame:
-        """Rows of `sequences`, with their number as `row`."""
+        """Rows of `sequences`, with their index as `row`."""
         return self.read("sequences").drop("part").with_row_index("row")
 
     @cached_property
     def users_events(self) -> pl.DataFrame:
-        """Events of the users of sequences, each with the `row` of its user."""
+        """Events of users in `sequences`, with the `row` of their user."""
         return self.with_user_rows(self.events.drop("part"))
 
     def with_user_rows(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Return the events of the users of sequences, each with the `row` of its user."""
+        """Return the events of users in `sequences`, with the `row` of their user."""
         rows = self.sequences.select("user_id", "row")
         return events.join(rows, on="user_id", maintain_order="left")
 
     @property
     def info(self) -> dict[str, Any]:
-        """`info` of the manifest of sequences."""
+        """`info` of the manifest of `sequences`."""
         return self.manifests["sequences"].info
 
     @property
     def event_columns(self) -> set[str]:
-        """Names of the columns of events."""
+        """Names of the columns of `events`."""
         return {column["name"] for column in self.manifests["events"].schema}
 
     @property
     def behaviour(self) -> str | None:
-        """Column of the bool label that makes an event a behaviour; None if every event is one."""
+        """Column of the bool label that makes an event a behaviour; None if all do."""
         name = self.info.get("behaviour")
         return f"label_{name}" if name else None
 
     @property
     def known(self) -> str:
-        """Column of the time from which a behaviour is visible: its label's time where events have one."""
+        """Column of the time from which a behaviour is in histories.
+
+        It is the time of the behaviour's label if events have one, else of the event.
+        """
         column = (self.behaviour or "").replace("label_", "known_", 1)
         return column if column in self.event_columns else "timestamp_ms"
 
     @property
     def log_order(self) -> bool:
-        """Whether tied behaviours keep the log's order (`ties: log_order`)."""
+        """Whether behaviours at the same time keep the log's order (`ties`)."""
         return bool(self.info["ties"] == "log_order")
 
     @property
     def event_order(self) -> list[str]:
-        """Columns that a user's events are sorted by; in the log's order `position` counts all events of a time."""
+        """Columns that a user's events are sorted by.
+
+        With `log_order`, `position` numbers all events at the same time, so the request
+        id is not needed.
+        """
         if self.log_order:
             return [name for name in EVENT_ORDER if name != "request_id"]
         return EVENT_ORDER
@@ -171,14 +194,18 @@ class Tables:
 def latest_before(
     points: pl.DataFrame, rows: pl.DataFrame, keys: list[str], shift: int, time: str
 ) -> pl.DataFrame:
-    """Return for each point, in their order, the other columns of the latest row before it.
+    """Look up the latest row strictly before `at` - `shift` for each point.
 
     Args:
-        points: Columns `keys` and `at`.
-        rows: Columns `keys`, `time` and others.
+        points: Columns `keys`, and the time `at` in ms.
+        rows: Columns `keys`, `time` and the columns to look up.
         keys: Columns in which a point and its row are equal.
-        shift: The row is strictly before `at` - `shift`.
-        time: Column of the rows' time.
+        shift: Offset in ms.
+        time: Name of the rows' column with the time.
+
+    Returns:
+        The looked-up columns, one row per point in the order of the points; null
+        without an earlier row.
     """
     shifted = points.select(*keys, __at=pl.col("at") - shift)
     latest = (
@@ -193,16 +220,24 @@ def latest_before(
             check_sortedness=False,
         )
     )
-    others = [name for name in rows.columns if name not in (*keys, time)]
-    return latest.sort("__point").select(others)
+    columns = [name for name in rows.columns if name not in (*keys, time)]
+    return latest.sort("__point").select(columns)
 
 
 def sums_before(
     points: pl.DataFrame, rows: pl.DataFrame, keys: list[str], shift: int, time: str
 ) -> pl.DataFrame:
-    """Return for each point, in their order, the sums of the other columns over all rows before it.
+    """Sum the rows strictly before `at` - `shift` for each point.
 
-    Arguments are those of `latest_before`.
+    Args:
+        points: Columns `keys`, and the time `at` in ms.
+        rows: Columns `keys`, `time` and the columns to sum.
+        keys: Columns in which a point and its rows are equal.
+        shift: Offset in ms.
+        time: Name of the rows' column with the time.
+
+    Returns:
+        The sums, one row per point in the order of the points.
     """
     names = [name for name in rows.columns if name not in (*keys, time)]
     per_time = rows.drop_nulls(keys).group_by(*keys, time).agg(pl.col(names).sum())
@@ -217,14 +252,18 @@ def window_sums(
     days: list[float],
     delay_minutes: float,
 ) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Yield for each window its name and the sums of `rows` in [at - window, at - delay) of each point.
+    """Sum the rows in [at - window, at - delay) for each point and window.
 
     Args:
-        points: Columns `keys` and `at`.
-        rows: Columns `keys`, `timestamp_ms` and the columns to add up.
+        points: Columns `keys`, and the time `at` in ms.
+        rows: Columns `keys`, `timestamp_ms` and the columns to sum.
         keys: Columns in which a point and its rows are equal.
-        days: Lengths of the windows.
-        delay_minutes: The delay.
+        days: Lengths of the windows in days.
+        delay_minutes: The delay in minutes.
+
+    Yields:
+        The name of the window, such as `7d`, and the sums, one row per point in the
+        order of the points.
     """
     delay = round(delay_minutes * MINUTE_MS)
     until = sums_before(points, rows, keys, delay, "timestamp_ms")

@@ -1,8 +1,9 @@
-"""Proves prepared tables free of leakage, from `events` alone: `python -m jobs.audit --tables DIR`.
+"""Audit of prepared tables for errors and leakage, computed from `events` alone.
 
-Every rule is computed a second time here, in plain polars, and shares no code with the
-steps that made the tables: it would prove nothing to ask the same function twice. All
-tables are in memory.
+    python -m jobs.audit --tables TABLES
+
+The rules recompute the tables in plain polars and share no code with the steps that
+made them, so that both cannot have the same bug. All tables are read into memory.
 """
 
 from __future__ import annotations
@@ -23,42 +24,47 @@ from pipelines.data.audit.events import (
 from pipelines.data.kinds import KINDS
 
 RULES = {
-    "files": "every listed file is whole: size, sha256, rows and columns as its manifest says",
-    "inputs": "items and sequences were made from these events, sequences from these items",
+    "files": "files have the sizes, hashes, rows and columns that manifests list",
+    "inputs": "items and sequences were made from these events and items",
     "events": "times are int64 and not negative; keys are set; each part is sorted",
-    "duplicates": "no event stands in the table twice",
-    "users": "a user's events are in one part; each surviving user is in sequences exactly once",
-    "catalogue": "item_index is dense in the order of item_id; the k-core keeps and drops the right items",
-    "behaviours": "lists have equal length and hold exactly what events give, in order",
-    "known": "a label is known when its time or its delay says",
-    "history": "history_end counts the user's behaviours that are known strictly before the request",
-    "targets": "request i asks for behaviour i; in a search log it is what (user, request id) showed, at its earliest",
-    "splits": "each request is in the split that its place or its time says; train_end and val_end are the cuts",
-    "folds": "test windows are equally long, follow each other and end with the log; a fold has the requests of its times",
-    "tasks": "in a log of actions tasks and actions are what the labels say",
-    "counts": "the manifest of sequences counts what the table holds",
-    "queries": "in a search log query_index is dense in the order of the text and covers what events ask",
-    "features": "own features are what the log says, or said strictly before the request; statistics are of training",
+    "duplicates": "no event is in the table twice",
+    "users": "events of a user are in one part; sequences has each expected user once",
+    "catalogue": "item_index is dense, in the order of item_id; items are the k-core",
+    "behaviours": "lists have equal lengths and the behaviours of events, in order",
+    "known": "a label is known at its time, or its delay after the event",
+    "history": "history_end counts behaviours known strictly before the request",
+    "targets": "request i is for behaviour i; a search has the results of its id",
+    "splits": "requests are in the split of their rank or time; the cuts are right",
+    "folds": "test windows are equally long and adjacent, and end with the log",
+    "tasks": "in a log of actions, tasks and actions are computed from the labels",
+    "counts": "counts in the manifest of sequences equal those of the table",
+    "queries": "in a search log, query_index is dense, in the order of the queries",
+    "features": "custom features are from the log, strictly before the request",
     "windows": "a windowed count at time t covers [t - window, t - delay)",
 }
+"""Condition of each rule, as the report shows it."""
 
 
 def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
-    """Check the tables under `uri` and return the rules of their kind, in the order of `RULES`.
+    """Check the tables under `uri` against the rules of their kind.
 
-    A file that differs from its manifest ends the audit with the rule `files`.
+    If a file differs from its manifest, only the rule `files` is checked.
 
     Args:
         uri: Folder of the tables.
-        progress: Is called with the name of each step.
+        progress: Called with the name of each step.
+
+    Returns:
+        The checked rules with their violations, in the order of `RULES`.
 
     Raises:
-        UserError: if there is no table to audit.
+        UserError: If there are no tables, or they lack columns.
     """
     name = read_manifest(join(uri, "sequences"), "sequences").info["kind"]
     if name not in KINDS:
         raise UserError(
-            f"{uri} holds sequences of kind '{name}', which is none of {', '.join(KINDS)}"
+            f"{uri} has sequences of kind '{name}'; the audit supports "
+            f"{', '.join(KINDS)}"
         )
     kind = KINDS[name]
     tables = Tables.open(uri, kind.all_shown)
@@ -77,7 +83,8 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         check_users(tables, users, rules["users"])
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(
-            f"{uri} is not what jobs.prepare writes: {str(error).partition(';')[0]}"
+            f"{uri} was not written by this version of jobs.prepare: "
+            f"{str(error).partition(';')[0]}; make the tables again"
         ) from error
     skipped = {*kind.without}
     if not any(name.startswith("known_") for name in tables.event_columns):
@@ -88,13 +95,12 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
 
 
 def report(rules: list[Rule]) -> str:
-    """Return the rules as a table for the terminal, then the first offenders and the notes."""
+    """Format the rules as a table for the terminal, then examples and notes."""
     width = max(len(rule.name) for rule in rules)
     lines = [f"{'rule':<{width}}  {'rows':>13}  {'violations':>10}  what must hold"]
     for rule in rules:
-        lines.append(
-            f"{rule.name:<{width}}  {rule.rows:>13,}  {rule.violations:>10,}  {rule.holds}"
-        )
+        counts = f"{rule.rows:>13,}  {rule.violations:>10,}"
+        lines.append(f"{rule.name:<{width}}  {counts}  {rule.holds}")
     for rule in rules:
         lines += [f"  {rule.name}: {example}" for example in rule.examples]
         if rule.violations > len(rule.examples):

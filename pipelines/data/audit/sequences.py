@@ -1,11 +1,12 @@
-"""Rules on sequences that several kinds share: behaviours, histories, splits, counts, custom features.
+"""Audit rules for `sequences` that several kinds of request share.
 
-Frames of behaviours and of requests have a row each, with `row` and `place`
-(`base.py`).
+They check behaviours, histories, splits, counts and custom features. Frames of
+behaviours and of requests have one row each, with `row` and `place` (`base.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,17 +27,18 @@ from pipelines.data.audit.base import (
 )
 
 TOLERANCE = 1e-5
-"""Relative tolerance of means and deviations."""
+"""Relative tolerance of means and standard deviations."""
 
 FLOAT32_TOLERANCE = 4e-6
 """Relative tolerance of features, which are stored as float32."""
 
 PLACE = pl.int_range(pl.len(), dtype=pl.Int32).over("row").alias("place")
+"""Index of a behaviour or request among those of its user, in the order of the rows."""
 
 
 @dataclass(frozen=True)
 class UnfoldedSequences:
-    """Sequences with requests, as rows."""
+    """The lists of `sequences` as frames with one row per element."""
 
     all_requests: pl.DataFrame
     """Requests of all users."""
@@ -51,7 +53,7 @@ class UnfoldedSequences:
 
 
 def unfold(tables: Tables, rules: dict[str, Rule]) -> UnfoldedSequences:
-    """Check the splits and the lengths of lists; return behaviours and requests as rows."""
+    """Check splits, folds and lengths of lists, and unfold the lists of `sequences`."""
     all_requests = request_rows(tables.sequences)
     per_split = check_splits(tables, all_requests, rules["splits"])
     check_folds(tables, all_requests, rules["folds"])
@@ -62,7 +64,7 @@ def unfold(tables: Tables, rules: dict[str, Rule]) -> UnfoldedSequences:
 
 
 def list_columns(users: pl.DataFrame) -> list[str]:
-    """Return the columns with a list of behaviours per user."""
+    """Return the names of the columns with a list of behaviours per user."""
     return [
         name
         for name, kind in users.schema.items()
@@ -71,7 +73,7 @@ def list_columns(users: pl.DataFrame) -> list[str]:
 
 
 def check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
-    """Report users whose lists differ in length. Return the other users."""
+    """Check that a user's lists have equal lengths, and return the users that pass."""
     lengths = [pl.col(name).list.len() for name in list_columns(users)]
     is_equal = pl.all_horizontal(length == lengths[0] for length in lengths)
     is_equal = is_equal.fill_null(False)
@@ -80,7 +82,7 @@ def check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
 
 
 def behaviour_rows(users: pl.DataFrame) -> pl.DataFrame:
-    """Return the behaviours of users, one row each: `row`, `user_id`, `place` and every list column."""
+    """Return one row per behaviour: `row`, `user_id`, `place` and the list columns."""
     lists = list_columns(users)
     has_behaviours = pl.col("item_index").list.len() > 0
     columns = users.select("row", "user_id", *lists).filter(has_behaviours)
@@ -88,27 +90,34 @@ def behaviour_rows(users: pl.DataFrame) -> pl.DataFrame:
 
 
 def request_rows(users: pl.DataFrame) -> pl.DataFrame:
-    """Return the requests of users, one row each: `row`, `user_id`, `place` and the struct's fields."""
+    """Return one row per request: `row`, `user_id`, `place` and the struct's fields."""
     has_requests = pl.col("requests").list.len() > 0
     columns = users.select("row", "user_id", "requests").filter(has_requests)
     return columns.explode("requests").unnest("requests").with_columns(PLACE)
 
 
 def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
-    """Recompute the behaviours of users from `events` (with `row`).
+    """Recompute the behaviours of users from their events.
 
-    They are behaviours on items of the catalogue, ordered by the time from which they
-    are visible, truncated to the most recent `max_events`.
+    They are the behaviours on items of the catalogue, in the order in which they become
+    known, truncated to the most recent `max_events`.
+
+    Args:
+        tables: The audited tables.
+        events: Events with the `row` of their user.
+
+    Returns:
+        The behaviours, with `item_index` and `place`.
     """
     behaviours = tables.filter_behaviours(events).join(
         tables.catalogue, on="item_id", maintain_order="left"
     )
-    # The sort keeps the file's order where all keys are equal.
+    # events that are equal in all keys keep the order of the file
     order = ["row", tables.known, *tables.event_order]
     behaviours = behaviours.sort(order, maintain_order=True)
     length = pl.len().over("row").cast(pl.Int64)
-    truncated = (length - tables.info["max_events"]).clip(0)
-    place = pl.int_range(pl.len(), dtype=pl.Int64).over("row") - truncated
+    num_truncated = (length - tables.info["max_events"]).clip(0)
+    place = pl.int_range(pl.len(), dtype=pl.Int64).over("row") - num_truncated
     behaviours = behaviours.with_columns(place=place.cast(pl.Int32))
     return behaviours.filter(pl.col("place") >= 0)
 
@@ -116,17 +125,25 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
 def check_behaviours(
     users: pl.DataFrame, behaviours: pl.DataFrame, expected: pl.DataFrame, rule: Rule
 ) -> None:
-    """Check that the lists of `users`, with rows `behaviours`, hold the `expected` behaviours."""
+    """Check the behaviours of `sequences` against those of events.
+
+    Args:
+        users: Rows of `sequences` whose lists have equal lengths.
+        behaviours: Rows of `behaviour_rows(users)`.
+        expected: Rows of `expected_behaviours`.
+        rule: Takes the violations.
+    """
     columns = list_columns(users)
-    absent = [
+    unexpected = [
         name for name in columns if behaviours.schema[name] != expected.schema.get(name)
     ]
-    if absent:
+    if unexpected:
         rule.add_violation(
-            f"column {absent[0]} of sequences is not in events, or is of another type",
+            f"column {unexpected[0]} of sequences is not in events, or has another "
+            f"type there",
             behaviours.height,
         )
-    columns = [name for name in columns if name not in absent]
+    columns = [name for name in columns if name not in unexpected]
     expected = expected.join(users.select("row"), on="row", how="semi")
     compare_rows(behaviours, expected, columns, "behaviour", rule)
 
@@ -138,29 +155,36 @@ def compare_rows(
     noun: str,
     rule: Rule,
 ) -> None:
-    """Report rows whose `columns` differ from the expected rows, by `row` and `place`, and rows that only one side has.
+    """Check that rows equal the expected rows with the same `row` and `place`.
 
-    `noun` is what a row is called.
+    A row that only one of the frames has is a violation too.
+
+    Args:
+        rows: Columns `row`, `place`, `user_id` and `columns`.
+        expected: The same columns, from events.
+        columns: Names of the columns to compare.
+        noun: Name of a row in messages.
+        rule: Takes the violations.
     """
     keys = ["row", "place"]
-    both = rows.select(*keys, "user_id", *columns).join(
+    joined = rows.select(*keys, "user_id", *columns).join(
         expected.select(*keys, "user_id", *columns),
         on=keys,
         how="full",
         coalesce=True,
         suffix="_events",
     )
-    rule.rows += both.height
+    rule.rows += joined.height
     differs = pl.any_horizontal(
         pl.col(name).ne_missing(pl.col(f"{name}_events"))
         for name in ("user_id", *columns)
     )
-    wrong = both.filter(differs).sort(keys)
+    wrong = joined.filter(differs).sort(keys)
     for row in wrong.head(MAX_EXAMPLES).iter_rows(named=True):
-        differing = [name for name in columns if row[name] != row[f"{name}_events"]]
         details = "; ".join(
             f"{name} is {row[name]}, events give {row[f'{name}_events']}"
-            for name in differing
+            for name in columns
+            if row[name] != row[f"{name}_events"]
         )
         user = row["user_id"] or row["user_id_events"]
         rule.add_violation(f"user {user}, {noun} {row['place']}: {details}")
@@ -170,13 +194,18 @@ def compare_rows(
 def check_history(
     tables: Tables, behaviours: pl.DataFrame, requests: pl.DataFrame, rule: Rule
 ) -> None:
-    """Check that `history_end` counts the behaviours that are visible before the request.
+    """Check that `history_end` counts the behaviours known before the request.
 
-    With ties in the log's order a request is a behaviour, and sees all before it in the
-    log.
+    With `log_order` every request is a behaviour, and `history_end` is its place.
+
+    Args:
+        tables: The audited tables.
+        behaviours: Behaviours with the `row` of their user.
+        requests: Requests with the `row` of their user.
+        rule: Takes the violations.
     """
     rule.rows += requests.height
-    # A request without a time has a wrong target, which is reported there.
+    # the rule `targets` reports requests without a time
     timed = requests.drop_nulls("timestamp_ms")
     expected = timed.select(expected=pl.col("place").cast(pl.Int64))
     if not tables.log_order:
@@ -185,18 +214,17 @@ def check_history(
         points = timed.select("row", at="timestamp_ms")
         expected = sums_before(points, counted, ["row"], 0, "time")
     history_end = pl.col("history_end").cast(pl.Int64)
-    wrong = timed.with_columns(expected).filter(
-        history_end.ne_missing(pl.col("expected"))
-    )
+    is_wrong = history_end.ne_missing(pl.col("expected"))
+    wrong = timed.with_columns(expected).filter(is_wrong)
     rule.add_rows(
         wrong.sort("row", "place"),
-        REQUEST
-        + " at {timestamp_ms}: history_end is {history_end}, {expected} behaviours are known earlier",
+        REQUEST + " at {timestamp_ms}: history_end is {history_end}, {expected} "
+        "behaviours are known earlier",
     )
 
 
 def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str, int]:
-    """Check the split of each request. Return the number of requests of each split."""
+    """Check the split of each request, and return the number of requests per split."""
     rule.rows += requests.height
     split = tables.info.get("split") or {}
     starts = [split.get("val_start_ms"), split.get("test_start_ms")]
@@ -208,7 +236,10 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
         is_train = (length < 3) | (from_end > 1)
         is_val = from_end == 1
         if tables.manifests["events"].info["clock"]:
-            rule.note = "leave-last-out lets other users' later behaviour into training; a temporal split does not"
+            rule.note = (
+                "leave-last-out trains on other users' later behaviours; a temporal "
+                "split does not"
+            )
     elif split.get("kind") == "temporal" and is_timed:
         is_train, is_val = (pl.col("timestamp_ms") < start for start in starts)
     else:
@@ -229,68 +260,112 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
 
 
 def check_folds(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
-    """Check the windows of the folds against the events, and their requests against the times of `requests`."""
+    """Check the windows of folds and the recorded number of requests in each.
+
+    Args:
+        tables: The audited tables.
+        requests: Requests of all users.
+        rule: Takes the violations.
+    """
     split = tables.info.get("split") or {}
     folds = split.get("folds") or []
     if not folds:
         return
     rule.rows += requests.height
+    _check_fold_bounds(tables, split, rule)
+    _check_fold_lengths(folds, rule)
+    _check_fold_counts(tables, folds, requests["timestamp_ms"], rule)
+
+
+def _check_fold_bounds(tables: Tables, split: dict[str, Any], rule: Rule) -> None:
+    """Check that the last fold has the windows of the split and ends with the log.
+
+    The first fold must have behaviours to train on. The log of tables with a frozen
+    catalogue may end at another time.
+    """
+    folds = split["folds"]
     last = folds[-1]
     for name in ("val_start_ms", "test_start_ms"):
         if last[name] != split[name]:
             rule.add_violation(
-                f"fold {len(folds)}: {name} is {last[name]}, of the split it is {split[name]}"
+                f"fold {len(folds)}: {name} is {last[name]}, but {split[name]} in the "
+                f"split"
             )
-    time = tables.events["timestamp_ms"]
+    if tables.manifests["items"].info.get("catalogue_of"):
+        return
+    events = tables.events
     if not tables.all_shown:
-        time = tables.filter_behaviours(tables.events)["timestamp_ms"]
-    end = pl.Series([time.max()]).item() + 1
-    if not tables.manifests["items"].info.get("catalogue_of"):
-        if last["test_end_ms"] != end:
-            rule.add_violation(
-                f"fold {len(folds)}: test ends at {last['test_end_ms']}, the log at {end}"
-            )
-        if folds[0]["val_start_ms"] <= pl.Series([time.min()]).item():
-            rule.add_violation("fold 1: no behaviour is earlier than its validation")
-    lengths = [fold["test_end_ms"] - fold["test_start_ms"] for fold in folds]
+        events = tables.filter_behaviours(events)
+    first_ms, last_ms = events.select(
+        first=pl.col("timestamp_ms").min(), last=pl.col("timestamp_ms").max()
+    ).row(0)
+    if last["test_end_ms"] != last_ms + 1:
+        rule.add_violation(
+            f"fold {len(folds)}: test ends at {last['test_end_ms']}, the log at "
+            f"{last_ms + 1}"
+        )
+    if folds[0]["val_start_ms"] <= first_ms:
+        rule.add_violation("fold 1: no behaviour is earlier than its validation")
+
+
+def _check_fold_lengths(folds: list[dict[str, int]], rule: Rule) -> None:
+    """Check that test windows follow each other, and that folds have equal lengths."""
     val_lengths = [fold["test_start_ms"] - fold["val_start_ms"] for fold in folds]
-    for number in range(1, len(folds)):
-        earlier, later = folds[number - 1 : number + 1]
-        if earlier["test_end_ms"] != later["test_start_ms"]:
+    test_lengths = [fold["test_end_ms"] - fold["test_start_ms"] for fold in folds]
+    lengths = list(zip(val_lengths, test_lengths, strict=True))
+    for number, (fold, following) in enumerate(itertools.pairwise(folds), 1):
+        if fold["test_end_ms"] != following["test_start_ms"]:
             rule.add_violation(
-                f"fold {number}: test ends at {earlier['test_end_ms']}, that of the next fold begins at "
-                f"{later['test_start_ms']}"
+                f"fold {number}: test ends at {fold['test_end_ms']}, but that of the "
+                f"next fold begins at {following['test_start_ms']}"
             )
-        if (
-            lengths[number - 1] != lengths[-1]
-            or val_lengths[number - 1] != val_lengths[-1]
-        ):
+        val_length, test_length = lengths[number - 1]
+        if lengths[number - 1] != lengths[-1]:
             rule.add_violation(
-                f"fold {number}: windows of {val_lengths[number - 1]} and {lengths[number - 1]} ms, of the last fold "
-                f"{val_lengths[-1]} and {lengths[-1]}"
+                f"fold {number}: windows of {val_length} and {test_length} ms, but "
+                f"{val_lengths[-1]} and {test_lengths[-1]} ms in the last fold"
             )
+
+
+def _check_fold_counts(
+    tables: Tables, folds: list[dict[str, int]], time: pl.Series, rule: Rule
+) -> None:
+    """Check the recorded number of requests in each window.
+
+    The test window of the last fold has no end: a fresh log may be longer.
+
+    Args:
+        tables: The audited tables.
+        folds: Windows of the folds.
+        time: Times of all requests in ms.
+        rule: Takes the violations.
+    """
     recorded = tables.info.get("requests_per_fold") or []
     if len(recorded) != len(folds):
-        rule.add_violation(f"requests of {len(recorded)} folds, {len(folds)} are cut")
-    at = requests["timestamp_ms"]
+        rule.add_violation(
+            f"the manifest counts requests of {len(recorded)} folds, the split has "
+            f"{len(folds)}"
+        )
     for number, (fold, counts) in enumerate(zip(folds, recorded, strict=False), 1):
-        is_before_end = pl.Series([True]) if fold is last else at < fold["test_end_ms"]
+        val_start, test_start = fold["val_start_ms"], fold["test_start_ms"]
+        is_test = time >= test_start
+        if number < len(folds):
+            is_test &= time < fold["test_end_ms"]
         expected = {
-            "train": (at < fold["val_start_ms"]).sum(),
-            "val": at.is_between(
-                fold["val_start_ms"], fold["test_start_ms"], closed="left"
-            ).sum(),
-            "test": ((at >= fold["test_start_ms"]) & is_before_end).sum(),
+            "train": (time < val_start).sum(),
+            "val": time.is_between(val_start, test_start, closed="left").sum(),
+            "test": is_test.sum(),
         }
         for name in SPLITS:
             if counts.get(name) != expected[name]:
                 rule.add_violation(
-                    f"fold {number}: {counts.get(name)} {name} requests, their times give {expected[name]}"
+                    f"fold {number}: the manifest says {counts.get(name)} {name} "
+                    f"requests, their times give {expected[name]}"
                 )
 
 
 def rank_in_time(tables: Tables, requests: pl.DataFrame) -> pl.Series:
-    """Return the rank of each request within its user, from 0: by time, and at one time by a hash."""
+    """Return the index of each request among its user's, by time and then by a hash."""
     if tables.log_order:
         return requests["place"].cast(pl.Int64)
     keys = requests.select(
@@ -319,30 +394,35 @@ def check_counts(
 ) -> None:
     """Check the counts of the manifest against the table.
 
-    `counts` are the kind's, also by split, beside users, interactions and items.
+    Args:
+        tables: The audited tables.
+        counts: Expected counts of the kind, by name and, if they are split, by split.
+            Users, interactions and items are checked for every kind.
+        rule: Takes the violations.
     """
     lengths = tables.sequences["item_index"].list.len()
-    every: dict[str, int | dict[str, int]] = {
+    all_counts: dict[str, int | dict[str, int]] = {
         "users": len(lengths),
         "interactions": int(lengths.sum()),
         "items": tables.catalogue.height,
         **counts,
     }
-    for name, count in every.items():
+    for name, count in all_counts.items():
         recorded = tables.info.get(name)
         if isinstance(count, dict):
-            for split, of_split in count.items():
-                value = (recorded or {}).get(split)
-                _check_count(f"{name} {split}", value, of_split, rule)
+            for split, split_count in count.items():
+                split_recorded = (recorded or {}).get(split)
+                _check_count(f"{name} {split}", split_recorded, split_count, rule)
         else:
             _check_count(name, recorded, count, rule)
 
 
 def _check_count(name: str, recorded: Any, count: int, rule: Rule) -> None:
+    """Check one count of the manifest against the `count` of the table."""
     rule.rows += 1
     if recorded != count:
         rule.add_violation(
-            f"{name}: the manifest says {recorded}, the table holds {count}"
+            f"{name}: the manifest says {recorded}, the table has {count}"
         )
 
 
@@ -359,30 +439,30 @@ def check_values(
     noun: str,
     rule: Rule,
 ) -> None:
-    """Report the rows where a value differs from the one expected, beyond the rounding of float32.
+    """Check values of the table against expected values, up to rounding to float32.
 
     Args:
-        rows: Columns `user_id`, `item_index` and `timestamp_ms`.
-        values: (rows, names) values of the table.
+        rows: Columns `user_id`, `item_index` and `timestamp_ms`, for messages.
+        values: Values (rows, names) of the table.
         names: Names of the columns of `values`.
-        expected: (rows,) by name.
-        noun: What a column is called.
+        expected: Expected values (rows,) by name.
+        noun: Name of a column's kind in messages, such as `feature`.
         rule: Takes the violations.
     """
     for column, name in enumerate(names):
         if name not in expected:
-            rule.add_violation(
-                f"{name}: a {noun} that the audit does not know", rows.height
-            )
+            rule.add_violation(f"{name}: unknown {noun}", rows.height)
             continue
-        value, right = values[:, column], expected[name]
-        tolerance = FLOAT32_TOLERANCE * np.maximum(1, np.abs(right))
-        is_wrong = ~(np.abs(value - right) <= tolerance)
-        wrong = rows.with_columns(value=pl.Series(value), right=pl.Series(right))
+        value, correct = values[:, column], expected[name]
+        tolerance = FLOAT32_TOLERANCE * np.maximum(1, np.abs(correct))
+        is_wrong = ~(np.abs(value - correct) <= tolerance)
+        compared = rows.with_columns(
+            value=pl.Series(value), expected=pl.Series(correct)
+        )
         rule.add_rows(
-            wrong.filter(is_wrong),
-            "user {user_id}, item {item_index} at {timestamp_ms}: {noun} {name} is {value:.6g}, "
-            "events give {right:.6g}",
+            compared.filter(is_wrong),
+            "user {user_id}, item {item_index} at {timestamp_ms}: {noun} {name} is "
+            "{value:.6g}, events give {expected:.6g}",
             noun=noun,
             name=name,
         )
@@ -392,17 +472,21 @@ def check_values(
 
 
 def own_columns(info: dict[str, Any]) -> list[str]:
-    """Return the columns of custom features that the manifest of sequences names."""
-    own = info.get("own") or {}
-    entries = [*own.get("numbers", ()), *own.get("categories", ())]
+    """Return the columns of custom features listed in the manifest of `sequences`."""
+    custom = info.get("own") or {}
+    entries = [*custom.get("numbers", ()), *custom.get("categories", ())]
     return [entry["name"] for entry in entries]
 
 
 def join_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
-    """Return `rows` with the features of items and of tables with a time of their own.
+    """Join the features of items and of tables with times of their own.
 
-    The latter are those of the latest row of the `item_id` or `user_id` strictly before
-    the column `at`.
+    From the latter, the latest row of the item or user strictly before `at` is joined.
+
+    Args:
+        tables: The audited tables.
+        rows: Rows with `item_id` and `user_id`.
+        at: Name of the rows' column with the time.
     """
     for name, table in (tables.info.get("as_of") or {}).items():
         key = table["key"]
@@ -418,7 +502,7 @@ def join_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
 
 
 def check_as_of(tables: Tables, rule: Rule) -> None:
-    """Check that an id has one row at a time in the tables with a time of their own."""
+    """Check that tables with times of their own have one row per id and time."""
     for name, table in (tables.info.get("as_of") or {}).items():
         key = table["key"]
         rows = tables.read(name).select(key, "timestamp_ms")
@@ -432,7 +516,15 @@ def check_as_of(tables: Tables, rule: Rule) -> None:
 def check_number(
     name: str, recorded: float, expected: float, scale: float, rule: Rule
 ) -> None:
-    """Check a number of the manifest against training rows. `scale` is the size of deviations that matter."""
+    """Check a statistic of the manifest against training rows.
+
+    Args:
+        name: Name of the statistic, for the message.
+        recorded: Its value in the manifest.
+        expected: Its value over the training rows.
+        scale: The tolerance is relative to the larger of `scale` and `expected`.
+        rule: Takes the violation.
+    """
     if abs(recorded - expected) > TOLERANCE * max(scale, abs(expected)):
         rule.add_violation(
             f"{name}: the manifest says {recorded}, training rows give {expected:.6g}"
@@ -440,20 +532,26 @@ def check_number(
 
 
 def check_training(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> None:
-    """Check the manifest's statistics of custom features against training rows, with a column per feature."""
-    own = info.get("own") or {"numbers": [], "categories": []}
-    for number in own["numbers"]:
+    """Check the manifest's statistics of custom features against training rows.
+
+    Args:
+        info: `info` of the manifest of `sequences`.
+        train: Training rows, with a column per custom feature.
+        rule: Takes the violations.
+    """
+    custom = info.get("own") or {"numbers": [], "categories": []}
+    for number in custom["numbers"]:
         rule.rows += 1
         name = number["name"]
         values = train[name].drop_nulls().cast(pl.Float64).to_numpy()
         mean, std = (values.mean(), values.std()) if len(values) else (0.0, 0.0)
         if std <= 1e-9 * max(1.0, abs(mean)):
             std = 0.0
-        is_missing = len(values) < train.height
+        has_missing = len(values) < train.height
         check_number(f"mean of {name}", number["mean"], mean, std, rule)
         check_number(f"std of {name}", number["std"], std, std, rule)
-        check_number(f"missing of {name}", number["missing"], is_missing, std, rule)
-    for category in own["categories"]:
+        check_number(f"missing of {name}", number["missing"], has_missing, std, rule)
+    for category in custom["categories"]:
         if not category["buckets"]:
             check_category(category["name"], category["values"], train, rule)
 
@@ -461,11 +559,19 @@ def check_training(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> Non
 def check_category(
     name: str, listed: list[str], train: pl.DataFrame, rule: Rule
 ) -> None:
-    """Check that the manifest lists the values that a category has in training rows."""
+    """Check that the manifest lists a category's values in training rows, sorted.
+
+    Args:
+        name: Column of the category.
+        listed: Values in the manifest.
+        train: Training rows.
+        rule: Takes the violation.
+    """
     rule.rows += 1
     values = train[name].drop_nulls().unique().sort().to_list()
     if listed != values:
-        others = sorted(set(values) ^ set(listed))[:MAX_EXAMPLES]
+        differing = sorted(set(values) ^ set(listed))[:MAX_EXAMPLES]
         rule.add_violation(
-            f"values of {name}: {len(listed):,} in the manifest, {len(values):,} in training rows; such as {others}"
+            f"values of {name}: {len(listed):,} in the manifest, {len(values):,} in "
+            f"training rows; only one of them has {differing}"
         )

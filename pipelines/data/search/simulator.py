@@ -118,8 +118,8 @@ class SearchSettings(Settings):
         super().__post_init__()
         if self.items < 36:
             raise ValueError(
-                f"items is {self.items}; a search log needs 36 or more, as a search "
-                f"shows items of five clusters"
+                f"items is {self.items}; it must be at least 36, as a search shows "
+                f"items of five clusters"
             )
         if not 0 <= self.query_driven <= 1:
             raise ValueError(

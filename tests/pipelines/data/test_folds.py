@@ -217,7 +217,7 @@ def miscount(rows: list[Row], info: Row) -> None:
     ("change", "words"),
     [
         (shift_window, "that of the next fold begins at"),
-        (shorten_training, "of the last fold"),
+        (shorten_training, "in the last fold"),
         (end_before_the_log, "the log at"),
         (miscount, "their times give"),
     ],

@@ -382,7 +382,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text(
         '{"table": "sequ'
     ),
-    "is not what jobs.prepare writes": foreign,
+    "was not written by this version of jobs.prepare": foreign,
     "label_purchase": says(behaviour="purchase"),
 }
 

@@ -81,7 +81,7 @@ def test_groups_are_those_of_the_source_file(tmp_path: Path, raw: Path) -> None:
             raw,
             settings={"search": {"groups": {"match": ["bm52"]}}},
         )
-    with pytest.raises(UserError, match="'bm25' twice"):
+    with pytest.raises(UserError, match="'bm25' in 'a' and again in 'b'"):
         make(
             tmp_path / "twice",
             raw,
