@@ -319,7 +319,7 @@ def test_an_item_that_the_core_drops_is_found(tmp_path: Path) -> None:
         "items",
     )
     assert broken(more)["catalogue"] == [
-        "item i9: in the catalogue, but not in the 3-core of the events"
+        "item i9: in the catalogue, but not in the 3-core of events"
     ]
 
 
