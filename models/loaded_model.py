@@ -14,6 +14,7 @@ import torch
 
 from models import registry
 from models.build import load_model
+from models.dataset.folds import count_folds, find_train_end, resolve_fold
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
@@ -51,6 +52,11 @@ class LoadedModel:
         model, _ = load_model(uri, trained)
         return cls(about, model.to(device), catalogue)
 
+    def fold(self, inputs: Inputs) -> int | None:
+        """Return the number of the fold that the model is evaluated on, None without folds."""
+        info = read_manifest(inputs.sequences, "sequences").info
+        return evaluation_fold(self.checkpoint, info, inputs.sequences)
+
     def load_examples(
         self,
         inputs: Inputs,
@@ -75,11 +81,44 @@ class LoadedModel:
         return dataset_class.load(
             inputs.sequences,
             split,
+            fold=self.fold(inputs),
             unit=self.model.eval_unit,
             max_history=max_history,
             rank=rank,
             world=world,
             **dataset_class.dataset_options(config, self.catalogue),
+        )
+
+
+def evaluation_fold(about: Checkpoint, info: Mapping[str, Any], uri: str) -> int | None:
+    """Return the number of the fold that a checkpoint is evaluated on, None without folds.
+
+    Args:
+        about: `config.json` of the checkpoint.
+        info: `info` of the manifest of sequences.
+        uri: Where the table is, for messages.
+
+    Raises:
+        UserError: If the table does not have the fold of the training, or the model was
+            trained on later requests.
+    """
+    if not count_folds(info):
+        return None
+    fold = resolve_fold(info, about.fit.get("fold"), uri)
+    check_trained_before(about, find_train_end(info, fold), "the model")
+    return fold
+
+
+def check_trained_before(about: Checkpoint, end: int | None, noun: str) -> None:
+    """Raise UserError if a checkpoint was trained on requests from `end` (ms) on.
+
+    `noun` is what the message calls the checkpoint.
+    """
+    until = about.learned.get("until")
+    if end is not None and until is not None and until > end:
+        raise UserError(
+            f"{noun} was trained on requests before {until} ms, but the training of this fold ends at {end} ms; give "
+            f"one of the same fold or an earlier one (fit.fold)"
         )
 
 

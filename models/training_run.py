@@ -23,6 +23,7 @@ from models.config import did_you_mean
 from models.dataset.batch import Batch
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
+from models.dataset.folds import find_train_end
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue, select_inputs
 from models.model import Model
@@ -137,7 +138,7 @@ class TrainingRun:
         since = last.learned.get("since", 0) if last else trained_until(first, fit)
         new = NewExamples(since, fit.replay_fraction, fit.seed)
         train, val = load_datasets(
-            model_class, config, catalogue, inputs, new, rank, world
+            model_class, config, catalogue, inputs, new, rank, world, fit.fold
         )
         if not len(train):
             raise UserError(explain_empty_training(since, init, inputs))
@@ -159,7 +160,7 @@ class TrainingRun:
         )
         device = torch.device(device)
         pad_to_buckets = uses_cuda_graphs(fit, device, world)
-        split = read_manifest(inputs.sequences, "sequences").info.get("split", {})
+        info = read_manifest(inputs.sequences, "sequences").info
         return cls(
             model=module,
             catalogue=catalogue,
@@ -168,7 +169,7 @@ class TrainingRun:
             fit=fit,
             device=device,
             world=world,
-            until=split.get("val_start_ms"),
+            until=find_train_end(info, train.fold),
             messages=messages,
             progress_unit=progress_unit,
         )
@@ -402,6 +403,7 @@ def load_datasets(
     new: NewExamples,
     rank: int,
     world: int,
+    fold: int | None = None,
 ) -> tuple[RequestDataset, RequestDataset]:
     """Load this worker's datasets of training and validation.
 
@@ -413,9 +415,11 @@ def load_datasets(
         new: The training examples to read, for a model that continues another one.
         rank: Number of this worker.
         world: Number of workers.
+        fold: Number of the fold, of tables that are cut into folds.
     """
     dataset_class = model_class.dataset_class
-    common = {
+    common: dict[str, Any] = {
+        "fold": fold,
         "max_history": config.max_history,
         "rank": rank,
         "world": world,

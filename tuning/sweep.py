@@ -575,24 +575,26 @@ def collect_result(
 def find_best(results: list[TrialResult]) -> TrialResult | None:
     """Return the best trial of the settings with the largest mean, or None if no trial has a value.
 
-    Settings are compared over the seeds that all of them have a value for, so that a
-    failed seed neither helps nor harms its settings. Settings without any value are
-    left out. Where no seed is common to the others, as in a grid that draws seeds at
-    random, each setting's mean is over its own seeds.
+    Settings are compared over the seeds and folds that all of them have a value for, so
+    that a failed seed neither helps nor harms its settings. Settings without any value
+    are left out. Where no seed is common to the others, as in a grid that draws seeds
+    at random, each setting's mean is over its own seeds. Of the folds of the best
+    settings the last one's trial is the best, as it has the newest training requests.
     """
     with_value = [result for result in results if result.value is not None]
     values: dict[str, dict[Any, float]] = {}
     for result in with_value:
         seeds = values.setdefault(tracking.settings_of(result.point), {})
-        seeds[result.point.get("fit.seed")] = result.value or 0.0
+        repeat = (result.point.get("fit.seed"), result.point.get("fit.fold"))
+        seeds[repeat] = result.value or 0.0
     if not values:
         return None
     shared = set.intersection(*(set(seeds) for seeds in values.values()))
 
-    def rank(result: TrialResult) -> tuple[float, float]:
+    def rank(result: TrialResult) -> tuple[float, int, float]:
         seeds = values[tracking.settings_of(result.point)]
         mean = statistics.fmean(seeds[seed] for seed in shared or seeds)
-        return mean, result.value or 0.0
+        return mean, result.point.get("fit.fold") or 0, result.value or 0.0
 
     return max(with_value, key=rank)
 

@@ -86,6 +86,8 @@ class RequestDataset:
     from such requests."""
     skipped_users: NDArray[np.integer]
     """(s,) table row of the user of each of the s requests without an example."""
+    fold: int | None = None
+    """Number of the fold, of a table that is cut into folds."""
 
     def __init__(
         self,
@@ -241,6 +243,7 @@ class RequestDataset:
             rank=rank,
             world=world,
             new=new,
+            fold=fold,
             **options,
         )
 

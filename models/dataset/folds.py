@@ -61,6 +61,15 @@ def find_train_end(info: Mapping[str, Any], fold: int | None) -> int | None:
     return None if end is None else int(end)
 
 
+def describe_windows(info: Mapping[str, Any], fold: int | None) -> dict[str, int]:
+    """Return the number of folds and the starts of a fold's windows in ms; empty without folds."""
+    if fold is None:
+        return {}
+    window = info["split"]["folds"][fold - 1]
+    starts = {name: window[name] for name in ("val_start_ms", "test_start_ms")}
+    return {"folds": count_folds(info), **starts}
+
+
 def assign_fold(
     split: Mapping[str, Any], fold: int, time: NDArray[np.int64]
 ) -> NDArray[np.int8]:

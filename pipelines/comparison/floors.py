@@ -43,7 +43,7 @@ from pipelines.tracking import RunRef, connect, metric_name
 CLEARS, BELOW, NOT_TOLD = "clears it", "below it", "not told apart"
 """Verdicts on a model beside its floor."""
 
-VALIDATION_PARAMS = ("fit.eval_options.unseen", "fit.eval_examples")
+VALIDATION_PARAMS = ("fit.eval_options.unseen", "fit.eval_examples", "fit.fold")
 """Params in which two trainings must agree for their validations to compare."""
 
 

@@ -6,7 +6,7 @@ comparison = compare(select(uri, ["retrieval/DATASET"]))
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ PARAMS_WITHOUT_EFFECT = {
     "model.teacher",
     "model.teacher_cache",
     "fit.seed",
+    "fit.fold",
     "fit.log_every_steps",
     "fit.eval_batch_size",
     "fit.checkpoint_every_steps",
@@ -150,6 +151,7 @@ def split_evaluations(selection: Selection, training: Any) -> list[Row]:
         Path(params.get("sids", "")).name,
         selection.uri,
         training.info.run_id,
+        fold=read_fold(params),
     )
     metrics = read_metrics(training)
     of_training = {
@@ -209,9 +211,17 @@ def read_identity(params: dict[str, str], tags: dict[str, str]) -> dict[str, str
     identity |= {
         name: value for name, value in tags.items() if name.startswith("table.")
     }
+    if "split.folds" in params:  # a fold is known by its number and theirs
+        identity["split.folds"] = params["split.folds"]
     if "evaluate.batch_size" in params:  # a trial that measures a checkpoint
         identity["checkpoint"] = params.get("checkpoint", "")
     return identity
+
+
+def read_fold(params: Mapping[str, str]) -> str:
+    """Return the number of the fold of a training, or an empty text for tables without folds."""
+    fold = params.get("fit.fold", "")
+    return fold if fold.isdigit() else ""
 
 
 def default_params(params: dict[str, str]) -> dict[str, str]:
@@ -251,6 +261,9 @@ def default_params(params: dict[str, str]) -> dict[str, str]:
 def find_best_run(comparison: Comparison) -> Run:
     """Return the finished run that is best on validation.
 
+    With folds it is a run of the last one that was trained on, as it has the newest
+    training requests.
+
     Raises:
         UserError: if no finished run has the metric.
     """
@@ -267,4 +280,6 @@ def find_best_run(comparison: Comparison) -> Run:
             f"no finished run of {comparison.selection.title} has {metric}; train one, or "
             f"choose another --metric"
         )
-    return min(runs, key=lambda run: comparison.sign * run.metrics[metric])
+    last_fold = max(int(run.fold or 0) for run in runs)
+    newest = [run for run in runs if int(run.fold or 0) == last_fold]
+    return min(newest, key=lambda run: comparison.sign * run.metrics[metric])

@@ -197,19 +197,46 @@ def pair_groups(comparison: Comparison) -> list[Pair]:
         if first is group or group.teacher is first.row:
             continue
         newest, newest_of_best = (
-            {run.seed or run.id: run for run in side.runs}.values()
-            for side in (group, first)
+            {run.repeat: run for run in side.runs}.values() for side in (group, first)
         )
-        pairs.append(Pair.of(group, first, product(newest, newest_of_best)))
+        same_fold = [
+            (run, other)
+            for run, other in product(newest, newest_of_best)
+            if run.fold == other.fold
+        ]
+        pairs.append(Pair.of(group, first, same_fold))
     return pairs
 
 
 def same_users(runs: Sequence[tuple[Run, Run]], metric: str) -> SameUsers | None:
     """Average a metric per user over the pairs of runs that were measured on the same users.
 
+    Runs of different folds are no pair. The users of several folds follow each other,
+    so a user counts once in each fold.
+
     Returns:
         The averages, or None if no pair has the metric of the same users.
     """
+    by_fold: dict[str, list[tuple[Run, Run]]] = {}
+    for run, other in runs:
+        if run.fold == other.fold:
+            by_fold.setdefault(run.fold, []).append((run, other))
+    folds = [same_users_of_fold(by_fold[fold], metric) for fold in sorted(by_fold)]
+    measured = [fold for fold in folds if fold is not None]
+    if len(measured) < 2:
+        return measured[0] if measured else None
+    return SameUsers(
+        " ".join(fold.users for fold in measured),
+        np.concatenate([fold.difference for fold in measured]),
+        np.concatenate([fold.base for fold in measured]),
+        np.concatenate([fold.counts for fold in measured]),
+    )
+
+
+def same_users_of_fold(
+    runs: Sequence[tuple[Run, Run]], metric: str
+) -> SameUsers | None:
+    """Average a metric per user over pairs of runs of one fold (see `same_users`)."""
     users = ""
     counts = np.zeros(0, np.int64)
     values, bases = [], []
@@ -250,6 +277,11 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
         f"bootstrap over users ({DRAWS:,} draws) and does not cover other seeds. Below "
         f"{MIN_USERS} users there is no verdict."
     )
+    if any(row.folds for row in comparison.rows):
+        note += (
+            " With folds a user counts once in each, which makes the interval somewhat "
+            "too narrow."
+        )
     return [Table("On the same users", header, cells, [note])]
 
 

@@ -378,14 +378,14 @@ def group_controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:
 
 
 def draw_settings(comparison: Comparison, colours: Colours) -> list[Drawing]:
-    """Draw the effect of each axis of a sweep, seeds together.
+    """Draw the effect of each axis of a sweep, seeds and folds together.
 
     Without a sweep every number of the models' configs that has three values, all else
     equal, is such an axis.
     """
     sweep = comparison.selection.sweep
     axes = json.loads(sweep.data.tags.get("sweep.axes", "[]")) if sweep else []
-    swept = [key for key in axes if key != "fit.seed"]
+    swept = [key for key in axes if key not in ("fit.seed", "fit.fold")]
     rows = [row for row in comparison.rows if not row.options]
     drawings = []
     for key in swept or numeric_settings(rows):

@@ -1,4 +1,4 @@
-"""Rows of a comparison: trainings that differ in their seed alone, evaluated alike.
+"""Rows of a comparison: trainings that differ in their seed or fold alone, evaluated alike.
 
 `load.py` groups MLflow runs into rows. A training that was evaluated with several
 options, such as all items and known items left out, has a row for each.
@@ -98,11 +98,19 @@ class Run:
     """Tracking URI of the store."""
     evaluation_id: str = ""
     """Id of the MLflow run with the metrics per user on test."""
+    fold: str = ""
+    """Number of the fold, or an empty text for tables without folds."""
+
+    @property
+    def repeat(self) -> str:
+        """The seed, with the fold if there are folds: by it two rows are paired."""
+        seed = self.seed or self.id
+        return f"{seed} of fold {self.fold}" if self.fold else seed
 
 
 @dataclass
 class Row:
-    """Runs that differ in their seed alone, evaluated alike."""
+    """Runs that differ in their seed or fold alone, evaluated alike."""
 
     model: str
     """Name in the registry."""
@@ -160,23 +168,23 @@ class Row:
         return [run.metrics[metric] for run in self.runs if metric in run.metrics]
 
     def by_seed(self, metric: str) -> dict[str, float]:
-        """Return the metric of the newest run of each seed.
+        """Return the metric of the newest run of each seed, and of each fold if there are folds.
 
         Runs without a seed, such as timings, count one by one.
         """
         return {
-            run.seed or run.id: run.metrics[metric]
+            run.repeat: run.metrics[metric]
             for run in self.runs
             if metric in run.metrics
         }
 
     def mean(self, metric: str) -> float:
-        """Return the mean over seeds, or NaN."""
+        """Return the mean over seeds and folds, or NaN."""
         values = self.by_seed(metric).values()
         return statistics.fmean(values) if values else math.nan
 
     def deviation(self, metric: str) -> float:
-        """Return the sample standard deviation over seeds, or NaN for one seed."""
+        """Return the sample standard deviation over seeds and folds, or NaN for one value."""
         values = self.by_seed(metric).values()
         return statistics.stdev(values) if len(values) > 1 else math.nan
 
@@ -206,14 +214,14 @@ class Row:
         return self.experiment
 
     def describe_training_difference(self, other: Row) -> str:
-        """Return the difference to another row's training in steps, batch and seeds.
+        """Return the difference to another row's training in steps, batch, seeds and folds.
 
         It is empty beside a model that is not trained by steps.
         """
         if not (self.is_trained_by_steps() and other.is_trained_by_steps()):
             return ""
         pairs = zip(
-            ("steps", "batch", "seeds"),
+            ("steps", "batch", "seeds", "folds"),
             self.describe_training(),
             other.describe_training(),
             strict=True,
@@ -230,12 +238,18 @@ class Row:
             return True
         return registry.find(self.model).trains_by_gradient
 
-    def describe_training(self) -> tuple[str, str, str]:
-        """Return steps, batch size and seeds as texts, empty where unknown."""
+    @property
+    def folds(self) -> list[str]:
+        """Numbers of the folds, ascending; none for tables without folds."""
+        return sorted({run.fold for run in self.runs if run.fold}, key=int)
+
+    def describe_training(self) -> tuple[str, str, str, str]:
+        """Return steps, batch size, seeds and folds as texts, empty where unknown."""
         steps = self.mean("train/steps")
         seeds = ", ".join(sorted({run.seed for run in self.runs}))
         batch = self.params.get("fit.batch_size", "")
-        return "" if math.isnan(steps) else f"{steps:,.0f}", batch, seeds
+        folds = ", ".join(self.folds)
+        return "" if math.isnan(steps) else f"{steps:,.0f}", batch, seeds, folds
 
     def identity(self, without: Collection[str] = ()) -> tuple[Any, ...]:
         """Return the key of a row, without some of its params."""

@@ -63,17 +63,19 @@ def runs_table(comparison: Comparison) -> Table:
     measured = {name for row in rows for name in row.measured()}
     names = dict.fromkeys([f"val/{metric}", *METRICS, f"test/{metric}"])
     metrics = [name for name in names if name in measured]
+    has_folds = any(row.folds for row in rows)
     cells = [
         [
             row.model,
             name_row(row, rows),
             str(len({run.seed for run in row.runs})),
+            *([str(len(row.folds) or 1)] if has_folds else []),
             *(format_mean(row, name) for name in metrics),
             format_count(row, "test/examples"),
         ]
         for row in rows
     ]
-    header = ["model", "run", "seeds", *metrics, "requests"]
+    header = ["model", "run", "seeds", *["folds"] * has_folds, *metrics, "requests"]
     notes = [*describe_columns(comparison, bool(metrics)), *describe_rows(rows)]
     notes += comparison.selection.notes
     return Table(comparison.selection.title, header, cells, notes)
@@ -106,6 +108,11 @@ def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
         )
     if any(len({run.seed for run in row.runs}) > 1 for row in rows):
         notes.append("±: sample standard deviation over the seeds of a row.")
+    if any(len(row.folds) > 1 for row in rows):
+        notes.append(
+            "folds: windows of time (fit.fold) that a row is the mean over, each with its own "
+            "training; ± is over the folds too."
+        )
     return notes
 
 
@@ -256,6 +263,11 @@ def paired_tables(comparison: Comparison) -> list[Table]:
         f"the best: {names}. p: two-sided paired t-test over shared seeds; with few seeds "
         f"only large, steady differences are below 0.05."
     )
+    if any(row.folds for row in best.values()):
+        note += (
+            " Runs are paired by seed and fold; later folds train on what earlier ones do, so p is somewhat "
+            "too small."
+        )
     return [Table("Against the best, seed by seed", header, cells, [note])]
 
 

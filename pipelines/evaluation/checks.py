@@ -12,11 +12,11 @@ import ray
 import torch
 
 from models import registry
-from models.loaded_model import accept_other_log, read_versions
+from models.loaded_model import accept_other_log, evaluation_fold, read_versions
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, table_hashes
+from models.storage.tables import UserError, read_manifest, table_hashes
 from pipelines import cluster
 from pipelines.training.record import find_checkpoint
 
@@ -53,6 +53,8 @@ def check_evaluation(
     chosen = check_options(about.name, options)
     versions = read_versions(about.name, inputs)
     checkpoint.check(about, uri, accept_other_log(versions, about), extending=True)
+    sequences = read_manifest(inputs.sequences, "sequences")
+    evaluation_fold(about, sequences.info, inputs.sequences)
     return CheckedEvaluation(uri, about, chosen, table_hashes(versions))
 
 

@@ -84,8 +84,9 @@ def shown_name(name: str) -> str:
 
 
 def settings_of(point: dict[str, Any]) -> str:
-    """Return a trial's values without its seed, as text; equal texts are one setting."""
-    settings = {key: value for key, value in point.items() if key != "fit.seed"}
+    """Return a trial's values without its seed and fold, as text; equal texts are one setting."""
+    repeats = ("fit.seed", "fit.fold")
+    settings = {key: value for key, value in point.items() if key not in repeats}
     return json.dumps(settings, sort_keys=True)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from models import registry
 from models.build import parse_options
 from models.config import path_fields
-from models.loaded_model import load_catalogue
+from models.dataset.folds import describe_windows, find_train_end, resolve_fold
+from models.loaded_model import check_trained_before, load_catalogue
 from models.model import Model
 from models.storage import checkpoint
 from models.storage.input_folders import CHECKPOINT
@@ -37,6 +38,8 @@ class CheckedTraining:
     """What the user can do if the run of this name has other settings."""
     init_weights: str | None = None
     """SHA-256 of the weights that it begins with."""
+    windows: dict[str, int] = field(default_factory=dict)
+    """Number of folds and starts of the windows of its fold, of tables with folds."""
     notes: list[str] = field(default_factory=list)
     """Messages to show before the training."""
 
@@ -48,11 +51,16 @@ class CheckedTraining:
     @property
     def identity(self) -> dict[str, Any]:
         """Settings that a continued run must have in common, as `run.json` holds them."""
+        fit = asdict(self.config.fit)
+        if fit["fold"] is None:  # of tables without folds
+            del fit["fold"]
         identity: dict[str, Any] = {
             "model": self.model_class.config_to_dict(self.config.model),
-            "fit": asdict(self.config.fit),
+            "fit": fit,
             "ray": {"num_workers": self.config.ray.num_workers},
         }
+        if self.windows:
+            identity["split"] = self.windows
         return identity | {"init": self.init_weights} if self.init_weights else identity
 
 
@@ -101,10 +109,16 @@ def check_training(
         about = checkpoint.read(init)
         check_init(about, init, catalogue.versions, model_class, config.fit)
         init_weights = about.sha256[checkpoint.WEIGHTS]
+    sequences = config.inputs.sequences
+    info = read_manifest(sequences, "sequences").info
+    fold = resolve_fold(info, config.fit.fold, sequences)
+    if fold is not None and not record:
+        check_origins(resolved, init, find_train_end(info, fold))
     return CheckedTraining(
         config=replace(
             config,
             model=resolved,
+            fit=replace(config.fit, fold=fold),
             ray=ray,
             inputs=config.inputs.select(name, model_class.extra_inputs),
             init=init,
@@ -114,8 +128,26 @@ def check_training(
         hashes=catalogue.hashes,
         remedy=remedy,
         init_weights=init_weights,
+        windows=describe_windows(info, fold),
         notes=[] if record else describe_unread_columns(model_class, config.inputs),
     )
+
+
+def check_origins(model: Any, init: str | None, end: int | None) -> None:
+    """Raise UserError if a model is made from a checkpoint that was trained on later requests.
+
+    Args:
+        model: The resolved config, which may name a teacher.
+        init: URI of a checkpoint whose weights the training begins with.
+        end: Time in ms before which the training requests lie.
+    """
+    origins = {"the model of --init": init}
+    for option in path_fields(type(model), "checkpoint"):
+        origins[f"model.{option}"] = getattr(model, option)
+    for noun, uri in origins.items():
+        if uri:
+            about = checkpoint.read(checkpoint.locate(uri))
+            check_trained_before(about, end, noun)
 
 
 def check_batch(batch_size: int, workers: int) -> None:

@@ -167,6 +167,8 @@ def precompute(
             "max_history": parts[0].max_history,
             "splits": list(query.splits),
         }
+        if parts[0].fold is not None:
+            settings["fold"] = parts[0].fold
         uri = join(
             config.teacher_cache, f"{query.name}-{fingerprint(settings, inputs)[:16]}"
         )

@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,27 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from models.loaded_model import LoadedModel
 from models.retrieval.data import RetrievalDataset
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
+from models.training.fit_config import FitConfig
+from pipelines.comparison.load import compare, find_best_run
+from pipelines.comparison.runs import select
+from pipelines.comparison.tables import tables as comparison_tables
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import parse_log
+from pipelines.data.reading.log import load_source, parse_log
+from pipelines.data.retrieval.simulator import simulate_retrieval
 from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.settings import read_config
+from pipelines.data.simulation import Settings
+from pipelines.evaluation.ranking import evaluate
+from pipelines.evaluation.record import record_result
+from pipelines.training.settings import check_training
 from tests.audited import broken, rewrite
+from tests.trainings import build_training, make_config, train
+from tuning.sweep import TrialResult, find_best
 
 BEGIN = 1_600_000_000_000
 HOUR = 3_600_000
@@ -258,3 +274,106 @@ def test_a_table_names_the_folds_that_it_has(tmp_path: Path) -> None:
     plain = make_tables(tmp_path / "plain", draw_rows(5), split={"kind": "temporal"})
     with pytest.raises(UserError, match="not cut into folds"):
         RetrievalDataset.load(join(plain, "sequences"), "train", fold=1)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """TABLES of a simulated log with three folds."""
+    folder = tmp_path_factory.mktemp("simulated")
+    raw, output = str(folder / "raw"), str(folder / "tables")
+    simulate_retrieval(raw, Settings(60, 40, 1200, seed=3))
+    source, _ = load_source("jobs/configs/sources/simulated.yaml")
+    config = read_config({"core": 0, "split": {"folds": 3}})
+    prepare(source, raw, output, config, report=lambda line: None)
+    return output
+
+
+def test_trainings_of_folds_are_evaluated_and_compared(
+    simulated: str, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    inputs, uri = Inputs(simulated), new_store(tmp_path / "store")
+    where = {"inputs": inputs, "storage": str(tmp_path / "runs"), "tracking_uri": uri}
+    items = read_table(join(simulated, "items"), "items")["item_id"].to_pylist()
+    events = read_table(join(simulated, "events"), "events").to_pylist()
+    rows = [
+        {"user": e["user_id"], "item": e["item_id"], "ms": e["timestamp_ms"]}
+        for e in events
+    ]
+    cuts = read_manifest(join(simulated, "sequences")).info["split"]["folds"]
+    values: dict[str, list[float]] = {"popularity": [], "item_knn": []}
+    for number, cut in enumerate(cuts, 1):
+        window = [cut[name] for name in CUTS]
+        for model, ndcg in values.items():
+            trained = train(
+                model={"name": model},
+                fit=FitConfig(fold=number),
+                name=f"{model}-{number}",
+                experiment="retrieval/folds",
+                on_checkpoint=lambda about: None,
+                **where,
+            )
+            result, about = evaluate(trained.checkpoint, inputs, split="test")
+            record_result(result, about)
+            ndcg.append(result.metrics["ndcg@10"])
+            test = expect_examples(rows, "test", window)
+            assert result.examples == sum(test.values())
+            assert about.learned["until"] == window[0]
+            if model == "popularity":
+                counts = Counter(row["item"] for row in rows if row["ms"] < window[0])
+                learned = LoadedModel.load(trained.checkpoint, inputs).model.counts
+                assert learned.tolist() == [counts[item] for item in items]
+    comparison = compare(select(uri, ["retrieval/folds"]))
+    assert {row.model: row.folds for row in comparison.rows} == {
+        model: ["1", "2", "3"] for model in values
+    }
+    for row in comparison.rows:
+        assert row.mean("test/ndcg@10") == pytest.approx(np.mean(values[row.model]))
+    text = "\n\n".join(table.text() for table in comparison_tables(comparison))
+    assert "0 of fold 1, 0 of fold 2, 0 of fold 3" in text
+    assert "folds: windows of time" in text
+    differences = np.subtract(values["item_knn"], values["popularity"])
+    assert f"{abs(differences.mean()):.4f}" in text
+    assert find_best_run(comparison).fold == "3"
+
+
+def test_the_best_settings_of_a_sweep_are_best_over_all_folds() -> None:
+    values = {4: (0.1, 0.2, 0.6), 8: (0.5, 0.5, 0.4)}  # mean 0.3 and 0.47
+    results = [
+        TrialResult(
+            f"{dim}-{fold}",
+            f"{dim}-{fold}",
+            {"model.dim": dim, "fit.fold": fold},
+            "finished",
+            value,
+        )
+        for dim, of_folds in values.items()
+        for fold, value in enumerate(of_folds, 1)
+    ]
+    best = find_best(results)
+    assert best is not None
+    assert best.name == "8-3"  # of the last fold, not the one with the largest value
+
+
+def test_by_default_the_last_fold_is_trained_on(simulated: str, tmp_path: Path) -> None:
+    config = make_config(
+        {"name": "popularity"},
+        FitConfig(),
+        Inputs(simulated),
+        str(tmp_path),
+        "popularity",
+    )
+    training = check_training(config)
+    assert training.config.fit.fold == 3
+    assert training.identity["split"]["folds"] == 3
+
+
+def test_a_later_fold_s_model_is_no_origin(simulated: str, tmp_path: Path) -> None:
+    model = {"name": "sasrec", "dim": 8, "num_heads": 1, "max_history": 8}
+    fit = FitConfig(max_epochs=1, fold=3)
+    inputs, storage = Inputs(simulated), str(tmp_path)
+    run = build_training(model, fit, inputs)
+    checkpoint.save(join(storage, "later"), run.model, run.checkpoint())
+    options = {"init": join(storage, "later")}
+    config = make_config(model, replace(fit, fold=2), inputs, storage, "x", **options)
+    with pytest.raises(UserError, match="was trained on requests before"):
+        check_training(config)
