@@ -16,6 +16,7 @@ from typing import Any
 from models import registry
 from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.over_users import (
+    FOLDS_NOTE,
     MIN_USERS,
     PER_USER_METRIC,
     Group,
@@ -192,6 +193,8 @@ def floor_tables(comparison: Comparison) -> list[Table]:
         "The best model without training of each ranking, by test; differences per user "
         "with a bootstrap over users."
     )
+    if any(row.folds for row in comparison.rows):
+        notes.append(FOLDS_NOTE)
     title = "Against the best model without training"
     return [Table(title, header, cells, notes, num_words)]
 

@@ -40,6 +40,12 @@ from pipelines.evaluation.record import artifact_name
 DRAWS = 2000
 """Draws of the bootstrap."""
 
+FOLDS_NOTE = (
+    "Over folds, which weigh the same, a user counts once in each; that makes the "
+    "interval somewhat too narrow."
+)
+"""Note on intervals over the users of several folds."""
+
 MIN_USERS = 200
 """Users below which an interval has no verdict."""
 
@@ -96,8 +102,9 @@ class SameUsers:
     """(U,) difference to the base."""
     base: NDArray[np.float64]
     """(U,) metric of the base."""
-    counts: NDArray[np.int64]
-    """(U,) requests per user."""
+    counts: NDArray[np.number]
+    """(U,) requests per user; of several folds scaled so that all folds weigh the
+    same."""
 
     @property
     def mean(self) -> float:
@@ -123,7 +130,7 @@ class Interval:
 
 
 def intervals(
-    differences: NDArray[np.float64], counts: NDArray[np.int64]
+    differences: NDArray[np.float64], counts: NDArray[np.number]
 ) -> list[Interval]:
     """Return the bootstrap intervals of mean differences, with the same draws for all.
 
@@ -212,7 +219,7 @@ def same_users(runs: Sequence[tuple[Run, Run]], metric: str) -> SameUsers | None
     """Average a metric per user over the pairs of runs that were measured on the same users.
 
     Runs of different folds are no pair. The users of several folds follow each other,
-    so a user counts once in each fold.
+    so a user counts once in each fold, and all folds weigh the same.
 
     Returns:
         The averages, or None if no pair has the metric of the same users.
@@ -225,11 +232,13 @@ def same_users(runs: Sequence[tuple[Run, Run]], metric: str) -> SameUsers | None
     measured = [fold for fold in folds if fold is not None]
     if len(measured) < 2:
         return measured[0] if measured else None
+    mean_requests = np.mean([fold.counts.sum() for fold in measured])
+    weights = [fold.counts * (mean_requests / fold.counts.sum()) for fold in measured]
     return SameUsers(
         " ".join(fold.users for fold in measured),
         np.concatenate([fold.difference for fold in measured]),
         np.concatenate([fold.base for fold in measured]),
-        np.concatenate([fold.counts for fold in measured]),
+        np.concatenate(weights),
     )
 
 
@@ -278,10 +287,7 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
         f"{MIN_USERS} users there is no verdict."
     )
     if any(row.folds for row in comparison.rows):
-        note += (
-            " With folds a user counts once in each, which makes the interval somewhat "
-            "too narrow."
-        )
+        note += f" {FOLDS_NOTE}"
     return [Table("On the same users", header, cells, [note])]
 
 
