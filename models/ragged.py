@@ -32,6 +32,11 @@ def row_numbers(lengths: NDArray) -> NDArray[np.int64]:
     return np.repeat(np.arange(len(lengths)), lengths)
 
 
+def find_rows(offsets: NDArray[np.int64], index: NDArray) -> NDArray[np.int64]:
+    """Return the row of each (m,) index into the values of all rows."""
+    return np.searchsorted(offsets, index, side="right") - 1
+
+
 def run_starts(*keys: NDArray) -> NDArray[np.int64]:
     """Return the indices at which a run of equal (n,) `keys` begins."""
     length = len(keys[0])
@@ -40,6 +45,13 @@ def run_starts(*keys: NDArray) -> NDArray[np.int64]:
     for key in keys:
         is_start[1:] |= key[1:] != key[:-1]
     return np.flatnonzero(is_start)
+
+
+def max_by_run(values: NDArray, starts: NDArray[np.int64]) -> NDArray:
+    """Return the maximum of each run of `values`, given the runs' first indices."""
+    if not len(starts):
+        return values[:0]
+    return np.maximum.reduceat(values, starts)
 
 
 def pad_indices(

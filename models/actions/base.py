@@ -1,14 +1,15 @@
-"""What all seven models of the family share: item and action networks, sizes, late fusion, MMoE head, the loss.
+"""The base of trained actions models: item and action networks, MMoE head and loss.
 
     model = AttnMVP(AttnMVPConfig(), catalogue)
-    model(batch)["loss"]; model.score(batch)      # a batch as models/actions/batch.py says
+    model(batch)["loss"]
+    model.score(batch)      # batch: an ActionsBatch (models/actions/batch.py)
 
-A model is an `encode`: how actions meet items (`fusions.py`). All else is the same, so
-that only the fusion differs.
+A model defines `encode`, which combines items and actions (`fusions.py`). All other
+parts are shared, so that models differ in this fusion alone.
 
 Shapes: `B` users, `T` context events, `C` candidates, `L` = T + C, `D` width, `A` kinds
-of action, `K` tasks, `F` features, `S` width of the states that a model gives to its
-head.
+of action, `K` tasks, `F` features, `V` viewer-side categories, `I` items, `S` width of
+the states that the head reads.
 """
 
 from __future__ import annotations
@@ -37,19 +38,25 @@ from models.layers.standardised import Standardised
 from models.own_features import OwnInputs
 from models.warm_start import EmbeddingTables
 
+CONTENT_FIELDS = ("numbers", "categories", "text")
+"""Content of an item, by which an item without an id is described."""
+
+HASH_FACTOR = 0x9E3779B1
+"""Factor of Knuth's multiplicative hash: 2^32 divided by the golden ratio."""
+
 
 @dataclass
 class ActionsConfig(LabelOptions):
-    """Sizes that all models of the family share."""
+    """Options that all trained actions models share."""
 
     max_history: int = 1024
-    """Latest events of a user that are read (Sec. 3)."""
+    """Number of latest events of a user that are read (Sec. 3 of AttnMVP)."""
     window_overlap: float = 0.5
-    """Share of `max_history` by which the rows of a longer user overlap in training:
-    what is learned from reads that much of history at least, except at the user's
-    beginning. 0: each event is read in one row."""
+    """Share of `max_history` by which the training examples of a user with more events
+    overlap. An event that is learned has at least this much history, except at the
+    user's first events. 0 reads each event in one example."""
     width: int = 128
-    """D, width of item and action embeddings and of all states (the paper names
+    """Width D of item and action embeddings and of all states (the paper names
     none)."""
     num_layers: int = 12
     """Transformer blocks (Sec. 2)."""
@@ -64,38 +71,57 @@ class ActionsConfig(LabelOptions):
     tower_width: int = 64
     """Inner width of a task's tower."""
     dropout: float = 0.1
-    """Dropout in blocks and head."""
+    """Dropout rate in blocks and head."""
     item_ids: Literal["learned", "hashed", "none"] = "learned"
-    """Whether an item has a vector of its own beside its attributes, one of
-    `id_buckets` that it shares with others, or none: a feed of fresh items has nothing
-    to learn it from (the paper lists features, Sec. 2, and no id)."""
+    """Embedding of an item's id, which is added to the item's attributes. `learned` has
+    an embedding per item, `hashed` shares `id_buckets` embeddings, `none` has no id,
+    for feeds of new items (the features of Sec. 2 of the paper have no id)."""
     id_buckets: int = 4096
-    """Vectors of hashed ids."""
+    """Number of embeddings of hashed ids."""
     id_dropout: float = 0.0
-    """Share of the events whose id counts as unknown in training, a vector of zeros.
-    Above 0 all ids begin there, so that items which training has not seen are unknown,
-    and are told by their attributes."""
+    """Share of the events whose id is replaced by the unknown id, a vector of zeros, in
+    training. Above 0, all id embeddings are initialised with zeros, so that an item
+    without training events has the unknown id."""
     category_dropout: float = 0.02
-    """Share of the values of the log's own categories that count as unknown in
-    training, so that values which training has not seen mean something."""
+    """Share of the values of the log's own categories replaced by the unknown value in
+    training, so that the embedding of unknown values is trained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = "max_history width num_layers num_heads ffn experts expert_width tower_width id_buckets"
-        check_positive(self, sizes.split())
+        positive = (
+            "max_history",
+            "width",
+            "num_layers",
+            "num_heads",
+            "ffn",
+            "experts",
+            "expert_width",
+            "tower_width",
+            "id_buckets",
+        )
+        check_positive(self, positive)
         check_choices(self)
         check_dropout(
             self, "dropout", "category_dropout", "id_dropout", "window_overlap"
         )
         if self.width % (2 * self.num_heads):
             raise ValueError(
-                f"width {self.width} is not a multiple of twice num_heads {self.num_heads}; change either "
-                "(rotary positions turn pairs of a head's channels)"
+                f"width {self.width} is not a multiple of twice num_heads "
+                f"{self.num_heads}; change either (rotary embeddings rotate pairs of a "
+                "head's channels)"
             )
 
 
-def projection(inputs: int, width: int) -> nn.Sequential:
-    """A projection network; the norm puts items and actions on one scale, so that lambda = 1 means as much of each."""
+def build_projection(inputs: int, width: int) -> nn.Sequential:
+    """Build a two-layer projection of items or actions.
+
+    The layer norm gives items and actions the same scale, so that action weight
+    lambda = 1 mixes equal shares of both.
+
+    Args:
+        inputs: Width of the input.
+        width: Width of hidden layer and output.
+    """
     return nn.Sequential(
         nn.Linear(inputs, width),
         nn.GELU(),
@@ -105,75 +131,72 @@ def projection(inputs: int, width: int) -> nn.Sequential:
 
 
 class ItemNetwork(EmbeddingTables):
-    """Item features, concatenated and projected (Sec. 2): the id's own embedding or that of its hash, categories,
-    numbers, the text's projection; and viewer-side categories and the log's own features of the event.
+    """Embed items from concatenated and projected features (Sec. 2 of AttnMVP).
 
-    An item that is not in the catalogue is told by its content alone: its id is
-    unknown, as those that `id_dropout` drops are, and so is a category's value that the
-    catalogue does not have."""
+    The features of an item are the embedding of its id, its categories, its numbers and
+    the projection of its text. Viewer-side categories and the log's own features of the
+    event are added to the concatenation.
+
+    An item that is not in the catalogue has the unknown id, as an id dropped by
+    `id_dropout`. A category value that the catalogue does not have is unknown too.
+    """
 
     numbers: Tensor
+    """(I, X) numbers of the catalogue's items."""
     categories: Tensor
+    """(I, G) category codes of the catalogue's items."""
     text: Tensor
+    """(I, W) text vectors of the catalogue's items."""
     catalogue_buffers = ("numbers", "categories")
 
     def __init__(self, catalogue: ActionsCatalogue, config: ActionsConfig) -> None:
         super().__init__()
-        items, width = catalogue.num_items, config.width
+        num_items, width = catalogue.num_items, config.width
         self.buckets = config.id_buckets if config.item_ids == "hashed" else 0
         self.id_dropout, self.has_ids = config.id_dropout, config.item_ids != "none"
-        for name in CONTENT:
+        for name in CONTENT_FIELDS:
             table = getattr(catalogue, name)
             self.register_buffer(
                 name,
-                table.clone().view(items, table.numel() // items),
+                table.clone().view(num_items, table.numel() // num_items),
                 persistent=name != "text",
             )
-        sizes = [self.buckets or items] if self.has_ids else []
-        sizes += [int(column.max()) + 1 for column in self.categories.T]
-        sizes += [len(values) + 1 for values in catalogue.viewers.values()]
+        num_categories = self.categories.shape[1]
+        table_sizes = [self.buckets or num_items] if self.has_ids else []
+        table_sizes += [int(column.max()) + 1 for column in self.categories.T]
+        table_sizes += [len(values) + 1 for values in catalogue.viewers.values()]
         self.viewers = len(catalogue.viewers)
         self.tables = nn.ModuleList(
             nn.Embedding.from_pretrained(
                 torch.randn(size, width) * width**-0.5, freeze=False
             )
-            for size in sizes
+            for size in table_sizes
         )
-        of_items = (
-            list(catalogue.attributes.categories.values())
-            or [None] * self.categories.shape[1]
-        )
-        of_items = [
-            None if values is None else values.to_pylist() for values in of_items
+        category_values: list[list[str] | None] = [
+            values.to_pylist() for values in catalogue.attributes.categories.values()
         ]
         self.row_names = [
             *[None] * self.has_ids,
-            *of_items,
+            *(category_values or [None] * num_categories),
             *catalogue.viewers.values(),
         ]
-        for place in range(self.categories.shape[1]):
-            nn.init.zeros_(
-                cast(nn.Embedding, self.tables[self.has_ids + place]).weight[0]
-            )
+        for category in range(num_categories):
+            table = cast(nn.Embedding, self.tables[self.has_ids + category])
+            nn.init.zeros_(table.weight[0])
         if self.has_ids and self.id_dropout:
             nn.init.zeros_(cast(nn.Embedding, self.tables[0]).weight)
-        # normalised vectors of W numbers are small beside features
+        # entries of normalised vectors are small compared with standardised features
         self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
-        self.of_text = (
-            nn.Linear(self.text.shape[1], width) if self.text.numel() else None
-        )
-        self.own = (
-            OwnInputs(catalogue.own, width, config.category_dropout)
-            if catalogue.own.names
-            else None
-        )
-        wide = (
-            len(sizes) * width
-            + self.numbers.shape[1]
-            + (len(self.own.columns) if self.own else 0)
-        )
-        wide += width if self.of_text else 0
-        self.project = projection(wide, width)
+        self.of_text = None
+        if self.text.numel():
+            self.of_text = nn.Linear(self.text.shape[1], width)
+        self.own = None
+        if catalogue.own.names:
+            self.own = OwnInputs(catalogue.own, width, config.category_dropout)
+        input_width = len(table_sizes) * width + self.numbers.shape[1]
+        input_width += len(self.own.columns) if self.own else 0
+        input_width += width if self.of_text else 0
+        self.project = build_projection(input_width, width)
 
     def forward(
         self,
@@ -182,62 +205,71 @@ class ItemNetwork(EmbeddingTables):
         own: Tensor | None = None,
         new: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """(..., D) of `item` (...) and `viewer` (..., V), both int64, and `own` (..., X + G); without `viewer` nothing
-        is known of it. `new` (n, ...) by name is the content of items from I on."""
-        viewer = item.new_zeros(*item.shape, self.viewers) if viewer is None else viewer
-        keys = (
-            [
-                self.hash_ids(
-                    item if new is None else item.clamp(max=len(self.numbers) - 1)
-                )
-            ]
-            if self.has_ids
-            else []
-        )
+        """Return the embeddings (..., D) of items in the context of their events.
+
+        Args:
+            item: (...) int64 items; from I on they number the rows of `new`.
+            viewer: (..., V) int64 viewer-side categories; None if all are unknown.
+            own: (..., X + G) the log's own features, for a log that has some.
+            new: (n, ...) content of new items, by the names of `CONTENT_FIELDS`.
+        """
+        num_items = len(self.numbers)
+        if viewer is None:
+            viewer = item.new_zeros(*item.shape, self.viewers)
+        keys = []
+        if self.has_ids:
+            ids = item if new is None else item.clamp(max=num_items - 1)
+            keys.append(self.hash_ids(ids))
         keys += [*self.content("categories", item, new).unbind(-1), *viewer.unbind(-1)]
         parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
         if self.has_ids and new is not None:
-            parts[0] = parts[0] * (item < len(self.numbers)).unsqueeze(-1)
+            parts[0] = parts[0] * (item < num_items).unsqueeze(-1)
         if self.has_ids and self.id_dropout and self.training:
-            parts[0] = parts[0] * (
-                torch.rand(item.shape, device=item.device) >= self.id_dropout
-            ).unsqueeze(-1)
+            is_id_read = torch.rand(item.shape, device=item.device) >= self.id_dropout
+            parts[0] = parts[0] * is_id_read.unsqueeze(-1)
         parts.append(self.content("numbers", item, new))
         if self.of_text is not None:
             parts.append(self.of_text(self.gain * self.content("text", item, new)))
         if self.own is not None:
-            assert own is not None, "a batch of a log with own features has them"
+            assert own is not None, "the log has own features, but the batch has none"
             parts.append(self.own(own))
         return self.project(torch.cat(parts, -1))
 
     def content(self, name: str, item: Tensor, new: dict[str, Tensor] | None) -> Tensor:
-        """Return the (..., width) catalogue values of `item` (...); rows from I on come
-        from `new`.
+        """Return one kind of content (..., width) of items.
+
+        Args:
+            name: One of `CONTENT_FIELDS`.
+            item: (...) items; from I on they number the rows of `new`.
+            new: (n, width) content of new items by name, or None.
         """
         table = getattr(self, name)
         if new is None:
             return table[item]
-        place = item - len(table)
-        found = table[item.clamp(max=len(table) - 1)]
-        found[place >= 0] = new[name][place[place >= 0]]
-        return found
+        values = table[item.clamp(max=len(table) - 1)]
+        new_row = item - len(table)
+        is_new = new_row >= 0
+        values[is_new] = new[name][new_row[is_new]]
+        return values
 
     def hash_ids(self, item: Tensor) -> Tensor:
-        """Return the bucket of each hashed id, or the item itself without buckets."""
-        return (item * 0x9E3779B1 & 0xFFFFFFFF) % self.buckets if self.buckets else item
+        """Return the bucket of each item, or the item itself if ids are not hashed."""
+        if not self.buckets:
+            return item
+        return (item * HASH_FACTOR & 0xFFFFFFFF) % self.buckets
 
 
 class FusionModel(ActionsModel):
-    """Logits of every task for context events and candidates; a subclass gives `encode`."""
+    """A trained actions model; subclasses define `encode`, the fusion of actions."""
 
     config: ActionsConfig
     history_targets = True
-    """Whether context events are learned from; not where a context token holds its own
+    """Whether context events are learned too; false if a context token holds its own
     label."""
     states_width = 1
-    """S in units of D."""
+    """Width S of the states, in multiples of D."""
     tokens = 1
-    """Positions of the context to an event."""
+    """Number of context positions per event."""
 
     def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
@@ -246,8 +278,8 @@ class FusionModel(ActionsModel):
         self.masks = resolve_masks(self.labels, config.label_masks)
         self.correction = config.correction
         self.items = ItemNetwork(catalogue, config)
-        self.wants_ids = self.items.has_ids and not config.id_dropout
-        self.actions = projection(len(catalogue.actions), config.width)
+        self.needs_ids = self.items.has_ids and not config.id_dropout
+        self.actions = build_projection(len(catalogue.actions), config.width)
         self.features = Standardised(
             catalogue.feature_mean, catalogue.feature_std, catalogue.features
         )
@@ -259,49 +291,69 @@ class FusionModel(ActionsModel):
             tower_width=config.tower_width,
             dropout=config.dropout,
         )
-        if self.train_rates:  # a model starts by predicting each task's rate: at a normalised entropy of 1
+        if self.train_rates:
+            # predict each task's rate at first, which has a normalised entropy of 1
+            logits = torch.tensor(self.train_rates).logit(eps=1e-4)
             with torch.no_grad():
-                self.head.bias.copy_(
-                    torch.tensor(self.train_rates).logit(eps=1e-4) - config.correction
-                )
+                self.head.bias.copy_(logits - config.correction)
 
-    def blocks(self, *, strict: bool) -> nn.ModuleList:
-        c = self.config
+    def build_blocks(self, *, strict: bool) -> nn.ModuleList:
+        """Build `num_layers` Transformer blocks.
+
+        Args:
+            strict: Whether positions do not attend to themselves.
+        """
+        config = self.config
         return nn.ModuleList(
-            CausalBlock(c.width, c.num_heads, c.ffn, c.dropout, strict=strict)
-            for _ in range(c.num_layers)
+            CausalBlock(
+                config.width,
+                config.num_heads,
+                config.ffn,
+                config.dropout,
+                strict=strict,
+            )
+            for _ in range(config.num_layers)
         )
 
     def layout(self, batch: ActionsBatch) -> Layout:
-        """Return the positions that each event of the batch reads.
-
-        A context event has `tokens` positions.
-        """
-        context, width = (
-            batch.item.shape[1],
-            self.config.width // self.config.num_heads,
-        )
+        """Return the layout of the batch's positions, for causal attention."""
         return Layout.build(
             batch.count_earlier(),
-            context,
-            width,
+            batch.item.shape[1],
+            self.config.width // self.config.num_heads,
             tied=batch.has_ties,
             tokens=self.tokens,
         )
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
-        """(B, L, S) states of context events, then candidates, from `items` (B, L, D) and the context's `actions`
-        (B, T, D). A state may depend on the actions of events that are strictly earlier, as `layout` says."""
+        """Encode context events and candidates.
+
+        Args:
+            items: (B, L, D) embeddings of the items of context, then candidates.
+            actions: (B, T, D) embeddings of the actions of the context.
+            layout: Positions of the batch.
+
+        Returns:
+            (B, L, S) states. A state depends only on the actions of strictly earlier
+            events, except in models without `history_targets`.
+        """
         raise NotImplementedError
 
     def logits(self, batch: ActionsBatch, *, history: bool) -> Tensor:
-        """(B, L, K), or (B, C, K) of the candidates alone where not `history`; before the correction for
-        `negative_rate`."""
+        """Return logits, without the correction for `negative_rate`.
+
+        Args:
+            batch: Batch of users.
+            history: Whether to return the logits of context events too.
+
+        Returns:
+            (B, L, K) of context, then candidates, or (B, C, K) of candidates alone.
+        """
         items = self.items(
             batch.join("item"),
             None if batch.viewer is None else batch.join("viewer"),
             None if batch.own is None else batch.join("own"),
-            new_items(batch),
+            new_item_content(batch),
         )
         states = self.encode(items, self.actions(batch.action), self.layout(batch))
         feature = batch.join("feature")
@@ -311,47 +363,45 @@ class FusionModel(ActionsModel):
         return self.head(torch.cat([states, self.features(feature)], 2))
 
     def score(self, batch: ActionsBatch) -> Tensor:
-        """(N, K) logits of the N candidates of all users, row by row, padding left out."""
-        return (
-            self.logits(batch, history=False)[batch.candidate_valid] + self.correction
-        )
+        """Return (N, K) logits of the valid candidates of all users, row by row."""
+        logits = self.logits(batch, history=False)
+        return logits[batch.candidate_valid] + self.correction
 
     def forward(self, batch: ActionsBatch) -> dict[str, Tensor]:
-        """`loss`: per task the mean binary cross-entropy over events that are learned from, summed over tasks;
-        `padding`: the share of the batch's positions that hold no event."""
+        """Return the loss of a batch.
+
+        Returns:
+            `loss`: weighted sum over tasks of the mean binary cross-entropy over the
+            learned events. `padding`: share of the batch's positions without an event.
+        """
         history = self.history_targets
-        learned = batch.candidate_valid
-        if history:
-            learned = torch.cat([batch.learn, learned], 1)
         logits = self.logits(batch, history=history).flatten(0, 1)
-        label = batch.join("label") if history else batch.candidate_label
+        if history:
+            label = batch.join("label")
+            is_event_learned = torch.cat([batch.learn, batch.candidate_valid], 1)
+        else:
+            label = batch.candidate_label
+            is_event_learned = batch.candidate_valid
         label = label.flatten(0, 1)
-        kept = learned.flatten()[:, None].expand_as(
-            label
-        )  # no selection, for whose size a GPU would have to wait
-        some = sample_learned(label, self.masks, self.config.negative_rate)
-        loss = label_loss(
-            logits, label, self.weights, kept if some is None else kept & some
-        )
-        events = torch.cat([batch.valid, batch.candidate_valid], 1)
-        return {"loss": loss, "padding": 1 - events.float().mean()}
+        # a mask and no selection, since the size of a selection would synchronise a GPU
+        is_learned = is_event_learned.flatten()[:, None].expand_as(label)
+        is_sampled = sample_learned(label, self.masks, self.config.negative_rate)
+        if is_sampled is not None:
+            is_learned = is_learned & is_sampled
+        loss = label_loss(logits, label, self.weights, is_learned)
+        is_event = torch.cat([batch.valid, batch.candidate_valid], 1)
+        return {"loss": loss, "padding": 1 - is_event.float().mean()}
 
     def parameter_counts(self) -> dict[str, int]:
-        """Count parameters by part: items, actions, head, the fusion's parts, and
-        `total`.
-        """
+        """Return the numbers of parameters by top-level module, and their `total`."""
         counts: Counter[str] = Counter()
         for name, parameter in self.named_parameters():
             counts[name.split(".")[0]] += parameter.numel()
         return {**counts, "total": sum(counts.values())}
 
 
-CONTENT = ("numbers", "categories", "text")
-"""What is known of an item beside its id."""
-
-
-def new_items(batch: ActionsBatch) -> dict[str, Tensor] | None:
-    """Return the content of the items that a served request brings, by name; None without new items."""
+def new_item_content(batch: ActionsBatch) -> dict[str, Tensor] | None:
+    """Return the content of a batch's new items by name, or None without new items."""
     if batch.new_numbers is None:
         return None
-    return {name: getattr(batch, f"new_{name}") for name in CONTENT}
+    return {name: getattr(batch, f"new_{name}") for name in CONTENT_FIELDS}

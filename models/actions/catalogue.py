@@ -1,8 +1,8 @@
-"""What models of actions are built on: the items with their attributes, and the names of a log's actions and tasks.
+"""The catalogue of actions models: items with attributes and text, actions and tasks.
 
     catalogue = ActionsCatalogue.load("tables", "text")
 
-Shapes: `I` items, `A` kinds of action, `K` tasks, `F` features, `V` viewer-side
+Shapes: `I` items, `A` kinds of action, `K` tasks, `F` late features, `V` viewer-side
 categories, `X` numbers and `G` categories of an item, `W` width of text.
 """
 
@@ -32,36 +32,38 @@ from models.storage.tables import (
 from models.text.text_tables import read_vectors, root_mean_square
 
 TABLES = {"tables": ("items", "sequences"), "text": ("items",)}
-"""Tables that a catalogue comes from, by folder of `Inputs`."""
+"""Tables that a catalogue is loaded from, by folder of `Inputs`."""
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """Statistics of the catalogue's attributes, by which any item's attributes are read."""
+    """Statistics of items' attributes, to standardise numbers and encode categories."""
 
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Mean and standard deviation by column; a deviation of 0 stands for a constant or
+    """Mean and standard deviation by column. The deviation is 0 for a constant and for
     a column without values."""
     categories: dict[str, pa.Array] = field(default_factory=dict)
-    """Values by column, with codes from 1 in their order; 0 is the code of unknown
-    values."""
+    """Values by column. The code of a value is its position, from 1; 0 is the code of
+    unknown values."""
 
     @classmethod
     def from_items(
         cls, items: pa.Table, scales: Mapping[str, Any] | None = None
     ) -> Self:
-        """Return the statistics of the columns `num_*` and `cat_*`.
+        """Compute the statistics of the columns `num_*` and `cat_*`.
 
         Args:
             items: The catalogue's items.
-            scales: The scales of a checkpoint, which replace the statistics of numbers.
+            scales: Scales from a checkpoint, which replace computed statistics of
+                numbers.
         """
-        trained = (scales or {}).get("numbers", {})
+        stored_scales = (scales or {}).get("numbers", {})
         numbers: dict[str, tuple[float, float]] = {}
         categories = {}
         for name in items.column_names:
             if name.startswith(NUMBER):
-                mean, std = trained.get(name) or _mean_and_std(_to_float(items[name]))
+                scale = stored_scales.get(name)
+                mean, std = scale or _mean_and_std(_to_float(items[name]))
                 numbers[name] = (mean, std)
             elif name.startswith(CATEGORY):
                 categories[name] = _distinct_strings(items[name])
@@ -71,7 +73,8 @@ class Attributes:
         """Return the attributes of items.
 
         Returns:
-            (n, X) float32 numbers, standardised over the catalogue, 0 where missing; (n, G) int64 codes.
+            (n, X) float32 numbers, standardised over the catalogue, 0 where missing,
+            and (n, G) int64 codes of categories.
         """
         numbers = np.zeros((len(items), len(self.numbers)))
         categories = np.zeros((len(items), len(self.categories)))
@@ -91,14 +94,14 @@ def _to_float(column: pa.ChunkedArray) -> NDArray[np.float64]:
 
 
 def _mean_and_std(numbers: NDArray[np.float64]) -> tuple[float, float]:
-    """Return mean and standard deviation of the numbers that are not NaN; 0 and 0 if all are."""
+    """Return mean and standard deviation without NaN, or 0 and 0 without numbers."""
     if not np.isfinite(numbers).any():
         return 0.0, 0.0
     return float(np.nanmean(numbers)), float(np.nanstd(numbers))
 
 
 def _distinct_strings(column: pa.ChunkedArray) -> pa.Array:
-    """Return the distinct strings of a column, sorted, without the empty one."""
+    """Return the distinct strings of a column, sorted, without the empty string."""
     values = pc.unique(column.cast(pa.string())).drop_null()
     values = values.filter(pc.not_equal(values, ""))
     return values.take(pc.sort_indices(values))
@@ -106,10 +109,10 @@ def _distinct_strings(column: pa.ChunkedArray) -> pa.Array:
 
 @dataclass(frozen=True)
 class ActionsCatalogue:
-    """Items with their attributes, and the names of actions, tasks and features of a log."""
+    """Items, actions, tasks and features of a log of actions."""
 
     num_items: int
-    """I; `item_index` is dense from 0."""
+    """Number I of items; `item_index` is dense from 0."""
     actions: tuple[str, ...]
     """Names of the A kinds of action that models read."""
     labels: tuple[str, ...]
@@ -121,27 +124,26 @@ class ActionsCatalogue:
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(F,) standard deviation over training events; 0 for a constant."""
     numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(I, X) float32 attributes of items, or empty."""
+    """(I, X) float32 standardised numbers of items, or empty."""
     categories: Tensor = field(
         default_factory=lambda: torch.zeros(0, dtype=torch.int64)
     )
-    """(I, G) int64 attributes of items such as author or type, each dense from 0; or
-    empty."""
+    """(I, G) int64 codes of items' categories, such as author or type, or empty."""
     attributes: Attributes = field(default_factory=Attributes)
     """Statistics of the attributes, for items that are not in the catalogue."""
     text: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(I, W) float32 vectors of items' texts by a frozen encoder; empty if models read
+    """(I, W) float32 text vectors of items from a frozen encoder; empty if models read
     no text."""
     text_size: float = 0.0
     """Root mean square of `text`, or the value in a checkpoint."""
     viewers: dict[str, list[str]] = field(default_factory=dict)
-    """Values in training of each of the V viewer-side categories of events, such as
-    device (Sec. 1 of AttnMVP)."""
+    """Values in training of each viewer-side category of events, such as device (Sec. 1
+    of AttnMVP)."""
     own: OwnFeatures = field(default_factory=OwnFeatures)
-    """The log's own features of events, including those joined as of the events'
-    time."""
+    """The log's own features of events, including features joined as of the time of
+    the event."""
     train_rates: tuple[float, ...] = ()
-    """Each task's fraction of positives among training events; empty if unknown."""
+    """(K,) share of positives among training events; empty if unknown."""
     versions: dict[str, TableVersion] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
 
@@ -155,7 +157,7 @@ class ActionsCatalogue:
         return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
-        """Return the scales of numbers and texts, and the tasks' rates, which a checkpoint stores."""
+        """Return the scales and the tasks' rates, which a checkpoint stores."""
         own = [asdict(number) for number in self.own.numbers]
         return {
             "numbers": self.attributes.numbers,
@@ -174,9 +176,9 @@ class ActionsCatalogue:
         """Load the catalogue of a log of actions.
 
         Args:
-            tables: The folder that jobs.prepare made.
-            text: The folder that jobs.encode made; None for models without text.
-            scales: The scales of a checkpoint.
+            tables: Output folder of jobs.prepare.
+            text: Output folder of jobs.encode; None for models without text.
+            scales: Scales from a checkpoint (`scales`), which replace computed ones.
 
         Raises:
             UserError: If the tables do not belong together.
@@ -186,7 +188,8 @@ class ActionsCatalogue:
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
-                f"{join(tables, 'items')}: item_index is not dense and sorted from 0; run jobs.prepare again"
+                f"{join(tables, 'items')}: item_index is not dense and sorted from 0; "
+                "run jobs.prepare again"
             )
         scales = scales or {}
         attributes = Attributes.from_items(items, scales)

@@ -1,21 +1,25 @@
-"""Examples and batches of a log of actions: a user's context, and candidates whose actions are to be predicted.
+"""Examples and batches of a log of actions: users' contexts and candidates.
 
-    dataset = ActionsDataset.load("tables/sequences", "train", unit="user", max_history=1024)
+    dataset = ActionsDataset.load(
+        "tables/sequences", "train", unit="user", max_history=1024
+    )
     for batch in dataset.epoch(64, seed=1, epoch=0): ...
 
-Batches of training have similar lengths, so that there is little padding, and equally
-many events, so that all events have the same weight in the loss. A user with more than
-`max_history` training events has several examples. These are cut from the end and
-overlap by a fraction `window_overlap` of `max_history`: an event that two examples
-share is learned from in the earlier one and is history in the later one.
+The rows of a training batch have similar lengths, which keeps padding small. Training
+batches have about equally many events, so that all events have the same weight in the
+loss. A user with more than `max_history` training events has several examples, cut
+from the last event backwards. They overlap by `window_overlap * max_history` events. An
+event in two examples is learned in the earlier one and is history in the later one.
 
 Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks,
-`F` features, `n` examples.
+`F` late features, `V` viewer-side categories, `n` examples.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.actions.batch import ActionsBatch, any_tied
+from models.actions.batch import ActionsBatch, has_tied_times
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
 from models.own_features import OwnFeatures
@@ -38,31 +42,60 @@ from models.ragged import (
 from models.storage.tables import Manifest
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Its multiples modulo 1 are evenly distributed, and so are the cuts of a batch's
-rows."""
+"""Step, modulo 1, between the cuts of a batch's rows, which spreads them evenly."""
 
 MAX_PAIRS = 1 << 24
-"""Largest B x C x (T + 1) of an evaluation batch of several rows, which bounds the
+"""Maximum B x C x (T + 1) of an evaluation batch with several rows, which bounds the
 memory of attention scores."""
 
 EVENT_COLUMNS = ("item", "time", "action", "label", "feature", "viewer", "own")
-"""Columns by event; `viewer` and `own` only if the log has some."""
+"""Columns by event; `viewer` and `own` exist only if the log has them."""
 
 TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
-"""Types of a batch's tensors that are not float32."""
+"""Types of a batch's tensors; others are float32."""
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Windows of users' events, one per example."""
+
+    user: NDArray[np.int64]
+    """(n,) user of each window."""
+    begin: NDArray[np.int64]
+    """(n,) index of the first event within the user."""
+    context: NDArray[np.int64]
+    """(n,) number of context events."""
+    candidates: NDArray[np.int64]
+    """(n,) number of candidates, which follow the context."""
+    shared: NDArray[np.int64]
+    """(n,) number of first context events that are not learned in this example."""
+
+    def select(self, mask: NDArray[np.bool_]) -> _Windows:
+        """Return the windows for which the mask (n,) is true."""
+        return _Windows(
+            self.user[mask],
+            self.begin[mask],
+            self.context[mask],
+            self.candidates[mask],
+            self.shared[mask],
+        )
 
 
 class ActionsDataset(RequestDataset):
     """The events of one split, in examples of one user.
 
-    Training, `user`: an example is a sequence of training events, all of them context.
-    Each event is learned from in one example. Training, `split_sequence`, for models
-    that learn from candidates only: the sequence is cut into context and candidates.
-    The cut is drawn uniformly for each example and epoch, and evenly over the rows of a
-    batch, so that a batch learns from about half of its events. At least one event is a
-    candidate, and no event that another example learns from. Validation and test: the
-    context is the latest `max_history` events before the split's time. The candidates
-    are all of the user's events in the split, also of users without a context.
+    Units of a training example:
+
+    - `user`: a sequence of training events, all of them context. Each event is learned
+      in one example.
+    - `split_sequence`: a sequence cut into context and candidates, for models that
+      learn candidates only. The cut is drawn uniformly for each example and epoch, and
+      spread evenly over the rows of a batch, so that a batch learns about half of its
+      events. At least one event is a candidate. Events that another example learns are
+      context.
+
+    In val and test, the context is the latest `max_history` events before the split.
+    The candidates are all events of the user in the split; the context may be empty.
     """
 
     kind = "actions"
@@ -71,23 +104,25 @@ class ActionsDataset(RequestDataset):
     request_unit = "sequences of events"
     learned_unit = "events"
     window_overlap: float = 0.5
-    """Fraction of `max_history` by which examples of a user overlap in training."""
+    """Share of `max_history` by which a user's training examples overlap."""
     keep_empty: bool = False
-    """Whether users without a candidate have an example in evaluation too."""
+    """Whether evaluation has examples of users without a candidate too."""
 
     begin: NDArray[np.int64]
     """(n,) index of each example's first event in the columns."""
     context: NDArray[np.int64]
-    """(n,) events of the context."""
+    """(n,) number of context events."""
     shared: NDArray[np.int64]
-    """(n,) first events of the context that another example learns from."""
+    """(n,) number of first context events that are not learned in this example."""
 
     @classmethod
     def dataset_options(cls, config: Any, catalogue: Any) -> dict[str, Any]:
+        """Return the overlap of training examples."""
         return {"window_overlap": config.window_overlap}
 
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
+        """Return the columns to read, including viewer-side and own features."""
         viewers = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
         own = OwnFeatures.from_info(manifest.info).names
         vectors = ("actions", "tasks", "features")
@@ -96,10 +131,12 @@ class ActionsDataset(RequestDataset):
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+        """Decode one part of the table (`decode_sequences`)."""
         return decode_sequences(table, manifest)
 
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
+        """Return the names of actions, tasks and features, which decide the columns."""
         names = ("actions", "tasks", "features", "viewers", "own")
         return {name: manifest.info.get(name) for name in names}
 
@@ -107,92 +144,114 @@ class ActionsDataset(RequestDataset):
     def from_requests(
         cls, events: Columns, context: NDArray, candidates: NDArray
     ) -> ActionsDataset:
-        """Return served requests as a dataset.
+        """Return a dataset of R served requests, with one example per request.
 
         Args:
-            events: The columns of all events, end to end: of each request its context,
-                then its candidates.
-            context: (R,) events of each context.
-            candidates: (R,) candidates of each request.
+            events: Columns by event. The context of a request is followed by its
+                candidates, then the next request begins.
+            context: (R,) number of context events of each request.
+            candidates: (R,) number of candidates of each request.
         """
-        sizes = context + candidates
+        lengths = context + candidates
         columns = {
             **events,
-            "behaviours_per_user": sizes,
-            "train_end": np.zeros(len(sizes), np.int64),
+            "behaviours_per_user": lengths,
+            "train_end": np.zeros(len(lengths), np.int64),
             "val_end": context,
         }
         longest = max(1, int(context.max(initial=1)))
         return cls(columns, "test", "user", longest, keep_empty=True)
 
     def _plan(self) -> None:
-        if self.split == "train":
-            owner, begin, context, shared = self._training_windows()
-            candidates = np.zeros_like(context)
-        else:
-            owner, begin, context, candidates = self._evaluation_windows()
-            shared = context
-        begin = self.offsets[owner] + begin
-        if self.split == "train" and self.new:
-            shared = self._skip_old(begin, context, shared)
-            some_new = np.flatnonzero(shared < context)
-            owner, begin, context, candidates, shared = (
-                values[some_new]
-                for values in (owner, begin, context, candidates, shared)
-            )
-        self.user, self.begin = owner, begin
-        self.context, self.shared = context, shared
-        self.lengths = context + candidates
-        self.weights = self.lengths if self.split == "train" else np.ones_like(context)
-        self.num_requests = len(owner)
-        self.num_learned = int((context - shared).sum())
+        """Cut the events of the split into examples."""
+        is_train = self.split == "train"
+        windows = self._training_windows() if is_train else self._evaluation_windows()
+        begin = self.offsets[windows.user] + windows.begin
+        if is_train and self.new:
+            shared = self._count_not_learned(begin, windows.context, windows.shared)
+            has_learned_events = shared < windows.context
+            windows = replace(windows, shared=shared).select(has_learned_events)
+            begin = begin[has_learned_events]
+        self.user, self.begin = windows.user, begin
+        self.context, self.shared = windows.context, windows.shared
+        self.lengths = windows.context + windows.candidates
+        self.weights = self.lengths if is_train else np.ones_like(self.lengths)
+        self.num_requests = len(windows.user)
+        self.num_learned = int((windows.context - windows.shared).sum())
 
-    def _training_windows(self) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """Return user, first event within the user, events, and shared events of each training example."""
-        known = self.columns["train_end"].astype(np.int64)
+    def _training_windows(self) -> _Windows:
+        """Return the windows of training, which have no candidates."""
+        num_events = self.columns["train_end"].astype(np.int64)  # by user
         overlap = int(self.window_overlap * self.max_history)
         stride = max(1, self.max_history - overlap)
-        excess = np.maximum(known - self.max_history, 0)
-        windows = np.where(known > 0, 1 + (excess + stride - 1) // stride, 0)
-        owner = row_numbers(windows)
-        window = np.arange(len(owner)) - np.repeat(lengths_to_starts(windows), windows)
-        end = known[owner] - (windows[owner] - 1 - window) * stride
+        excess = np.maximum(num_events - self.max_history, 0)
+        num_windows = np.where(num_events > 0, 1 + (excess + stride - 1) // stride, 0)
+        user = row_numbers(num_windows)  # by window, as are the arrays below
+        first_window = np.repeat(lengths_to_starts(num_windows), num_windows)
+        number = np.arange(len(user)) - first_window  # within the user
+        end = num_events[user] - (num_windows[user] - 1 - number) * stride
         begin = np.maximum(end - self.max_history, 0)
-        shared = np.where(window > 0, end - begin - stride, 0)
-        return owner, begin, end - begin, shared
+        return _Windows(
+            user=user,
+            begin=begin,
+            context=end - begin,
+            candidates=np.zeros_like(begin),
+            shared=np.where(number > 0, end - begin - stride, 0),
+        )
 
-    def _evaluation_windows(self) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """Return user, first event within the user, context and candidates of each example of val or test."""
+    def _evaluation_windows(self) -> _Windows:
+        """Return the windows of val or test, which learn no event."""
         columns = self.columns
         ends = {
             "train": columns["train_end"].astype(np.int64),
             "val": columns["val_end"].astype(np.int64),
             "test": columns["behaviours_per_user"].astype(np.int64),
         }
-        known = ends[self.split]
-        past = ends["train" if self.split == "val" else "val"]
-        owner = np.flatnonzero((known > past) | self.keep_empty)
-        begin = np.maximum(past[owner] - self.max_history, 0)
-        return owner, begin, past[owner] - begin, (known - past)[owner]
+        split_begin = ends["train" if self.split == "val" else "val"]  # by user
+        split_end = ends[self.split]
+        user = np.flatnonzero((split_end > split_begin) | self.keep_empty)
+        begin = np.maximum(split_begin[user] - self.max_history, 0)
+        context = split_begin[user] - begin
+        candidates = (split_end - split_begin)[user]
+        return _Windows(user, begin, context, candidates, shared=context)
 
-    def _skip_old(
+    def _count_not_learned(
         self, begin: NDArray, context: NDArray, shared: NDArray
     ) -> NDArray[np.int64]:
-        """Return the events of each example that are not learned from, with the old events that are not replayed."""
+        """Return `shared` with the old events of examples that are not replayed.
+
+        Args:
+            begin: (n,) index of each example's first event in the columns.
+            context: (n,) number of context events.
+            shared: (n,) number of events that another example learns.
+        """
         assert self.new is not None
         old_before = np.append(0, np.cumsum(self.columns["time"] < self.new.since))
         num_old = old_before[begin + context] - old_before[begin]
-        replayed = self.new.mask(np.full(len(begin), self.new.since - 1))
-        return np.where(replayed, shared, np.maximum(shared, num_old))
+        is_replayed = self.new.mask(np.full(len(begin), self.new.since - 1))
+        return np.where(is_replayed, shared, np.maximum(shared, num_old))
 
     def num_steps(self, batch_size: int) -> int:
-        """Return the steps of an epoch: `batch_size` counts examples, and steps have equally many events."""
-        return -(-len(self) // batch_size)
+        """Return the number of steps of an epoch.
+
+        Args:
+            batch_size: Mean number of examples of a step; steps have equally many
+                events.
+        """
+        return math.ceil(len(self) / batch_size)
 
     def _sample_batch(
         self, rows: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return for unit `split_sequence` (B, 2): the example, and the size of its context."""
+        """Draw where the sequences of a batch are cut, for the unit `split_sequence`.
+
+        Args:
+            rows: (B,) examples.
+            rng: Generator of the batch.
+
+        Returns:
+            (B, 2) example and number of its context events; `rows` for another unit.
+        """
         if self.unit != "split_sequence":
             return rows
         share = (rng.random() + np.arange(len(rows)) * GOLDEN_RATIO) % 1
@@ -201,7 +260,7 @@ class ActionsDataset(RequestDataset):
         return np.stack([rows, context], 1)
 
     def sort_for_evaluation(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return contexts within a factor of two together, and of these similar numbers of candidates."""
+        """Sort examples by context length, in powers of two, then by candidates."""
         context = self.context[rows]
         candidates = self.lengths[rows] - context
         octave = np.log2(context + 1).astype(np.int64)
@@ -210,21 +269,33 @@ class ActionsDataset(RequestDataset):
     def cut_batches(
         self, rows: NDArray[np.int64], batch_size: int
     ) -> Iterator[NDArray[np.int64]]:
-        """Yield the examples in batches of at most `batch_size` and, unless of one example, `MAX_PAIRS`."""
-        first, longest, most = 0, 1, 0
+        """Yield the examples in batches.
+
+        A batch has at most `batch_size` examples and, unless it has a single example,
+        at most `MAX_PAIRS` pairs of a candidate and a context event.
+        """
+        first = 0
+        max_context, max_candidates = 1, 0
         for i, row in enumerate(rows):
             context = max(1, int(self.context[row]))
             candidates = int(self.lengths[row] - self.context[row])
-            longest, most = max(longest, context), max(most, candidates)
-            pairs = (i - first + 1) * most * (longest + 1)
-            if i > first and (i - first == batch_size or pairs > MAX_PAIRS):
+            max_context = max(max_context, context)
+            max_candidates = max(max_candidates, candidates)
+            num_pairs = (i - first + 1) * max_candidates * (max_context + 1)
+            if i > first and (i - first == batch_size or num_pairs > MAX_PAIRS):
                 yield rows[first:i]
-                first, longest, most = i, context, candidates
+                first = i
+                max_context, max_candidates = context, candidates
         if len(rows):
             yield rows[first:]
 
     def collate(self, rows: NDArray[np.int64]) -> ActionsBatch:
-        """Return the examples as tensors; `rows` (B,) or, for unit `cut`, (B, 2) with the size of each context."""
+        """Collate examples into a batch, with padding on the right.
+
+        Args:
+            rows: (B,) examples, or (B, 2) examples and their context lengths, for the
+                unit `split_sequence`.
+        """
         if rows.ndim == 2:
             rows, context = rows.T
         else:
@@ -239,25 +310,32 @@ class ActionsDataset(RequestDataset):
             if name not in self.columns:
                 continue
             values, dtype = self.columns[name], TENSOR_TYPES.get(name, torch.float32)
-            past = pad_ragged(values, index, inside, 0)
-            tensors[name] = torch.from_numpy(past).to(dtype)
+            context_values = pad_ragged(values, index, inside, 0)
+            tensors[name] = torch.from_numpy(context_values).to(dtype)
             if name != "action":
-                shown = pad_ragged(values, candidate_index, candidate_inside, 0)
-                tensors[f"candidate_{name}"] = torch.from_numpy(shown).to(dtype)
+                candidate_values = pad_ragged(
+                    values, candidate_index, candidate_inside, 0
+                )
+                tensors[f"candidate_{name}"] = torch.from_numpy(candidate_values).to(
+                    dtype
+                )
         valid = torch.from_numpy(inside)
         position = np.arange(index.shape[1])
-        learned_here = torch.from_numpy(position >= self.shared[rows, None])
+        is_not_shared = torch.from_numpy(position >= self.shared[rows, None])
         return ActionsBatch(
             user_row=torch.from_numpy(self.user[rows]),
             valid=valid,
-            learn=valid & learned_here,
+            learn=valid & is_not_shared,
             candidate_valid=torch.from_numpy(candidate_inside),
-            has_ties=any_tied(tensors["time"], valid),
+            has_ties=has_tied_times(tensors["time"], valid),
             **tensors,  # type: ignore[arg-type]
         )
 
     def candidate_keys(self, batch: ActionsBatch) -> dict[str, Tensor]:
-        """Return the keys of the candidates; all candidates of a user at one time are one request."""
+        """Return the user, request, time, item and labels of each candidate.
+
+        The candidates of a user with the same timestamp form one request.
+        """
         valid = batch.candidate_valid
         time = batch.candidate_time[valid]
         return {
@@ -274,10 +352,13 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
     """Decode one part of the sequences of a log of actions.
 
     Returns:
-        By user (U,): behaviours_per_user, train_end and val_end, the events before validation and before test. By
-        event (E, ...): item, time, action (A), label (K), feature (F); where the log
-        has some, viewer (V), the number
-        of each value in the manifest's `viewers` from 1, or 0, and own, as `OwnFeatures.matrix` has them.
+        Columns by user: `behaviours_per_user`, and `train_end` and `val_end`, the
+        numbers of events before the val and before the test split.
+
+        Columns by event: `item`, `time`, `action` (A), `label` (K) and `feature` (F).
+        If the log has viewer-side categories, `viewer` (V) holds the index of each
+        value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
+        own features, `own` holds them as `OwnFeatures.matrix` returns them.
     """
     info, own = manifest.info, OwnFeatures.from_info(manifest.info)
     item_lists = table["item_index"].combine_chunks()
@@ -304,7 +385,8 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
         "label": _narrow(vectors("tasks")),
         "feature": _narrow(feature),
     }
-    if viewers := info.get("viewers"):
+    viewers = info.get("viewers")
+    if viewers:
         codes = [
             _category_codes(by_event(f"cat_{name}"), values)
             for name, values in viewers.items()
@@ -323,7 +405,7 @@ def _category_codes(strings: pa.Array, values: list[str]) -> NDArray[np.int32]:
 
 
 def _narrow(values: NDArray) -> NDArray:
-    """Return the values as uint8 or float16 if every number fits exactly, else unchanged."""
+    """Return the values as uint8 or float16 if that is exact, else unchanged."""
     for dtype in (np.uint8, np.float16):
         with np.errstate(invalid="ignore", over="ignore"):
             narrow = values.astype(dtype)

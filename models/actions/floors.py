@@ -1,16 +1,17 @@
-"""Base rates of actions: models without gradient training that others have to clear.
+"""Base rates of actions: floors that trained models should exceed.
 
     python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES --storage runs --name item_rate
 
-With n_i the training events of item i, p_ik those in which task k was done, and r_k the
-share of all training events in which it was done:
+Let n_i be the number of training events of item i, p_ik the number of these events in
+which task k is positive, and r_k the share of all training events in which task k is
+positive:
 
     base_rate:  P(k | i) = r_k
     item_rate:  P(k | i) = (p_ik + strength * r_k) / (n_i + strength)
 
-Events of val and test come after the training window, so no rate counts what it
-predicts. A feed has no column for the position at which an item was shown, so no model
-ranks by it.
+Events of val and test come after the training window, so that no rate counts the events
+that it predicts. Logs of actions have no column for the position at which an item was
+shown, so there is no diagnostic model that ranks by the position.
 
 Shapes: `N` candidates, `I` items, `K` tasks.
 """
@@ -36,7 +37,7 @@ class BaseRateConfig:
     """Base rate: predicts each task's share in training, for every item."""
 
     max_history: int = 1024
-    """Events of a training row, as for every model; rates read no history."""
+    """Maximum number of events of a training example; rates read no history."""
 
     window_overlap: ClassVar[float] = 0.5
 
@@ -49,7 +50,7 @@ class ItemRateConfig(BaseRateConfig):
     """Item rate: predicts each task's share in the training events of the item."""
 
     strength: float = 20.0
-    """Events of an item that the base rate weighs as much as."""
+    """Weight of the base rate, as a number of events of the item."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,24 +66,25 @@ class BaseRate(ActionsModel):
     is_floor = True
     config: BaseRateConfig
     events: Tensor
+    """(I,) number of training events of each item."""
     done: Tensor
+    """(I, K) number of training events of each item in which the task is positive."""
 
     def __init__(self, config: BaseRateConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.labels = catalogue.labels
         self.train_rates = catalogue.train_rates
         self.masks = [None] * len(self.labels)
-        # what a served request's missing features are filled with
+        # a served request's missing features are filled with its means
         self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
-        items = catalogue.num_items
-        zeros = torch.zeros(items, len(self.labels), dtype=torch.float64)
-        self.register_buffer("events", zeros[:, 0].clone())  # (I,)
-        self.register_buffer("done", zeros)  # (I, K)
+        shape = catalogue.num_items, len(self.labels)
+        self.register_buffer("events", torch.zeros(shape[0], dtype=torch.float64))
+        self.register_buffer("done", torch.zeros(shape, dtype=torch.float64))
 
     def fit_counts(self, batches: Iterable[ActionsBatch]) -> None:
         """Count the training events of each item, and its positive events per task."""
-        events, done = torch.zeros_like(self.events), torch.zeros_like(self.done)
-        events, done = events.cpu(), done.cpu()
+        events = torch.zeros_like(self.events, device="cpu")
+        done = torch.zeros_like(self.done, device="cpu")
         for batch in batches:
             learn = batch.learn.cpu()
             item = batch.item.cpu()[learn]
@@ -92,12 +94,12 @@ class BaseRate(ActionsModel):
         self.done.copy_(done)
 
     def rates(self, item: Tensor) -> Tensor:
-        """Return (N, K) chances of the tasks for `item` (N,)."""
+        """Return the probabilities (N, K) of the tasks for `item` (N,)."""
         total = self.events.sum().clamp(min=1)
         return (self.done.sum(0) / total).expand(len(item), -1)
 
     def score(self, batch: ActionsBatch) -> Tensor:
-        """Return (N, K) log-odds for the candidates, row by row without padding."""
+        """Return (N, K) log-odds of the valid candidates of all users, row by row."""
         item = batch.candidate_item[batch.candidate_valid]
         return self.rates(item).logit(eps=1e-6)
 
@@ -110,10 +112,15 @@ class ItemRate(BaseRate):
     config: ItemRateConfig
 
     def rates(self, item: Tensor) -> Tensor:
-        """Return (N, K) chances; an item without training events has the base rates."""
+        """Return the probabilities (N, K) of the tasks for `item` (N,).
+
+        Items without training events have the base rates, as do the new items of served
+        requests, which are not in the catalogue.
+        """
         base, strength = super().rates(item), self.config.strength
-        known = item < len(self.events)  # items beyond are new ones of a served request
-        row = item.clamp(max=len(self.events) - 1)
-        events = (self.events[row] * known)[:, None]
-        done = self.done[row] * known[:, None]
+        num_items = len(self.events)
+        in_catalogue = item < num_items
+        row = item.clamp(max=num_items - 1)
+        events = (self.events[row] * in_catalogue)[:, None]
+        done = self.done[row] * in_catalogue[:, None]
         return (done + strength * base) / (events + strength)

@@ -1,6 +1,6 @@
-"""How actions meet items: the models of the family, each its `encode`; AttnMVP with late fusion or without.
+"""The actions models, which differ in how `encode` combines items and actions.
 
-Shapes: as in models/actions/base.py.
+Shapes: see models/actions/base.py.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from models.layers.causal_attention import CausalAttention, Layout
 
 @dataclass
 class InterleavedConfig(ActionsConfig):
-    """Sizes of the interleaved baseline."""
+    """Options of the interleaved baseline."""
 
 
 class Interleaved(FusionModel):
-    """The interleaved transformer, the baseline (Fig. 3 of AttnMVP; HSTU's layout): tokens i_0, a_0, i_1, a_1, ...
+    """The interleaved transformer, the baseline of AttnMVP (Fig. 3; HSTU's layout).
 
-    There are twice as many tokens as events. The state of an item token, which has seen
-    all earlier items and actions and its own item, predicts the item's action. An
-    action token attends to its item's token and to strictly earlier events, never to
-    other events with the same timestamp. A candidate is a single item token.
+    The tokens are i_0, a_0, i_1, a_1, ..., twice as many as events. The state of an
+    item token attends to its item and to all earlier items and actions, and predicts
+    the item's action. An action token attends to its item's token and to strictly
+    earlier events, never to other events with the same timestamp. A candidate is a
+    single item token.
     """
 
     name = "interleaved"
@@ -36,10 +37,11 @@ class Interleaved(FusionModel):
 
     def __init__(self, config: InterleavedConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
-        self.transformer = self.blocks(strict=False)
+        self.transformer = self.build_blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        """Return the states (B, L, D) of the item tokens."""
         n = actions.shape[1]
         pairs = torch.stack([items[:, :n], actions], 2).flatten(1, 2)  # (B, 2T, D)
         x = torch.cat([pairs, items[:, n:]], 1)
@@ -50,17 +52,18 @@ class Interleaved(FusionModel):
 
 @dataclass
 class AttnLFAConfig(ActionsConfig):
-    """Sizes of AttnLFA."""
+    """Options of AttnLFA."""
 
 
 class AttnLFA(FusionModel):
     """Attention-based late fusion for actions (Sec. 3 of AttnMVP).
 
-    A Transformer over items alone; its last states are queries and keys of one
-    attention whose values are actions: the response to an item resembles the responses
-    to similar items. Strictly causal, as values hold labels. Item attention may include
-    the own position: the item is known when its action is predicted. The head reads the
-    item's state beside the pooled actions, which are zero without a past.
+    A Transformer encodes items alone. Its last states are queries and keys of one more
+    attention, whose values are actions, since users respond alike to similar items.
+    This attention is strictly causal, because its values hold labels. The attention of
+    the Transformer includes the position itself, because the item is known when its
+    action is predicted. The head reads the item's state and the pooled actions, which
+    are zero without earlier events.
     """
 
     name = "attn_lfa"
@@ -69,11 +72,12 @@ class AttnLFA(FusionModel):
 
     def __init__(self, config: AttnLFAConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
-        self.transformer = self.blocks(strict=False)
+        self.transformer = self.build_blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        """Return (B, L, 2 D): item states, then pooled actions."""
         x = items
         for block in self.transformer:
             x = block(x, layout)
@@ -83,14 +87,14 @@ class AttnLFA(FusionModel):
 
 @dataclass
 class AttnMVPConfig(ActionsConfig):
-    """Settings of AttnMVP."""
+    """Options of AttnMVP."""
 
     action_weight: float = 1.0
-    """lambda, the share of actions in the mixed values (1 in the paper; stable in [0.5,
-    1])."""
+    """Weight lambda of actions in the mixed values (1 in the paper, which finds [0.5,
+    1] stable)."""
     late_fusion: bool = True
-    """Whether actions are pooled once more by the last states, as in AttnLFA; false:
-    AttnMVP - LFA of Table 2."""
+    """Whether the last states pool actions once more, as in AttnLFA; false for "AttnMVP
+    - LFA" of Table 2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,13 +102,13 @@ class AttnMVPConfig(ActionsConfig):
 
 
 class AttnMVP(FusionModel):
-    """Attention-based mixed value pooling (Sec. 4 of AttnMVP), with and without the late fusion of AttnLFA.
+    """Attention-based mixed value pooling (Sec. 4 of AttnMVP).
 
-    In every layer Q = K = H and V = H + lambda a: items gather what was done with
-    similar items before, and become "preferred dog" or "disfavoured cat". Strictly
-    causal in every layer, since the value at t holds the label of t; what an item knows
-    of itself stays in the residual stream. H is the block's normed input, as blocks are
-    pre-norm.
+    In every layer Q = K = H and V = H + lambda a, so that an item's state collects the
+    actions on similar earlier items: it becomes "preferred dog" or "disfavoured cat".
+    Every layer is strictly causal, since the value at t holds the label of t. The
+    residual stream keeps the item's own features. H is the normalised input of a block,
+    as blocks are pre-norm.
     """
 
     name = "attn_mvp"
@@ -114,39 +118,39 @@ class AttnMVP(FusionModel):
     def __init__(self, config: AttnMVPConfig, catalogue: ActionsCatalogue) -> None:
         self.states_width = 2 if config.late_fusion else 1
         super().__init__(config, catalogue)
-        self.transformer = self.blocks(strict=True)
+        self.transformer = self.build_blocks(strict=True)
         self.norm = nn.LayerNorm(config.width)
-        self.pool = (
-            CausalAttention(config.width, config.num_heads, strict=True)
-            if config.late_fusion
-            else None
-        )
+        self.pool = None
+        if config.late_fusion:
+            self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        """Return item states (B, L, D), followed by pooled actions with late fusion."""
         x, added_values = items, self.config.action_weight * actions
         for block in self.transformer:
             x = block(x, layout, added_values)
         x = self.norm(x)
-        return (
-            x if self.pool is None else torch.cat([x, self.pool(x, actions, layout)], 2)
-        )
+        if self.pool is None:
+            return x
+        return torch.cat([x, self.pool(x, actions, layout)], 2)
 
 
 @dataclass
 class AttnDHNConfig(ActionsConfig):
-    """Sizes of AttnDHN."""
+    """Options of AttnDHN."""
 
 
 class AttnDHN(FusionModel):
-    """Attention-based dual-helix network (Sec. 5 and Fig. 8 of AttnMVP), which the paper leaves as exploratory.
+    """Attention-based dual-helix network (Sec. 5 and Fig. 8 of AttnMVP, exploratory).
 
-    Each layer updates items by (Q, K, V) = (i, i, i + a), then actions by (a, a, i +
-    a); twice the blocks of the other models. Items read strictly earlier values.
-    Actions read their own position too: a_t meets the i_t that caused it, and only
-    later items read it. Candidates have no action, so the action stream is the
-    context's. The other side is mixed in as its residual stream is, not normed, so that
-    its share of the values grows with depth. Half the learning rate of AttnMVP is
-    needed for stable training (Sec. 5).
+    Each layer updates items by (Q, K, V) = (i, i, i + a), then actions by (a, a,
+    i + a), so that there are twice as many blocks as in the other models. Items attend
+    to strictly earlier positions. Actions also attend to their own position, so that
+    a_t reads its item i_t, and only later items read a_t. Candidates have no actions,
+    so the action stream covers the context alone. Each stream adds the residual stream
+    of the other one to its values without normalisation, so that the share of the other
+    stream grows with depth. Stable training needs half the learning rate of AttnMVP
+    (Sec. 5).
     """
 
     name = "attn_dhn"
@@ -155,38 +159,37 @@ class AttnDHN(FusionModel):
 
     def __init__(self, config: AttnDHNConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
-        self.item_blocks = self.blocks(strict=True)
-        self.action_blocks = self.blocks(strict=False)
-        self.norm, self.action_norm = (
-            nn.LayerNorm(config.width),
-            nn.LayerNorm(config.width),
-        )
+        self.item_blocks = self.build_blocks(strict=True)
+        self.action_blocks = self.build_blocks(strict=False)
+        self.norm = nn.LayerNorm(config.width)
+        self.action_norm = nn.LayerNorm(config.width)
         self.pool = CausalAttention(config.width, config.num_heads, strict=True)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        """Return (B, L, 2 D): item states, then pooled action states."""
         x, a = items, actions
-        past = layout.past()
+        context_layout = layout.context_only()
         for item_block, action_block in zip(
             self.item_blocks, self.action_blocks, strict=True
         ):
             x = item_block(x, layout, a)
-            a = action_block(a, past, x[:, : layout.context])
+            a = action_block(a, context_layout, x[:, : layout.context])
         x = self.norm(x)
         return torch.cat([x, self.pool(x, self.action_norm(a), layout)], 2)
 
 
 @dataclass
 class LACConfig(ActionsConfig):
-    """Sizes of LAC."""
+    """Options of LAC."""
 
 
 class LAC(FusionModel):
-    """Lagged action conditioning (Wei et al., 2025), prior work that AttnMVP argues against.
+    """Lagged action conditioning (Wei et al., 2025), a baseline of AttnMVP.
 
-    Token t is the pair (a_{t-1}, i_t), as a sum, and predicts a_t: one token per event,
-    no label of its own. The first token has a learned action. The action before is that
-    of the latest event that is strictly earlier, for a candidate and among events of
-    one time alike; of several latest ones of one time it is that of the log's last.
+    Token t is the sum a_{t-1} + i_t and predicts a_t. There is one token per event, and
+    no token holds its own label. The first token has a learned action. The lagged
+    action of an event or candidate is the action of the latest strictly earlier event;
+    if several events share that time, the last one in the log's order.
     """
 
     name = "lac"
@@ -195,17 +198,17 @@ class LAC(FusionModel):
     def __init__(self, config: LACConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.first = nn.Parameter(0.02 * torch.randn(config.width))
-        self.transformer = self.blocks(strict=False)
+        self.transformer = self.build_blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
+        """Return the states (B, L, D) of the tokens."""
         rows, _, width = actions.shape
-        known = torch.cat(
-            [self.first.to(actions.dtype).expand(rows, 1, width), actions], 1
-        )  # (B, T + 1, D)
-        x = items + known.gather(
-            1, layout.earlier[..., None].expand(-1, -1, width)
-        )  # of the last strictly earlier one
+        first = self.first.to(actions.dtype).expand(rows, 1, width)
+        lagged = torch.cat([first, actions], 1)  # (B, T + 1, D)
+        # n strictly earlier events: entry n holds the action of the last one
+        index = layout.earlier[..., None].expand(-1, -1, width)  # (B, L, D)
+        x = items + lagged.gather(1, index)
         for block in self.transformer:
             x = block(x, layout)
         return self.norm(x)
@@ -213,15 +216,15 @@ class LAC(FusionModel):
 
 @dataclass
 class GenRankConfig(ActionsConfig):
-    """Sizes of GenRank-style early fusion."""
+    """Options of GenRank-style early fusion."""
 
 
 class GenRank(FusionModel):
-    """GenRank-style early fusion (Huang et al., 2025), prior work that AttnMVP argues against.
+    """GenRank-style early fusion (Huang et al., 2025), a baseline of AttnMVP.
 
-    A context token is item + action, a candidate token item + a learned mask action. A
-    context token holds its own label, so nothing is learned from it: sequences must be
-    cut into context and candidates for training too.
+    A context token is the sum of item and action, a candidate token the sum of item and
+    a learned mask action. A context token holds its own label and cannot be learned
+    from. Training sequences are therefore cut into context and candidates.
     """
 
     name = "genrank"
@@ -232,13 +235,15 @@ class GenRank(FusionModel):
     def __init__(self, config: GenRankConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.mask_action = nn.Parameter(0.02 * torch.randn(config.width))
-        self.transformer = self.blocks(strict=False)
+        self.transformer = self.build_blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
 
     def encode(self, items: Tensor, actions: Tensor, layout: Layout) -> Tensor:
-        candidates = items.shape[1] - actions.shape[1]
-        masked = self.mask_action.to(actions.dtype).expand(len(items), candidates, -1)
-        x = items + torch.cat([actions, masked], 1)
+        """Return the states (B, L, D) of the tokens."""
+        num_candidates = items.shape[1] - actions.shape[1]
+        mask_action = self.mask_action.to(actions.dtype)
+        candidate_actions = mask_action.expand(len(items), num_candidates, -1)
+        x = items + torch.cat([actions, candidate_actions], 1)
         for block in self.transformer:
             x = block(x, layout)
         return self.norm(x)

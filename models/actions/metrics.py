@@ -1,18 +1,20 @@
-"""Metrics of the actions family: the metrics of `models/metrics/ranking_metrics.py` for every task, over candidates.
+"""Metrics of actions models: the ranking metrics of every task, over candidates.
 
     sums = measure(model, batch)
     means(sums)["like/normalised_entropy"], means(sums)["mean/normalised_entropy"]
 
-A request is a user: GAUC is the mean of AUC over users. `eval_loss` is the training
-loss over candidates. Normalised entropy (NE) has two forms: `normalised_entropy` by the
-entropy of the evaluated candidates' own base rate, and, where the training rate is
-known, `normalised_entropy_train` by the log loss of always predicting that; the
-constant predictor of either rate has 1. `mean/...` is over tasks; a task whose
-candidates are of one class has no NE (NaN, with a warning) and no part in it.
-`mean/rig` is the relative information gain 1 - NE, larger is better, by which
-checkpoints are chosen.
+- A request is a user, so GAUC is the mean of the users' AUC.
+- `eval_loss` is the training loss over candidates.
+- `normalised_entropy` (NE) is the log loss divided by the entropy of the base rate
+  among the evaluated candidates.
+- `normalised_entropy_train` divides the log loss by the log loss of always predicting
+  the training rate; it needs a known training rate.
+- `mean/...` are means over tasks. A task whose candidates all have the same label has
+  no NE (NaN, with a warning) and is left out of the mean.
+- `mean/rig` is the relative information gain 1 - NE. Checkpoints are selected by it;
+  larger is better.
 
-Shapes: `N` candidates, `K` tasks.
+Shapes: `B` users, `C` candidates of a user, `N` valid candidates, `K` tasks.
 """
 
 from __future__ import annotations
@@ -45,31 +47,37 @@ AVERAGED = ("normalised_entropy", "normalised_entropy_train", "auc", "gauc")
 
 
 def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]:
-    """Sum the metrics over a batch's candidates.
+    """Return sums over the candidates of a batch, from which `means` computes metrics.
 
     Args:
-        model: Model whose `score(batch)` gives logits (N, K) of the tasks `labels`.
-        by_user: Also sum the loss of every `by_user`-th user; 0 for none. Models with
-            label masks skip it, since their tasks count different candidates.
+        model: Actions model.
+        batch: Batch of the evaluated split.
+        by_user: Also return the loss of every `by_user`-th user; 0 for none. Models
+            with label masks ignore it, since their tasks count different candidates.
     """
-    logits, valid = model.score(batch).float(), batch.candidate_valid
-    label = batch.candidate_label[valid]
-    kept = select_measured(label, model.masks)
-    user = torch.arange(len(valid), device=valid.device)[:, None].expand_as(valid)[
-        valid
-    ]
+    logits = model.score(batch).float()  # (N, K)
+    valid = batch.candidate_valid  # (B, C)
+    label = batch.candidate_label[valid]  # (N, K)
+    is_measured = select_measured(label, model.masks)  # (N, K)
+    row = torch.arange(len(valid), device=valid.device)  # (B,)
+    user = row[:, None].expand_as(valid)[valid]  # (N,)
     sums: dict[str, Any] = {
         EXAMPLES: torch.tensor(float(len(valid)), dtype=torch.float64)
     }
-    for i, name in enumerate(model.labels):
-        mine = kept[:, i]
+    for task, name in enumerate(model.labels):
+        candidates = is_measured[:, task]
+        task_label = label[candidates, task]
         sums |= ranking_sums(
-            logits[mine, i], label[mine, i], user[mine], f"{name}/", model.correction
+            logits[candidates, task],
+            task_label,
+            user[candidates],
+            f"{name}/",
+            model.correction,
         )
-        # the training rate is not the rate among candidates that a mask keeps
-        if model.train_rates and model.masks[i] is None:
+        # with a mask, the rate among measured candidates is not the training rate
+        if model.train_rates and model.masks[task] is None:
             sums[f"{name}/constant_loss"] = constant_loss(
-                label[mine, i].double(), model.train_rates[i]
+                task_label.double(), model.train_rates[task]
             )
     if by_user and not any(mask is not None for mask in model.masks):
         loss = functional.binary_cross_entropy_with_logits(
@@ -94,7 +102,7 @@ def names(catalogue: Any) -> list[str]:
 def means(sums: dict[str, Any]) -> dict[str, float]:
     """Compute the metrics from sums over all batches and workers.
 
-    The mean over tasks leaves out tasks without a value.
+    Means over tasks leave out tasks whose metric is NaN.
     """
     tasks = [
         name.removesuffix("/histogram") for name in sums if name.endswith("/histogram")
@@ -102,10 +110,11 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for task in tasks:
         metrics |= ranking_means(sums, f"{task}/")
-        constant = float(sums.get(f"{task}/constant_loss", math.nan))
-        metrics[f"{task}/normalised_entropy_train"] = (
-            float(sums[f"{task}/loss"]) / constant if constant else math.nan
-        )
+        constant_sum = float(sums.get(f"{task}/constant_loss", math.nan))
+        entropy = math.nan
+        if constant_sum:
+            entropy = float(sums[f"{task}/loss"]) / constant_sum
+        metrics[f"{task}/normalised_entropy_train"] = entropy
     metrics["eval_loss"] = sum(metrics[f"{task}/log_loss"] for task in tasks)
     for name in AVERAGED:
         by_task = [metrics[f"{task}/{name}"] for task in tasks]
@@ -116,7 +125,12 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
 
 
 def constant_loss(label: Tensor, rate: float) -> Tensor:
-    """Return the log loss in nats of predicting `rate` for all, summed over `label` (N,); NaN for a rate of 0 or 1."""
+    """Return the summed log loss in nats of predicting the same rate for all.
+
+    Args:
+        label: (N,) labels.
+        rate: Predicted probability; 0 and 1 give NaN.
+    """
     if not 0 < rate < 1:
         return torch.full((), math.nan, dtype=torch.float64)
     return -(label.sum() * math.log(rate) + (1 - label).sum() * math.log(1 - rate))
@@ -125,12 +139,11 @@ def constant_loss(label: Tensor, rate: float) -> Tensor:
 def summary(metrics: dict[str, float]) -> list[str]:
     """Format the metrics of every task, and their mean."""
     kinds = ("gauc", "auc", "log_loss", "normalised_entropy")
-    entropy, by_training = (
-        metrics["mean/normalised_entropy"],
-        metrics["mean/normalised_entropy_train"],
-    )
+    loss = format_metric(metrics["eval_loss"])
+    entropy = format_metric(metrics["mean/normalised_entropy"])
+    entropy_train = format_metric(metrics["mean/normalised_entropy_train"])
     return [
         *ranking_metrics.summarize(metrics, kinds, "users"),
-        f"  loss over tasks {format_metric(metrics['eval_loss'])}, mean normalised entropy {format_metric(entropy)} "
-        f"({format_metric(by_training)} by training rates)",
+        f"  loss over tasks {loss}, mean normalised entropy {entropy} "
+        f"({entropy_train} by training rates)",
     ]

@@ -1,4 +1,4 @@
-"""What models of actions share: what will this user do with this item?
+"""The base class of actions models, which predict what a user does with an item.
 
 Shapes: `N` candidates, `K` tasks.
 """
@@ -21,7 +21,7 @@ from models.storage.inputs import Inputs
 
 
 class ActionsModel(Model):
-    """A model that scores the tasks of a user's candidates, by `score(batch)`."""
+    """A model that scores each task for a user's candidates by `score(batch)`."""
 
     family = "actions"
     dataset_class = ActionsDataset
@@ -34,8 +34,9 @@ class ActionsModel(Model):
     metrics_module: ClassVar[ModuleType] = metrics
     shown_metrics = metrics.SHOWN
 
-    wants_ids: bool = False
-    """Whether every item has had an id in training."""
+    needs_ids: bool = False
+    """Whether training has never seen items without an id, so that new items of
+    requests are scored badly."""
 
     @classmethod
     def load_catalogue(
@@ -45,13 +46,15 @@ class ActionsModel(Model):
         scales: Mapping[str, Any] | None = None,
         manifest_only: bool = False,
     ) -> ActionsCatalogue:
+        """Load the catalogue; `manifest_only` makes no difference."""
         return ActionsCatalogue.load(inputs.tables, inputs.text, scales)
 
     def score(self, batch: ActionsBatch) -> Tensor:
-        """Return (N, K) logits of the candidates of all users, row by row without padding."""
+        """Return (N, K) logits of the valid candidates of all users, row by row."""
         raise NotImplementedError
 
     def measure(
         self, batch: ActionsBatch, by_user: int = 0, **options: Any
     ) -> dict[str, Any]:
+        """Return sums over a batch (`models/actions/metrics.py`)."""
         return metrics.measure(self, batch, by_user)

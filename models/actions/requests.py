@@ -1,11 +1,11 @@
-"""Parsing of served requests of actions models: a user's context, candidates, and new items.
+"""Parsing of served requests of actions models: history, candidates and new items.
 
-Actions are graded from 0 to 1, as `inputs` in the model's metadata says; an action that
-is left out counts as not taken. A request may bring items that are not in the catalogue
-in `new_items`, each with its `item_id` and its text and attributes by name. They are
-scored by their content, as candidates and in the history. A viewer's category that
-training has not seen counts as unknown, and a late feature that is left out as its mean
-over training.
+Actions are numbers from 0 to 1; `inputs` in the model's metadata defines their scale.
+An action that is left out counts as not taken. The column `new_items` may hold items
+that are not in the catalogue, each with its `item_id`, and its text and attributes by
+name. New items can be candidates or part of the history; the model reads them by their
+content. A viewer-side category that is not in the training data counts as unknown. A
+late feature that is left out is replaced by its mean over training.
 
 Shapes: `n` new items, `W` width of text, `A` kinds of action, `F` late features, `V`
 viewer-side categories.
@@ -45,16 +45,17 @@ from models.text.text_encoder import (
     text_columns,
 )
 
-LATEST_MS, EARLIEST_MS = 1 << 62, -(1 << 62)
-"""Later and earlier than all times."""
+LATEST_MS = 1 << 62
+"""A time later than all times of logs."""
+EARLIEST_MS = -(1 << 62)
+"""A time earlier than all times of logs."""
 
 Item = dict[str, Any]
-"""A new item: its `item_id`, and by name the values of columns of the catalogue's
-items."""
+"""A new item: `item_id`, and its text and attributes by name."""
 
 
 def read_text_manifest(inputs: Inputs) -> Manifest | None:
-    """Return the manifest of the items' text, or None for a model that reads no text."""
+    """Return the manifest of the items' text, or None for models without text."""
     if not inputs.text:
         return None
     return read_manifest(join(inputs.text, "items"), "embeddings")
@@ -66,12 +67,17 @@ def text_template(text: Manifest | None) -> str:
 
 
 def content_columns(items: Manifest, text: Manifest | None) -> list[str]:
-    """Return the columns of items that a model reads: attributes, and the columns that its text is made of."""
+    """Return the columns of items that a model reads: attributes and parts of the text.
+
+    Args:
+        items: Manifest of the items.
+        text: Manifest of the items' text, or None for a model that reads no text.
+    """
     names = [column["name"] for column in items.schema]
-    read = [name for name in names if name.startswith((NUMBER, CATEGORY))]
+    columns = [name for name in names if name.startswith((NUMBER, CATEGORY))]
     if text:
-        read += text_columns(names, text_template(text)).values()
-    return list(dict.fromkeys(read))
+        columns += text_columns(names, text_template(text)).values()
+    return list(dict.fromkeys(columns))
 
 
 def field_name(column: str) -> str:
@@ -80,10 +86,10 @@ def field_name(column: str) -> str:
 
 
 class NewItems:
-    """Reader of items that are not in the catalogue, by their content: attributes and encoded text.
+    """Parser of items that are not in the catalogue, from their attributes and text.
 
-    A value that is left out counts as unknown, and so does a category that the
-    catalogue does not have.
+    A missing value counts as unknown, as does a category value that the catalogue does
+    not have.
     """
 
     def __init__(
@@ -93,7 +99,7 @@ class NewItems:
         encoder: TextEncoder | TfidfEncoder | None = None,
         template: str = "",
     ) -> None:
-        """Initialise the reader.
+        """Take scales and categories from the catalogue.
 
         Args:
             catalogue: The catalogue, whose scales and categories are used.
@@ -111,31 +117,33 @@ class NewItems:
         """Return the items by their id.
 
         Raises:
-            UserError: If an item has no id, comes twice, or has a field that the model
+            UserError: If an item has no id, occurs twice, or has a field that the model
                 does not read.
         """
         by_id: dict[str, Item] = {}
         for item in items:
             if not (item or {}).get("item_id"):
                 raise UserError(
-                    "new_items has an item without item_id; give each the id that candidates call it by"
+                    "new_items has an item without item_id; give each item the id "
+                    "under which the request refers to it"
                 )
             item_id = parse_item_id("new_items", item["item_id"])
             if item_id in by_id:
                 raise UserError(f"new_items has '{item_id}' twice; give each item once")
             for name in item:
                 if name not in ("item_id", *self.names):
-                    near = did_you_mean(
-                        name, self.names, "it reads nothing of items but their ids"
+                    suggestion = did_you_mean(
+                        name, self.names, "it reads no field but item_id"
                     )
                     raise UserError(
-                        f"new_items has '{name}' of '{item_id}', which the model does not read; {near}"
+                        f"new_items has the field '{name}' for '{item_id}', which the "
+                        f"model does not read; {suggestion}"
                     )
             by_id[item_id] = item
         return by_id
 
     def collate(self, items: Sequence[Item]) -> dict[str, Any]:
-        """Return the tensors new_numbers, new_categories and new_text (n, ...) of `ActionsBatch`."""
+        """Return the fields `new_*` of `ActionsBatch`, each a tensor (n, ...)."""
         ids = [parse_item_id("new_items", item["item_id"]) for item in items]
         columns = {"item_id": pa.array(ids)}
         for column in self.columns:
@@ -152,10 +160,11 @@ class NewItems:
         }
 
     def _encode(self, texts: list[str]) -> Floats:
-        """Return the vectors (n, W) of texts; without an encoder zeros, with a warning."""
+        """Return the vectors (n, W) of texts, or warn and return 0 without encoder."""
         if self.encoder is None:
             warnings.warn(
-                f"the model comes without its text encoder; {len(texts)} new items count as without text",
+                f"the model was saved without its text encoder; {len(texts)} new items "
+                "are scored without their text",
                 stacklevel=2,
             )
             return np.zeros((len(texts), self.width), np.float32)
@@ -163,31 +172,33 @@ class NewItems:
 
 
 def _read_field(column: str, items: Sequence[Item]) -> pa.Array:
-    """Return one column of new items.
+    """Return the values (n,) of one column of new items, null where missing.
 
     Raises:
-        UserError: If a value is of another type or infinite.
+        UserError: If a value has another type or is infinite.
     """
-    is_number, name = column.startswith(NUMBER), field_name(column)
+    is_number = column.startswith(NUMBER)
+    name = field_name(column)
     values = [item.get(name) for item in items]
     try:
         array = pa.array(
             values, pa.float32() if is_number else pa.string(), from_pandas=True
         )
     except pa.ArrowException as error:
-        kind = "numbers" if is_number else "texts"
+        kind = "numbers" if is_number else "strings"
         raise UserError(
-            f"'{name}' of new_items is of {kind} ({str(error).splitlines()[0]}); give {kind}"
+            f"'{name}' of new_items has values that are not {kind} "
+            f"({str(error).splitlines()[0]}); give {kind}"
         ) from error
     if is_number and pc.any(pc.is_inf(array)).as_py():
         raise UserError(
-            f"'{name}' of new_items has an infinite number; leave out what is not known"
+            f"'{name}' of new_items has an infinite number; leave out unknown values"
         )
     return array
 
 
 class ActionsRequests(Requests):
-    """Requests for the actions of a user on candidates."""
+    """Parser of requests to predict a user's actions on candidates."""
 
     required_columns: ClassVar[Columns] = {
         **Requests.required_columns,
@@ -195,7 +206,7 @@ class ActionsRequests(Requests):
     }
     optional_columns: ClassVar[Columns] = {
         **Requests.optional_columns,
-        # of the request; events from then on, by their history_time_ms, are not read
+        # time of the request; events of the history at this time or later are ignored
         "timestamp_ms": "long",
         "features": "vectors",
         "history_time_ms": "longs",
@@ -211,7 +222,7 @@ class ActionsRequests(Requests):
         super().__init__(folder, model, catalogue, settings)
         self.max_history = model.config.max_history
         self.actions, self.own = catalogue.actions, catalogue.own
-        self.wants_ids = model.wants_ids
+        self.needs_ids = model.needs_ids
         self.mean = model.features.mean.numpy()
         self.viewers = {
             name: {value: number for number, value in enumerate(values, 1)}
@@ -224,8 +235,14 @@ class ActionsRequests(Requests):
 
     @classmethod
     def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
+        """Return all optional columns, including viewer-side categories and new items.
+
+        Args:
+            info: The manifest's `info` of the sequences.
+            inputs: Where the tables are.
+        """
         columns = super().columns(info, inputs)
-        # of the request, and of each event of the history, "" for none
+        # values of the request, and of each event of the history; "" for none
         for name in info.get("viewers", ()):
             columns |= {f"viewer_{name}": "string", f"history_viewer_{name}": "strings"}
         items = read_manifest(join(inputs.tables, "items"), "items")
@@ -237,63 +254,83 @@ class ActionsRequests(Requests):
 
     @classmethod
     def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the names that requests refer to, and the definitions of actions."""
         inputs = info.get("definitions", {}).get("inputs", {})
         return {**super().about(info), "inputs": inputs}
 
     def parse(self, row: Row) -> Request:
+        """Return the request of a row, with the latest `max_history` readable events.
+
+        Candidates and events are left out if their item is neither in the catalogue nor
+        among the new items, and events also if they are not before the request.
+
+        Raises:
+            UserError: If the row has an invalid value.
+        """
         candidates, history = row.item_ids("candidates"), row.item_ids("history")
         sent_items = self.new.parse(row.value("new_items") or ())
         new = {key: item for key, item in sent_items.items() if key not in self.index}
         new_index = {item: number for number, item in enumerate(new, len(self.index))}
         index = ChainMap(new_index, self.index)
-        known = [i for i, item in enumerate(candidates) if item in index]
-        times, now = self._parse_times(row, len(history)), row.value("timestamp_ms")
-        now = LATEST_MS if now is None else now
-        earlier = [
-            i for i, item in enumerate(history) if item in index and times[i] < now
+        # positions in the lists of the row
+        scored = [i for i, item in enumerate(candidates) if item in index]
+        times = self._parse_times(row, len(history))
+        request_time = row.value("timestamp_ms")
+        if request_time is None:
+            request_time = LATEST_MS
+        events = [
+            i
+            for i, item in enumerate(history)
+            if item in index and times[i] < request_time
         ]
-        past = earlier[-self.max_history :]
-        size, count = len(past), len(known)
+        events = events[-self.max_history :]
+        num_events, num_scored = len(events), len(scored)
         default = np.tile(self.mean, (len(candidates), 1))
-        feature = row.vectors("features", default)[known]
-        action = self._parse_actions(row, len(history))[past]
-        items = [history[i] for i in past] + [candidates[i] for i in known]
+        feature = row.vectors("features", default)[scored]
+        action = self._parse_actions(row, len(history))[events]
+        items = [history[i] for i in events] + [candidates[i] for i in scored]
+        time = [times[i] for i in events] + [request_time] * num_scored
         parts: dict[str, NDArray] = {
             "item": np.array([index[item] for item in items], np.int64),
-            "time": np.array([times[i] for i in past] + [now] * count, np.int64),
-            "action": np.pad(action, ((0, count), (0, 0))),
-            "feature": np.pad(feature, ((size, 0), (0, 0))),
-            "label": np.zeros((size + count, 0), np.float32),
+            "time": np.array(time, np.int64),
+            "action": np.pad(action, ((0, num_scored), (0, 0))),
+            "feature": np.pad(feature, ((num_events, 0), (0, 0))),
+            "label": np.zeros((num_events + num_scored, 0), np.float32),
         }
         if self.viewers:
             codes = [
-                self._parse_viewer(row, name, len(history), past, count)
+                self._parse_viewer(row, name, len(history), events, num_scored)
                 for name in self.viewers
             ]
             parts["viewer"] = np.stack(codes, 1)
         if self.own.names:
-            own_past = row.own_features(self.own, "history_", len(history))[past]
-            own = row.own_features(self.own, "", len(candidates))[known]
-            parts["own"] = np.concatenate([own_past, own])
-        return Request(candidates, known, size, parts, list(new.values()))
+            history_own = row.own_features(self.own, "history_", len(history))
+            candidate_own = row.own_features(self.own, "", len(candidates))
+            parts["own"] = np.concatenate([history_own[events], candidate_own[scored]])
+        return Request(candidates, scored, num_events, parts, list(new.values()))
 
     def _parse_times(self, row: Row, count: int) -> list[int]:
-        """Return the time of each event of the history in ms; without times their order, before all times.
+        """Return the time in ms of each event of the history.
+
+        Without the column of times, the events get consecutive times before all times
+        of logs.
 
         Raises:
-            UserError: If some times are missing or fall.
+            UserError: If a time is missing or earlier than the time before it.
         """
         times = row.entries("history_time_ms", count)
         if row.value("history_time_ms") is None:
             return [EARLIEST_MS + position for position in range(count)]
         if None in times:
             raise UserError(
-                "history_time_ms has an entry without a time; give one each, or leave the column out"
+                "history_time_ms has an entry without a time; give one time per event, "
+                "or leave the column out"
             )
-        for earlier, later in pairwise(times):
-            if later < earlier:
+        for time, next_time in pairwise(times):
+            if next_time < time:
                 raise UserError(
-                    f"history_time_ms falls from {earlier} to {later}; give the history oldest first"
+                    f"history_time_ms falls from {time} to {next_time}; give the "
+                    "history oldest first"
                 )
         return times
 
@@ -305,48 +342,52 @@ class ActionsRequests(Requests):
         """
         default = np.zeros((count, len(self.actions)), np.float32)
         action = row.vectors("history_actions", default)
-        wrong = (action < 0) | (action > 1)
-        if wrong.any():
-            event, kind = np.argwhere(wrong)[0]
+        is_invalid = (action < 0) | (action > 1)
+        if is_invalid.any():
+            event, kind = np.argwhere(is_invalid)[0]
             raise UserError(
-                f"history_actions has {action[event, kind]:g} for '{self.actions[kind]}', which is not from 0 to 1; "
-                f"grade it as `inputs` in the model's metadata says"
+                f"history_actions has {action[event, kind]:g} for "
+                f"'{self.actions[kind]}', which is not from 0 to 1; scale it as "
+                "defined by `inputs` in the model's metadata"
             )
         return action
 
     def _parse_viewer(
-        self, row: Row, name: str, size: int, past: list[int], count: int
+        self, row: Row, name: str, count: int, events: list[int], num_scored: int
     ) -> NDArray[np.int64]:
         """Return the code of a viewer-side category for each event and candidate.
 
         Args:
             row: The request.
             name: The category.
-            size: Events of the history.
-            past: Indices of the events that are read.
-            count: Candidates, which all have the category of the request.
+            count: Number of events of the history.
+            events: Positions in the history of the events that are read.
+            num_scored: Number of candidates, which have the category of the request.
         """
-        history = row.entries(f"history_viewer_{name}", size)
-        values = [history[i] for i in past] + [row.value(f"viewer_{name}")] * count
+        history = row.entries(f"history_viewer_{name}", count)
+        request_value = row.value(f"viewer_{name}")
+        values = [history[i] for i in events] + [request_value] * num_scored
         codes = self.viewers[name]
         return np.array([codes.get(value, 0) for value in values], np.int64)
 
     def collate(self, requests: Sequence[Request]) -> ActionsBatch:
-        new = [item for request in requests for item in request.new]
-        if new and self.wants_ids:
+        """Collate requests into one batch, with the new items of all requests."""
+        new_items = [item for request in requests for item in request.new]
+        if new_items and self.needs_ids:
             warnings.warn(
-                f"{len(new)} new items are scored without an id, and the model has never trained without one; train "
-                f"it with --model.item_ids none or --model.id_dropout 0.2",
+                f"{len(new_items)} new items are scored without an id, but the model "
+                "was always trained with ids; train it with --model.item_ids none or "
+                "--model.id_dropout 0.2",
                 stacklevel=2,
             )
-        sizes = np.array([len(request.parts["item"]) for request in requests])
+        lengths = np.array([len(request.parts["item"]) for request in requests])
         context = np.array([request.events for request in requests])
         events = concat_columns([dict(request.parts) for request in requests])
-        # each request numbers its new items from 0; in the batch they are numbered on
+        # a request numbers its new items from 0; a batch numbers those of all requests
         new_counts = np.array([len(request.new) for request in requests])
-        first_new = np.repeat(lengths_to_starts(new_counts), sizes)
+        first_new = np.repeat(lengths_to_starts(new_counts), lengths)
         is_new = events["item"] >= len(self.index)
         events["item"] += np.where(is_new, first_new, 0)
-        dataset = ActionsDataset.from_requests(events, context, sizes - context)
+        dataset = ActionsDataset.from_requests(events, context, lengths - context)
         batch = dataset.collate(np.arange(len(requests)))
-        return replace(batch, **self.new.collate(new)) if new else batch
+        return replace(batch, **self.new.collate(new_items)) if new_items else batch

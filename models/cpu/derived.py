@@ -13,12 +13,15 @@ from models.cpu.matmul import matmul_precision
 
 T = TypeVar("T")
 
-# each parameter, its storage, and its version: how often it had been changed
+# each parameter, its storage, and its version (the number of in-place changes)
 Weights = list[tuple[Tensor, Tensor, int]]
 
 
 class DerivedCache(nn.Module):
-    """Cached values of a module. Has no parameters and an empty state dict."""
+    """Cached values of a module, with no parameters and an empty state dict.
+
+    Copies and pickles of the module are empty.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +30,8 @@ class DerivedCache(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Clear the cache.
 
-        PyTorch counts the changes of a tensor, but not those by a fused optimizer. Such
-        changes are always followed by this call.
+        PyTorch counts in-place changes of a tensor, but not changes by a fused
+        optimizer. Training calls this method after each such change.
         """
         self.entries = {}
         return super().train(mode)
@@ -43,32 +46,33 @@ class DerivedCache(nn.Module):
 def cache_until_changed(
     owner: nn.Module, name: str, make: Callable[[], T], *others: nn.Module
 ) -> T:
-    """Return `make()`, cached in `owner` until a parameter changes.
+    """Return the result of `make`, cached in `owner` until a parameter changes.
 
-    The value is computed again after `owner.train()` or `owner.eval()`, and after a
-    parameter of `owner` or `others` was changed in place or moved. Changes that PyTorch
-    does not count (by a fused optimizer, through `.data`), and new parameters in place
-    of old ones, need a call of `owner.train()` or `owner.eval()`.
+    The value is computed again after a call of `owner.train()` or `owner.eval()`, and
+    after a parameter of `owner` or `others` was changed in place or moved. Other
+    changes need such a call: changes that PyTorch does not count (by a fused optimizer
+    or through `.data`), and the replacement of a parameter.
 
     Args:
         owner: Module that the value belongs to.
         name: Name of the value.
-        make: Computes the value from the weights.
+        make: Function that computes the value from the weights.
         others: Other modules whose parameters the value depends on.
     """
     if "derived" not in owner._modules:
         owner.add_module("derived", DerivedCache())
     entries = cast(DerivedCache, owner.derived).entries
-    if torch.compiler.is_compiling() and name in entries:  # versions cannot be traced
+    # versions of parameters cannot be traced
+    if torch.compiler.is_compiling() and name in entries:
         return cast(T, entries[name][1])
     if name not in entries or _have_changed(entries[name][0]):
-        # the entry holds the storage, so that no new parameter gets the same address
+        # the entry keeps the storage alive, so that no new parameter reuses its address
         weights: Weights = [
             (p, p.detach(), _version(p))
             for module in (owner, *others)
             for p in module.parameters()
         ]
-        # models fitted by counting have buffers alone
+        # models fitted by counting have no parameters
         device = weights[0][0].device.type if weights else "cpu"
         precision = matmul_precision("highest") if device == "cuda" else nullcontext()
         # cached values have the precision of the weights
@@ -78,6 +82,7 @@ def cache_until_changed(
 
 
 def _have_changed(weights: Weights) -> bool:
+    """Return whether a parameter was changed or moved since `weights` was recorded."""
     return any(
         p.data_ptr() != storage.data_ptr() or not 0 <= version == _version(p)
         for p, storage, version in weights
@@ -85,5 +90,5 @@ def _have_changed(weights: Weights) -> bool:
 
 
 def _version(parameter: Tensor) -> int:
-    """Return how often a parameter was changed, or -1 for an inference tensor."""
+    """Return the number of in-place changes, or -1 for an inference tensor."""
     return -1 if parameter.is_inference() else parameter._version

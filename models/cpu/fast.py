@@ -3,29 +3,30 @@
     search = fast_search(student)
     items, scores = search(batch, k, beam, children=True)
 
-Returns the items of `search/beam.py` in the same order, with equal scores up to float32
-rounding:
+The items and their order equal the result of `search/beam.py`, and scores are equal up
+to float32 rounding. The search saves work in these ways:
 
 - T5's encoder does no work for padding (`t5_packed.py`).
 - The readout's query is multiplied by the key projection, and the weighted mean of the
   states by the projections of value and output: (q Wk') H' and (p H) Wv Wo. Keys and
   values of the states are never computed.
-- The first layer of a head is a part of z, computed once per user, plus a table row per
-  code: [z; e(c1); e(c2)] W + b = (z Wz + b) + T1[c1] + T2[c2].
+- The first layer of a head is the sum of a part that depends on z, computed once per
+  user, and of a table row per code:
+  [z; e(c1); e(c2)] W + b = (z Wz + b) + T1[c1] + T2[c2].
 - If scores are normalised over the valid children, the head of a prefix with a single
   child is not run.
 
 On a CPU everything after z is one compiled call (`kernels.beam_search`), which keeps a
 hidden layer in the core's cache.
 
-Shapes: `B` users, `S` source positions, `D` width, `H` heads and `K` their width, `W`
-beams, `R` scored prefixes, `M` children of the widest node, `N` hidden width of a head,
-`C_l` codes of level l, `L` levels.
+Shapes: `B` users, `S` source positions, `D` width, `H` heads of width `K`, `W` beams,
+`R` scored prefixes, `M` children of the widest node, `N` hidden width of a head, `C_l`
+codes of level l, `L` levels.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,15 @@ from models.retrieval.parts import History, real_positions
 from models.retrieval.recommend import nothing
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.topk import select, top_k
-from models.retrieval.search.trie import Trie
+
+
+class Beams(NamedTuple):
+    """The beams of all users at one level of the trie."""
+
+    node: Tensor
+    """(B, W) nodes."""
+    score: Tensor
+    """(B, W) scores; -inf for a beam that does not exist."""
 
 
 def fast_search(student: Retriever) -> FastSearch:
@@ -53,62 +62,65 @@ class FastSearch:
 
     @torch.no_grad()
     def __init__(self, student: Retriever) -> None:
-        self.student, self.backbone, self.encoder = (
-            student,
-            student.backbone,
-            student.backbone.packed_encoder(),
-        )
+        self.student = student
+        self.backbone = student.backbone
+        self.encoder = student.backbone.packed_encoder()
         decoder = cast(SidMlpDecoder, student.decoder)
-        tokens = self.tokens = decoder.tokens
-        readout = self.readout = cast(Readout, decoder.readout)
-        attention = readout.attention
+        self.tokens = decoder.tokens
+        self.readout = cast(Readout, decoder.readout)
+        embedding = decoder.embedding()
+        self._fold_attention(embedding.dtype)
+        self._split_heads(decoder, embedding)
+
+    def _fold_attention(self, dtype: torch.dtype) -> None:
+        """Multiply the readout's projections with each other, in float64."""
+        attention = self.readout.attention
         q, k, v = (
-            x.weight.double().unflatten(0, (attention.heads, -1))
+            x.weight.double().unflatten(0, (attention.heads, -1))  # (H, K, D)
             for x in (attention.q, attention.k, attention.v)
         )
         o = attention.o.weight.double().unflatten(1, (attention.heads, -1))  # (D, H, K)
-        embedding = decoder.embedding()
-        query_key = (
-            torch.einsum("hkd,hke->hed", q, k).flatten(0, 1) * q.shape[1] ** -0.5
-        )
+        scale = q.shape[1] ** -0.5
+        query_key = torch.einsum("hkd,hke->hed", q, k).flatten(0, 1) * scale
         value_output = torch.einsum("dhk,hke->dhe", o, v).flatten(1)
-        self.query_key = query_key.to(embedding.dtype)  # (H * D, D)
-        self.value_output = value_output.to(embedding.dtype)  # (D, H * D)
-        dim = embedding.shape[1]
+        self.query_key = query_key.to(dtype)  # (H * D, D)
+        self.value_output = value_output.to(dtype)  # (D, H * D)
+
+    def _split_heads(self, decoder: SidMlpDecoder, embedding: Tensor) -> None:
+        """Split the first layers of the heads into parts for z and for earlier codes.
+
+        Args:
+            decoder: Decoder with the heads.
+            embedding: (codes of all levels, D) embeddings.
+        """
+        tokens, dim = self.tokens, embedding.shape[1]
         heads = [cast(nn.Sequential, head) for head in decoder.heads]
         norms = [cast(nn.LayerNorm, head[1]) for head in heads]
-        first = [cast(nn.Linear, head[0]) for head in heads]
-        self.z_weight = torch.cat(
-            [layer.weight[:, :dim] for layer in first]
-        )  # (L * N, D)
-        self.z_bias = torch.cat([layer.bias for layer in first])
-        self.rest = [head[1:-1] for head in heads]
+        first_layers = [cast(nn.Linear, head[0]) for head in heads]
+        z_weights = [layer.weight[:, :dim] for layer in first_layers]
+        self.z_weight = torch.cat(z_weights)  # (L * N, D)
+        self.z_bias = torch.cat([layer.bias for layer in first_layers])
+        # norm and activation of each head
+        self.inner_layers = [head[1:-1] for head in heads]
         self.outputs = [cast(nn.Linear, head[-1]) for head in heads]
         codes = [
             embedding.narrow(0, begin, size)
             for begin, size in zip(tokens.first, tokens.sizes, strict=True)
         ]
-
-        def layer_tables(layer: nn.Linear, earlier: list[Tensor]) -> Tensor:
-            if not earlier:
-                return layer.weight.new_zeros(0)
-            weights = layer.weight[:, dim:].split(dim, 1)
-            return torch.cat(
-                [code @ w.T for code, w in zip(earlier, weights, strict=True)]
-            )
-
         # of each level (C_0 + ... + C_(l-1), N): contribution of each earlier code to
         # the hidden layer
         self.tables = [
-            layer_tables(layer, codes[:level]) for level, layer in enumerate(first)
+            _code_contributions(layer.weight[:, dim:], codes[:level])
+            for level, layer in enumerate(first_layers)
         ]
         self.first_row = [begin - tokens.first[0] for begin in tokens.first]
+        # the argument `heads` of `kernels.beam_search`
         self.levels = [
             (table, norm.weight, norm.bias, output.weight, output.bias)
             for table, norm, output in zip(
                 self.tables, norms, self.outputs, strict=True
             )
-        ]  # what `kernels.beam_search` is given
+        ]
         for level in self.levels:
             for weight in level:
                 check_finite(weight)
@@ -139,44 +151,39 @@ class FastSearch:
         tokens, lengths = self.tokens.history(batch), self.tokens.lengths(batch)
         if not kernels.ready(self.query_key):
             return self.read(History(self.encoder(tokens, lengths), lengths))
-        states = self.encoder.encode_packed(
-            tokens[real_positions(lengths, tokens.shape[1])], lengths
-        )
+        is_token = real_positions(lengths, tokens.shape[1])
+        states = self.encoder.encode_packed(tokens[is_token], lengths)  # (n, D)
         begin = functional.pad(lengths.cumsum(0), (1, 0))
         index = torch.arange(states.shape[0])
-        query = self.readout.query(
-            functional.embedding_bag(index, states, begin[:-1], mode="mean")
-        )
-        return self._readout(
-            query, kernels.packed_readout(self._project_query(query), states, begin)
-        )
+        mean_states = functional.embedding_bag(index, states, begin[:-1], mode="mean")
+        query = self.readout.query(mean_states)
+        mixed = kernels.packed_readout(self._project_query(query), states, begin)
+        return self._apply_readout(query, mixed)
 
     def read(self, history: History) -> Tensor:
         """Compute z (B, D) from encoded histories."""
         query = self.readout.query(query_state(history))
-        scores = self._project_query(query) @ history.states.transpose(
-            1, 2
-        )  # (B, H, S)
-        scores = scores if history.padding is None else scores + history.padding[:, 0]
-        return self._readout(query, scores.softmax(-1) @ history.states)
+        keys = history.states.transpose(1, 2)
+        scores = self._project_query(query) @ keys  # (B, H, S)
+        if history.padding is not None:
+            scores = scores + history.padding[:, 0]
+        return self._apply_readout(query, scores.softmax(-1) @ history.states)
 
     def _project_query(self, query: Tensor) -> Tensor:
-        """Multiply queries (B, D) by the key projections of all heads: (B, H, D)."""
-        return functional.linear(query, self.query_key).unflatten(
-            1, (self.readout.attention.heads, -1)
-        )
+        """Return the products (B, H, D) of queries (B, D) and key projections."""
+        projected = functional.linear(query, self.query_key)
+        return projected.unflatten(1, (self.readout.attention.heads, -1))
 
-    def _readout(self, query: Tensor, mixed: Tensor) -> Tensor:
-        """Compute z (B, D).
+    def _apply_readout(self, query: Tensor, mixed: Tensor) -> Tensor:
+        """Compute z (B, D) from the attention of the readout.
 
         Args:
             query: (B, D) queries.
-            mixed: (B, H, D) states weighted by each head.
+            mixed: (B, H, D) mean of the states by the weights of each head.
         """
         readout = self.readout
-        z = readout.norm1(
-            query + functional.linear(mixed.flatten(1), self.value_output)
-        )
+        attended = functional.linear(mixed.flatten(1), self.value_output)
+        z = readout.norm1(query + attended)
         return readout.norm2(z + cast(nn.Sequential, readout.ffn)(z))
 
     def beam_search(
@@ -187,17 +194,21 @@ class FastSearch:
         children: bool,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Search from z on.
+        """Search for the best items, given z.
 
         Args:
             z: (B, D) contexts.
             k: Number of items.
             beam: Number of beams.
             children: Whether scores are normalised over the valid children.
-            allowed: (E,) bool edges of the trie that beams may take, or None for all.
+            allowed: (E,) bool, true for edges of the trie that beams may take, or None
+                to allow all edges.
 
         Returns:
             Items and scores, (B, k) both.
+
+        Raises:
+            ValueError: If `k` or `beam` is below 1, or the trie belongs to other SIDs.
         """
         if k < 1 or beam < 1:
             raise ValueError(f"k {k} and beam {beam} need to be at least 1")
@@ -205,173 +216,189 @@ class FastSearch:
         if list(trie.codebook_sizes) != sizes:
             raise ValueError(
                 f"the model scores {sizes} codes by level, the trie has "
-                f"{list(trie.codebook_sizes)}; give the semantic IDs that it was "
-                f"trained with"
+                f"{list(trie.codebook_sizes)}; give the semantic IDs with which the "
+                f"model was trained"
             )
-        joined = functional.linear(z, self.z_weight, self.z_bias)  # (B, L * N)
+        z_part = functional.linear(z, self.z_weight, self.z_bias)  # (B, L * N)
         if not torch.compiler.is_compiling() and not len(z):
             return nothing(k, z.device)
-        if kernels.ready(joined, self.z_weight):
-            edges = [
-                (trie.offsets(level), trie.tokens(level))
-                for level in range(trie.levels)
-            ]
-            check_finite(joined)  # the kernel's comparisons would ignore NaN
-            level_allowed = () if allowed is None else allowed.split(trie.edges)
-            node, score = kernels.beam_search(
-                joined,
-                self.levels,
-                edges,
-                sizes,
-                self.epsilon,
-                beam,
-                k,
-                children,
-                level_allowed,
-            )
-            return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
-        hidden = joined.chunk(trie.levels, 1)  # per level (B, N)
-        node = torch.zeros((z.shape[0], 1), dtype=torch.long, device=z.device)  # (B, W)
-        parent = torch.zeros_like(node)
-        score = torch.zeros(node.shape, device=z.device)
-        # (B, W, level): table rows of the codes of each beam
-        rows = z.new_zeros((z.shape[0], 1, 0), dtype=torch.long)
-        for level in range(trie.levels):
-            if level > 0:
-                token = trie.tokens(level - 1)[node] + self.first_row[level - 1]
-                before = rows.gather(1, parent.unsqueeze(-1).expand(-1, -1, level - 1))
-                rows = torch.cat([before, token.unsqueeze(-1)], -1)
-            last = level == trie.levels - 1
-            renormalised = children and level > 0
-            x, row = self._hidden(level, hidden[level], rows, node, score, renormalised)
-            keep = k if last else min(beam, trie.edges[level])
-            node, parent, score = _best_children(
-                trie,
-                level,
-                x,
-                self.outputs[level],
-                row,
-                node,
-                score,
-                renormalised,
-                keep,
-                last,
-                allowed,
-            )
+        if kernels.ready(z_part, self.z_weight):
+            node, score = self._search_compiled(z_part, k, beam, children, allowed)
+        else:
+            node, score = self._search(z_part, k, beam, children, allowed)
         return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
 
-    def _hidden(
-        self,
-        level: int,
-        hidden: Tensor,
-        rows: Tensor,
-        node: Tensor,
-        score: Tensor,
-        children: bool,
+    def _search_compiled(
+        self, z_part: Tensor, k: int, beam: int, children: bool, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Search with the compiled kernel; arguments and results as in `_search`."""
+        trie = self.student.trie
+        edges = [
+            (trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)
+        ]
+        check_finite(z_part)  # the kernel's comparisons would ignore NaN
+        level_allowed = () if allowed is None else allowed.split(trie.edges)
+        return kernels.beam_search(
+            z_part,
+            self.levels,
+            edges,
+            self.tokens.sizes,
+            self.epsilon,
+            beam,
+            k,
+            children,
+            level_allowed,
+        )
+
+    def _search(
+        self, z_part: Tensor, k: int, beam: int, children: bool, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Search with PyTorch, level by level.
+
+        Args:
+            z_part: (B, L * N) contribution of z to the hidden layers of all heads.
+            k: Number of leaves.
+            beam: Number of beams.
+            children: As in `beam_search`.
+            allowed: As in `beam_search`.
+
+        Returns:
+            Leaves and scores, (B, k) both.
+        """
+        trie, device = self.student.trie, z_part.device
+        users = z_part.shape[0]
+        level_parts = z_part.chunk(trie.levels, 1)  # L times (B, N)
+        node = torch.zeros((users, 1), dtype=torch.long, device=device)  # (B, W)
+        parent = torch.zeros_like(node)
+        beams = Beams(node, torch.zeros(node.shape, device=device))
+        # (B, W, level): table rows of the codes of each beam
+        rows = z_part.new_zeros((users, 1, 0), dtype=torch.long)
+        for level in range(trie.levels):
+            if level > 0:
+                code_row = trie.tokens(level - 1)[beams.node]
+                code_row = code_row + self.first_row[level - 1]
+                index = parent.unsqueeze(-1).expand(-1, -1, level - 1)
+                rows = torch.cat([rows.gather(1, index), code_row.unsqueeze(-1)], -1)
+            renormalise = children and level > 0
+            x, hidden_row = self._hidden_layers(
+                level, level_parts[level], rows, beams, renormalise
+            )
+            is_last = level == trie.levels - 1
+            keep = k if is_last else min(beam, trie.edges[level])
+            scores, edge = self._child_scores(
+                level, x, hidden_row, beams, renormalise, allowed
+            )
+            if is_last:
+                position, score = top_k(scores, keep)
+                position = position.clamp(min=0)
+            else:
+                position = select(scores, min(keep, scores.shape[1]))
+                score = scores.gather(1, position)
+            beams = Beams(edge.flatten(1).gather(1, position), score)
+            parent = position // edge.shape[2]
+        return beams.node, beams.score
+
+    def _hidden_layers(
+        self, level: int, z_part: Tensor, rows: Tensor, beams: Beams, children: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the hidden layer of a level's head for the beams that need it.
+        """Compute the hidden layers of a level's head for the beams that need them.
 
         Args:
             level: Level of the head.
-            hidden: (B, N) contribution of z.
+            z_part: (B, N) contribution of z.
             rows: (B, W, level) table rows of the codes of each beam.
-            node: (B, W) nodes of the beams.
-            score: (B, W) scores of the beams.
+            beams: The beams.
             children: Whether scores are normalised over the valid children.
 
         Returns:
             Hidden layers (R, N), and the row of each beam in them (B, W), -1 for beams
-            that need none. On a GPU, which would wait for the number of rows, all beams
-            have a row, and the rows are None.
+            that need none. On a GPU, where the number of rows would synchronise with
+            the host, every beam has a hidden layer, and the rows are None.
         """
         offsets = self.student.trie.offsets(level)
-        beams = rows.shape[1]
-        tables = rows.flatten(0, 1)
-        row = None
+        node, num_beams = beams.node, rows.shape[1]
+        table_rows = rows.flatten(0, 1)  # (B * W, level)
+        hidden_row = None
         if node.device.type == "cpu" and not torch.compiler.is_compiling():
-            needed = score > -torch.inf
+            is_needed = beams.score > -torch.inf
             if children:  # an only child has probability 1
-                needed &= offsets[node + 1] - offsets[node] > 1
-            needed = needed.flatten()
-            row = torch.where(needed, needed.cumsum(0) - 1, -1).unflatten(0, node.shape)
-            needed = needed.nonzero().squeeze(1)  # (R,)
-            tables = tables.index_select(0, needed)
-            hidden = hidden.index_select(0, needed // beams)
+                is_needed &= offsets[node + 1] - offsets[node] > 1
+            is_needed = is_needed.flatten()
+            hidden_row = torch.where(is_needed, is_needed.cumsum(0) - 1, -1)
+            hidden_row = hidden_row.unflatten(0, node.shape)
+            needed = is_needed.nonzero().squeeze(1)  # (R,)
+            table_rows = table_rows.index_select(0, needed)
+            hidden = z_part.index_select(0, needed // num_beams)
         else:
-            hidden = hidden.repeat_interleave(beams, 0)
+            hidden = z_part.repeat_interleave(num_beams, 0)
         if level > 0:
-            prefix = functional.embedding_bag(tables, self.tables[level], mode="sum")
-            hidden = prefix + hidden
-        return self.rest[level](hidden), row
+            code_part = functional.embedding_bag(
+                table_rows, self.tables[level], mode="sum"
+            )
+            hidden = code_part + hidden
+        return self.inner_layers[level](hidden), hidden_row
+
+    def _child_scores(
+        self,
+        level: int,
+        x: Tensor,
+        hidden_row: Tensor | None,
+        beams: Beams,
+        children: bool,
+        allowed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the scores of all children of the beams.
+
+        Args:
+            level: Level of the children.
+            x: (R, N) hidden layers of the level's head.
+            hidden_row: (B, W) row of each beam in `x`, -1 if its only child has
+                probability 1; None if every beam has a row.
+            beams: The beams.
+            children: Whether scores are normalised over the valid children, otherwise
+                over all codes.
+            allowed: As in `beam_search`.
+
+        Returns:
+            Scores (B, W * M), -inf for invalid children, and edges (B, W, M).
+        """
+        trie = self.student.trie
+        logits = self.outputs[level](x).float()
+        # (B, W, M), ascending along the flattened beams
+        edge, is_valid = trie.get_children(level, beams.node)
+        is_selectable = is_valid
+        if allowed is not None:
+            is_selectable = is_valid & allowed.split(trie.edges)[level][edge]
+        scores = torch.where(is_selectable, beams.score.unsqueeze(-1), -torch.inf)
+        edges, is_child = edge.flatten(0, 1), is_valid.flatten(0, 1)  # (B * W, M)
+        if hidden_row is not None:
+            with_hidden = (hidden_row.flatten() >= 0).nonzero().squeeze(1)  # (R,)
+            edges = edges.index_select(0, with_hidden)
+            is_child = is_child.index_select(0, with_hidden)
+        token = trie.tokens(level).index_select(0, edges.flatten()).view(edges.shape)
+        if children:
+            child_logits = logits.gather(1, token).masked_fill(~is_child, -torch.inf)
+            log_probs = child_logits.log_softmax(-1)
+        else:
+            log_probs = logits.log_softmax(-1).gather(1, token)
+        if hidden_row is not None:
+            scores.flatten(0, 1).index_add_(0, with_hidden, log_probs)
+        else:
+            scores = scores + log_probs.view(scores.shape)
+        return scores.flatten(1), edge
 
 
-def _best_children(
-    trie: Trie,
-    level: int,
-    x: Tensor,
-    head: nn.Linear,
-    row: Tensor | None,
-    node: Tensor,
-    score: Tensor,
-    children: bool,
-    keep: int,
-    by_score: bool,
-    allowed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the best continuations of the beams.
-
-    Of equal scores the first are chosen. If there are fewer than `keep` continuations,
-    fewer may be returned.
+def _code_contributions(weight: Tensor, codes: list[Tensor]) -> Tensor:
+    """Return the contribution of each earlier code to a hidden layer.
 
     Args:
-        trie: Trie of the catalogue.
-        level: Level of the codes to choose.
-        x: (R, N) hidden layers of `head`.
-        head: Output layer of the level.
-        row: (B, W) row of each beam in `x`, -1 if its only child has probability 1;
-            None if every beam has a row.
-        node: (B, W) nodes of the beams.
-        score: (B, W) scores of the beams.
-        children: Whether scores are normalised over the valid children, otherwise over
-            all codes.
-        keep: Number of continuations to choose.
-        by_score: Whether to order them by score, otherwise by beam and edge.
-        allowed: As in `beam_search`.
+        weight: (N, levels * D) weight of the hidden layer for the earlier codes.
+        codes: (C_l, D) embeddings of the codes of each earlier level.
 
     Returns:
-        Edges, their parents among the beams, and scores, (B, keep) each.
+        (C_0 + C_1 + ..., N), or an empty tensor without earlier levels.
     """
-    logits = head(x).float()
-    edge, valid = trie.get_children(
-        level, node
-    )  # (B, W, M), rising along the flattened beams
-    selectable = (
-        valid if allowed is None else valid & allowed.split(trie.edges)[level][edge]
-    )
-    scores = torch.where(selectable, score.unsqueeze(-1), -torch.inf)
-    edges, is_child = edge.flatten(0, 1), valid.flatten(0, 1)  # (B * W, M)
-    if row is not None:
-        scored = (row.flatten() >= 0).nonzero().squeeze(1)  # (R,)
-        edges, is_child = (
-            edges.index_select(0, scored),
-            is_child.index_select(0, scored),
-        )
-    token = trie.tokens(level).index_select(0, edges.flatten()).view(edges.shape)
-    if children:
-        log_probs = (
-            logits.gather(1, token).masked_fill(~is_child, -torch.inf).log_softmax(-1)
-        )
-    else:
-        log_probs = logits.log_softmax(-1).gather(1, token)
-    if row is not None:
-        scores.flatten(0, 1).index_add_(0, scored, log_probs)
-    else:
-        scores = scores + log_probs.view(scores.shape)
-    scores = scores.flatten(1)
-    if by_score:
-        position, best = top_k(scores, keep)
-        position = position.clamp(min=0)
-    else:
-        position = select(scores, min(keep, scores.shape[1]))
-        best = scores.gather(1, position)
-    return edge.flatten(1).gather(1, position), position // edge.shape[2], best
+    if not codes:
+        return weight.new_zeros(0)
+    weights = weight.split(codes[0].shape[1], 1)
+    return torch.cat([code @ w.T for code, w in zip(codes, weights, strict=True)])

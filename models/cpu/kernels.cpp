@@ -1,7 +1,7 @@
-// What decoding does between its matrix products on a CPU; kernels.py builds and calls it and says what each does.
+// CPU kernels of decoding. kernels.py builds and calls the library, and documents each function.
 //
-// Matrices are row-major float32. Vectors are of the compiler's own type, as long as the processor's registers; a tile of
-// four rows by COLUMNS vectors of sums, with what is multiplied, fills them.
+// Matrices are row-major float32. `Lanes` is a vector of the compiler's extension, as long as a register of the processor.
+// In a product, the sums of a tile of four rows by COLUMNS vectors and their operands fill all registers.
 
 #include <algorithm>
 #include <cmath>
@@ -25,13 +25,14 @@ namespace {
 
 constexpr int64_t LANES = BYTES / sizeof(float);
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int COLUMNS = 4;  // of 32 registers
+constexpr int COLUMNS = 4;  // with 32 registers
 #else
-constexpr int COLUMNS = 3;  // of 16
+constexpr int COLUMNS = 3;  // with 16 registers
 #endif
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-int64_t lanes_of(int64_t size) { return (size + LANES - 1) / LANES; }
+// Number of vectors that hold `size` numbers.
+int64_t num_lanes(int64_t size) { return (size + LANES - 1) / LANES; }
 Lanes load(const float* at) { return *reinterpret_cast<const Loose*>(at); }
 void store(float* at, Lanes value) { *reinterpret_cast<Loose*>(at) = value; }
 
@@ -52,19 +53,19 @@ Lanes exponential(Lanes x) {
     return x < -87.0f ? Lanes{} : y;
 }
 
-float largest(const float* x, int64_t size) {
-    float most = NONE;
+float maximum(const float* x, int64_t size) {
+    float result = NONE;
     int64_t i = 0;
     if (size >= LANES) {
-        Lanes best = load(x);
+        Lanes maxima = load(x);
         for (i = LANES; i + LANES <= size; i += LANES) {
             const Lanes next = load(x + i);
-            best = next > best ? next : best;
+            maxima = next > maxima ? next : maxima;
         }
-        for (int64_t l = 0; l < LANES; l++) most = std::max(most, best[l]);
+        for (int64_t l = 0; l < LANES; l++) result = std::max(result, maxima[l]);
     }
-    for (; i < size; i++) most = std::max(most, x[i]);
-    return most;
+    for (; i < size; i++) result = std::max(result, x[i]);
+    return result;
 }
 
 float total(Lanes x) {
@@ -74,35 +75,35 @@ float total(Lanes x) {
 }
 
 float log_sum_exp(const float* x, int64_t size) {
-    const float most = largest(x, size);
+    const float max = maximum(x, size);
     Lanes sum{};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sum += exponential(load(x + i) - most);
+    for (; i + LANES <= size; i += LANES) sum += exponential(load(x + i) - max);
     if (i < size) {
-        float rest[LANES];
-        std::fill_n(rest, LANES, NONE);
-        std::copy_n(x + i, size - i, rest);
-        sum += exponential(load(rest) - most);
+        float remainder[LANES];
+        std::fill_n(remainder, LANES, NONE);
+        std::copy_n(x + i, size - i, remainder);
+        sum += exponential(load(remainder) - max);
     }
-    return most + std::log(total(sum));
+    return max + std::log(total(sum));
 }
 
-// In place; x has room for whole lanes, and what is past its end becomes 0.
+// Softmax in place. x has room for whole vectors; numbers after its end become 0.
 void softmax(float* x, int64_t size) {
-    const float most = largest(x, size);
-    std::fill(x + size, x + lanes_of(size) * LANES, NONE);
+    const float max = maximum(x, size);
+    std::fill(x + size, x + num_lanes(size) * LANES, NONE);
     Lanes sum{};
     for (int64_t i = 0; i < size; i += LANES) {
-        const Lanes share = exponential(load(x + i) - most);
-        store(x + i, share);
-        sum += share;
+        const Lanes weight = exponential(load(x + i) - max);
+        store(x + i, weight);
+        sum += weight;
     }
     const float scale = 1 / total(sum);
     for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * scale);
 }
 
 float dot(const float* a, const float* b, int64_t size) {
-    Lanes sums[4] = {};  // of four chains, as one would wait for its own results
+    Lanes sums[4] = {};  // independent chains, as a single sum would wait for each of its results
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
         for (int64_t l = 0; l < 4; l++) sums[l] += load(a + i + l * LANES) * load(b + i + l * LANES);
@@ -130,7 +131,7 @@ void four_rows(const float* const* a, const float* b, int64_t stride_b, int64_t 
     if constexpr (width > 1) four_rows<width - 1>(a, b, stride_b, depth, c, stride_c, lanes);
 }
 
-// GELU by the error function (Abramowitz and Stegun 7.1.26, to 1.5e-7, as torch's own on AVX-512).
+// GELU by the error function (Abramowitz and Stegun 7.1.26, error 1.5e-7, as PyTorch on AVX-512).
 Lanes gelu(Lanes x) {
     const Lanes y = (x < 0 ? -x : x) * 0.70710678f;
     const Lanes t = 1 / (1 + 0.3275911f * y);
@@ -142,21 +143,21 @@ Lanes gelu(Lanes x) {
     return 0.5f * x * (x < 0 ? tail : 2 - tail);
 }
 
-// One level of a student and of a trie: the table of what codes before add to the hidden layer, the head, the edges.
+// One level of a student and of the trie: contributions of earlier codes to the hidden layer, the head, and the edges.
 struct Level {
     const float *table, *scale, *shift, *weight, *bias;
     const int64_t *offsets, *tokens;
-    const bool* allowed;  // edges that beams may take; null: all
+    const bool* allowed;  // edges that beams may take; null for all
 };
 
-// x = GELU(norm(base + the rows)), `width` numbers, then zeros to whole lanes.
+// x = GELU(norm(base + sum of table rows)): `width` numbers, padded with zeros to whole vectors.
 void activate(const float* base, const int64_t* rows, int64_t count, const Level& level, int64_t width,
               float epsilon, Lanes* x) {
-    const int64_t lanes = lanes_of(width), whole = width / LANES, rest = width % LANES;
+    const int64_t lanes = num_lanes(width), full_lanes = width / LANES, remainder = width % LANES;
     const auto get = [&](const float* at, int64_t l) {
-        if (l < whole) return load(at + l * LANES);
+        if (l < full_lanes) return load(at + l * LANES);
         float padded[LANES] = {};
-        std::copy_n(at + l * LANES, rest, padded);
+        std::copy_n(at + l * LANES, remainder, padded);
         return load(padded);
     };
     Lanes sum{}, squares{};
@@ -169,7 +170,7 @@ void activate(const float* base, const int64_t* rows, int64_t count, const Level
     const float mean = total(sum) / width;
     for (int64_t l = 0; l < lanes; l++) {
         x[l] -= mean;
-        for (int64_t i = rest; l == whole && i < LANES; i++) x[l][i] = 0;
+        for (int64_t i = remainder; l == full_lanes && i < LANES; i++) x[l][i] = 0;
         squares += x[l] * x[l];
     }
     const float scale = 1 / std::sqrt(total(squares) / width + epsilon);
@@ -181,9 +182,9 @@ struct Candidate {
     int64_t edge, parent;
 };
 
-bool earlier(const Candidate& a, const Candidate& b) { return a.edge < b.edge; }
-bool better(const Candidate& a, const Candidate& b) {
-    return a.score > b.score || (a.score == b.score && earlier(a, b));
+bool has_lower_edge(const Candidate& a, const Candidate& b) { return a.edge < b.edge; }
+bool is_better(const Candidate& a, const Candidate& b) {
+    return a.score > b.score || (a.score == b.score && has_lower_edge(a, b));
 }
 
 }  // namespace
@@ -192,41 +193,42 @@ extern "C" {
 
 void packed_attention(const float* qkv, const int64_t* begin, int64_t users, int64_t heads, int64_t width,
                       const float* bias, int64_t span, float* out) {
-    const int64_t inner = heads * width, row = 3 * inner, wide = lanes_of(width);
+    const int64_t inner = heads * width, row = 3 * inner, width_lanes = num_lanes(width);
 #pragma omp parallel
     {
-        std::vector<Lanes> keys, values(0), scores, mixed(4 * wide);
+        std::vector<Lanes> keys, values, scores, mixed(4 * width_lanes);
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int64_t user = 0; user < users; user++)
             for (int64_t head = 0; head < heads; head++) {
-                const int64_t size = begin[user + 1] - begin[user], long_ = lanes_of(size), stride = long_ * LANES;
+                const int64_t size = begin[user + 1] - begin[user], size_lanes = num_lanes(size);
+                const int64_t stride = size_lanes * LANES, value_stride = width_lanes * LANES;
                 const float* q = qkv + begin[user] * row + head * width;
-                keys.assign(width * long_, Lanes{});  // (width, size), padded
-                values.assign(size * wide, Lanes{});  // (size, width), padded
-                scores.resize(4 * long_);
+                keys.assign(width * size_lanes, Lanes{});    // (width, size), padded
+                values.assign(size * width_lanes, Lanes{});  // (size, width), padded
+                scores.resize(4 * size_lanes);
                 float *key = reinterpret_cast<float*>(keys.data()), *value = reinterpret_cast<float*>(values.data());
                 float *score = reinterpret_cast<float*>(scores.data()), *mix = reinterpret_cast<float*>(mixed.data());
                 for (int64_t j = 0; j < size; j++) {
                     const float* k = q + j * row + inner;
                     for (int64_t d = 0; d < width; d++) key[d * stride + j] = k[d];
-                    std::copy_n(k + inner, width, value + j * wide * LANES);
+                    std::copy_n(k + inner, width, value + j * value_stride);
                 }
                 for (int64_t i = 0; i < size; i += 4) {
-                    const float *asked[4], *shares[4];
+                    const float *query_rows[4], *weight_rows[4];
                     for (int64_t r = 0; r < 4; r++) {
-                        asked[r] = q + std::min(i + r, size - 1) * row;  // past the end the last row again
-                        shares[r] = score + r * stride;
+                        query_rows[r] = q + std::min(i + r, size - 1) * row;  // the last row again after the end
+                        weight_rows[r] = score + r * stride;
                     }
-                    four_rows(asked, key, stride, width, score, stride, long_);
+                    four_rows(query_rows, key, stride, width, score, stride, size_lanes);
                     for (int64_t r = 0; r < 4 && i + r < size; r++) {
                         float* s = score + r * stride;
                         const float* b = bias + (head * span + i + r) * span;
                         for (int64_t j = 0; j < size; j++) s[j] += b[j];
                         softmax(s, size);
                     }
-                    four_rows(shares, value, wide * LANES, size, mix, wide * LANES, wide);
+                    four_rows(weight_rows, value, value_stride, size, mix, value_stride, width_lanes);
                     for (int64_t r = 0; r < 4 && i + r < size; r++)
-                        std::copy_n(mix + r * wide * LANES, width, out + (begin[user] + i + r) * inner + head * width);
+                        std::copy_n(mix + r * value_stride, width, out + (begin[user] + i + r) * inner + head * width);
                 }
             }
     }
@@ -236,20 +238,20 @@ void packed_readout(const float* queries, const float* states, const int64_t* be
                     int64_t width, float* out) {
 #pragma omp parallel
     {
-        std::vector<float> share;
+        std::vector<float> weights;
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int64_t user = 0; user < users; user++)
             for (int64_t head = 0; head < heads; head++) {
                 const int64_t size = begin[user + 1] - begin[user];
-                const float *q = queries + (user * heads + head) * width, *own = states + begin[user] * width;
+                const float *q = queries + (user * heads + head) * width, *user_states = states + begin[user] * width;
                 float* mixed = out + (user * heads + head) * width;
-                share.resize(lanes_of(size) * LANES);
-                for (int64_t j = 0; j < size; j++) share[j] = dot(q, own + j * width, width);
-                softmax(share.data(), size);
+                weights.resize(num_lanes(size) * LANES);
+                for (int64_t j = 0; j < size; j++) weights[j] = dot(q, user_states + j * width, width);
+                softmax(weights.data(), size);
                 std::fill_n(mixed, width, 0.0f);
                 for (int64_t j = 0; j < size; j++) {
-                    const float* v = own + j * width;
-                    const float weight = share[j];
+                    const float* v = user_states + j * width;
+                    const float weight = weights[j];
 #pragma omp simd
                     for (int64_t d = 0; d < width; d++) mixed[d] += weight * v[d];
                 }
@@ -267,22 +269,22 @@ void scaled_rows(const float* x, int64_t rows, int64_t width, float epsilon, flo
     }
 }
 
-void beam_attention(const float* queries, const float* const* codes, const int64_t* const* places, int64_t levels,
-                    int64_t rows, int64_t heads, int64_t width, const float* bias, float* out) {
+void beam_attention(const float* queries, const float* const* codes, const int64_t* const* code_rows, int64_t levels,
+                    int64_t beams, int64_t heads, int64_t width, const float* bias, float* out) {
     const int64_t inner = heads * width, row = 2 * inner;
 #pragma omp parallel for
-    for (int64_t beam = 0; beam < rows; beam++) {
-        std::vector<float> share(lanes_of(levels) * LANES);
+    for (int64_t beam = 0; beam < beams; beam++) {
+        std::vector<float> weights(num_lanes(levels) * LANES);
         for (int64_t head = 0; head < heads; head++) {
             const float* q = queries + beam * inner + head * width;
             for (int64_t t = 0; t < levels; t++)
-                share[t] = dot(q, codes[t] + places[t][beam] * row + head * width, width) + bias[head * levels + t];
-            softmax(share.data(), levels);
+                weights[t] = dot(q, codes[t] + code_rows[t][beam] * row + head * width, width) + bias[head * levels + t];
+            softmax(weights.data(), levels);
             float* mixed = out + beam * inner + head * width;
             std::fill_n(mixed, width, 0.0f);
             for (int64_t t = 0; t < levels; t++) {
-                const float* v = codes[t] + places[t][beam] * row + head * width + inner;
-                const float weight = share[t];
+                const float* v = codes[t] + code_rows[t][beam] * row + head * width + inner;
+                const float weight = weights[t];
 #pragma omp simd
                 for (int64_t d = 0; d < width; d++) mixed[d] += weight * v[d];
             }
@@ -293,33 +295,33 @@ void beam_attention(const float* queries, const float* const* codes, const int64
 void log_softmax_part(const float* logits, int64_t rows, int64_t width, int64_t first, int64_t size, float* out) {
 #pragma omp parallel for
     for (int64_t r = 0; r < rows; r++) {
-        const float all = log_sum_exp(logits + r * width, width);
-        for (int64_t c = 0; c < size; c++) out[r * size + c] = logits[r * width + first + c] - all;
+        const float log_sum = log_sum_exp(logits + r * width, width);
+        for (int64_t c = 0; c < size; c++) out[r * size + c] = logits[r * width + first + c] - log_sum;
     }
 }
 
 void beam_search(const float* hidden, const Level* levels, const int64_t* sizes, int64_t depth, int64_t users, int64_t width,
-          float epsilon, int64_t beam, int64_t keep, bool children, int64_t* best_node, float* best_score) {
+                 float epsilon, int64_t beam, int64_t keep, bool children, int64_t* best_node, float* best_score) {
 #pragma omp parallel
     {
-        std::vector<Lanes> active(lanes_of(width));
+        std::vector<Lanes> active(num_lanes(width));
         const float* x = reinterpret_cast<const float*>(active.data());
-        std::vector<Candidate> beams, found;  // of the beams, the edge is the node that they stand at
-        std::vector<int64_t> rows, before;    // (beams, level): table rows of each beam's codes
+        std::vector<Candidate> beams, candidates;  // the edge of a beam is its node
+        std::vector<int64_t> rows, parent_rows;    // (beams, level): table rows of each beam's codes
         std::vector<float> scores;
 #pragma omp for schedule(dynamic)
         for (int64_t user = 0; user < users; user++) {
             beams.assign(1, {0, 0, 0});
             rows.clear();
-            int64_t first_row = 0;  // of the level's codes
+            int64_t first_row = 0;  // table row of the level's first code
             for (int64_t d = 0; d < depth; d++) {
                 const Level& level = levels[d];
-                const bool all_codes = d == 0 || !children, last = d + 1 == depth;
-                found.clear();
+                const bool all_codes = d == 0 || !children, is_last = d + 1 == depth;
+                candidates.clear();
                 for (int64_t b = 0; b < int64_t(beams.size()); b++) {
                     const int64_t begin = level.offsets[beams[b].edge], end = level.offsets[beams[b].edge + 1];
                     if (!all_codes && end - begin == 1) {  // the only child has probability 1
-                        found.push_back({beams[b].score, begin, b});
+                        candidates.push_back({beams[b].score, begin, b});
                         continue;
                     }
                     activate(hidden + (user * depth + d) * width, rows.data() + b * d, d, level, width,
@@ -329,31 +331,34 @@ void beam_search(const float* hidden, const Level* levels, const int64_t* sizes,
                         const int64_t code = all_codes ? i : level.tokens[begin + i];
                         scores[i] = dot(level.weight + code * width, x, width) + level.bias[code];
                     }
-                    const float all = log_sum_exp(scores.data(), scores.size());
+                    const float log_sum = log_sum_exp(scores.data(), scores.size());
                     for (int64_t e = begin; e < end; e++) {
-                        const float value = beams[b].score + (scores[all_codes ? level.tokens[e] : e - begin] - all);
-                        const bool free = !level.allowed || level.allowed[e];
-                        if (free && value > NONE) found.push_back({value, e, b});  // no NaN either
+                        const float log_prob = scores[all_codes ? level.tokens[e] : e - begin] - log_sum;
+                        const float score = beams[b].score + log_prob;
+                        const bool is_allowed = !level.allowed || level.allowed[e];
+                        if (is_allowed && score > NONE) candidates.push_back({score, e, b});  // false for NaN
                     }
                 }
-                const int64_t kept = std::min(last ? keep : beam, int64_t(found.size()));
-                if (kept < int64_t(found.size())) std::nth_element(found.begin(), found.begin() + kept, found.end(), better);
-                found.resize(kept);
-                std::sort(found.begin(), found.end(), last ? better : earlier);
-                before.swap(rows);
+                const int64_t num_candidates = candidates.size();
+                const int64_t num_beams = std::min(is_last ? keep : beam, num_candidates);
+                if (num_beams < num_candidates)
+                    std::nth_element(candidates.begin(), candidates.begin() + num_beams, candidates.end(), is_better);
+                candidates.resize(num_beams);
+                std::sort(candidates.begin(), candidates.end(), is_last ? is_better : has_lower_edge);
+                parent_rows.swap(rows);
                 rows.clear();
-                for (int64_t b = 0; b < kept && !last; b++) {
-                    const auto path = before.begin() + found[b].parent * d;
+                for (int64_t b = 0; b < num_beams && !is_last; b++) {
+                    const auto path = parent_rows.begin() + candidates[b].parent * d;
                     rows.insert(rows.end(), path, path + d);
-                    rows.push_back(first_row + level.tokens[found[b].edge]);
+                    rows.push_back(first_row + level.tokens[candidates[b].edge]);
                 }
                 first_row += sizes[d];
-                beams.swap(found);
+                beams.swap(candidates);
             }
             for (int64_t i = 0; i < keep; i++) {
-                const bool there = i < int64_t(beams.size());
-                best_node[user * keep + i] = there ? beams[i].edge : 0;
-                best_score[user * keep + i] = there ? beams[i].score : NONE;
+                const bool exists = i < int64_t(beams.size());
+                best_node[user * keep + i] = exists ? beams[i].edge : 0;
+                best_score[user * keep + i] = exists ? beams[i].score : NONE;
             }
         }
     }

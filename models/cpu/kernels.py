@@ -3,20 +3,21 @@
     if kernels.ready(x):
         y = kernels.packed_attention(...)
 
-They do small ragged work that takes PyTorch padding and many passes on a CPU: attention
-within histories, of one query of a user to a history, and of a beam to its ancestors;
-norms; and the whole search of a student through a trie. The library is built with the
-machine's C++ compiler ($CXX, or c++) when it is first needed, and stored in the user's
-cache folder. Callers use PyTorch for the same results if there is no compiler, on a
-GPU, in an exported program, and with TRIELINE_KERNELS=0. (`torch.utils.cpp_extension`
-needs ninja, waits forever for a build that was killed, and loads libraries built for
-other processors.)
+The kernels compute small ragged operations for which PyTorch needs padding and many
+passes on a CPU: attention within histories, from a query of each user to a history, and
+from a beam to its ancestors; norms; and the whole search of a student through a trie.
+
+The library is built on first use with the machine's C++ compiler ($CXX, or c++) and
+stored in the user's cache folder. Without a compiler, on a GPU, in an exported program,
+and with TRIELINE_KERNELS=0, callers compute the same results with PyTorch.
+`torch.utils.cpp_extension` is not used because it needs ninja, waits forever for a
+build that was killed, and loads libraries built for other processors.
 
 Sizes and addresses are checked here, the contents of a trie in `trie.py`.
 
-Shapes: `n` tokens of `B` users, `H` heads and `K` their width, `W` beams of a user, `N
-= B * W`, `V` vocabulary, `L` levels and `C` codes of one, `M` hidden width of a
-student's head.
+Shapes: `n` tokens of `B` users, `H` heads of width `K`, `W` beams of a user, `N` =
+B * W, `V` vocabulary, `L` levels, `C` codes of a level, `M` hidden width of a student's
+head.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from models.cpu.matmul import is_plain_inference
 
-# a file, or a member of the archive of a served model
+# in the archive of a served model, the source is not a file
 SOURCE = resources.files("models.cpu") / "kernels.cpp"
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native")
@@ -98,8 +99,8 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, built on first use.
 
     Returns:
-        None if they are switched off or cannot be built. The first failure is a
-        warning.
+        The library, or None if TRIELINE_KERNELS is 0 or the build fails, of which a
+        warning is printed once.
     """
     if os.environ.get("TRIELINE_KERNELS") == "0":
         return None
@@ -108,13 +109,14 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _library(compiler: str) -> ctypes.CDLL | None:
+    """Build and load the library, or warn and return None."""
     try:
         loaded = ctypes.CDLL(str(_build_library(compiler)))
     # ValueError: unbalanced quotes in $CXX; RuntimeError: a user without a home
     except (OSError, ValueError, RuntimeError) as error:
         warnings.warn(
-            f"decoding goes without its compiled kernels, slower: {error} "
-            f"(set TRIELINE_KERNELS=0 to silence this)",
+            f"decoding is slower, as its kernels cannot be compiled: {error} "
+            f"(set TRIELINE_KERNELS=0 to silence this warning)",
             stacklevel=3,
         )
         return None
@@ -127,11 +129,11 @@ def _library(compiler: str) -> ctypes.CDLL | None:
 def _build_library(compiler: str) -> Path:
     """Return the library in the user's cache folder, compiled if it is missing.
 
-    Its name is a hash of source, compiler and processor. It is moved into place as a
-    whole, so processes can build at the same time.
+    Its name is a hash of source, compiler and processor. The finished library is moved
+    into place, so that several processes can build it at the same time.
 
     Raises:
-        OSError: If the folder is not safe or the compiler fails.
+        OSError: If other users can write to the folder, or the compiler fails.
     """
     source = SOURCE.read_text()
     features = _cpu_features()
@@ -142,8 +144,8 @@ def _build_library(compiler: str) -> Path:
     status = folder.lstat()  # a symbolic link has all permission bits
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise OSError(
-            f"{folder} is not a folder that this user alone can write in; set "
-            f"XDG_CACHE_HOME to another"
+            f"{folder} is not a folder that only this user can write to; set "
+            f"XDG_CACHE_HOME to another folder"
         )
     path = folder / f"kernels-{hashlib.sha256(build.encode()).hexdigest()[:16]}.so"
     if path.exists():
@@ -153,8 +155,8 @@ def _build_library(compiler: str) -> Path:
         object_file, linked = f"{work}/kernels.o", Path(work, "kernels.so")
         steps = (
             ["-fopenmp", "-x", "c++", "-c", "-", "-o", object_file],
-            # Linked without -fopenmp: the functions of the OpenMP library that PyTorch
-            # has loaded are used, so that there is only one thread pool.
+            # Linked without -fopenmp, so that the kernels use the OpenMP library that
+            # PyTorch has loaded, and its thread pool.
             ["-shared", object_file, "-o", str(linked)],
         )
         for step in steps:
@@ -203,17 +205,17 @@ def _check_spans(begin: Tensor, rows: int) -> tuple[Tensor, int]:
         rows: Number of rows.
 
     Returns:
-        `begin` as a contiguous tensor, and the most rows of a user.
+        `begin` as a contiguous tensor, and the largest number of rows of a user.
 
     Raises:
-        ValueError: If the offsets do not rise from 0 to `rows`.
+        ValueError: If the offsets are not ascending from 0 to `rows`.
     """
     begin = _check_tensor("begin", begin, len(begin), dtype=torch.long)
     edges = begin.tolist()
-    sizes = [after - before for before, after in pairwise(edges)]
+    sizes = [end - start for start, end in pairwise(edges)]
     if not edges or edges[0] != 0 or edges[-1] != rows or min(sizes, default=0) < 0:
         raise ValueError(
-            f"begin {edges[:5]} ... {edges[-1:]} does not rise from 0 to the {rows} "
+            f"begin {edges[:5]} ... {edges[-1:]} is not ascending from 0 to the {rows} "
             f"rows"
         )
     return begin, max(sizes, default=0)
@@ -225,7 +227,7 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
     Args:
         qkv: (n, 3 * H * K) queries, keys and values.
         begin: (B + 1,) offsets: user u has the rows `begin[u] : begin[u + 1]`.
-        bias: (H, S, S) added to the scores, S at least the longest history.
+        bias: (H, S, S) added to the scores; S is at least the longest history.
         heads: Number of heads H.
 
     Returns:
@@ -234,9 +236,8 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
     inner = qkv.shape[1] // 3 // heads * heads
     qkv = _check_tensor("qkv", qkv, len(qkv), 3 * inner)
     begin, longest = _check_spans(begin, len(qkv))
-    bias = _check_tensor(
-        "bias", bias, heads, max(longest, bias.shape[-1]), max(longest, bias.shape[-1])
-    )
+    span = max(longest, bias.shape[-1])
+    bias = _check_tensor("bias", bias, heads, span, span)
     out = qkv.new_empty((len(qkv), inner))
     _call(
         "packed_attention",
@@ -282,44 +283,43 @@ def scaled_rows(x: Tensor, epsilon: float) -> Tensor:
 
 
 def beam_attention(
-    q: Tensor, codes: list[Tensor], places: list[Tensor], bias: Tensor, heads: int
+    q: Tensor, codes: list[Tensor], code_rows: list[Tensor], bias: Tensor, heads: int
 ) -> Tensor:
     """Attend from the newest code of each beam to all codes of the beam, unscaled.
 
     Args:
         q: (N, H * K) queries of the newest codes.
         codes: Keys and values (n_t, 2 * H * K) of the codes of each level t.
-        places: (N,) row of each beam's code among the codes of each level.
+        code_rows: (N,) row of each beam's code among the codes of each level.
         bias: (H, levels) added to the scores.
         heads: Number of heads H.
 
     Returns:
         (N, H * K)
     """
-    rows, inner = len(q), q.shape[-1] // heads * heads
-    q, bias = (
-        _check_tensor("q", q, rows, inner),
-        _check_tensor("bias", bias, heads, len(codes)),
-    )
+    num_beams = len(q)
+    inner = q.shape[-1] // heads * heads
+    q = _check_tensor("q", q, num_beams, inner)
+    bias = _check_tensor("bias", bias, heads, len(codes))
     codes = [_check_tensor("codes", x, len(x), 2 * inner) for x in codes]
-    places = [_check_tensor("places", x, rows, dtype=torch.long) for x in places]
-    for x, place in zip(codes, places, strict=True):
-        least, most = (int(end) for end in place.aminmax()) if rows else (0, -1)
-        if least < 0 or most >= len(x):
+    code_rows = [
+        _check_tensor("code_rows", x, num_beams, dtype=torch.long) for x in code_rows
+    ]
+    for level_codes, rows in zip(codes, code_rows, strict=True):
+        first, last = (int(row) for row in rows.aminmax()) if num_beams else (0, -1)
+        if first < 0 or last >= len(level_codes):
             raise ValueError(
-                f"places from {least} to {most} are not rows of {len(x)} codes"
+                f"code_rows from {first} to {last} are not rows of {len(level_codes)} "
+                f"codes"
             )
     out = torch.empty_like(q)
-    pointers = [
-        (c_void_p * len(codes))(*(x.data_ptr() for x in tensors))
-        for tensors in (codes, places)
-    ]
     _call(
         "beam_attention",
         q,
-        *pointers,
+        _addresses(codes),
+        _addresses(code_rows),
         len(codes),
-        rows,
+        num_beams,
         heads,
         inner // heads,
         bias,
@@ -353,58 +353,66 @@ def beam_search(
 ) -> tuple[Tensor, Tensor]:
     """Run the whole beam search of a student.
 
-    Equal scores are resolved in favour of the first edge.
+    Of equal scores, the first edge is better.
 
     Args:
         hidden: (B, L * M) contribution of z to the hidden layers of all heads.
-        heads: Per level: the table (rows, M) of contributions of earlier codes, with a
-            row per code of all earlier levels; scale (M,) and shift (M,) of the norm;
-            weight (C, M) and bias (C,) of the output layer.
-        trie: Per level: offsets and tokens.
-        sizes: Codes C of each level.
+        heads: Five tensors per level. The table (rows, M) has the contribution of each
+            code of all earlier levels. Scale (M,) and shift (M,) belong to the norm,
+            weight (C, M) and bias (C,) to the output layer.
+        trie: Offsets and tokens of each level.
+        sizes: Number of codes C of each level.
         epsilon: Epsilon of the norms.
         beam: Number of beams.
         keep: Number of leaves to return.
         children: Whether scores after the first level are normalised over the valid
-            children, and only these are computed; otherwise over all codes.
-        allowed: Per level: (E_l,) bool, the edges that beams may take; empty for all.
+            children, of which alone they are computed; otherwise over all codes.
+        allowed: (E_l,) bool of each level, true for edges that beams may take; empty to
+            allow all edges.
 
     Returns:
         Leaves and scores, (B, keep) both, best first, padded with 0 and -inf.
+
+    Raises:
+        ValueError: If sizes do not fit together.
     """
     if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
         raise ValueError(
-            f"sizes {list(sizes)}, beam {beam} and keep {keep} need to be there and "
-            f"at least 1"
+            f"sizes are {list(sizes)}, beam is {beam} and keep is {keep}; give at "
+            f"least one size, and numbers of at least 1"
         )
     width = hidden.shape[-1] // len(sizes)
     hidden = _check_tensor("hidden", hidden, len(hidden), len(sizes) * width)
-    levels, nodes = [], 1
-    for level, (head, (offsets, tokens), size) in enumerate(
-        zip(heads, trie, sizes, strict=True)
-    ):
+    # the fields of `Level` in kernels.cpp, level after level
+    fields: list[Tensor | None] = []
+    num_nodes = 1
+    for level, (head, edges, size) in enumerate(zip(heads, trie, sizes, strict=True)):
         table, scale, shift, weight, bias = head
-        levels += [
-            _check_tensor("table", table, sum(sizes[:level]), width)
-            if level
-            else table,
+        offsets, tokens = edges
+        if level:
+            table = _check_tensor("table", table, sum(sizes[:level]), width)
+        level_allowed = None
+        if allowed:
+            level_allowed = _check_tensor(
+                "allowed", allowed[level], len(tokens), dtype=torch.bool
+            )
+        fields += [
+            table,
             _check_tensor("scale", scale, width),
             _check_tensor("shift", shift, width),
             _check_tensor("weight", weight, size, width),
             _check_tensor("bias", bias, size),
-            _check_tensor("offsets", offsets, nodes + 1, dtype=torch.long),
+            _check_tensor("offsets", offsets, num_nodes + 1, dtype=torch.long),
             _check_tensor("tokens", tokens, len(tokens), dtype=torch.long),
-            _check_tensor("allowed", allowed[level], len(tokens), dtype=torch.bool)
-            if allowed
-            else None,
+            level_allowed,
         ]
-        nodes = len(tokens)
+        num_nodes = len(tokens)
     node = torch.empty((len(hidden), keep), dtype=torch.long)
     score = torch.empty((len(hidden), keep))
     _call(
         "beam_search",
         hidden,
-        (c_void_p * len(levels))(*(x if x is None else x.data_ptr() for x in levels)),
+        _addresses(fields),
         (c_int64 * len(sizes))(*sizes),
         len(sizes),
         len(hidden),
@@ -417,6 +425,12 @@ def beam_search(
         score,
     )
     return node, score
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> Any:
+    """Return a C array of the tensors' addresses, null for None."""
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    return (c_void_p * len(addresses))(*addresses)
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -1,9 +1,10 @@
-"""Matrix products on CPUs whose vendor's library is not the one PyTorch uses.
+"""Matrix products by oneDNN, for CPUs on which PyTorch's default library is slow.
 
 On AMD processors PyTorch multiplies float32 with MKL, which does not use AVX-512 there.
 oneDNN, which PyTorch contains too, is 2.3 times faster on a Zen 5 (267 instead of 119
-GFLOP/s per core). PyTorch uses oneDNN for float32 only if bfloat16 is allowed inside.
-On processors without bfloat16 instructions oneDNN still computes in float32.
+GFLOP/s per core). PyTorch uses oneDNN for float32 only if the precision of products may
+be reduced to bfloat16. On processors without bfloat16 instructions, oneDNN computes in
+float32 regardless.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from torch import Tensor
 from torch.nn import functional
 
 MAX_RELATIVE_ERROR = 1e-5
-"""Largest error of a product, relative to its largest entry, that counts as float32.
-The error of bfloat16 is 2e-3."""
+"""Maximum error of a float32 product, relative to its largest entry. The error of
+bfloat16 is 2e-3."""
 
 
 @cache
 def use_exact_onednn() -> bool:
     """Use oneDNN for float32 products on the CPU if its results are float32.
 
-    This is tried once per process: a product is compared with float64, and the setting
-    is restored if the error shows bfloat16. The global random state is not used.
-    Nothing is changed if there is a GPU, whose products the setting would affect.
+    The test runs once per process. It compares a product with float64 and restores the
+    setting if the error is too large for float32. It does not use the global random
+    state. If there is a GPU, nothing is changed, since the setting would affect the
+    GPU's products.
 
     Returns:
         Whether oneDNN is used.
@@ -35,13 +37,14 @@ def use_exact_onednn() -> bool:
     if torch.cuda.is_available() or not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn((512, 512), generator=generator) for _ in range(2))
+    left = torch.randn((512, 512), generator=generator)
+    right = torch.randn((512, 512), generator=generator)
     exact = left.double() @ right.double()
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     error = float((left @ right - exact).abs().max())
     if error > MAX_RELATIVE_ERROR * float(exact.abs().max()):
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
         return False
     return True
 
@@ -53,12 +56,12 @@ def matmul_precision(precision: str) -> Iterator[None]:
     Args:
         precision: "highest" for float32, "high" for TF32.
     """
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
 
 
 class PackedLinear:
@@ -89,11 +92,11 @@ class PackedLinear:
     def __call__(
         self, x: Tensor, relu: bool = False, add: Tensor | None = None
     ) -> Tensor:
-        """Return x W' + b (..., out), then ReLU or plus `add`.
+        """Return x W' + b (..., out), followed by ReLU or the addition of `add`.
 
         Args:
             x: (..., in) inputs.
-            relu: Whether to apply ReLU. Not with `add`.
+            relu: Whether to apply ReLU; not allowed with `add`.
             add: (..., out) added to the output, or None.
         """
         if self.packed is None or x.dtype != torch.float32 or not is_plain_inference():
@@ -111,7 +114,7 @@ class PackedLinear:
 
 
 def is_plain_inference() -> bool:
-    """Return whether CPU operations now run eagerly in float32 without gradients."""
+    """Return whether CPU operations run eagerly, in float32 and without gradients."""
     return not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")

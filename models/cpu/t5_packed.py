@@ -2,21 +2,23 @@
 
     states = PackedEncoder(embedding, encoder)(tokens, lengths)
 
-The states equal those of `T5Backbone.encode` up to float32 rounding. On a CPU the
-histories are stored end to end and each attends to itself (`kernels.py`). Without the
-compiled kernels they are sorted by length and encoded in buckets of similar length.
-Both ways work on pieces whose activations fit the processor's cache. A GPU would have
-to wait to read the lengths, so it encodes one padded piece. The weights of queries,
-keys and values are joined, the norms' weights are folded into the next layer, and the
-first block's projections are a table by token.
+The states equal the states of `T5Backbone.encode` up to float32 rounding. On a CPU the
+histories are stored end to end, and a compiled kernel computes attention within each
+history (`kernels.py`). Without the kernels, histories are sorted by length and encoded
+in buckets of similar length. Both ways process chunks whose activations fit into the
+processor's cache. A GPU encodes all histories padded, since reading the lengths would
+synchronise it with the host. The weights of queries, keys and values are concatenated,
+the norms' weights are folded into the next layer, and the projections of the first
+block are a table by token.
 
-Shapes: `B` requests, `S` tokens of the longest, `n` tokens of a piece, `D` width, `H`
-heads, `K` width of a head, `V` vocabulary.
+Shapes: `B` requests, `S` tokens of the longest history, `n` tokens of a chunk, `D`
+width, `H` heads, `K` width of a head, `V` vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -29,63 +31,69 @@ from models.cpu.matmul import PackedLinear
 from models.layers.t5 import Stack
 from models.retrieval.parts import padding_mask, real_positions
 
-MAX_PIECE_TOKENS = 768
-"""Most tokens of a piece. Larger pieces do not fit the cache and take twice the time
-per token (measured)."""
+MAX_CHUNK_TOKENS = 768
+"""Maximum tokens of a chunk. Larger chunks do not fit into the cache and take twice the
+time per token (measured)."""
 
 MAX_BUCKET_PADDING = 64
-"""Most padded tokens of a bucket: about the cost of one more bucket."""
+"""Maximum padding of a bucket in tokens, about as costly as one more bucket."""
 
 
 class PackedEncoder:
-    """An encoder with its current weights, joined and folded."""
+    """A T5 encoder with its current weights, concatenated and folded for inference.
+
+    Args:
+        embedding: (V, D) embeddings of tokens.
+        encoder: Stack whose weights are used.
+    """
 
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, encoder: Stack) -> None:
         self.embedding, self.encoder, self.sizes = embedding, encoder, encoder.sizes
         blocks = encoder.blocks
         self.normalize = blocks[0].get_norm(0).normalize
-        self.qkv = [
-            PackedLinear(
-                torch.cat([a.q.weight, a.k.weight, a.v.weight])
-                * block.get_norm(0).weight
-            )
-            for block, a in ((block, block.attention) for block in blocks)
-        ]
+        self.qkv = []
+        for block in blocks:
+            attention = block.attention
+            projections = (attention.q, attention.k, attention.v)
+            weight = torch.cat([projection.weight for projection in projections])
+            self.qkv.append(PackedLinear(weight * block.get_norm(0).weight))
         self.o = [PackedLinear(block.attention.o.weight) for block in blocks]
         self.wi = [
             PackedLinear(block.feedforward.wi.weight * block.get_norm(-1).weight)
             for block in blocks
         ]
         self.wo = [PackedLinear(block.feedforward.wo.weight) for block in blocks]
-        self.first = self.qkv[0](self.normalize(embedding.weight))  # (V, 3 * H * K)
+        # (V, 3 * H * K): queries, keys and values of the first block by token
+        self.first_qkv = self.qkv[0](self.normalize(embedding.weight))
 
     def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Return the states (B, S, D) of padded histories.
 
+        States at padding are finite but have no meaning.
+
         Args:
             tokens: (B, S) tokens, padded on the right.
-            lengths: (B,) number of tokens of each history. States at padding are finite
-                but have no meaning.
+            lengths: (B,) number of tokens of each history.
         """
         weight = self.embedding.weight
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
             return self.encode_padded(
                 tokens, padding_mask(lengths, tokens.shape[1], weight.dtype)
             )
-        full = weight.new_zeros((*tokens.shape, self.sizes.d_model))
+        states = weight.new_zeros((*tokens.shape, self.sizes.d_model))
         if kernels.ready(weight):
             real = real_positions(lengths, tokens.shape[1])
-            full[real] = self.encode_packed(tokens[real], lengths)
-            return full
+            states[real] = self.encode_packed(tokens[real], lengths)
+            return states
         for rows in make_buckets(lengths):
             longest = int(lengths[rows].max())
-            states = self.encode_padded(
+            bucket_states = self.encode_padded(
                 tokens[rows, :longest],
                 padding_mask(lengths[rows], longest, weight.dtype),
             )
-            full[rows, :longest] = states.to(full.dtype)
-        return full
+            states[rows, :longest] = bucket_states.to(states.dtype)
+        return states
 
     def encode_packed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Return the states (n, D) of histories that are stored end to end.
@@ -98,22 +106,28 @@ class PackedEncoder:
             return self.embedding.weight.new_zeros((0, self.sizes.d_model))
         bias = self.encoder.position_bias(int(lengths.max()))[0]
         heads = self.sizes.num_heads
-        begin = functional.pad(lengths.cumsum(0), (1, 0))
-        pieces = -(-len(tokens) // MAX_PIECE_TOKENS)
-        # pieces of whole requests with about equal numbers of tokens
-        requests = torch.bincount(begin[:-1] * pieces // len(tokens))
-        edges = functional.pad(requests[requests > 0].cumsum(0), (1, 0)).tolist()
+        offsets = functional.pad(lengths.cumsum(0), (1, 0))  # (B + 1,)
+        num_chunks = math.ceil(len(tokens) / MAX_CHUNK_TOKENS)
+        # chunks of whole requests with about equal numbers of tokens
+        chunk = offsets[:-1] * num_chunks // len(tokens)  # (B,)
+        requests_per_chunk = torch.bincount(chunk)
+        requests_per_chunk = requests_per_chunk[requests_per_chunk > 0]
+        edges = functional.pad(requests_per_chunk.cumsum(0), (1, 0)).tolist()
         states = []
         for first, last in itertools.pairwise(edges):
-            piece = begin[first : last + 1]
+            chunk_offsets = offsets[first : last + 1]
+            begin, end = chunk_offsets[0], chunk_offsets[-1]
             attend = partial(
-                kernels.packed_attention, begin=piece - piece[0], bias=bias, heads=heads
+                kernels.packed_attention,
+                begin=chunk_offsets - begin,
+                bias=bias,
+                heads=heads,
             )
-            states.append(self.states(tokens[piece[0] : piece[-1]], attend))
+            states.append(self.states(tokens[begin:end], attend))
         return torch.cat(states)
 
     def encode_padded(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the states (B, S, D), computed at padding too.
+        """Return the states (B, S, D) of padded histories, computed at padding too.
 
         Args:
             tokens: (B, S) tokens.
@@ -145,7 +159,7 @@ class PackedEncoder:
         blocks = zip(self.qkv, self.o, self.wi, self.wo, strict=True)
         for i, (qkv, o, wi, wo) in enumerate(blocks):
             if i == 0:
-                projected = functional.embedding(tokens, self.first)
+                projected = functional.embedding(tokens, self.first_qkv)
             else:
                 projected = qkv(self.norm(x))
             x = o(attend(projected), add=x)
@@ -165,8 +179,8 @@ class PackedEncoder:
 def make_buckets(lengths: Tensor) -> list[Tensor]:
     """Group rows of similar length, longest first.
 
-    A bucket holds at most `MAX_PIECE_TOKENS` tokens (or one row) and, unless its rows
-    have equal lengths, at most `MAX_BUCKET_PADDING` padded tokens.
+    A bucket has at most `MAX_CHUNK_TOKENS` tokens, or a single row. It has at most
+    `MAX_BUCKET_PADDING` tokens of padding, or none if its rows have equal lengths.
 
     Args:
         lengths: (B,) lengths of the rows.
@@ -174,17 +188,19 @@ def make_buckets(lengths: Tensor) -> list[Tensor]:
     Returns:
         Row numbers of each bucket.
     """
-    ordered, order = lengths.sort(descending=True, stable=True)
-    tokens_before = functional.pad(ordered.cumsum(0), (1, 0))
+    sorted_lengths, order = lengths.sort(descending=True, stable=True)
+    tokens_before = functional.pad(sorted_lengths.cumsum(0), (1, 0))
     buckets: list[Tensor] = []
     begin = 0
     while begin < len(order):
-        longest = int(ordered[begin])
-        rows = torch.arange(1, len(order) - begin + 1)
-        tokens = tokens_before[begin + 1 :] - tokens_before[begin]
-        padding = rows * longest - tokens  # never decreases
-        fits = int((padding <= MAX_BUCKET_PADDING).sum())
-        pieces = -(-fits // max(1, MAX_PIECE_TOKENS // longest))
-        buckets += order[begin : begin + fits].tensor_split(pieces)
-        begin += fits
+        longest = int(sorted_lengths[begin])
+        # padding of the first 1, 2, ... remaining rows together, which never decreases
+        num_rows = torch.arange(1, len(order) - begin + 1)
+        num_tokens = tokens_before[begin + 1 :] - tokens_before[begin]
+        padding = num_rows * longest - num_tokens
+        group_size = int((padding <= MAX_BUCKET_PADDING).sum())
+        rows_per_bucket = max(1, MAX_CHUNK_TOKENS // longest)
+        num_buckets = math.ceil(group_size / rows_per_bucket)
+        buckets += order[begin : begin + group_size].tensor_split(num_buckets)
+        begin += group_size
     return buckets

@@ -135,7 +135,7 @@ class Layout:
             tokens=tokens,
         )
 
-    def past(self) -> Layout:
+    def context_only(self) -> Layout:
         """Return the layout of the context without the candidates."""
         return replace(
             self,

@@ -30,10 +30,10 @@ MAX_TILED_LENGTH = 767
 """Rows up to this length are faster in tiles than in PyTorch's fused kernel."""
 
 TILE_QUERIES = 128
-"""Most queries of a tile. More queries would waste work above the diagonal."""
+"""Maximum queries of a tile. More queries would waste work above the diagonal."""
 
 TILE_SCORES = 2**18
-"""Scores of a tile over all its heads: few enough to stay in a core's cache."""
+"""Scores of a tile over all its heads, few enough to fit into a core's cache."""
 
 GPU_TILE_SCORES = 2**26
 """Scores of a tile on a GPU."""
@@ -46,12 +46,13 @@ def causal_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     All tensors are (B, H, L, d).
     """
-    plain = (
+    is_plain_float32 = (
         q.device.type == "cpu"
         and q.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
     )
-    if plain and q.shape[2] <= MAX_TILED_LENGTH and not torch.compiler.is_compiling():
+    is_short = q.shape[2] <= MAX_TILED_LENGTH
+    if is_plain_float32 and is_short and not torch.compiler.is_compiling():
         return _TiledAttention.apply(q, k, v, None, 1, None, None)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -65,7 +66,7 @@ def prefix_product(
     group: int | None,
     self_kv: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return attention in which query i attends to the keys 0..bound_i - 1.
+    """Return softmax attention in which query i attends to the keys 0..bound_i - 1.
 
     A query without any key gets zeros.
 

@@ -26,6 +26,14 @@ class GatedDeltaNet(RecurrentMixer):
     """A gated delta rule after short convolutions, with a gated norm per head.
 
     Queries and keys are normalised to length 1. Decay and beta are computed per head.
+
+    Args:
+        dim: Width D of the states.
+        heads: Number of heads H.
+        head_width: Key width K of a head.
+        expand_v: Value width V of a head, as a multiple of K.
+        conv: Positions of the short convolution.
+        chunk: Positions per chunk of the recurrence.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.out = nn.Linear(self.values, dim, bias=False)
 
     def inputs(self, x: Tensor, real: Tensor | None, window: Tensor | None) -> Inputs:
+        """Compute the inputs of the recurrence, with normalised queries and keys."""
         qkv, window = self.conv(zero_padding(self.qkv(x), real), window)
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, L, K or V)
@@ -70,6 +79,7 @@ class GatedDeltaNet(RecurrentMixer):
         )
 
     def outputs(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """Return the outputs (B, L, D): normalised per head, gated and projected."""
         normed = self.norm(mixed).transpose(1, 2).flatten(2)
         return self.out(normed * functional.silu(self.gate(x)))
 

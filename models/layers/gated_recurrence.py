@@ -56,7 +56,7 @@ def gated_recurrence(
     """
     dtype = v.dtype
     precise = torch.promote_types(dtype, torch.float32)
-    outs = []
+    outputs = []
     with torch.autocast(v.device.type, enabled=False):
         q, k, v, log_decay = (x.to(precise) for x in (q, k, v, log_decay))
         if beta is not None:
@@ -71,9 +71,9 @@ def gated_recurrence(
                 None if beta is None else beta[:, :, part],
                 memory,
             )
-            outs.append(out)
+            outputs.append(out)
     assert memory is not None
-    return torch.cat(outs, 2).to(dtype), memory
+    return torch.cat(outputs, 2).to(dtype), memory
 
 
 def _run_chunk(
@@ -86,7 +86,7 @@ def _run_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Run `gated_recurrence` over the C positions of a chunk.
 
-    Other than there, `beta` is (B, H, C, 1).
+    The arguments are those of `gated_recurrence`, except that `beta` is (B, H, C, 1).
     """
     # (B, H, C): log decay from before the chunk up to each position. In float64, as
     # differences of large sums would lose digits.
@@ -100,7 +100,7 @@ def _run_chunk(
     u = v
     if beta is not None:
         error = v if memory is None else v - from_start * (k @ memory)
-        # what u of a position takes from earlier positions of the chunk
+        # contribution of earlier positions of the chunk to u of each position
         system = (beta * between * (k @ k.mT)).tril(-1)
         u = torch.linalg.solve_triangular(
             system, beta * error, upper=False, unitriangular=True
@@ -131,7 +131,7 @@ def gated_step(
         log_decay: (B, H) logarithm of the decay.
         beta: (B, H) strength of the delta rule, or None.
         memory: (B, H, K, V), overwritten by the memory after the position.
-        keep: Whether to update `memory`; not needed after the last position.
+        keep: Whether to update `memory`; false for the last position.
 
     Returns:
         The output (B, H, V).
@@ -140,13 +140,13 @@ def gated_step(
     with torch.autocast(v.device.type, enabled=False):
         q, k, v = (x.to(memory.dtype) for x in (q, k, v))
         decay = log_decay.to(memory.dtype).exp().unsqueeze(-1)  # (B, H, 1)
-        # The memory is read once, by the query and by the key of the delta rule.
+        # one product reads the memory by the query, and by the key of the delta rule
         readers = [q] if beta is None else [q, k]
-        read = decay.unsqueeze(-1) * (torch.stack(readers, 2) @ memory)  # (B, H, ., V)
+        values = decay.unsqueeze(-1) * (torch.stack(readers, 2) @ memory)
         u = v
         if beta is not None:
-            u = beta.to(memory.dtype).unsqueeze(-1) * (v - read[:, :, 1])
-        out = read[:, :, 0] + (q * k).sum(-1, keepdim=True) * u
+            u = beta.to(memory.dtype).unsqueeze(-1) * (v - values[:, :, 1])
+        out = values[:, :, 0] + (q * k).sum(-1, keepdim=True) * u
         if keep:
             memory.mul_(decay.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), u.unsqueeze(-2))
     return out.to(dtype)
@@ -156,9 +156,9 @@ class MixerState(NamedTuple):
     """The state of a mixer after some positions."""
 
     window: Tensor
-    """(B, size - 1, channels): the latest inputs of the short convolution."""
+    """(B, size - 1, channels) latest inputs of the short convolution."""
     memory: Tensor
-    """(B, H, K, V) in float32 or more."""
+    """(B, H, K, V) memory of the recurrence, in float32 or more."""
 
     def rows(self, index: Tensor) -> MixerState:
         """Return a copy of the rows `index` (N,)."""
@@ -210,9 +210,9 @@ class Inputs(NamedTuple):
     log_decay: Tensor
     beta: Tensor | None
     skip: Tensor | None
-    """(B, H, L, V), added to the output of the recurrence, or None."""
+    """(B, H, L, V) added to the output of the recurrence, or None."""
     window: Tensor
-    """(B, size - 1, channels) of the convolution after the positions."""
+    """(B, size - 1, channels) latest inputs of the convolution, for the next step."""
 
 
 class RecurrentMixer(nn.Module):
@@ -240,8 +240,8 @@ class RecurrentMixer(nn.Module):
             x: (B, L, D) states.
             real: (B, L, 1), 0 at padding, which then leaves the memory unchanged; or
                 None.
-            window: (B, size - 1, channels) of the convolution before `x`; None for
-                zeros.
+            window: (B, size - 1, channels) inputs of the convolution before `x`; None
+                for zeros.
         """
         raise NotImplementedError
 
@@ -260,8 +260,8 @@ class RecurrentMixer(nn.Module):
         The authors' code of Mamba2 and Gated DeltaNet exempts the same parameters.
         """
         return [
-            p
-            for name, p in self.named_parameters(recurse=False)
+            parameter
+            for name, parameter in self.named_parameters(recurse=False)
             if name in ("log_rate", "step_bias", "skip")
         ]
 

@@ -25,13 +25,13 @@ class HSTULayer(nn.Module):
     Args:
         width: Width D of the states.
         heads: Number of attention heads.
-        length: The n of the paper, the largest number of positions. It is constant, so
-            that an output does not depend on the amount of padding.
+        length: Maximum number of positions, n of the paper. The constant keeps outputs
+            independent of the amount of padding.
         causal: Whether to hide later positions.
         relative: Whether to add a learned bias by distance, and by time difference if
-            times are given.
-        ffn: Inner width of a feed-forward block, which HSTU itself does not have; 0 for
-            none.
+            `forward` gets times.
+        ffn: Inner width of an additional feed-forward block, which HSTU does not have;
+            0 for none.
         dropout: Dropout probability of the residual branches.
     """
 

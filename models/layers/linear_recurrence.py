@@ -61,7 +61,7 @@ def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
 
 @cache
 def fused_available() -> bool:
-    """Return whether Triton is installed and TRIELINE_KERNELS does not forbid it."""
+    """Return whether Triton is installed and TRIELINE_KERNELS is not 0."""
     return (
         os.environ.get("TRIELINE_KERNELS") != "0"
         and importlib.util.find_spec("triton") is not None
@@ -73,18 +73,20 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor) -> Tensor:
+        """Return h (B, L, D) in the dtype of `x` (B, L, D), for decays (D,)."""
         h = scan(x, decay)
         ctx.save_for_backward(h, decay)
         return h.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of `x` (B, L, D) and of the decays (D,)."""
         h, decay = ctx.saved_tensors
         # dL/dx_t = g_t = dL/dh_t + decay * g_{t+1};  dL/d decay = sum_t g_t * h_{t-1}
         g = scan(gradients[0], decay, reverse=True)
-        decay_gradient = (
-            (g[:, 1:] * h[:, :-1]).sum((0, 1)) if ctx.needs_input_grad[1] else None
-        )
+        decay_gradient = None
+        if ctx.needs_input_grad[1]:
+            decay_gradient = (g[:, 1:] * h[:, :-1]).sum((0, 1))
         return g.to(gradients[0].dtype), decay_gradient
 
 
@@ -100,8 +102,8 @@ def scan(x: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
         (B, L, D) float32.
     """
     batch, length, width = x.shape
-    size = max(1, math.isqrt(max(0, length - 1)) + 1)
-    count = -(-length // size)
+    size = max(1, math.isqrt(max(0, length - 1)) + 1)  # K
+    count = math.ceil(length / size)  # N
     padded = x.new_zeros(batch, count * size, width, dtype=torch.float32)
     padded[:, :length] = x
     h = padded.view(batch, count, size, width)  # (B, N, K, D)
@@ -111,11 +113,14 @@ def scan(x: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
     else:
         positions, chunks = range(1, size), range(1, count)
         previous, last = -1, size - 1
-    for i in positions:  # within each chunk, from a zero state
+    # run each chunk from a zero state
+    for i in positions:
         h[:, :, i].addcmul_(h[:, :, i + previous], decay)
+    # pass the states at the ends of chunks on
     chunk_decay = decay**size
-    for n in chunks:  # the state at the end of each chunk
+    for n in chunks:
         h[:, n, last].addcmul_(h[:, n + previous, last], chunk_decay)
+    # add the inherited state to the other positions of each chunk
     if count > 1 and size > 1:
         exponent = torch.arange(1, size, device=x.device, dtype=torch.float32)
         power = decay ** exponent[:, None]  # (K - 1, D)
@@ -141,4 +146,5 @@ class Decay(nn.Module):
         self.logit = nn.Parameter(torch.log(memory - 1).float())
 
     def forward(self) -> Tensor:
+        """Return the decays (D,) in float32."""
         return torch.sigmoid(self.logit.float())

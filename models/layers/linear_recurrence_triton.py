@@ -18,7 +18,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 POSITIONS, CHANNELS = 32, 32
-"""T and C: a row of a tile is then 128 bytes of float32, the width of one GPU read."""
+"""T and C. A row of a tile has 128 bytes of float32, the width of one GPU read."""
 
 
 @triton.jit
@@ -44,7 +44,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 ):
     """Write h (B, L, D).
 
-    Consecutive positions of k and v are `k_step` and `v_step` numbers apart.
+    `k_row` and `k_step` are the strides of rows and positions of k, `v_row` and
+    `v_step` those of v. Channels are contiguous.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
@@ -85,7 +86,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     h,
     dk,
     dv,
-    by_decay,
+    decay_gradients,
     length,
     width,
     k_row,
@@ -95,10 +96,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Write dk and dv (B, L, D) and by_decay (B, D) from grad = dL/dh and h (B, L, D).
+    """Write the gradients dk and dv (B, L, D) and decay_gradients (B, D).
+
+    With grad = dL/dh and h, both (B, L, D):
 
     g_t = grad_t + decay * g_{t+1}
-    dk = g v,  dv = g k,  by_decay = sum_t g_t h_{t-1}
+    dk = g v,  dv = g k,  decay_gradients = sum_t g_t h_{t-1}
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
@@ -125,10 +128,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         )
         tl.store(dk + flat, g * value.to(tl.float32), mask=mask)
         tl.store(dv + flat, g * key.to(tl.float32), mask=mask)
-        before = tl.load(h + flat - width, mask=mask & (t > 0)[:, None], other=0.0)
-        total += tl.sum(g * before.to(tl.float32), 0)
+        previous = tl.load(h + flat - width, mask=mask & (t > 0)[:, None], other=0.0)
+        total += tl.sum(g * previous.to(tl.float32), 0)
         state = tl.sum(tl.where((offset == T - 1)[:, None], g, 0.0), 0)
-    tl.store(by_decay + row * width + channel, total, mask=inside)
+    tl.store(decay_gradients + row * width + channel, total, mask=inside)
 
 
 class FusedRecurrence(torch.autograd.Function):
@@ -140,6 +143,7 @@ class FusedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        """Run the forward kernel."""
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         batch, length, width = k.shape
         h = torch.empty(k.shape, dtype=torch.float32, device=k.device)
@@ -161,10 +165,13 @@ class FusedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of k, v and the decays."""
         k, v, decay, h = ctx.saved_tensors
         batch, length, width = k.shape
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-        by_decay = torch.zeros(batch, width, dtype=torch.float32, device=k.device)
+        decay_gradients = torch.zeros(
+            batch, width, dtype=torch.float32, device=k.device
+        )
         if h.numel():
             backward_kernel[(batch, triton.cdiv(width, CHANNELS))](
                 gradients[0].contiguous(),
@@ -174,7 +181,7 @@ class FusedRecurrence(torch.autograd.Function):
                 h,
                 dk,
                 dv,
-                by_decay,
+                decay_gradients,
                 length,
                 width,
                 *k.stride()[:2],
@@ -182,4 +189,4 @@ class FusedRecurrence(torch.autograd.Function):
                 T=POSITIONS,
                 C=CHANNELS,
             )
-        return dk, dv, by_decay.sum(0)
+        return dk, dv, decay_gradients.sum(0)

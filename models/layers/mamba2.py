@@ -26,6 +26,14 @@ class Mamba2(RecurrentMixer):
     """State space duality after a short convolution over x, B and C.
 
     All heads share B and C, which are the keys and queries (one group).
+
+    Args:
+        dim: Width D of the states.
+        head_width: Width P of a head, a divisor of `expand * dim`.
+        state: Width N of the state.
+        expand: Inner width, as a multiple of D.
+        conv: Positions of the short convolution.
+        chunk: Positions per chunk of the recurrence.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Mamba2(RecurrentMixer):
         self.out = nn.Linear(self.inner, dim, bias=False)
 
     def inputs(self, x: Tensor, real: Tensor | None, window: Tensor | None) -> Inputs:
+        """Compute the inputs of the recurrence; the skip term is D * x."""
         channels = self.inner + 2 * self.state
         convolved, step = self.enter(x).split([channels, self.heads], -1)
         convolved, window = self.conv(zero_padding(convolved, real), window)
@@ -74,5 +83,6 @@ class Mamba2(RecurrentMixer):
         )
 
     def outputs(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """Return the outputs (B, L, D): gated, normalised and projected."""
         gated = mixed.transpose(1, 2).flatten(2) * functional.silu(self.gate(x))
         return self.out(self.norm(gated))

@@ -19,6 +19,14 @@ class MMoE(nn.Module):
     """Logits of several tasks from shared experts (Eq. 6 and 7 of MMoE).
 
     logit_k = tower_k(sum_e softmax(gate_k(x))_e * expert_e(x))
+
+    Args:
+        width: Width D of the input.
+        tasks: Number of tasks K.
+        experts: Number of experts E.
+        expert_width: Output width w of an expert.
+        tower_width: Inner width h of a task's tower.
+        dropout: Dropout probability of the experts' outputs.
     """
 
     def __init__(
@@ -45,13 +53,11 @@ class MMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (..., K) of inputs `x` (..., D)."""
-        experts = functional.relu(self.experts(x)).unflatten(
-            -1, (self.shape[1], -1)
-        )  # (..., E, w)
+        num_experts = self.shape[1]
+        activated = functional.relu(self.experts(x))
+        experts = activated.unflatten(-1, (num_experts, -1))  # (..., E, w)
         experts = functional.dropout(experts, self.dropout, self.training)
         gates = self.gates(x).unflatten(-1, self.shape).softmax(-1)  # (..., K, E)
-        towers = (
-            torch.einsum("...kw,kwh->...kh", gates @ experts, self.tower)
-            + self.tower_bias
-        )
+        mixed = gates @ experts  # (..., K, w)
+        towers = torch.einsum("...kw,kwh->...kh", mixed, self.tower) + self.tower_bias
         return (functional.relu(towers) * self.out).sum(-1) + self.bias

@@ -41,35 +41,33 @@ class T5Sizes:
 def dropout(x: Tensor, dropout_p: float) -> Tensor:
     """Apply dropout, with a fast mask on a CPU.
 
-    There PyTorch draws one number at a time, which takes a third of a training step of
-    TIGER. Instead the mask is made of 16-bit pieces of random 64-bit words.
+    On a CPU PyTorch draws one random number at a time, which takes a third of a
+    training step of TIGER. Here 16-bit pieces of random 64-bit words form the mask.
     """
     if dropout_p == 0.0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return functional.dropout(x, dropout_p)
-    return x * _keep(x, dropout_p).to(x.dtype).mul_(1 / (1 - dropout_p))
+    return x * _draw_mask(x, dropout_p).to(x.dtype).mul_(1 / (1 - dropout_p))
 
 
-def _keep(x: Tensor, dropout_p: float) -> Tensor:
+def _draw_mask(x: Tensor, dropout_p: float) -> Tensor:
     """Return a mask like `x` that is false with probability `dropout_p`."""
     words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    return (
-        words.view(torch.int16)[: x.numel()].view(x.shape)
-        >= round(dropout_p * 2**16) - 2**15
-    )
+    numbers = words.view(torch.int16)[: x.numel()].view(x.shape)
+    return numbers >= round(dropout_p * 2**16) - 2**15
 
 
 class _ReluDropout(torch.autograd.Function):
     """ReLU followed by an unscaled dropout mask, in place.
 
-    The gradient of both passes where the result is positive.
+    The gradient is passed where the result is positive, and is zero elsewhere.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout_p: float) -> Tensor:
-        keep = _keep(x, dropout_p)
-        result = x.relu_().masked_fill_(~keep, 0.0)
+        mask = _draw_mask(x, dropout_p)
+        result = x.relu_().masked_fill_(~mask, 0.0)
         ctx.mark_dirty(x)
         ctx.save_for_backward(result)
         return result
@@ -89,6 +87,7 @@ class Norm(nn.Module):
         self.epsilon = sizes.epsilon
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised and weighted states of `x` (..., D)."""
         if x.device.type == "cpu" and not torch.is_grad_enabled():
             # three times faster than torch.rms_norm
             return self.normalize(x) * self.weight
@@ -103,7 +102,7 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention without biases or scaling.
 
-    The first block of a stack also owns the relative position bias.
+    The attention of a stack's first block also holds the relative position bias.
     """
 
     def __init__(self, sizes: T5Sizes, position_bias: bool = False) -> None:
@@ -183,6 +182,7 @@ class DenseReluDense(nn.Module):
         nn.init.normal_(self.wo.weight, std=sizes.d_ff**-0.5)
 
     def forward(self, x: Tensor, dropout_p: float) -> Tensor:
+        """Return the outputs (..., D) of `x` (..., D)."""
         inner = self.wi(x)
         if dropout_p == 0.0 or x.device.type != "cpu" or torch.compiler.is_compiling():
             inner = inner.relu() if torch.is_grad_enabled() else inner.relu_()
@@ -213,14 +213,17 @@ class Block(nn.Module):
 
     @property
     def attention(self) -> Attention:
+        """Self-attention of the block."""
         return cast(Attention, self.layer[0].get_submodule("SelfAttention"))
 
     @property
     def cross_attention(self) -> Attention:
+        """Cross-attention of a decoder's block."""
         return cast(Attention, self.layer[1].get_submodule("EncDecAttention"))
 
     @property
     def feedforward(self) -> DenseReluDense:
+        """Feed-forward sub-layer of the block."""
         return cast(DenseReluDense, self.layer[-1].get_submodule("DenseReluDense"))
 
     def norm(self, index: int, x: Tensor) -> Tensor:
@@ -228,10 +231,16 @@ class Block(nn.Module):
         return self.get_norm(index)(x)
 
     def get_norm(self, index: int) -> Norm:
+        """Return the norm of the sub-layer `index`."""
         return cast(Norm, self.layer[index].get_submodule("layer_norm"))
 
     def drop(self, self_attention: bool, cross_attention: bool) -> None:
-        """Remove sub-layers (Tables 2 and 9 of SID-MLP)."""
+        """Remove sub-layers from the block (Tables 2 and 9 of SID-MLP).
+
+        Args:
+            self_attention: Whether to remove self-attention.
+            cross_attention: Whether to remove cross-attention.
+        """
         self.has_attention = not self_attention
         self.has_cross_attention = not cross_attention
         if self_attention:
@@ -269,7 +278,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks and a final norm. The first block owns the position bias of all blocks."""
+    """Blocks and a final norm. All blocks use the position bias of the first block."""
 
     def __init__(self, sizes: T5Sizes, decoder: bool) -> None:
         super().__init__()
@@ -282,6 +291,7 @@ class Stack(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
+        """Blocks of the stack, in order."""
         return cast(list[Block], list(self.block))
 
     def position_bias(self, length: int) -> Tensor:
@@ -315,7 +325,16 @@ class Stack(nn.Module):
 
 
 def _bucket(distance: Tensor, sizes: T5Sizes, bidirectional: bool) -> Tensor:
-    """Return T5's bucket of each distance: exact if near, logarithmic if far."""
+    """Return T5's bucket of each relative position.
+
+    Small distances have a bucket each; buckets of larger distances are logarithmic.
+
+    Args:
+        distance: (...) position of the key minus position of the query.
+        sizes: Number of buckets and largest distance.
+        bidirectional: Whether later keys have buckets of their own; otherwise they
+            share the bucket of distance 0.
+    """
     count = sizes.buckets // 2 if bidirectional else sizes.buckets
     offset = (distance > 0).long() * count if bidirectional else 0
     distance = distance.abs() if bidirectional else (-distance).clamp(min=0)

@@ -1,1 +1,1 @@
-"""Search: which of these candidates will this user click for this query? One file per model."""
+"""Search models: rank the candidates of a query by the probability of a click."""

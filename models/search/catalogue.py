@@ -1,12 +1,13 @@
-"""What search models are built on: the items and queries of a log, its labels and features, and the text vectors.
+"""The catalogue of search models: items, queries, labels, features and text vectors.
 
     catalogue = SearchCatalogue.load("tables", "text")
 
-Vectors of documents are a tensor, which models hold as a table. Vectors of queries and
-of pairs stay in memory-mapped files; a batch brings those that it needs
-(`models/search/data.py`).
+Vectors of documents are a tensor, which models hold as a buffer. Vectors of queries and
+of pairs are memory-mapped files; a batch holds copies of the vectors that its examples
+need (`models/search/data.py`).
 
-Shapes: `I` items, `Q` queries, `P` pairs, `F` features, `K` labels, `W` width of text.
+Shapes: `I` items, `Q` queries, `P` pairs of item and query, `F` features, `K` labels,
+`W` width of text.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TABLES = {
     "tables": ("items", "queries", "sequences"),
     "text": ("items", "queries", "pairs"),
 }
-"""Tables that a catalogue comes from, by folder of `Inputs`."""
+"""Tables that a catalogue is loaded from, by folder of `Inputs`."""
 
 NO_QUERY = -1
 """`query_index` of a behaviour or request without a query."""
@@ -50,10 +51,10 @@ NO_QUERY = -1
 
 @dataclass(frozen=True)
 class DocumentTokens:
-    """The tokens that the text encoder read of each document, and how it pools its states."""
+    """The tokens of all documents, and how the text encoder pools its states."""
 
     tokens: Tensor
-    """int32, all documents end to end, special tokens included."""
+    """int32 tokens of all documents, end to end, special tokens included."""
     begin: Tensor
     """(I + 1,) int64 index of each document's first token, and the end."""
     pooling: str
@@ -64,34 +65,35 @@ class DocumentTokens:
 
 @dataclass(frozen=True)
 class SearchText:
-    """Text vectors by a frozen encoder: of documents, of queries, and of pairs of both."""
+    """Text vectors of documents, queries and pairs, made by a frozen encoder."""
 
     items: Tensor
-    """(I, W) float32: each document alone."""
+    """(I, W) float32 vectors of documents alone."""
     queries: NDArray[np.float32]
-    """(Q, W): each query alone."""
+    """(Q, W) vectors of queries alone."""
     pair_keys: NDArray[np.int64]
-    """(P,) ascending: the `pair_key` of each pair."""
+    """(P,) the `pair_key` of each pair, ascending."""
     pairs: NDArray[np.float32]
-    """(P, W): document and query together."""
+    """(P, W) vectors of document and query together."""
     joint: NDArray[np.float32]
-    """(P, W): the encoder's [SEP] output over query and document, which depends on the
-    document; (P, 0) if not made."""
+    """(P, W) outputs of the encoder at [SEP] over query and document, which depend on
+    the document; (P, 0) if jobs.encode did not write them."""
     documents: DocumentTokens | None = None
-    """The encoder's input; None for TF-IDF."""
+    """Tokens of the documents; None for TF-IDF."""
     is_complete: bool = True
-    """Whether a pair without a vector is an error; else its document alone is read."""
+    """Whether a pair without a vector is an error. Otherwise the vector of its document
+    alone is used."""
 
     @classmethod
     def empty(cls, num_items: int, num_queries: int) -> Self:
         """Return text of width 0, for models that read no text."""
-        none = np.zeros((0, 0), np.float32)
+        no_pairs = np.zeros((0, 0), np.float32)
         return cls(
             items=torch.zeros(num_items, 0),
             queries=np.zeros((num_queries, 0), np.float32),
             pair_keys=np.zeros(0, np.int64),
-            pairs=none,
-            joint=none,
+            pairs=no_pairs,
+            joint=no_pairs,
         )
 
     @classmethod
@@ -99,20 +101,23 @@ class SearchText:
         """Open the tables of jobs.encode.
 
         Args:
-            uri: The folder of the tables.
-            items: Manifest of the items that they are to belong to.
-            num_queries: Number of queries.
+            uri: Folder of the tables.
+            items: Manifest of the items that were encoded.
+            num_queries: Number of queries that were encoded.
 
         Raises:
-            UserError: If the tables were encoded with several settings, or have other
-                keys.
+            UserError: If the tables were encoded with different settings, or do not
+                have one row for each item and query.
         """
         names = ("items", "queries", "pairs", "tokens")
         present = [name for name in names if has_manifest(join(uri, name))]
-        encoders = [_encoder(read_manifest(join(uri, name))) for name in present]
-        if any(encoder != encoders[0] for encoder in encoders):
+        settings = [
+            _encoder_settings(read_manifest(join(uri, name))) for name in present
+        ]
+        if any(table_settings != settings[0] for table_settings in settings):
             raise UserError(
-                f"the tables of {uri} were encoded with several settings; run jobs.encode again"
+                f"the tables of {uri} were encoded with different settings; run "
+                "jobs.encode again"
             )
         items_uri = join(uri, "items")
         documents = read_vectors(
@@ -123,38 +128,46 @@ class SearchText:
         if num_queries:
             queries = _open_queries(join(uri, "queries"), num_queries)
         pairs = open_vectors(join(uri, "pairs"))
-        none = np.zeros(0, np.int64)
+        no_index = np.zeros(0, np.int64)
         pair_keys = pair_key(
-            pairs.get("item_index", none), pairs.get("query_index", none), num_queries
+            pairs.get("item_index", no_index),
+            pairs.get("query_index", no_index),
+            num_queries,
         )
         if (np.diff(pair_keys) <= 0).any():
             raise UserError(
-                f"{join(uri, 'pairs')} is not sorted by item and query; run jobs.encode again"
+                f"{join(uri, 'pairs')} is not sorted by item and query; run "
+                "jobs.encode again"
             )
-        count = len(pair_keys)
+        num_pairs = len(pair_keys)
         return cls(
             items=documents,
             queries=queries,
             pair_keys=pair_keys,
-            pairs=pairs.get("embedding", np.zeros((count, width), np.float32)),
-            joint=pairs.get("joint", np.zeros((count, 0), np.float32)),
+            pairs=pairs.get("embedding", np.zeros((num_pairs, width), np.float32)),
+            joint=pairs.get("joint", np.zeros((num_pairs, 0), np.float32)),
             documents=_load_documents(join(uri, "tokens"), items),
         )
 
     @property
     def width(self) -> int:
-        """W."""
+        """Width W of the vectors; 0 if models read no text."""
         return self.items.shape[1]
 
     @property
     def num_queries(self) -> int:
-        """Q."""
+        """Number Q of encoded queries."""
         return len(self.queries)
 
     def find_pairs(
         self, keys: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the row in `pairs` of each key, and whether the pair was encoded."""
+        """Look up pairs by their `pair_key`.
+
+        Returns:
+            The row of each key in `pairs`, and a mask that is true where the pair has a
+            vector.
+        """
         return find_sorted(self.pair_keys, keys)
 
     def collate(
@@ -165,54 +178,74 @@ class SearchText:
         candidate: NDArray,
         num_candidates: NDArray[np.int64],
     ) -> dict[str, Any]:
-        """Return the text of a batch: its distinct vectors, and the row of each use, as `SearchBatch` has them.
+        """Return the text fields of a `SearchBatch`.
+
+        Each distinct vector of the batch is copied once; the other fields refer to it
+        by row.
 
         Args:
             history: (B, T) items.
-            history_query: (B, T) queries; None where models do not read them.
+            history_query: (B, T) queries, or None if the model does not read them.
             request_query: (R,) queries.
             candidate: (N,) items.
-            num_candidates: (R,) candidates of each request.
+            num_candidates: (R,) number of candidates of each request.
 
         Raises:
-            UserError: If a pair has no vector and the text is to be complete.
+            UserError: If a pair has no vector, but the text has to be complete.
         """
         if history_query is None:
             history_query = np.full(history.shape, NO_QUERY)
-        uses = np.concatenate([request_query, history_query.ravel()])
-        query, row = _distinct_rows(uses, (uses != NO_QUERY) & (self.width > 0))
-        request_row, history_row = np.split(row, [len(request_query)])
-        item = np.concatenate([candidate, history.ravel()]).astype(np.int64)
+        has_text = self.width > 0
+        # queries of requests, then of behaviours
+        query = np.concatenate([request_query, history_query.ravel()])
+        distinct_query, query_row = _distinct_rows(
+            query, (query != NO_QUERY) & has_text
+        )
+        request_row, history_row = np.split(query_row, [len(request_query)])
+        # pairs of candidates, then of behaviours
+        pair_item = np.concatenate([candidate, history.ravel()]).astype(np.int64)
         candidate_query = np.repeat(request_query, num_candidates)
-        asked = np.concatenate([candidate_query, history_query.ravel()])
-        has_pair = (item >= 0) & (asked != NO_QUERY) & (self.width > 0)
-        keys = pair_key(item, asked, self.num_queries)
-        pair, row = self._encoded_rows(keys, has_pair)
-        candidate_row, past_row = np.split(row, [len(candidate)])
+        pair_query = np.concatenate([candidate_query, history_query.ravel()])
+        is_pair = (pair_item >= 0) & (pair_query != NO_QUERY) & has_text
+        keys = pair_key(pair_item, pair_query, self.num_queries)
+        table_row, pair_row = self._select_pairs(keys, is_pair)
+        candidate_row, behaviour_row = np.split(pair_row, [len(candidate)])
         return {
-            "query_text": torch.from_numpy(self.queries[query]),
+            "query_text": torch.from_numpy(self.queries[distinct_query]),
             "request_query_text": torch.from_numpy(request_row),
             "history_query_text": torch.from_numpy(history_row.reshape(history.shape)),
-            "pair_text": torch.from_numpy(self.pairs[pair]),
-            "joint_text": torch.from_numpy(self.joint[pair]),
+            "pair_text": torch.from_numpy(self.pairs[table_row]),
+            "joint_text": torch.from_numpy(self.joint[table_row]),
             "candidate_pair_text": torch.from_numpy(candidate_row),
-            "history_pair_text": torch.from_numpy(past_row.reshape(history.shape)),
+            "history_pair_text": torch.from_numpy(behaviour_row.reshape(history.shape)),
         }
 
-    def _encoded_rows(
+    def _select_pairs(
         self, keys: NDArray[np.int64], is_pair: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rows in `pairs` of the distinct encoded pairs, and the index of each of `keys` in them, or -1."""
-        key, index = _distinct_rows(keys, is_pair)
-        row, is_encoded = self.find_pairs(key)
+        """Select the vectors of a batch's distinct pairs.
+
+        Args:
+            keys: (n,) `pair_key` of each use.
+            is_pair: (n,) whether the use has an item and a query.
+
+        Returns:
+            (p,) rows in `pairs` of the distinct pairs, and the (n,) index of each use
+            in these rows; -1 for a use without a pair or without a vector.
+        """
+        distinct_keys, index = _distinct_rows(keys, is_pair)
+        row, is_encoded = self.find_pairs(distinct_keys)
         if is_encoded.all():
             return row, index
         if self.is_complete:
-            item, query = divmod(int(key[~is_encoded][0]), self.num_queries + 1)
+            missing_key = int(distinct_keys[~is_encoded][0])
+            item, query = divmod(missing_key, self.num_queries + 1)
             raise UserError(
-                f"the text has no embedding of item {item} with query {query - 1}; run jobs.encode again on these tables"
+                f"the text has no embedding of item {item} with query {query - 1}; run "
+                "jobs.encode again on these tables"
             )
         encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
+        # index -1 reads the appended -1
         return row[is_encoded], np.append(encoded_index, -1)[index]
 
 
@@ -221,31 +254,31 @@ class SearchCatalogue:
     """Items, queries, labels, features and text vectors of a search log."""
 
     num_items: int
-    """Items; `item_index` is dense from 0."""
+    """Number of items; `item_index` is dense from 0."""
     num_queries: int
-    """Queries; `query_index` is dense from 0."""
+    """Number of queries; `query_index` is dense from 0."""
     labels: tuple[str, ...]
-    """Names of the K labels; GAUC is of the first."""
+    """Names of the K labels; plain metrics refer to the first one."""
     features: tuple[str, ...]
-    """Names of the F features of a candidate and of a behaviour: counts, place and
-    time, then the log's own."""
+    """Names of the F features of a candidate and of a behaviour: built-in features
+    (counts, position and time), then the log's own features."""
     text: SearchText
     """Text vectors; of width 0 for models that read no text."""
     text_size: float = 0.0
     """Root mean square of the documents' vectors, or the value in a checkpoint."""
     feature_mean: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(F without the log's own,) mean over train candidates."""
+    """Means of the built-in features over train candidates."""
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """(F without the log's own,) standard deviation over train candidates; 0 for a
+    """Standard deviations of the built-in features over train candidates; 0 for a
     constant."""
     own: OwnFeatures = field(default_factory=OwnFeatures)
-    """The log's own features, the last ones of `features`."""
+    """The log's own features, which are the last names of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Groups of features, in order."""
+    """Features of each group of HFG-Attention, in order."""
     versions: dict[str, TableVersion] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
-    """Features that a candidate has only once it was shown; `models/search/position.py`
+    """Features that are unknown until a candidate is shown; `models/search/position.py`
     hides them when ranking."""
 
     def __post_init__(self) -> None:
@@ -258,7 +291,7 @@ class SearchCatalogue:
         return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
-        """Return the scales of texts and of the log's own numbers, which a checkpoint stores."""
+        """Return the scales of text and of own numbers, which a checkpoint stores."""
         return {
             "own": [asdict(number) for number in self.own.numbers],
             "text_size": self.text_size,
@@ -275,11 +308,11 @@ class SearchCatalogue:
         """Load the catalogue of a search log.
 
         Args:
-            tables: The folder that jobs.prepare made.
-            text: The folder that jobs.encode made; None for text of width 0.
-            scale: Whether to compute the features' mean and deviation; a checkpoint
-                brings its own.
-            scales: The scales of a checkpoint.
+            tables: Output folder of jobs.prepare.
+            text: Output folder of jobs.encode; None for text of width 0.
+            scale: Whether to compute the features' mean and deviation from the train
+                split. A served model does without, since its checkpoint has them.
+            scales: Scales from a checkpoint (`scales`), which replace computed ones.
 
         Raises:
             UserError: If the tables do not belong together.
@@ -316,21 +349,31 @@ class SearchCatalogue:
 
 
 def pair_key(item: Any, query: Any, num_queries: int) -> Any:
-    """Return one int64 for each item and query; works on arrays and tensors."""
+    """Return an integer that identifies a pair of item and query.
+
+    Args:
+        item: `item_index`, an integer, array or tensor.
+        query: `query_index` in the same form; NO_QUERY is allowed.
+        num_queries: Number of queries.
+    """
     return item * (num_queries + 1) + query + 1
 
 
 def _distinct_rows(
     values: NDArray, is_used: NDArray[np.bool_]
 ) -> tuple[NDArray, NDArray[np.int64]]:
-    """Return the distinct values that are used, ascending, and each value's index in them, -1 if it is not used."""
-    rows = np.full(len(values), -1)
-    distinct, rows[is_used] = np.unique(values[is_used], return_inverse=True)
-    return distinct, rows
+    """Return the distinct used values, ascending, and the index of each value in them.
+
+    The index of an unused value is -1.
+    """
+    index = np.full(len(values), -1)
+    distinct, index[is_used] = np.unique(values[is_used], return_inverse=True)
+    return distinct, index
 
 
-def _encoder(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
-    """Return the encoder of a table of texts and its settings; `query_condition` concerns pairs alone."""
+def _encoder_settings(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
+    """Return the encoder of a table of texts and the settings that all tables share."""
+    # only the table of pairs depends on query_condition
     settings = {
         name: value
         for name, value in manifest.config.items()
@@ -345,13 +388,14 @@ def _open_queries(uri: str, num_queries: int) -> NDArray[np.float32]:
     index = columns.get("query_index", np.zeros(0, np.int64))
     if not np.array_equal(index, np.arange(num_queries)):
         raise UserError(
-            f"{uri} has {len(index)} rows that are not the {num_queries} queries in order; run jobs.encode again"
+            f"{uri} has {len(index)} rows that are not the {num_queries} queries in "
+            "order; run jobs.encode again"
         )
     return columns["embedding"]
 
 
 def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
-    """Load the documents' tokens, or return None if the text has none.
+    """Load the documents' tokens, or return None if the table does not exist.
 
     Raises:
         UserError: If the tokens were made from other items.
@@ -373,7 +417,13 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
 
 
 def _feature_scale(uri: str, num_features: int) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (F,) over the train candidates of the first part that has some."""
+    """Return mean and standard deviation (F,) of features over train candidates.
+
+    Only the first part of the table with train candidates is read.
+
+    Raises:
+        UserError: If the table has no train candidate.
+    """
     for table in iter_parts(uri, "sequences", ["requests"]):
         requests = table["requests"].combine_chunks().flatten()
         train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))

@@ -1,14 +1,14 @@
-"""Counts of items, queries and pairs as of a moment, as features of what a request ranks.
+"""Counts of items, queries and pairs as of one time, as features of served candidates.
 
     counts = Counts.load("tables/counts", features, settings)
     counts.fill(vectors, ["i0007", "i0123"], "kettle")
 
-`python -m jobs.prepare --counts_as_of TIME` makes the table: a row per item, per query
-and per pair of both that was there before TIME, with the features of its kind and null
-elsewhere. What has no row was never there. The values are those of a search at TIME;
-`hours` are features of a request's own time.
+`python -m jobs.prepare --counts_as_of TIME` writes the table. It has a row for each
+item, each query and each pair of both that has events before TIME. A row holds the
+features of its kind (item, query or pair), as a search at TIME has them, and null for
+the other kinds. `time_features` computes features of the request's time.
 
-Shapes: `N` candidates, `F` features, `n` those of one kind.
+Shapes: `N` candidates, `F` features, `n` features of one kind.
 """
 
 from __future__ import annotations
@@ -29,46 +29,65 @@ Floats = NDArray[np.float32]
 
 HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 HOURS = ("hour_sin", "hour_cos", "weekday_sin", "weekday_cos")
-"""Names of the columns of `hours`."""
-COUNTED_BY = ("windows_days", "delay_minutes", "ctr_prior", "ctr_strength", "behaviour")
-"""Settings of a log that decide the values."""
+"""Names of the columns of `time_features`."""
+COUNT_SETTINGS = (
+    "windows_days",
+    "delay_minutes",
+    "ctr_prior",
+    "ctr_strength",
+    "behaviour",
+)
+"""Settings of a log on which the counts depend."""
 
 
-def hours(time: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(N, 4): hour and weekday of `time` (N,) ms, in UTC, on circles."""
-    columns = []
-    for period, start in (
-        (DAY_MS, 0),
-        (7 * DAY_MS, 3 * DAY_MS),
-    ):  # 1 January 1970 was a Thursday
-        angle = (
-            2
-            * np.pi
-            * ((time + start) % period // (HOUR_MS if period == DAY_MS else DAY_MS))
-        )
-        angle /= 24 if period == DAY_MS else 7
-        columns += [np.sin(angle), np.cos(angle)]
+def time_features(time: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return sine and cosine of the hour and of the weekday, in UTC.
+
+    Args:
+        time: (N,) times in ms.
+
+    Returns:
+        (N, 4) columns, named `HOURS`.
+    """
+    hour = time % DAY_MS // HOUR_MS
+    # 1 January 1970 was a Thursday, day 3 of a week that begins on Monday
+    weekday = (time + 3 * DAY_MS) % (7 * DAY_MS) // DAY_MS
+    hour_angle = 2 * np.pi * hour / 24
+    weekday_angle = 2 * np.pi * weekday / 7
+    columns = [
+        np.sin(hour_angle),
+        np.cos(hour_angle),
+        np.sin(weekday_angle),
+        np.cos(weekday_angle),
+    ]
     return np.stack(columns, 1)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The features of one kind of key."""
+class CountTable:
+    """The features of all keys of one kind: items, queries or pairs."""
 
-    places: NDArray[np.int64]
-    """(n,) places of its features among the F."""
+    feature_index: NDArray[np.int64]
+    """(n,) index of each column among the F features."""
     values: Floats
-    """(rows + 1, n); the last row is of what was never there."""
+    """(rows + 1, n) features; the last row holds the values of keys without events."""
 
     @classmethod
-    def of(
+    def from_table(
         cls,
         table: pa.Table,
         names: Sequence[str],
         features: Sequence[str],
         never: Mapping[str, float],
     ) -> Self:
-        """Read the counts of `table`'s rows, by the key columns `names`."""
+        """Read the counts of one kind of key.
+
+        Args:
+            table: Rows of the keys of this kind.
+            names: (n,) features of this kind.
+            features: (F,) features of the model.
+            never: Value of each feature for a key without events.
+        """
         columns = [
             np.append(table[name].to_numpy(), np.float32(never[name])) for name in names
         ]
@@ -81,85 +100,105 @@ class Rows:
 
 @dataclass(frozen=True)
 class Counts:
-    """See the module."""
+    """Counts of items, queries and pairs as of one time (see the module)."""
 
-    of: dict[str, Rows]
-    """Features of `item`, `query` and `pair`."""
+    tables: dict[str, CountTable]
+    """Features by kind of key: `item`, `query` and `pair`."""
     items: dict[str, int]
-    """Rows of items."""
+    """Row of each item id."""
     queries: dict[str, int]
-    """Rows of queries."""
+    """Row of each query."""
     pairs: NDArray[np.int64]
-    """item row x queries + query row of each pair, ascending."""
+    """Key of each pair, ascending: item row * number of queries + query row."""
 
     @classmethod
     def load(
         cls, uri: str, features: Sequence[str], settings: Mapping[str, Any]
     ) -> Self:
-        """Read the table at `uri` for a model of these built-in features.
+        """Read a table of counts for a model.
 
         Args:
+            uri: The table.
+            features: Names of the model's features of a candidate, without the log's
+                own features.
             settings: Settings of the counts in the model's tables, from the manifest of
                 `sequences`.
 
         Raises:
-            UserError: if the table was made with other settings.
+            UserError: If the table was made with other settings.
         """
         info = read_manifest(uri, "counts").info
-        for name in COUNTED_BY:
-            here, there = (
-                {**each["search"], "behaviour": each["behaviour"]}[name]
-                for each in (info, settings)
-            )
-            if here != there:
+        table_settings = _count_settings(info)
+        model_settings = _count_settings(settings)
+        for name in COUNT_SETTINGS:
+            if table_settings[name] != model_settings[name]:
                 raise UserError(
-                    f"{uri} was counted with {name} {here}, the tables of the model with {there}; prepare the log with "
-                    f"the model's source file"
+                    f"{uri} was counted with {name} {table_settings[name]}, the tables "
+                    f"of the model with {model_settings[name]}; prepare the log with "
+                    "the model's source file"
                 )
         table = read_table(uri, "counts")
-        has_item, has_query = (
-            pc.is_valid(table[name]) for name in ("item_id", "query")
-        )
-        parts = {
-            "item": table.filter(pc.and_not(has_item, has_query)),
-            "query": table.filter(pc.and_not(has_query, has_item)),
-            "pair": table.filter(pc.and_(has_item, has_query)),
-        }
-        item, query = (
-            pc.index_in(parts["pair"][name], parts[of][name].combine_chunks())
-            .to_numpy()
-            .astype(np.int64)
-            for of, name in (("item", "item_id"), ("query", "query"))
-        )
-        key = item * len(parts["query"]) + query
+        has_item = pc.is_valid(table["item_id"])
+        has_query = pc.is_valid(table["query"])
+        item_rows = table.filter(pc.and_not(has_item, has_query))
+        query_rows = table.filter(pc.and_not(has_query, has_item))
+        pair_rows = table.filter(pc.and_(has_item, has_query))
+        item = _index_in(pair_rows["item_id"], item_rows["item_id"])
+        query = _index_in(pair_rows["query"], query_rows["query"])
+        key = item * len(query_rows) + query
         order = np.argsort(key)
-        parts["pair"] = parts["pair"].take(pa.array(order))
-        rows = {
-            of: Rows.of(part, info["features"][of], features, info["never"])
-            for of, part in parts.items()
+        rows_by_kind = {
+            "item": item_rows,
+            "query": query_rows,
+            "pair": pair_rows.take(pa.array(order)),
         }
-        items, queries = (
-            parts["item"]["item_id"].to_pylist(),
-            parts["query"]["query"].to_pylist(),
+        return cls(
+            tables={
+                kind: CountTable.from_table(
+                    rows, info["features"][kind], features, info["never"]
+                )
+                for kind, rows in rows_by_kind.items()
+            },
+            items=_row_by_value(item_rows["item_id"]),
+            queries=_row_by_value(query_rows["query"]),
+            pairs=key[order],
         )
-        by_id = [
-            {id_: row for row, id_ in enumerate(each)} for each in (items, queries)
-        ]
-        return cls(rows, by_id[0], by_id[1], key[order])
 
     def fill(self, vectors: Floats, items: Sequence[str], query: str | None) -> None:
-        """Write the counts of `items` (N,) and of their pairs with the query to
-        `vectors` (N, F).
+        """Write the counts of items, and of their pairs with a query, into features.
+
+        Args:
+            vectors: (N, F) features of the candidates, changed in place.
+            items: (N,) item ids.
+            query: The request's query.
         """
         item = np.array([self.items.get(id_, -1) for id_ in items], np.int64)
-        asked = self.queries.get(query or "", -1)
-        place, there = find_sorted(self.pairs, item * len(self.queries) + asked)
-        there &= (item >= 0) & (asked >= 0)
-        for of, row in {
+        query_row = self.queries.get(query or "", -1)
+        pair_row, is_counted = find_sorted(
+            self.pairs, item * len(self.queries) + query_row
+        )
+        is_counted &= (item >= 0) & (query_row >= 0)
+        # row -1 is the last row, which holds the values of keys without events
+        rows = {
             "item": item,
-            "query": np.full(len(item), asked),
-            "pair": np.where(there, place, -1),
-        }.items():
-            vectors[:, self.of[of].places] = self.of[of].values[
-                row
-            ]  # row -1 is the last one
+            "query": np.full(len(item), query_row),
+            "pair": np.where(is_counted, pair_row, -1),
+        }
+        for kind, row in rows.items():
+            table = self.tables[kind]
+            vectors[:, table.feature_index] = table.values[row]
+
+
+def _count_settings(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a manifest's `info` on which counts depend."""
+    return {**info["search"], "behaviour": info["behaviour"]}
+
+
+def _index_in(values: pa.ChunkedArray, keys: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return the index of each value in `keys`."""
+    return pc.index_in(values, keys.combine_chunks()).to_numpy().astype(np.int64)
+
+
+def _row_by_value(column: pa.ChunkedArray) -> dict[str, int]:
+    """Return the row of each value of a column of distinct values."""
+    return {value: row for row, value in enumerate(column.to_pylist())}

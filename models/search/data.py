@@ -1,15 +1,19 @@
 """Examples and batches of a search log.
 
     catalogue = SearchCatalogue.load("tables", "text")
-    dataset = SearchDataset.load("tables/sequences", "train", unit="user", max_history=100, text=catalogue.text)
+    dataset = SearchDataset.load(
+        "tables/sequences", "train", unit="user", max_history=100, text=catalogue.text
+    )
     for batch in dataset.epoch(100, seed=1, epoch=0): ...
 
-An example is a history with all requests that it serves, so one encoder pass serves
-them all. Candidates are flat over a batch: each knows its request, each request its row
-and how many of the row's behaviours lie before it.
+An example is a history with all requests that it serves, so that one encoder pass
+serves all these requests. The candidates of all requests of a batch form one flat axis.
+A candidate refers to its request. A request refers to its row and has the number of the
+row's behaviours before the request.
 
 Shapes: `B` rows, `T` behaviours, `R` requests, `N` candidates, `Q` distinct queries,
-`P` distinct pairs of item and query, `F` features, `K` labels, `W` width of text.
+`P` distinct pairs of item and query, `F` features, `K` labels, `W` width of text,
+`n` examples, `m` requests of the split.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ from models.dataset.columns import Columns
 from models.dataset.dataset import SPLITS, RequestDataset
 from models.own_features import OwnFeatures
 from models.ragged import (
+    find_rows,
     gather_ranges,
     lengths_to_offsets,
+    max_by_run,
     pad_indices,
     pad_ragged,
     row_numbers,
@@ -48,13 +54,12 @@ from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
 from models.storage.tables import Manifest
 
 MAX_REQUESTS = 64
-"""Requests of an example at most, so that a batch can hold the example of a user with
-many searches."""
+"""Maximum number of requests of an example, which bounds the size of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBatch(Batch):
-    """Histories, the requests that they serve, and the requests' candidates."""
+    """A batch of histories, with their requests and the requests' candidates."""
 
     bucket_axes: ClassVar[tuple[str, ...]] = ("B", "T", "R", "N", "Q", "P")
 
@@ -67,10 +72,10 @@ class SearchBatch(Batch):
     history_features: Tensor = axes("B", "T", "F")
     """(B, T, F) float32."""
     history_length: Tensor = axes("B")
-    """(B,) int64 behaviours of each history."""
+    """(B,) int64 number of behaviours of each history."""
     history_new: Tensor = axes("B")
-    """(B,) int64 first behaviour that is learned in this example and in no other
-    one."""
+    """(B,) int64 position of the first behaviour that no earlier example of the user
+    learns."""
     user: Tensor = axes("B")
     """(B,) int64 hash of the user's id."""
     user_row: Tensor = axes("B")
@@ -78,7 +83,7 @@ class SearchBatch(Batch):
     request_row: Tensor = axes("R")
     """(R,) int64 row of each request."""
     request_end: Tensor = axes("R")
-    """(R,) int64 behaviours of the row before the request."""
+    """(R,) int64 number of the row's behaviours before the request."""
     request_query: Tensor = axes("R", padding=NO_QUERY)
     """(R,) int64 `query_index`, -1 without a query."""
     request_time: Tensor = axes("R")
@@ -102,60 +107,64 @@ class SearchBatch(Batch):
     request_query_text: Tensor = axes("R", padding=-1)
     """(R,) int64 row of `query_text`, -1 without a query."""
     history_query_text: Tensor = axes("B", "T", padding=-1)
-    """(B, T) int64 row of `query_text`, -1 without a query or where models do not read
-    it."""
+    """(B, T) int64 row of `query_text`, -1 without a query or if the model does not
+    read it."""
     pair_text: Tensor = axes("P", "W")
     """(P, W) float32 vectors of the batch's distinct pairs of item and query."""
     joint_text: Tensor = axes("P", "W")
-    """(P, W) float32 [SEP] vectors of the same pairs, or (P, 0)."""
+    """(P, W) float32 [SEP] vectors of the pairs of `pair_text`, or (P, 0)."""
     candidate_pair_text: Tensor = axes("N", padding=-1)
     """(N,) int64 row of `pair_text`, -1 without a query or a vector."""
     history_pair_text: Tensor = axes("B", "T", padding=-1)
-    """(B, T) int64 row of `pair_text`, -1 without a query or where models do not read
-    it."""
+    """(B, T) int64 row of `pair_text`, -1 without a query or if the model does not
+    read it."""
 
 
 class SearchDataset(RequestDataset):
     """The requests of one split, in examples that share a history.
 
-    `request`: every request sees exactly the latest `max_history` behaviours before it;
-    requests whose histories begin at the same behaviour (all of a user with at most
-    `max_history`) share an example. `user`: longer histories have overlapping windows,
-    so that far fewer passes serve all requests, each with at least `window_overlap` of
-    `max_history` behaviours before it. A behaviour is learned in the earliest example
-    that has behaviours before it, and in no other one (`history_new`). No example has
-    more than `MAX_REQUESTS` requests.
+    Units of an example:
 
-    Requests with an empty history are kept, as a search has its query.
+    - `request`: every request has exactly the latest `max_history` behaviours before
+      it. Requests whose histories begin at the same behaviour share an example; for a
+      user with at most `max_history` behaviours, these are all requests.
+    - `user`: the behaviours of a user are cut into overlapping windows, so that fewer
+      encoder passes serve all requests. A request has at least `window_overlap *
+      max_history` behaviours before it, or all if there are fewer.
+
+    A behaviour is learned once, in the earliest example that has a behaviour before it
+    (`history_new`). No example has more than `MAX_REQUESTS` requests. Requests with an
+    empty history have examples too, since their query can be ranked by.
     """
 
     kind = "search"
     default_unit = "user"
     default_max_history = 1000
     window_overlap: float = 0.75
-    """Least fraction of `max_history` that training reads before a request with a
+    """Minimum share of `max_history` that training reads before a request with a
     longer history."""
     batch_unit: str = "requests"
-    """Unit of a training batch's size: `requests`, or examples of `users`."""
+    """Unit of the size of a training batch: `requests` or `users` (examples)."""
 
     requests: NDArray[np.int64]
     """(m,) index of each request of the split in the columns."""
     begin: NDArray[np.int64]
-    """(n,) first behaviour of each example, within its user."""
+    """(n,) index of each example's first behaviour within its user."""
     end: NDArray[np.int64]
-    """(n,) behaviours of the user before an example's last request."""
+    """(n,) number of the user's behaviours before an example's last request."""
     first: NDArray[np.int64]
     """(n + 1,) index in `requests` of each example's first request."""
     first_new: NDArray[np.int64]
-    """(n,) first behaviour that no earlier example has learned; at least 1, since
-    nothing precedes a first behaviour."""
+    """(n,) position of the first behaviour that no earlier example learns; at least 1,
+    since no behaviour precedes the first one."""
     text: SearchText = SearchText.empty(0, 0)
-    """Text vectors that batches bring; of width 0 for models that read no text."""
+    """Text vectors of batches; of width 0 for models that read no text."""
     reads_history_queries: bool = False
-    """Whether batches bring the text of behaviours' queries too."""
+    """Whether batches have the text of behaviours' queries too."""
 
     @classmethod
     def dataset_options(cls, config: Any, catalogue: SearchCatalogue) -> dict[str, Any]:
+        """Return options from the model's config, and the text of the catalogue."""
         return {
             "window_overlap": config.window_overlap,
             "batch_unit": config.batch_unit,
@@ -165,6 +174,7 @@ class SearchDataset(RequestDataset):
 
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
+        """Return the columns to read, including labels and the log's own features."""
         own = OwnFeatures.from_info(manifest.info).names
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
@@ -181,6 +191,7 @@ class SearchDataset(RequestDataset):
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+        """Decode one part of the table (`decode_sequences`)."""
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         num_features = len(manifest.info["features"])
         own = OwnFeatures.from_info(manifest.info)
@@ -188,6 +199,7 @@ class SearchDataset(RequestDataset):
 
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
+        """Return the labels and features, by which `decode` reads columns."""
         names = ("labels", "features", "own")
         return {name: manifest.info.get(name) for name in names}
 
@@ -200,34 +212,35 @@ class SearchDataset(RequestDataset):
         text: SearchText,
         reads_history_queries: bool,
     ) -> SearchDataset:
-        """Return served requests as a dataset, each with a history and an example of its own, without labels.
+        """Return a dataset of served requests, with one user and example per request.
+
+        The dataset has no labels.
 
         Args:
-            columns: item, time, query and history_features by behaviour, end to end;
-                request_query (R,); candidate and
-                features by candidate, end to end.
-            lengths: (R,) behaviours of each request.
-            counts: (R,) candidates of each request.
-            text: Text vectors, with queries numbered as in `columns`.
-            reads_history_queries: Whether batches bring the text of behaviours'
-                queries.
+            columns: `item`, `time`, `query` and `history_features` by behaviour;
+                `request_query` by request; `candidate` and `features` by candidate.
+                Each column holds the values of all requests, end to end.
+            lengths: (R,) number of behaviours of each request.
+            counts: (R,) number of candidates of each request.
+            text: Text vectors; `columns` refers to queries by their row in `text`.
+            reads_history_queries: Whether batches have the text of behaviours' queries.
         """
-        requests = len(lengths)
-        candidates = len(columns["candidate"])
-        whole = {
+        num_requests = len(lengths)
+        num_candidates = len(columns["candidate"])
+        all_columns = {
             **columns,
             "behaviours_per_user": lengths,
-            "requests_per_user": np.ones(requests, np.int64),
-            "user_hash": np.zeros(requests, np.int64),
+            "requests_per_user": np.ones(num_requests, np.int64),
+            "user_hash": np.zeros(num_requests, np.int64),
             "history_end": lengths,
-            "split": np.full(requests, SPLITS.index("test"), np.int8),
-            "request_time": np.zeros(requests, np.int64),
+            "split": np.full(num_requests, SPLITS.index("test"), np.int8),
+            "request_time": np.zeros(num_requests, np.int64),
             "candidates_per_request": counts,
-            "position": np.zeros(candidates, np.int64),
-            "labels": np.zeros((candidates, 0), bool),
+            "position": np.zeros(num_candidates, np.int64),
+            "labels": np.zeros((num_candidates, 0), bool),
         }
         return cls(
-            whole,
+            all_columns,
             "test",
             "request",
             max(1, int(lengths.max(initial=1))),
@@ -236,22 +249,23 @@ class SearchDataset(RequestDataset):
         )
 
     def _plan(self) -> None:
+        """Group the requests of the split into examples."""
         columns = self.columns
         self.request_offsets = lengths_to_offsets(columns["requests_per_user"])
         self.candidate_offsets = lengths_to_offsets(columns["candidates_per_request"])
-        chosen = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
+        requests = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
         if self.split == "train" and self.new:
-            chosen = chosen[self.new.mask(columns["request_time"][chosen])]
-        owner = np.searchsorted(self.request_offsets, chosen, side="right") - 1
-        end = columns["history_end"][chosen].astype(np.int64)
-        begin = self._window_begin(end)
-        first = _limit_runs(run_starts(owner, begin), len(chosen), MAX_REQUESTS)
-        self.requests = chosen
-        self.num_requests = self.num_learned = len(chosen)
-        self.user = owner[first]
+            requests = requests[self.new.mask(columns["request_time"][requests])]
+        user = find_rows(self.request_offsets, requests)  # (m,)
+        end = columns["history_end"][requests].astype(np.int64)  # (m,)
+        begin = self._window_begin(end)  # (m,)
+        first = _limit_runs(run_starts(user, begin), len(requests), MAX_REQUESTS)
+        self.requests = requests
+        self.num_requests = self.num_learned = len(requests)
+        self.user = user[first]
         self.begin = begin[first]
-        self.end = np.maximum.reduceat(end, first) if len(first) else end[:0]
-        self.first = np.append(first, len(chosen))
+        self.end = max_by_run(end, first)
+        self.first = np.append(first, len(requests))
         self.lengths = self.end - self.begin
         self.first_new = self._first_new()
         counts_requests = self.batch_unit == "requests" or self.split != "train"
@@ -261,7 +275,11 @@ class SearchDataset(RequestDataset):
         )
 
     def _window_begin(self, end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first behaviour of the example that serves a request with `end` behaviours before it."""
+        """Return the first behaviour of the window that serves each request.
+
+        Args:
+            end: (m,) number of behaviours before each request.
+        """
         stride = 1
         if self.unit == "user":
             stride = max(1, int(self.max_history * (1 - self.window_overlap)))
@@ -269,15 +287,19 @@ class SearchDataset(RequestDataset):
         return (excess + stride - 1) // stride * stride
 
     def _first_new(self) -> NDArray[np.int64]:
-        """Return the first behaviour of each example that the user's examples before it have not learned."""
-        learned = np.zeros(len(self.user), np.int64)
+        """Return `first_new` from the user, begin and end of each example."""
+        learned_end = np.zeros(len(self.user), np.int64)
         if len(self.user):
             same_user = self.user[1:] == self.user[:-1]
-            learned[1:] = np.where(same_user, self.end[:-1], 0)
-        return np.clip(learned - self.begin, 1, None)
+            learned_end[1:] = np.where(same_user, self.end[:-1], 0)
+        return np.clip(learned_end - self.begin, 1, None)
 
     def collate(self, rows: NDArray[np.int64]) -> SearchBatch:
-        """Return the examples as tensors, histories right-padded with -1 to the longest."""
+        """Collate examples into a batch, with histories padded on the right.
+
+        Args:
+            rows: (B,) examples.
+        """
         columns, user = self.columns, self.user[rows]
         begin = self.begin[rows]
         first = self.first[rows]
@@ -327,6 +349,7 @@ class SearchDataset(RequestDataset):
         )
 
     def candidate_keys(self, batch: SearchBatch) -> dict[str, Tensor]:
+        """Return the user, request, time, query, item and labels of each candidate."""
         request = batch.candidate_request
         return {
             "user_row": batch.user_row[batch.request_row][request],
@@ -341,12 +364,21 @@ class SearchDataset(RequestDataset):
 def _limit_runs(
     starts: NDArray[np.int64], total: int, longest: int
 ) -> NDArray[np.int64]:
-    """Cut runs that begin at `starts` and end at `total` into runs of at most `longest`; return where they begin."""
+    """Cut runs into runs of at most `longest` values.
+
+    Args:
+        starts: Index of the first value of each run, ascending from 0.
+        total: Number of values.
+        longest: Maximum length of a run.
+
+    Returns:
+        Index of the first value of each shorter run.
+    """
     is_start = np.zeros(total, bool)
     is_start[starts] = True
-    number = np.arange(total)
-    within_run = number - np.maximum.accumulate(np.where(is_start, number, 0))
-    return np.flatnonzero(within_run % longest == 0)
+    index = np.arange(total)
+    run_start = np.maximum.accumulate(np.where(is_start, index, 0))  # of each value
+    return np.flatnonzero((index - run_start) % longest == 0)
 
 
 def decode_sequences(
@@ -358,7 +390,7 @@ def decode_sequences(
         table: The part.
         labels: Fields of a request that hold the labels of its candidates.
         num_features: Length of the table's feature vectors.
-        own: Features of the log that have columns of their own.
+        own: Features of the log, which have a column each.
 
     Returns:
         By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour: item, time, query,
@@ -372,40 +404,51 @@ def decode_sequences(
     candidate_lists = pc.struct_field(requests, "candidates")
     candidates = candidate_lists.flatten().to_numpy()
 
-    def by_behaviour(column: str) -> NDArray:
-        return table[column].combine_chunks().flatten().to_numpy()
+    def by_behaviour(name: str) -> pa.Array:
+        return table[name].combine_chunks().flatten()
 
     def by_request(name: str) -> NDArray:
         return pc.struct_field(requests, name).to_numpy()
 
-    def by_candidate(name: str) -> NDArray:
-        values = pc.struct_field(requests, name).flatten()
-        return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type))
+    def by_candidate(name: str) -> pa.Array:
+        return pc.struct_field(requests, name).flatten()
 
-    def features(vectors: NDArray, columns: dict[str, pa.Array], rows: int) -> NDArray:
-        counted = vectors.astype(np.float32).reshape(rows, num_features)
+    def join_own_features(
+        vectors: NDArray, own_columns: dict[str, pa.Array], rows: int
+    ) -> NDArray:
+        features = vectors.astype(np.float32).reshape(rows, num_features)
         if not own.names:
-            return counted
-        return np.concatenate([counted, own.matrix(columns, rows)], 1)
+            return features
+        return np.concatenate([features, own.matrix(own_columns, rows)], 1)
 
-    past = {name: table[name].combine_chunks().flatten() for name in own.names}
-    now = {name: pc.struct_field(requests, name).flatten() for name in own.names}
-    past_vectors = table["features"].combine_chunks().flatten().flatten().to_numpy()
+    history_features = join_own_features(
+        by_behaviour("features").flatten().to_numpy(),
+        {name: by_behaviour(name) for name in own.names},
+        len(items),
+    )
+    features = join_own_features(
+        by_candidate("features").to_numpy(),
+        {name: by_candidate(name) for name in own.names},
+        len(candidates),
+    )
+    label_columns = [by_candidate(name) for name in labels]
     return {
         "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
         "requests_per_user": pc.list_value_length(request_lists).to_numpy(),
         "user_hash": hash_strings(table["user_id"].combine_chunks()),
         "item": items,
-        "time": by_behaviour("timestamp_ms"),
-        "query": by_behaviour("query_index").astype(np.int32),
-        "history_features": features(past_vectors, past, len(items)),
+        "time": by_behaviour("timestamp_ms").to_numpy(),
+        "query": by_behaviour("query_index").to_numpy().astype(np.int32),
+        "history_features": history_features,
         "history_end": by_request("history_end").astype(np.int32),
         "split": decode_splits(pc.struct_field(requests, "split")),
         "request_query": by_request("query_index").astype(np.int32),
         "request_time": by_request("timestamp_ms"),
         "candidates_per_request": pc.list_value_length(candidate_lists).to_numpy(),
         "candidate": candidates,
-        "position": by_candidate("positions"),
-        "labels": np.stack([by_candidate(name) for name in labels], 1),
-        "features": features(by_candidate("features"), now, len(candidates)),
+        "position": by_candidate("positions").to_numpy(),
+        "labels": np.stack(
+            [column.to_numpy(zero_copy_only=False) for column in label_columns], 1
+        ),
+        "features": features,
     }

@@ -1,4 +1,4 @@
-"""Encoders of a user's behaviours: Linear HSTU, HSTU and a causal transformer. Each is strictly causal.
+"""Causal encoders of a user's behaviours: Linear HSTU, HSTU and a transformer.
 
 Shapes: `B` users, `T` positions, `D` width.
 """
@@ -16,12 +16,17 @@ from models.layers.linear_recurrence import Decay, key_value_recurrence
 from models.storage.tables import UserError
 from models.text.text_encoder import load_encoder
 
-if TYPE_CHECKING:  # else imported where it is used: it takes as long as PyTorch, in every process of every training
+# importing transformers takes as long as importing PyTorch, in each worker process
+if TYPE_CHECKING:
     from transformers import BertModel
 
 
 class LinearHSTULayer(nn.Module):
-    """Eq. 6-10 of QGS: keys times values, summed with a decay, modulated by a query and by a gate; no FFN."""
+    """A layer of Linear HSTU (Eq. 6-10 of QGS), which has no feed-forward block.
+
+    Products of keys and values are summed with a decay, then multiplied by a query and
+    a gate.
+    """
 
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -31,20 +36,20 @@ class LinearHSTULayer(nn.Module):
         self.decay = Decay(width)
 
     def projections(self, h: Tensor) -> tuple[Tensor, ...]:
-        """Return Q, K, V, U of Eq. 6, each of the shape of `h`."""
+        """Return Q, K, V and U of Eq. 6, each with the shape of `h`."""
         projected = self.project(self.norm(h))
         in_place = not torch.is_grad_enabled()
         return functional.silu(projected, inplace=in_place).chunk(4, -1)
 
     def forward(self, h: Tensor) -> Tensor:
-        """Return (B, T, D) states of all positions of `h` (B, T, D)."""
+        """Return the states (B, T, D) of all positions of `h` (B, T, D)."""
         q, k, v, u = self.projections(h)
         c = key_value_recurrence(k, v, self.decay())  # (B, T, D): Eq. 7 and 8
         return h + functional.dropout(q * c * u, self.dropout, self.training)
 
 
 class LinearHSTUEncoder(nn.Module):
-    """Layers of Linear HSTU."""
+    """A stack of Linear HSTU layers."""
 
     def __init__(self, width: int, num_layers: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -53,14 +58,17 @@ class LinearHSTUEncoder(nn.Module):
         )
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
-        """Return (B, T, D) states. Padding is on the right, where no real position reads it; `times` are ignored."""
+        """Return the states (B, T, D) of `h` (B, T, D); `times` are ignored.
+
+        Padding must be on the right, where no real position reads it.
+        """
         for layer in self.layers:
             h = layer(h)
         return h
 
 
 class HSTUEncoder(nn.Module):
-    """Layers of HSTU with a bias by distance and time."""
+    """A stack of HSTU layers with biases by relative position and time difference."""
 
     def __init__(
         self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0
@@ -72,14 +80,14 @@ class HSTUEncoder(nn.Module):
         )
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
-        """Return (B, T, D) states of `h` (B, T, D) at `times` (B, T)."""
+        """Return the states (B, T, D) of `h` (B, T, D) at `times` (B, T) in ms."""
         for layer in self.layers:
             h = layer(h, times=times)
         return h
 
 
 class CausalBert(nn.Module):
-    """BERT with a causal mask over embeddings: the user tower of HLLM."""
+    """BERT with a causal mask over input embeddings, the user tower of HLLM."""
 
     def __init__(
         self,
@@ -107,15 +115,20 @@ class CausalBert(nn.Module):
             pad_token_id=None,
         )
         self.bert = BertModel(config, add_pooling_layer=False)
-        self.bert.embeddings.word_embeddings = None  # type: ignore[assignment]  # its input are embeddings
+        # forward passes embeddings, so word embeddings would be unused weights
+        self.bert.embeddings.word_embeddings = None  # type: ignore[assignment]
 
     def forward(self, h: Tensor, times: Tensor | None = None) -> Tensor:
-        """Return (B, T, D) states of `h` (B, T, D); `times` are ignored."""
+        """Return the states (B, T, D) of `h` (B, T, D); `times` are ignored."""
         return self.bert(inputs_embeds=h, use_cache=False).last_hidden_state
 
 
 def pretrained_sizes(path: str) -> dict[str, Any]:
-    """Return the sizes of the pretrained BERT at `path`, as options of QGS."""
+    """Return the sizes of the pretrained BERT at `path`, as options of QGS.
+
+    Raises:
+        UserError: If there is no encoder at `path`, or it is not a BERT.
+    """
     return bert_sizes(load_pretrained(path).config)
 
 
@@ -130,37 +143,57 @@ def bert_sizes(config: Any) -> dict[str, Any]:
 
 
 def load_pretrained(path: str) -> BertModel:
-    """Load the pretrained BERT at `path`: a folder, a name of the model hub, or `minilm`.
+    """Load a pretrained BERT.
+
+    Args:
+        path: A folder, a name on the model hub, or `minilm`.
 
     Raises:
-        UserError: If there is none, or it is no BERT.
+        UserError: If there is no encoder at `path`, or it is not a BERT.
     """
     encoder = load_encoder(path)
     if encoder.config.model_type != "bert":
         raise UserError(
-            f"the encoder {path} is a {encoder.config.model_type}, no BERT; give one that is"
+            f"the encoder {path} has the model type '{encoder.config.model_type}'; "
+            "give an encoder of type 'bert'"
         )
     return encoder  # type: ignore[no-any-return]
 
 
 def copy_pretrained(encoder: CausalBert, path: str) -> None:
-    """Copy the layers and the first positions of the pretrained BERT at `path` into the encoder."""
-    mine, theirs = encoder.bert, load_pretrained(path)
-    own_sizes, sizes = bert_sizes(mine.config), bert_sizes(theirs.config)
-    if own_sizes != sizes:
-        raise UserError(f"the BERT at {path} has {sizes}, the model {own_sizes}")
-    mine.encoder.load_state_dict(theirs.encoder.state_dict())
-    length = mine.config.max_position_embeddings
-    positions = theirs.embeddings.position_embeddings.weight
+    """Copy the weights of a pretrained BERT into the encoder.
+
+    Only the first `max_history` position embeddings are copied, and no word embeddings.
+
+    Args:
+        encoder: Encoder that is changed in place.
+        path: Folder or name of the pretrained BERT, or `minilm`.
+
+    Raises:
+        UserError: If the pretrained BERT is missing, has other sizes, or has fewer
+            positions than the encoder.
+    """
+    bert, pretrained = encoder.bert, load_pretrained(path)
+    model_sizes = bert_sizes(bert.config)
+    source_sizes = bert_sizes(pretrained.config)
+    if model_sizes != source_sizes:
+        raise UserError(
+            f"the BERT at {path} has {source_sizes}, the model has {model_sizes}; "
+            "give a BERT with the sizes of the model"
+        )
+    bert.encoder.load_state_dict(pretrained.encoder.state_dict())
+    length = bert.config.max_position_embeddings
+    positions = pretrained.embeddings.position_embeddings.weight
     if length > len(positions):
         raise UserError(
-            f"max_history {length} exceeds the {len(positions)} positions of {path}; lower max_history"
+            f"max_history {length} exceeds the {len(positions)} positions of {path}; "
+            "lower max_history"
         )
     with torch.no_grad():
-        mine.embeddings.position_embeddings.weight.copy_(positions[:length])
-        mine.embeddings.token_type_embeddings.weight.copy_(
-            theirs.embeddings.token_type_embeddings.weight
+        bert.embeddings.position_embeddings.weight.copy_(positions[:length])
+        bert.embeddings.token_type_embeddings.weight.copy_(
+            pretrained.embeddings.token_type_embeddings.weight
         )
-        mine.embeddings.LayerNorm.load_state_dict(
-            theirs.embeddings.LayerNorm.state_dict()
+        bert.embeddings.LayerNorm.load_state_dict(
+            pretrained.embeddings.LayerNorm.state_dict()
         )

@@ -1,20 +1,21 @@
-"""HLLM (Chen et al., 2024) as the QGS paper compares with it: a tower over the text of items, a tower over users.
+"""HLLM (Chen et al., 2024), a baseline of QGS: an item tower and a user tower.
 
     python -m jobs.train --config jobs/configs/qgs.yaml --config jobs/configs/search/hllm.yaml ...
 
-The item tower is the pretrained text encoder and a trained projection. The paper trains
-the encoder too: so it is with `item_tower`; without, it is frozen, and its output comes
-with the catalogue. The user tower is a causal BERT that starts from `pretrained` where
-that is given. A token carries text alone, no features. What the head reads of a
-candidate is the text of jobs.encode, as in every model here; `match` takes its document
-from the item tower.
+The item tower is the pretrained text encoder with a trained projection. The paper
+trains the encoder too, which the option `item_tower` does. Without this option the
+encoder is frozen, and its output is part of the catalogue. The user tower is a causal
+BERT, initialised from `pretrained` if this option is set. A token carries the text of
+a document and no features. As in every search model, the prediction head reads the
+candidate's text from jobs.encode; the similarity of the option `match` uses the
+document vector of the item tower.
 
-Of a batch the item tower encodes each distinct document once, in pieces of documents of
-like length. With several pieces their activations are made again in the backward pass,
-so that memory holds those of one piece at a time.
+The item tower encodes each distinct document of a batch once, in chunks of documents
+of similar length. With several chunks, activations are recomputed in the backward pass,
+so that memory holds the activations of one chunk at a time.
 
-Shapes: `I` documents, `U` distinct ones, `S` tokens of the longest in a piece, `W`
-width.
+Shapes: `I` documents, `U` distinct documents, `S` tokens of the longest document of a
+chunk, `W` width.
 """
 
 from __future__ import annotations
@@ -35,21 +36,27 @@ from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError
 from models.text.text_encoder import load_encoder, remove_pooler
 
-PIECE = 16_384
-"""Most tokens of a piece, padding included (or one document)."""
+MAX_CHUNK_TOKENS = 16_384
+"""Maximum number of tokens of a chunk of several documents, padding included."""
 
 
 class ItemTower(nn.Module):
-    """A `transformers` encoder of `model` (see `encoder_model`) over the catalogue's documents."""
+    """A trainable `transformers` encoder over the documents of the catalogue."""
 
     tokens: Tensor
+    """Tokens of all documents, end to end (`DocumentTokens.tokens`)."""
     begin: Tensor
+    """(I + 1,) index of each document's first token."""
 
     def __init__(self, model: dict[str, Any], catalogue: SearchCatalogue) -> None:
-        """Load the encoder of documents.
+        """Build the encoder without pretrained weights.
+
+        Args:
+            model: Settings of the encoder, from `encoder_settings`.
+            catalogue: Catalogue whose documents are encoded.
 
         Raises:
-            UserError: if the tables have no tokens, or tokens of an incompatible
+            UserError: If the tables have no tokens, or tokens of an incompatible
                 encoder.
         """
         super().__init__()
@@ -58,65 +65,76 @@ class ItemTower(nn.Module):
         documents = catalogue.text.documents
         if documents is None:
             raise UserError(
-                "the text has no tokens for an item tower to read; run jobs.encode again with the same options, "
-                "with a transformers encoder, or leave model.item_tower out"
+                "the text has no tokens for an item tower to read; run jobs.encode "
+                "again with the same options, with a transformers encoder, or leave "
+                "model.item_tower out"
             )
         config = AutoConfig.for_model(**model)
         lengths = documents.begin.diff()
-        wanted = {
+        required = {
             "vocab_size": int(documents.tokens.max()) + 1,
             "max_position_embeddings": int(lengths.max()),
         }
-        known = {
+        sizes = {
             name: getattr(config, name, None) or number
-            for name, number in wanted.items()
+            for name, number in required.items()
         }
-        if catalogue.text.width != config.hidden_size or any(
-            known[name] < wanted[name] for name in wanted
-        ):
+        is_too_small = any(sizes[name] < required[name] for name in required)
+        if catalogue.text.width != config.hidden_size or is_too_small:
             raise UserError(
-                f"the text needs width {catalogue.text.width} and at least {wanted}, the item tower has width "
-                f"{config.hidden_size} and {known}; give the encoder of jobs.encode as model.item_tower"
+                f"the text needs width {catalogue.text.width} and at least {required}, "
+                f"the item tower has width {config.hidden_size} and {sizes}; give the "
+                "encoder of jobs.encode as model.item_tower"
             )
         self.encoder = remove_pooler(AutoModel.from_config(config))
         self.pooling, self.normalize = documents.pooling, documents.normalize
         self.register_buffer("tokens", documents.tokens, persistent=False)
         self.register_buffer("begin", documents.begin, persistent=False)
-        self.lengths = lengths  # (I,), on the CPU, where pieces are cut
+        self.lengths = lengths  # (I,), on the CPU, where chunk boundaries are computed
 
     def forward(self, item: Tensor) -> Tensor:
-        """(..., W): embeddings of documents as jobs.encode makes them, by the weights as they are. Without gradients
-        all documents are encoded once, in the weights' own precision, and kept until weights change."""
+        """Return the embeddings (..., W) of the documents of `item` (...).
+
+        Without gradients, all documents are encoded once, in the precision of the
+        weights, and cached until the weights change.
+        """
         if not torch.is_grad_enabled():
-            everything = torch.arange(len(self.lengths), device=item.device)
-            return cache_until_changed(
-                self, "documents", lambda: self.encode(everything)
-            )[item]
+            all_items = torch.arange(len(self.lengths), device=item.device)
+            documents = cache_until_changed(
+                self, "documents", lambda: self.encode(all_items)
+            )
+            return documents[item]
         distinct, index = item.unique(return_inverse=True)
         return self.encode(distinct)[index]
 
     def encode(self, item: Tensor) -> Tensor:
-        """(U, W) of the documents `item` (U,)."""
-        lengths, order = self.lengths[item.cpu()].sort(descending=True, stable=True)
-        longest, pieces = lengths.tolist(), [0]
-        while pieces[-1] < len(longest):
-            pieces.append(pieces[-1] + max(1, PIECE // longest[pieces[-1]]))
-        again = torch.is_grad_enabled() and len(pieces) > 2
-        ordered, states = item[order.to(item.device)], []
-        for begin, end in itertools.pairwise(pieces):
-            piece = (ordered[begin:end], longest[begin])
-            states.append(
-                checkpoint(self.states, *piece, use_reentrant=False)
-                if again
-                else self.states(*piece)
+        """Return the embeddings (U, W) of the documents of `item` (U,)."""
+        sorted_lengths, order = self.lengths[item.cpu()].sort(
+            descending=True, stable=True
+        )
+        lengths = sorted_lengths.tolist()
+        edges = [0]
+        while edges[-1] < len(lengths):
+            longest = lengths[edges[-1]]
+            edges.append(edges[-1] + max(1, MAX_CHUNK_TOKENS // longest))
+        recompute = torch.is_grad_enabled() and len(edges) > 2
+        sorted_items = item[order.to(item.device)]
+        embeddings = []
+        for begin, end in itertools.pairwise(edges):
+            chunk = (sorted_items[begin:end], lengths[begin])
+            embeddings.append(
+                checkpoint(self._encode_chunk, *chunk, use_reentrant=False)
+                if recompute
+                else self._encode_chunk(*chunk)
             )
-        return torch.cat(states)[order.argsort().to(item.device)]
+        return torch.cat(embeddings)[order.argsort().to(item.device)]
 
-    def states(self, item: Tensor, longest: int) -> Tensor:
-        """(U, W) of the documents `item` (U,) of at most `longest` tokens."""
-        begin, place = self.begin[item], torch.arange(longest, device=item.device)
-        inside = place < (self.begin[item + 1] - begin)[:, None]  # (U, S)
-        tokens = self.tokens[torch.where(inside, begin[:, None] + place, 0)].long()
+    def _encode_chunk(self, item: Tensor, longest: int) -> Tensor:
+        """Return the embeddings (U, W) of documents with at most `longest` tokens."""
+        begin = self.begin[item]
+        position = torch.arange(longest, device=item.device)
+        inside = position < (self.begin[item + 1] - begin)[:, None]  # (U, S)
+        tokens = self.tokens[torch.where(inside, begin[:, None] + position, 0)].long()
         states = self.encoder(
             input_ids=tokens, attention_mask=inside.long()
         ).last_hidden_state.float()  # (U, S, W)
@@ -127,12 +145,16 @@ class ItemTower(nn.Module):
         return functional.normalize(pooled, dim=-1) if self.normalize else pooled
 
 
-def encoder_model(path: str) -> dict[str, Any]:
-    """Return the kind and the non-default settings of the pretrained encoder at `path`."""
-    found = load_encoder(path).config.to_diff_dict()
+def encoder_settings(path: str) -> dict[str, Any]:
+    """Return the model type and the non-default settings of the encoder at `path`.
+
+    Args:
+        path: Folder or name of a pretrained encoder, or `minilm`.
+    """
+    settings = load_encoder(path).config.to_diff_dict()
     return {
         name: value
-        for name, value in found.items()
+        for name, value in settings.items()
         if name not in ("architectures", "dtype", "transformers_version")
     }
 
@@ -142,38 +164,39 @@ class HLLMConfig(QGSConfig):
     """Settings of HLLM (Sec. 4.1 of QGS: 12 layers, 12 heads, 768)."""
 
     encoder: Literal["linear_hstu", "hstu", "transformer"] = "transformer"
-    """The user tower."""
+    """Encoder of the user tower."""
     width: int = 768
     """Width of the user tower."""
     num_heads: int = 12
     """Heads of the user tower."""
     ffn: int = 3072
-    """Inner width of its feed-forward blocks."""
+    """Inner width of the user tower's feed-forward blocks."""
     token: Literal["pair", "item"] = "item"
     """Text of a behaviour: the document alone."""
     context_features: bool = False
-    """No features in a token."""
+    """Whether a behaviour's token has its features; HLLM has none."""
     group_attention: bool = False
-    """No HFG-Attention."""
+    """HFG-Attention over groups of features; HLLM has none."""
     query_condition: Literal["query", "joint", "none"] = "none"
-    """The next item is predicted from the past alone."""
+    """What the prediction head knows of the next query: nothing in HLLM."""
     item_tower: str = field(default="", metadata={"names": "encoder"})
-    """The encoder of jobs.encode (folder, name, or `minilm`), to be trained further as
-    item tower; read in training only. Empty: documents keep the embeddings that it gave
-    them."""
+    """Encoder of jobs.encode (folder, name, or `minilm`) that is fine-tuned as the item
+    tower; read in training only. Empty: documents keep the embeddings of
+    jobs.encode."""
     item_model: dict[str, Any] = field(default_factory=dict)
-    """Sizes of the item tower, taken from it."""
+    """Settings of the item tower, read from `item_tower`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.item_tower and self.token != "item":
             raise ValueError(
-                f"item_tower is '{self.item_tower}', which token '{self.token}' does not read; use item"
+                f"item_tower is '{self.item_tower}', which token '{self.token}' does "
+                "not read; use token item"
             )
 
 
 class HLLM(QGS):
-    """See the module."""
+    """A user tower over the document vectors of an item tower (see the module)."""
 
     name = "hllm"
     config_class = HLLMConfig
@@ -191,7 +214,7 @@ class HLLM(QGS):
         config = super().resolve_config(config, catalogue)
         if not config.item_tower:
             return config
-        return replace(config, item_model=encoder_model(config.item_tower))
+        return replace(config, item_model=encoder_settings(config.item_tower))
 
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, Any]
@@ -199,11 +222,13 @@ class HLLM(QGS):
         """Load the pretrained weights that the config names into the towers."""
         messages = super().prepare_training(catalogue, datasets)
         if self.config.item_tower:
-            tower = load_encoder(self.config.item_tower)
-            cast(ItemTower, self.item_tower).encoder.load_state_dict(tower.state_dict())
+            pretrained = load_encoder(self.config.item_tower)
+            item_tower = cast(ItemTower, self.item_tower)
+            item_tower.encoder.load_state_dict(pretrained.state_dict())
         return messages
 
     def document(self, item: Tensor) -> Tensor:
+        """Return the reduced vectors (..., E) of documents from the item tower."""
         if self.item_tower is None:
             return super().document(item)
         return self.text.document(self.text.gain * self.item_tower(item.clamp(min=0)))

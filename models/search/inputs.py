@@ -1,7 +1,7 @@
-"""Inputs of every search model: text vectors reduced by a trained projection, and scaled features.
+"""Inputs of every search model: projected text vectors and scaled features.
 
-Shapes: `W` width of the encoder's text, `E` of the reduced text, `F` features, `O`
-columns that layers read of them, `...` any index shape.
+Shapes: `W` width of the encoder's text, `E` width of the reduced text, `F` features,
+`O` columns of scaled features, `...` any index shape.
 """
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ from models.search.catalogue import SearchCatalogue
 
 
 class TextProjection(nn.Module):
-    """Trained reductions of frozen text vectors: one of documents and pairs, one of queries.
+    """Trained projections of frozen text vectors.
 
-    The vectors of documents are a table of the module, outside of its weights. Those of
-    queries and pairs come with a batch, with the row of each use; the row -1 stands for
-    padding and for text that does not exist.
+    One projection reduces documents and pairs, another one queries. The vectors of
+    documents are a buffer of the module. The vectors of queries and pairs are part of a
+    batch, together with the row of each use; row -1 means padding or no text.
     """
 
     items: Tensor
+    """(I, W) vectors of the documents."""
 
     def __init__(self, catalogue: SearchCatalogue, width: int) -> None:
         super().__init__()
         vectors = catalogue.text.items
         self.register_buffer("items", vectors, persistent=False)
-        # normalised vectors of W numbers are small beside features
+        # entries of normalised vectors are small compared with standardised features
         self.gain = 1 / catalogue.text_size if catalogue.text_size > 0 else 1.0
         self.document = nn.Linear(vectors.shape[1], width)
         self.of_query = nn.Linear(vectors.shape[1], width)
 
     def project_query(self, vectors: Tensor, row: Tensor) -> Tensor:
-        """Return the reduced vectors (..., E) of rows (...) of queries' or joint `vectors` (n, W), zero at row -1."""
+        """Return the reduced vectors (..., E) of queries, 0 at row -1.
+
+        Args:
+            vectors: (n, W) vectors of queries, or joint vectors of queries and items.
+            row: (...) row of each query in `vectors`.
+        """
         if not len(vectors):
             # part of the graph, since DDP needs gradients of all weights
             zeros = self.items.new_zeros(*row.shape, self.items.shape[1])
@@ -45,11 +51,15 @@ class TextProjection(nn.Module):
         return reduced * (row >= 0)[..., None]
 
     def project_item(self, item: Tensor) -> Tensor:
-        """Return the reduced vectors (..., E) of documents alone; padding gets that of item 0."""
+        """Return the reduced vectors (..., E) of documents alone.
+
+        Args:
+            item: (...) items; padding gets the vector of item 0.
+        """
         return self.document(self.gain * self.items[item.clamp(min=0)])
 
     def project_pair(self, item: Tensor, pairs: Tensor, row: Tensor) -> Tensor:
-        """Return the reduced vectors (..., E) of documents together with their queries ([CLS] in Eq. 1 of QGS).
+        """Return the reduced vectors (..., E) of pairs ([CLS] in Eq. 1 of QGS).
 
         Args:
             item: (...) items.
@@ -64,7 +74,7 @@ class TextProjection(nn.Module):
 
 
 class FeatureScaler(Standardised):
-    """Features as layers read them: standardised; the log's own ones as `OwnInputs` returns them."""
+    """Scale features: standardise built-in features, embed the log's own features."""
 
     def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
         super().__init__(
@@ -75,7 +85,7 @@ class FeatureScaler(Standardised):
             self.own = OwnInputs(catalogue.own, width, dropout)
         own_columns = self.own.columns if self.own else []
         self.columns = [*catalogue.features[: len(self.mean)], *own_columns]
-        """(O,) the feature of each column of the output."""
+        """(O,) name of the feature of each output column."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the columns (..., O) of `features` (..., F)."""
@@ -88,7 +98,12 @@ class FeatureScaler(Standardised):
 def feature_groups(
     columns: Sequence[str], declared: Mapping[str, Collection[str]]
 ) -> dict[str, list[int]]:
-    """Return the indices of the columns in each `declared` group of features, by the columns' features."""
+    """Return the indices of the columns of each group of features.
+
+    Args:
+        columns: (O,) name of the feature of each column.
+        declared: Names of the features of each group.
+    """
     return {
         group: [i for i, name in enumerate(columns) if name in members]
         for group, members in declared.items()

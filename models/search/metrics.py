@@ -1,11 +1,12 @@
-"""Metrics of search models: those of `models/metrics/ranking_metrics.py` for every label, the first under plain names.
+"""Metrics of search models: the ranking metrics of every label.
 
-sums = measure(model, batch)
-means(sums)["gauc"], means(sums)["purchase/gauc"]
+    sums = measure(model, batch)
+    means(sums)["gauc"], means(sums)["purchase/gauc"]
 
-Candidates are ranked without the place where they were shown. What it would have added
-stands beside, under `with_position/`, of models whose training reads it. A label with a
-mask is measured where the mask is true.
+Metrics of the first label have plain names; names of other labels' metrics begin with
+the label. Candidates are ranked without the position at which they were shown. Models
+whose training reads the position are measured with it as well, under `with_position/`.
+A label with a mask is measured where the mask is true.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ SHOWN: tuple[str, ...] = ("gauc", "auc")
 """Metrics of a training's best epoch that are printed."""
 
 WITH_POSITION = "with_position/"
+"""Prefix of metrics of a ranking that reads the shown position."""
 
 
 def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
-    """Sum the metrics over the batch's requests.
+    """Return sums over the requests of a batch, from which `means` computes metrics.
 
     Args:
-        model: Model whose `score(batch)` gives logits (N, labels).
+        model: Search model.
+        batch: Batch of the evaluated split.
         by_user: Also return the GAUC of every `by_user`-th user; 0 for none.
     """
     sums: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What search models share: which of these candidates will a user click for this query?
+"""The base class of search models, which rank the candidates of a query.
 
 Shapes: `N` candidates, `K` labels.
 """
@@ -20,7 +20,7 @@ from models.storage.inputs import Inputs
 
 
 class SearchModel(Model):
-    """A model that scores the candidates of a request, by `score(batch)`."""
+    """A model that scores the candidates of requests by `score(batch)`."""
 
     family = "search"
     dataset_class = SearchDataset
@@ -31,7 +31,7 @@ class SearchModel(Model):
     metrics_module: ClassVar[ModuleType] = metrics
     shown_metrics = metrics.SHOWN
     reads_first_label: ClassVar[bool] = False
-    """Whether it learns and ranks by the first of the log's labels alone."""
+    """Whether the model uses only the first label of the log."""
 
     reads_position: bool = False
     """Whether training reads the position at which a candidate was shown."""
@@ -44,26 +44,29 @@ class SearchModel(Model):
         scales: Mapping[str, Any] | None = None,
         manifest_only: bool = False,
     ) -> SearchCatalogue:
+        """Load the catalogue, without the features' scale if `manifest_only`."""
         return SearchCatalogue.load(
             inputs.tables, inputs.text, not manifest_only, scales
         )
 
     @classmethod
     def describe_requests(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the names that requests refer to, with the labels of this model."""
         description = super().describe_requests(info)
         if cls.reads_first_label:
             description["labels"] = description["labels"][:1]
         return description
 
     def score(self, batch: SearchBatch) -> Tensor:
-        """Return (N, K) logits.
+        """Return (N, K) logits of the candidates.
 
-        A model that `reads_position` takes `shown`, whether to read the positions at
-        which candidates were shown.
+        A model with `reads_position` has a further argument `shown`: whether to read
+        the positions at which candidates were shown.
         """
         raise NotImplementedError
 
     def measure(
         self, batch: SearchBatch, by_user: int = 0, **options: Any
     ) -> dict[str, Any]:
+        """Return sums over a batch (`models/search/metrics.py`)."""
         return metrics.measure(self, batch, by_user)

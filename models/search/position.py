@@ -1,10 +1,10 @@
-"""The position at which a result was shown: it explains clicks, but is unknown at ranking time.
+"""The shown position of a result, which explains clicks but is unknown at ranking time.
 
-Training may read it (`dropout`), or learn it as a term that is added to the logits
-(`bias`). Ranking never reads it, unless asked to for metrics with the position.
+Training may read the position as a feature (`dropout`), or learn a term of it that is
+added to the logits (`bias`). Ranking reads it only for the metrics `with_position/`.
 
-Shapes: `N` candidates, `R` requests, `F` columns of features, `U` unknown ones among
-them, `K` labels.
+Shapes: `N` candidates, `R` requests, `F` columns of features, `U` columns that are
+unknown at ranking time, `K` labels.
 """
 
 from __future__ import annotations
@@ -20,12 +20,21 @@ BIAS_WIDTH = 16
 
 
 class Position(nn.Module):
-    """Hides features that are unknown at ranking time, or learns a bias from them."""
+    """Hide features that are unknown at ranking time, or learn a bias from them.
+
+    Args:
+        mode: What training reads of the unknown features (`RankerConfig.position`).
+        dropout_p: Share of requests whose unknown features are hidden in training, in
+            the mode `dropout`.
+        features: (F,) names of the columns.
+        unknown: Names of features that are unknown at ranking time.
+        labels: Number of labels K.
+    """
 
     known: Tensor
-    """(F,) bool: features that are known before a result is shown."""
+    """(F,) bool: columns that are known before a result is shown."""
     unknown: Tensor
-    """(U,) indices of the other features."""
+    """(U,) indices of the other columns."""
 
     def __init__(
         self,
@@ -42,37 +51,49 @@ class Position(nn.Module):
         )
         self.register_buffer("known", known, persistent=False)
         self.register_buffer("unknown", (~known).nonzero().flatten(), persistent=False)
-        count = len(self.unknown)
-        self.reads = mode != "hidden" and count > 0
+        num_unknown = len(self.unknown)
+        self.reads = mode != "hidden" and num_unknown > 0
         self.bias = None
-        if mode == "bias" and count:
+        if mode == "bias" and num_unknown:
             self.bias = nn.Sequential(
-                nn.Linear(count, BIAS_WIDTH), nn.ReLU(), nn.Linear(BIAS_WIDTH, labels)
+                nn.Linear(num_unknown, BIAS_WIDTH),
+                nn.ReLU(),
+                nn.Linear(BIAS_WIDTH, labels),
             )
 
     def hide(
         self, features: Tensor, request: Tensor, requests: int, shown: bool
     ) -> Tensor:
-        """Return (N, F) scaled features with the unknown ones at their mean, 0.
+        """Replace unknown features by 0, the mean of scaled features.
 
-        With `shown` the mode `dropout` keeps them. In training they are hidden for a
-        fraction `dropout_p` of requests.
+        With `shown` in the mode `dropout`, unknown features stay, except for a random
+        share `dropout_p` of the requests in training.
 
         Args:
             features: (N, F) scaled features.
             request: (N,) request of each candidate.
             requests: Number of requests R.
             shown: Whether to read the positions at which results were shown.
+
+        Returns:
+            (N, F) features.
         """
         if not shown or self.mode != "dropout":
             return features * self.known
         if not self.training:
             return features
-        is_kept = torch.rand(requests, device=features.device) >= self.dropout_p  # (R,)
-        return torch.where(self.known | is_kept[request][:, None], features, 0)
+        reads_position = torch.rand(requests, device=features.device) >= self.dropout_p
+        return torch.where(self.known | reads_position[request][:, None], features, 0)
 
     def term(self, features: Tensor, shown: bool) -> Tensor | float:
-        """Return (N, K) to add to the logits if positions were `shown`; 0 at the mean position."""
+        """Return the bias (N, K) to add to the logits, or 0 if there is none.
+
+        The bias is relative to the mean position, where it is 0.
+
+        Args:
+            features: (N, F) scaled features.
+            shown: Whether to read the positions at which results were shown.
+        """
         if self.bias is None or not shown:
             return 0.0
         position = features[:, self.unknown]  # (N, U)

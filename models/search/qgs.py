@@ -1,19 +1,19 @@
-"""QGS: query-conditioned generative search (Song et al., 2026), and HSTU as the paper compares with it.
+"""QGS, query-conditioned generative search (Song et al., 2026), and its baseline HSTU.
 
     python -m jobs.train --config jobs/configs/qgs.yaml --tables TABLES --text TEXT --storage runs --name qgs
 
 Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder
-(Eq. 6-10). Trained to predict the next item given the next query (Eq. 3-5) together
-with ranking, where HFG-Attention (Eq. 11-13) brings in the candidate's features. The
-encoder runs once per row of a batch; every request of the row takes the state after its
-own past, and the head that predicts the next item in training gives the sequence's part
-of the ranking too.
+(Eq. 6-10). The model is trained to predict the next item given the next query
+(Eq. 3-5), and to rank candidates. HFG-Attention (Eq. 11-13) adds the candidates'
+features to the ranking. The encoder runs once per row of a batch. Each request of a row
+takes the state after the last behaviour before the request. The head that predicts the
+next item turns this state into the user state of the ranking.
 
-The ablations of Table 3, the sizes of Table 4 and HSTU are settings of this; so is
-HLLM, but for its item tower.
+The ablations of Table 3, the sizes of Table 4 and HSTU are configurations of QGS. HLLM
+is QGS with an item tower.
 
 Shapes: `B` rows, `T` positions, `R` requests, `N` candidates, `D` encoder width, `E`
-reduced text, `F` features.
+width of the reduced text, `F` features, `K` labels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class QGSConfig(RankerConfig):
     """Settings of QGS; the defaults are the paper's."""
 
     encoder: Literal["linear_hstu", "hstu", "transformer"] = "linear_hstu"
-    """How behaviours are read (Table 3 of QGS compares the three)."""
+    """Encoder of the behaviours (Table 3 of QGS compares the three)."""
     width: int = 512
     """Width of the encoder (d_h, Sec. 3.7 of QGS)."""
     num_layers: int = 12
@@ -56,10 +56,11 @@ class QGSConfig(RankerConfig):
     num_heads: int = 8
     """Heads of `hstu` and `transformer` (Sec. 4.1 of QGS); Linear HSTU has none."""
     ffn: int = 2048
-    """Inner width of the transformer's feed-forward blocks; the others have none."""
+    """Inner width of the feed-forward blocks of `transformer`; the other encoders have
+    none."""
     pretrained: str = field(default="", metadata={"names": "encoder"})
-    """Encoder `transformer`: folder or name of the pretrained BERT that it starts from,
-    or `minilm`, a pip package; read in training only."""
+    """Pretrained BERT whose weights initialise the encoder `transformer`: a folder, a
+    name, or `minilm`, a pip package; read in training only."""
     token: Literal["pair", "item"] = "pair"
     """Text of a behaviour: document and query together (Eq. 1 of QGS), or the document
     alone."""
@@ -67,34 +68,35 @@ class QGSConfig(RankerConfig):
     """Whether a behaviour's token has its features f_t (Eq. 1; "contextual feats. in
     pair tok." of Table 3)."""
     query_condition: Literal["query", "joint", "none"] = "query"
-    """What the prediction head knows of the next query (Eq. 3): its own text, the
-    paper's literal [SEP] output, which has seen the document that is to be predicted,
-    or nothing."""
+    """Text of the next query that the prediction head reads (Eq. 3): `query` encodes
+    the query alone. `joint` is the paper's literal [SEP] output, which leaks the
+    document to predict. `none` reads no query."""
     infonce_weight: float = 0.1
-    """Weight of the InfoNCE loss beside the ranking loss; the paper gives none. 0
-    leaves it out."""
+    """Weight of the InfoNCE loss, which is added to the ranking loss; 0 disables it.
+    The paper names no weight."""
     temperature: float = 0.1
     """Temperature of InfoNCE (Sec. 3.7)."""
     negatives: Literal["position", "batch"] = "position"
-    """InfoNCE's negatives: other users' items at the same position (Eq. 5), or at all
+    """Negatives of InfoNCE: other users' items at the same position (Eq. 5), or at all
     positions of the batch."""
     next_item: Literal["token", "document"] = "token"
-    """What InfoNCE compares predictions with: the next behaviour's token (Sec. 3.4),
-    whose features and query tell it from its negatives without the history, or its
-    document alone."""
+    """Target of InfoNCE: the next behaviour's token (Sec. 3.4) or its document alone.
+    The token's features and query can identify it among the negatives without the
+    history."""
     group_attention: bool = True
     """HFG-Attention over groups of features (Sec. 3.6)."""
     match: bool = False
-    """Whether the towers also read how similar the predicted next item and a
-    candidate's document are, as InfoNCE compares them (not of the paper); with
-    `next_item: document` alone."""
+    """Whether the towers also read the cosine similarity of the predicted next item and
+    the candidate's document (not part of the paper); requires `next_item: document`."""
 
     @property
     def reads_times(self) -> bool:
+        """Whether the encoder is `hstu`, which has biases by time difference."""
         return self.encoder == "hstu"
 
     @property
     def reads_history_queries(self) -> bool:
+        """Whether tokens or the prediction head read behaviours' query text."""
         return self.token == "pair" or self.query_condition != "none"
 
     def __post_init__(self) -> None:
@@ -102,43 +104,49 @@ class QGSConfig(RankerConfig):
         check_positive(self, ("width", "num_layers", "num_heads", "ffn"))
         if self.encoder != "linear_hstu" and self.width % self.num_heads:
             raise ValueError(
-                f"width {self.width} is not a multiple of num_heads {self.num_heads}; change either"
+                f"width {self.width} is not a multiple of num_heads {self.num_heads}; "
+                "change either"
             )
         check_least(self, ("infonce_weight",), 0)
         if not self.temperature > 0:
             raise ValueError(
-                f"temperature {self.temperature} is not above 0; the paper's is 0.1"
+                f"temperature {self.temperature} is not above 0; the paper uses 0.1"
             )
         if self.pretrained and self.encoder != "transformer":
             raise ValueError(
-                f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' cannot start from"
+                f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' "
+                "cannot load; use encoder transformer"
             )
         if self.match and not (self.infonce_weight and self.next_item == "document"):
             raise ValueError(
-                f"match is true, which compares documents as InfoNCE does, but next_item is '{self.next_item}' and "
-                f"infonce_weight {self.infonce_weight:g}; use next_item document and a weight above 0"
+                "match is true, which needs InfoNCE over documents, but next_item is "
+                f"'{self.next_item}' and infonce_weight is {self.infonce_weight:g}; "
+                "use next_item document and a weight above 0"
             )
 
 
 @dataclass
 class HSTUConfig(QGSConfig):
-    """HSTU (Zhai et al., 2024) as QGS compares with it: item tokens, quadratic attention, no query condition; 12
-    layers, 8 heads, 768 (Sec. 4.1 of QGS)."""
+    """Settings of HSTU (Zhai et al., 2024) in the comparison of QGS.
+
+    The encoder has quadratic attention, 12 layers, 8 heads and width 768 (Sec. 4.1 of
+    QGS). Tokens are items alone, and the prediction head reads no query.
+    """
 
     encoder: Literal["linear_hstu", "hstu", "transformer"] = "hstu"
-    """How behaviours are read."""
+    """Encoder of the behaviours."""
     width: int = 768
     """Width of the encoder."""
     token: Literal["pair", "item"] = "item"
     """Text of a behaviour: the document alone."""
     query_condition: Literal["query", "joint", "none"] = "none"
-    """The next item is predicted from the past alone."""
+    """Text of the next query that the prediction head reads: none."""
     group_attention: bool = False
-    """No HFG-Attention."""
+    """HFG-Attention over groups of features; HSTU has none."""
 
 
 class QGS(Ranker):
-    """See the module."""
+    """A ranker with a causal encoder, trained to predict the next item too."""
 
     name = "qgs"
     config_class = QGSConfig
@@ -151,22 +159,22 @@ class QGS(Ranker):
         if config.query_condition == "joint":
             if not catalogue.text.joint.shape[1]:
                 raise UserError(
-                    "query_condition is joint, but the text has no joint form; jobs.encode can make it"
+                    "query_condition is joint, but the text has no joint vectors; run "
+                    "jobs.encode with --embed.query_condition joint"
                 )
             warnings.warn(
-                "query_condition 'joint' has seen the document to predict: a leak, as in the paper",
+                "query_condition 'joint' leaks the document to predict into the query "
+                "condition, as in the paper",
                 stacklevel=2,
             )
-        features = len(self.scale.columns) if config.context_features else 0
-        self.project = nn.Linear(
-            features + config.text_width, config.width
-        )  # W_proj of Eq. 2
+        num_features = len(self.scale.columns) if config.context_features else 0
+        token_width = num_features + config.text_width
+        self.project = nn.Linear(token_width, config.width)  # W_proj of Eq. 2
         self.position = nn.Embedding(config.max_history, config.width)  # p_t of Eq. 2
         nn.init.normal_(self.position.weight, std=0.02)
-        self.start = nn.Parameter(
-            torch.zeros(config.width)
-        )  # the state before any behaviour
-        self.encoder: nn.Module = make_encoder(config)
+        # state of requests without behaviours
+        self.start = nn.Parameter(torch.zeros(config.width))
+        self.encoder: nn.Module = build_encoder(config)
         query_width = 0 if config.query_condition == "none" else config.text_width
         self.head = nn.Sequential(
             nn.Linear(config.width + query_width, config.width),
@@ -174,14 +182,11 @@ class QGS(Ranker):
             nn.Linear(config.width, config.width),
         )
         if config.infonce_weight:
-            known = (
-                config.text_width
-                if config.next_item == "document"
-                else features + config.text_width
-            )
-            self.target = nn.Linear(
-                known, config.width, bias=False
-            )  # W_tgt of Sec. 3.4
+            target_width = token_width
+            if config.next_item == "document":
+                target_width = config.text_width
+            # W_tgt of Sec. 3.4
+            self.target = nn.Linear(target_width, config.width, bias=False)
 
     @classmethod
     def resolve_config(cls, config: Any, catalogue: Any) -> Any:
@@ -199,11 +204,19 @@ class QGS(Ranker):
         return []
 
     def document(self, item: Tensor) -> Tensor:
-        """(..., E): the text of behaviours alone; that of padding means nothing."""
+        """Return the reduced vectors (..., E) of documents.
+
+        Args:
+            item: (...) items; the vectors of padding have no meaning.
+        """
         return self.text.project_item(item)
 
     def history_tokens(self, batch: SearchBatch) -> Tensor:
-        """Return (B, T, F + E): x_t = [f_t, e_t] of Eq. 1 for every behaviour."""
+        """Return the tokens x_t = [f_t, e_t] (Eq. 1) of all behaviours.
+
+        Returns:
+            (B, T, F + E), or (B, T, E) without `context_features`.
+        """
         if self.config.token == "pair":
             text = self.text.project_pair(
                 batch.history, batch.pair_text, batch.history_pair_text
@@ -215,48 +228,71 @@ class QGS(Ranker):
         return torch.cat([self.scale(batch.history_features), text], -1)
 
     def states(self, batch: SearchBatch, tokens: Tensor) -> Tensor:
-        """(B, T, D): h_t of every behaviour, from it and earlier ones alone."""
-        place = self.position.weight[: tokens.shape[1]]
-        return self.encoder(self.project(tokens) + place, batch.history_time)
+        """Encode the behaviours (Eq. 2 and 6-10).
 
-    def predict_head(self, states: Tensor, text: Tensor, row: Tensor) -> Tensor:
-        """Return z of Eq. 3 (..., D), the prediction of the next item.
+        Args:
+            batch: Batch of requests.
+            tokens: Tokens from `history_tokens`.
+
+        Returns:
+            (B, T, D) states h_t. Each depends on its behaviour and earlier ones alone.
+        """
+        position = self.position.weight[: tokens.shape[1]]  # (T, D)
+        return self.encoder(self.project(tokens) + position, batch.history_time)
+
+    def predict_next(self, states: Tensor, text: Tensor, row: Tensor) -> Tensor:
+        """Predict the next item, z of Eq. 3.
 
         Args:
             states: (..., D) states before the item.
-            text: (n, W) vectors of queries, or joint ones of queries and items.
+            text: (n, W) vectors of queries, or joint vectors of queries and items.
             row: (...) row of the next item's query in `text`.
+
+        Returns:
+            (..., D) predictions.
         """
         if self.config.query_condition == "none":
             return self.head(states)
         return self.head(torch.cat([states, self.text.project_query(text, row)], -1))
 
-    def rank_after(
-        self, past: Tensor, batch: SearchBatch, shown: bool = False
+    def rank_from_states(
+        self, request_states: Tensor, batch: SearchBatch, shown: bool = False
     ) -> Tensor:
-        """(N, K) logits, where `past` (R, D) is the state before each request."""
-        owner = batch.candidate_request
-        if self.config.query_condition == "joint":  # another one for each candidate
-            sequence = self.predict_head(
-                past[owner], batch.joint_text, batch.candidate_pair_text
+        """Return (N, K) logits of the candidates.
+
+        Args:
+            request_states: (R, D) state before each request.
+            batch: Batch of requests.
+            shown: Whether to read shown positions, if `config.position` allows it.
+        """
+        request = batch.candidate_request
+        if self.config.query_condition == "joint":
+            # joint vectors differ by candidate
+            sequence = self.predict_next(
+                request_states[request], batch.joint_text, batch.candidate_pair_text
             )
         else:
-            of_request = self.predict_head(
-                past, batch.query_text, batch.request_query_text
-            )
-            sequence = of_request[owner]
+            predictions = self.predict_next(
+                request_states, batch.query_text, batch.request_query_text
+            )  # (R, D)
+            sequence = predictions[request]
         if not self.config.match:
             return self.rank(batch, sequence, shown)
         document = self.target(self.document(batch.candidate))
+        # in float32, since bfloat16 is too coarse
         cosine = functional.cosine_similarity(
             sequence.float(), document.float(), dim=-1
-        )  # bfloat16 is too coarse
-        return self.rank(
-            batch, sequence, shown, match=cosine[:, None] / self.config.temperature
         )
+        match = cosine[:, None] / self.config.temperature  # (N, 1)
+        return self.rank(batch, sequence, shown, match)
 
-    def past(self, states: Tensor, batch: SearchBatch) -> Tensor:
-        """(R, D): the state after the last behaviour before each request."""
+    def request_states(self, states: Tensor, batch: SearchBatch) -> Tensor:
+        """Return the state (R, D) after the last behaviour before each request.
+
+        Args:
+            states: (B, T, D) states of all behaviours.
+            batch: Batch of requests.
+        """
         end = batch.request_end
         return torch.where(
             (end > 0)[:, None],
@@ -265,17 +301,29 @@ class QGS(Ranker):
         )
 
     def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
-        """(N, K) logits, from one encoder pass per row."""
-        past = self.past(self.states(batch, self.history_tokens(batch)), batch)
-        return self.rank_after(past, batch, shown) + self.config.correction
+        """Return (N, K) logits, from one encoder pass per row.
+
+        Args:
+            batch: Batch of requests.
+            shown: Whether to read shown positions, if `config.position` allows it.
+        """
+        states = self.states(batch, self.history_tokens(batch))
+        request_states = self.request_states(states, batch)
+        logits = self.rank_from_states(request_states, batch, shown)
+        return logits + self.config.correction
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
-        """`loss`: ranking loss plus `infonce_weight` times the loss of the next item, and both apart."""
-        batch, kept = self.sample(batch)
+        """Return the losses of a batch.
+
+        Returns:
+            `loss`, which is `ranking` + `infonce_weight` * `infonce`, and both terms.
+        """
+        batch, is_learned = self.sample(batch)
         tokens = self.history_tokens(batch)
         states = self.states(batch, tokens)
-        logits = self.rank_after(self.past(states, batch), batch, shown=True)
-        ranking = label_loss(logits, batch.labels, self.weights, kept)
+        request_states = self.request_states(states, batch)
+        logits = self.rank_from_states(request_states, batch, shown=True)
+        ranking = label_loss(logits, batch.labels, self.weights, is_learned)
         if not self.config.infonce_weight:
             return {"loss": ranking}
         next_item = self.next_item_loss(states, tokens, batch)
@@ -288,37 +336,35 @@ class QGS(Ranker):
     def next_item_loss(
         self, states: Tensor, tokens: Tensor, batch: SearchBatch
     ) -> Tensor:
-        """Compute Eq. 3-5: predict each behaviour from the state before it and its
-        query.
+        """Return the InfoNCE loss of the next items (Eq. 3-5).
 
-        A behaviour without predecessors is no target; one in several rows is a target
+        Each behaviour is predicted from the state before it and from its query. The
+        first behaviour of a user is no target. A behaviour in several rows is a target
         in one of them.
+
+        Args:
+            states: (B, T, D) states of all behaviours.
+            tokens: Tokens from `history_tokens`.
+            batch: Batch of requests.
         """
         item = batch.history[:, 1:]
-        new = (
-            torch.arange(1, batch.history.shape[1], device=item.device)
-            >= batch.history_new[:, None]
-        )
+        position = torch.arange(1, batch.history.shape[1], device=item.device)
+        is_target = (item >= 0) & (position >= batch.history_new[:, None])
         text, row = batch.query_text, batch.history_query_text
         if self.config.query_condition == "joint":
             text, row = batch.joint_text, batch.history_pair_text
-        z = self.predict_head(states[:, :-1], text, row[:, 1:])
-        v = self.target(
-            self.document(item)
-            if self.config.next_item == "document"
-            else tokens[:, 1:]
-        )
+        z = self.predict_next(states[:, :-1], text, row[:, 1:])
+        if self.config.next_item == "document":
+            v = self.target(self.document(item))
+        else:
+            v = self.target(tokens[:, 1:])
         return info_nce(
-            z,
-            v,
-            item,
-            (item >= 0) & new,
-            self.config.temperature,
-            self.config.negatives,
+            z, v, item, is_target, self.config.temperature, self.config.negatives
         )
 
 
-def make_encoder(config: QGSConfig) -> nn.Module:
+def build_encoder(config: QGSConfig) -> nn.Module:
+    """Build the encoder of behaviours that the config selects."""
     if config.encoder == "linear_hstu":
         return LinearHSTUEncoder(config.width, config.num_layers, config.dropout)
     if config.encoder == "hstu":
@@ -342,17 +388,17 @@ def make_encoder(config: QGSConfig) -> nn.Module:
 def masked_logits(
     z: Tensor, v: Tensor, items: Tensor, valid: Tensor, temperature: float
 ) -> Tensor:
-    """Return (T, B, B) float32 s_t^(b, c) of Eq. 4, -inf where c is no negative for b.
+    """Return the logits s_t^(b, c) of Eq. 4, (T, B, B) float32.
 
-    A negative that is padding, or is the same item as the positive, is masked; the
-    positive, on the diagonal, is not.
+    The diagonal holds the positives. A negative is -inf if it is padding or the same
+    item as the positive.
 
     Args:
         z: (B, T, D) predictions.
         v: (B, T, D) targets.
         items: (B, T) `item_index` of the targets.
-        valid: (B, T) whether there is a target.
-        temperature: Divisor of the cosines.
+        valid: (B, T) bool, true where the position has a target.
+        temperature: Divisor of the cosine similarities.
     """
     z = functional.normalize(z.float(), dim=-1).transpose(0, 1)  # (T, B, D)
     v = functional.normalize(v.float(), dim=-1).transpose(0, 1)
@@ -373,18 +419,29 @@ def info_nce(
     temperature: float = 0.1,
     negatives: str = "position",
 ) -> Tensor:
-    """Return the mean over valid positions of the cross-entropy of the positive (Eq. 5).
+    """Return the mean cross-entropy of the positives over valid positions (Eq. 5).
 
-    The loss is 0 if no position is valid. Shapes are those of `masked_logits`.
-    `negatives` are other users' targets at the same `position`, as in the paper, or at
-    all positions of the `batch`, which takes memory for the square of their number.
+    The loss is 0 if no position is valid.
+
+    Args:
+        z: (B, T, D) predictions.
+        v: (B, T, D) targets.
+        items: (B, T) `item_index` of the targets.
+        valid: (B, T) bool, true where the position has a target.
+        temperature: Divisor of the cosine similarities.
+        negatives: `position` for other users' targets at the same position, as in the
+            paper, or `batch` for the targets at all valid positions, whose logits take
+            memory quadratic in their number.
     """
-    if negatives == "batch":  # (M, 1, D): M users of one position
-        z, v, items = z[valid][:, None], v[valid][:, None], items[valid][:, None]
+    if negatives == "batch":
+        # all M valid positions become M rows of one position: (M, 1, D) and (M, 1)
+        z = z[valid][:, None]
+        v = v[valid][:, None]
+        items = items[valid][:, None]
         valid = torch.ones_like(items, dtype=torch.bool)
     count = valid.sum()
     if not z.numel():
-        return global_mean((z + v).sum(), 0)  # 0, and part of the graph
+        return global_mean((z + v).sum(), 0)  # 0, but part of the graph for DDP
     logits = masked_logits(z, v, items, valid, temperature)
     loss = torch.logsumexp(logits, -1) - logits.diagonal(dim1=1, dim2=2)  # (T, B)
     total = torch.where(valid.T, loss, 0).sum()
@@ -392,7 +449,7 @@ def info_nce(
 
 
 class HSTU(QGS):
-    """HSTU as QGS compares with it: QGS with other defaults."""
+    """HSTU, a baseline of the QGS paper: QGS with the settings of `HSTUConfig`."""
 
     name = "hstu"
     config_class = HSTUConfig

@@ -1,13 +1,14 @@
-"""What every search ranker shares: candidates' features and text, shared DNN, group attention, task towers, BCE.
+"""The base of search rankers: shared DNN, group attention, a tower per label, BCE loss.
 
-Candidates are flat and scored one by one: none sees another, of its request or of any.
+Each candidate is scored independently of all other candidates.
 
 Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` groups,
-`E` reduced text, `e` width of a group.
+`E` width of the reduced text, `e` width of a group's token.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,37 +38,38 @@ from models.search.position import Mode, Position
 
 @dataclass
 class RankerConfig(LabelOptions):
-    """Sizes that all search models share."""
+    """Options that all trained search models share."""
 
     max_history: int = 100
-    """Latest behaviours read (Sec. 4.1 of QGS for comparisons; 1,000 in Sec. 3.7)."""
+    """Number of latest behaviours read (Sec. 4.1 of QGS for comparisons; 1,000 in Sec.
+    3.7)."""
     window_overlap: float = 0.75
-    """Of users with longer histories, the share of `max_history` that training reads
-    before a search at least; 1 reads all of it, as evaluation does, in one pass for
-    each search."""
+    """Minimum share of `max_history` that training reads before a search of a user with
+    a longer history. 1 reads `max_history` behaviours, as evaluation does, with one
+    encoder pass for each search."""
     batch_unit: Literal["requests", "users"] = "requests"
-    """What `fit.batch_size` counts: searches, or rows of users with up to 64
-    searches."""
+    """Unit of `fit.batch_size`: searches, or users' examples of up to 64 searches."""
     text_width: int = 64
-    """Width that text embeddings are reduced to (d_b, Sec. 3.7 of QGS)."""
+    """Width to which text embeddings are reduced (d_b, Sec. 3.7 of QGS)."""
     dnn_width: int = 256
     """Width of the two layers of the shared DNN over all raw features (Sec. 3.6 names
     no size)."""
     tower_width: int = 128
-    """Inner width of a task tower (Sec. 3.6 names no size)."""
+    """Inner width of a label's tower (Sec. 3.6 names no size)."""
     dropout: float = 0.1
-    """Dropout in DNN, towers and encoder."""
+    """Dropout rate in the DNN, the towers and the encoder."""
     position: Mode = "hidden"
-    """What training reads of where a result was shown: nothing, `dropout`: its
-    features, but of a share of requests, or `bias`: a term of its own in the logits.
-    Evaluation, selection and serving never read it."""
+    """How training uses the position at which a result was shown: `hidden` does not
+    read it, `dropout` reads it as a feature for a share of the requests, `bias` adds a
+    term of the position to the logits. Evaluation and serving never read it."""
     position_dropout: float = 0.5
-    """Share of requests whose positions are hidden in training, of `dropout`."""
+    """With `position: dropout`, the share of requests whose positions are hidden in
+    training."""
     category_width: int = 16
-    """Width of the embedding of each category of the log's own."""
+    """Width of the embedding of each category feature of the log."""
     category_dropout: float = 0.02
-    """Share of their values that count as unknown in training, so that values which
-    training has not seen mean something."""
+    """Share of category values replaced by the unknown value in training, so that the
+    embedding of unknown values is trained."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
     group_width: int = 16
@@ -75,41 +77,60 @@ class RankerConfig(LabelOptions):
     group_heads: int = 8
     """Heads of the group attention (Sec. 3.7)."""
     group_output: int = 128
-    """Width of what the group attention gives (d_o, Sec. 3.7)."""
+    """Output width of the group attention (d_o, Sec. 3.7)."""
 
     @property
     def reads_times(self) -> bool:
-        """Whether the model reads when each behaviour was."""
+        """Whether the model reads the times of behaviours."""
         return False
 
     @property
     def reads_history_queries(self) -> bool:
-        """Whether the model reads the text of behaviours' queries, alone or together with documents."""
+        """Whether the model reads the text of behaviours' queries or pairs."""
         return False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_shares(self, ["window_overlap"])
-        widths = "max_history text_width dnn_width tower_width category_width group_width group_heads group_output"
-        check_positive(self, widths.split())
+        positive = (
+            "max_history",
+            "text_width",
+            "dnn_width",
+            "tower_width",
+            "category_width",
+            "group_width",
+            "group_heads",
+            "group_output",
+        )
+        check_positive(self, positive)
         check_dropout(self, "dropout", "position_dropout", "category_dropout")
         check_choices(self)
         if self.group_width % self.group_heads:
             raise ValueError(
-                f"group_width {self.group_width} is not a multiple of group_heads {self.group_heads}; change either"
+                f"group_width {self.group_width} is not a multiple of group_heads "
+                f"{self.group_heads}; change either"
             )
 
 
 class HFGAttention(nn.Module):
-    """HFG-Attention (Eq. 11-13 of QGS): a token per group of features and one for the DNN's view of all."""
+    """HFG-Attention over groups of features (Eq. 11-13 of QGS).
+
+    The tokens are the groups of features and, as one more token, the output of the DNN.
+
+    Args:
+        sizes: (G,) number of features of each group.
+        context: Width of the DNN's output.
+        width: Width of a token.
+        heads: Heads of the attention.
+        output: Width of the result.
+    """
 
     def __init__(
         self, sizes: list[int], context: int, width: int, heads: int, output: int
     ) -> None:
         super().__init__()
-        self.groups = nn.ModuleList(
-            nn.Linear(size, width) for size in sizes
-        )  # W_g, b_g
+        # W_g and b_g of Eq. 11
+        self.groups = nn.ModuleList(nn.Linear(size, width) for size in sizes)
         self.context = nn.Linear(context, width)
         self.attention = HSTULayer(
             width, heads, len(sizes) + 1, causal=False, ffn=4 * width
@@ -123,35 +144,39 @@ class HFGAttention(nn.Module):
 
         Args:
             groups: Features of each group, (N, size of the group).
-            group_mask: (N, G) groups to read.
+            group_mask: (N, G) bool, true for groups to read.
             context: (N, context) output of the DNN, through which no gradient flows.
 
         Returns:
-            (N, output).
+            (N, output) mean over the tokens, projected.
         """
+        # Eq. 11
         tokens = [
             functional.relu(layer(group))
             for layer, group in zip(self.groups, groups, strict=True)
-        ]  # Eq. 11
-        r = torch.stack(
-            [*tokens, self.context(context.detach())], 1
-        )  # (N, G + 1, e): Eq. 12
+        ]
+        tokens.append(self.context(context.detach()))
+        r = torch.stack(tokens, 1)  # (N, G + 1, e): Eq. 12
         mask = functional.pad(group_mask, (0, 1), value=True)
         mixed = self.attention(r, mask) * mask[..., None]
         return self.out(mixed.sum(1) / mask.sum(1, keepdim=True))  # Eq. 13
 
 
 class Ranker(SearchModel):
-    """A model that scores candidates.
+    """A trained model that scores the candidates of search requests.
 
-    `sequence_width` is the width of a subclass's user state (0 for none); `match` tells
-    whether the subclass also gives the similarity of user state and candidate.
+    Args:
+        config: Options of the model.
+        catalogue: Catalogue of the tables.
+        sequence_width: Width of the subclass's user state, 0 for none.
+        match: Whether the subclass also passes the similarity of user state and
+            candidate to `rank`.
     """
 
     example_unit = "user"
     config: RankerConfig
     by_group: Tensor
-    """(O,) places of the features' columns, group after group."""
+    """Indices of the feature columns of all groups, group after group."""
 
     def __init__(
         self,
@@ -185,15 +210,10 @@ class Ranker(SearchModel):
             nn.Linear(config.dnn_width, config.dnn_width),
             nn.ReLU(),
         )
-        places = list(feature_groups(self.scale.columns, catalogue.groups).values())
-        self.group_sizes = [len(group) for group in places]
-        self.register_buffer(
-            "by_group",
-            torch.tensor(
-                [place for group in places for place in group], dtype=torch.long
-            ),
-            persistent=False,
-        )
+        groups = list(feature_groups(self.scale.columns, catalogue.groups).values())
+        self.group_sizes = [len(group) for group in groups]
+        by_group = torch.tensor(list(itertools.chain(*groups)), dtype=torch.long)
+        self.register_buffer("by_group", by_group, persistent=False)
         self.groups = None
         if config.group_attention:
             self.groups = HFGAttention(
@@ -203,12 +223,12 @@ class Ranker(SearchModel):
                 config.group_heads,
                 config.group_output,
             )
-        fused = config.text_width + config.dnn_width + sequence_width
-        fused += config.group_output if config.group_attention else 0
-        self.norm = nn.LayerNorm(fused)
+        fused_width = config.text_width + config.dnn_width + sequence_width
+        fused_width += config.group_output if config.group_attention else 0
+        self.norm = nn.LayerNorm(fused_width)
         self.towers = nn.ModuleList(
             nn.Sequential(
-                nn.Linear(fused + match, config.tower_width),
+                nn.Linear(fused_width + match, config.tower_width),
                 nn.ReLU(),
                 nn.Dropout(config.dropout),
                 nn.Linear(config.tower_width, 1),
@@ -226,9 +246,10 @@ class Ranker(SearchModel):
         """Return (N, K) logits of the candidates.
 
         Args:
-            sequence: (N, width) user state of each candidate, or None.
-            shown: Whether to read shown positions, if `position` allows it.
-            match: (N, 1) similarity of user state and candidate.
+            batch: Batch of requests.
+            sequence: (N, sequence_width) user state of each candidate, or None.
+            shown: Whether to read shown positions, if `config.position` allows it.
+            match: (N, 1) similarity of user state and candidate, or None.
         """
         request = batch.candidate_request
         scaled = self.scale(batch.features)
@@ -251,48 +272,50 @@ class Ranker(SearchModel):
             )
             group_mask[:, -2] = batch.request_query[request] != NO_QUERY
             parts.insert(0, self.groups(groups, group_mask, shared))
-        fused = self.norm(
-            torch.cat(parts if sequence is None else [*parts, sequence], 1)
-        )
-        if (
-            match is not None
-        ):  # beside the norm, which would shrink one number among hundreds
+        if sequence is not None:
+            parts.append(sequence)
+        fused = self.norm(torch.cat(parts, 1))
+        if match is not None:
+            # not normalised, which would shrink one number among hundreds
             fused = torch.cat([fused, match], 1)
-        return torch.cat(
-            [tower(fused) for tower in self.towers], 1
-        ) + self.shown_at.term(scaled, shown)
+        logits = torch.cat([tower(fused) for tower in self.towers], 1)
+        return logits + self.shown_at.term(scaled, shown)
 
     def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
-        """(N, K) logits of every label for every candidate."""
+        """Return (N, K) logits, corrected for the sampling of negatives.
+
+        Args:
+            batch: Batch of requests.
+            shown: Whether to read shown positions, if `config.position` allows it.
+        """
         return self.rank(batch, shown=shown) + self.config.correction
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
-        """The ranking loss: per label the mean binary cross-entropy over candidates, summed over labels."""
-        batch, kept = self.sample(batch)
-        return {
-            "loss": label_loss(
-                self.rank(batch, shown=True), batch.labels, self.weights, kept
-            )
-        }
+        """Return the ranking `loss`: weighted binary cross-entropy of all labels."""
+        batch, is_learned = self.sample(batch)
+        logits = self.rank(batch, shown=True)
+        return {"loss": label_loss(logits, batch.labels, self.weights, is_learned)}
 
     def sample(self, batch: SearchBatch) -> tuple[SearchBatch, Tensor | None]:
-        """Return the batch with the candidates to learn from, and the labels (N, K) to learn; None for all labels.
+        """Select the candidates and labels of this training step.
 
-        Candidates without a label to learn are left out, but for padded batches, whose
-        shapes stay.
+        Returns:
+            The batch without candidates of which no label is learned, and a mask (N, K)
+            of the labels to learn, or None if all are learned. A padded batch keeps its
+            shape and all candidates.
         """
-        used = sample_learned(batch.labels, self.masks, self.config.negative_rate)
+        is_learned = sample_learned(batch.labels, self.masks, self.config.negative_rate)
         if batch.is_padded:
-            valid = batch.candidate_valid[:, None].expand_as(batch.labels)
-            return batch, valid if used is None else valid & used
-        if used is None:
+            is_valid = batch.candidate_valid[:, None].expand_as(batch.labels)
+            return batch, is_valid if is_learned is None else is_valid & is_learned
+        if is_learned is None:
             return batch, None
-        kept = used.any(1)
-        return batch.select("N", kept), used[kept]
+        is_candidate_learned = is_learned.any(1)
+        return batch.select("N", is_candidate_learned), is_learned[is_candidate_learned]
 
 
 class Base(Ranker):
-    """The model without a history (BERT and DNN), which QGS compares with."""
+    """Base (BERT and DNN), a baseline of the QGS paper that reads no history."""
 
     name = "base"
     config_class = RankerConfig

@@ -1,11 +1,12 @@
-"""Parsing of served requests of search models: a query, candidates, and the user's history.
+"""Parsing of served requests of search models: a query, candidates, and a history.
 
-A feature that is left out, or NaN, counts as its mean over training. Counts of
-`jobs.prepare --counts_as_of` are known if the model was loaded with `counts`, and so
-are features of items, and the hour and weekday of the request's `timestamp_ms`: a
-request then needs no features of its candidates. Queries, and pairs of query and
-document, that training has not seen are encoded by the encoder of the bundle and
-cached. Without an encoder such a query counts as no query, and a warning says so.
+A feature that is left out, or NaN, is replaced by its mean over training. Three kinds
+of features are filled in where a request leaves them out: features of items, the hour
+and weekday of the request's `timestamp_ms`, and, if the model was loaded with `counts`,
+the counts of `jobs.prepare --counts_as_of`. A request then needs no features of its
+candidates. Queries, and pairs of query and document, that are not in the training
+tables are encoded by the encoder of the bundle and cached. Without an encoder, an
+unknown query is treated as no query, with a warning.
 
 Shapes: `F` features, `q` queries, `n` and `p` pairs, `W` width of text.
 """
@@ -26,7 +27,7 @@ from models.own_features import OwnFeatures
 from models.ragged import concat_columns
 from models.requests import Columns, Request, Requests, Row
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
-from models.search.counts import HOURS, Counts, hours
+from models.search.counts import HOURS, Counts, time_features
 from models.search.data import SearchBatch, SearchDataset
 from models.storage.tables import UserError, read_manifest, read_table
 from models.text.text_encoder import (
@@ -41,7 +42,7 @@ NO_ITEM = -1
 
 
 class RequestText:
-    """Text vectors of served requests: from the tables of jobs.encode, else encoded and cached."""
+    """Text vectors of served requests, read from tables or encoded and cached."""
 
     def __init__(
         self,
@@ -50,13 +51,13 @@ class RequestText:
         encoder: TextEncoder | TfidfEncoder | None = None,
         documents: Sequence[str] = (),
     ) -> None:
-        """Initialise from a bundle.
+        """Index the queries of the catalogue.
 
         Args:
-            text: The vectors of the catalogue.
+            text: Vectors of the catalogue.
             queries: Queries of the catalogue, by `query_index`.
-            encoder: The encoder of the vectors; without one, text that the catalogue
-                lacks does not exist.
+            encoder: Encoder that made the vectors. Without an encoder, text that is
+                not in the catalogue has no vector.
             documents: Texts of the documents, by `item_index`; needed with an encoder.
         """
         self.text, self.encoder, self.documents = text, encoder, documents
@@ -70,13 +71,13 @@ class RequestText:
     def select(
         self, queries: list[str], item: NDArray[np.int64], query: NDArray[np.int64]
     ) -> SearchText:
-        """Return the vectors of some queries, and of pairs with these queries.
+        """Return the vectors of queries, and of pairs of items with these queries.
 
         Args:
-            queries: (q,) texts for which `has_query` is true; the result numbers them
-                in this order.
+            queries: (q,) texts for which `has_query` is true. In the result,
+                `query_index` is the index in this list.
             item: (n,) item of each pair.
-            query: (n,) number of each pair's query in `queries`, or NO_QUERY.
+            query: (n,) index of each pair's query in `queries`, or NO_QUERY.
         """
         index = np.array([self.query_index.get(text, -1) for text in queries], np.int64)
         is_pair = query != NO_QUERY
@@ -93,7 +94,12 @@ class RequestText:
         )
 
     def _query_vectors(self, queries: list[str], index: NDArray[np.int64]) -> Floats:
-        """Return the vectors (q, W) of queries, given their (q,) `query_index`, -1 for new queries."""
+        """Return the vectors (q, W) of queries.
+
+        Args:
+            queries: (q,) texts.
+            index: (q,) `query_index` of each query, -1 for new queries.
+        """
         vectors = np.zeros((len(queries), self.text.width), np.float32)
         is_new = index < 0
         vectors[~is_new] = self.text.queries[index[~is_new]]
@@ -105,27 +111,33 @@ class RequestText:
     def _pair_vectors(
         self, keys: NDArray[np.int64], queries: list[str], index: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], Floats]:
-        """Return the keys of the pairs that have a vector, and the vectors (n, W), with joint ones beside (n, 2 W).
+        """Return the keys of the pairs that have a vector, and the vectors.
+
+        Without an encoder, pairs that are not in the catalogue are left out.
 
         Args:
             keys: (p,) `pair_key` of each pair, with queries numbered as in `queries`.
             queries: (q,) texts.
             index: (q,) `query_index` of each query, -1 for new queries.
+
+        Returns:
+            (n,) keys, ascending, and (n, W) vectors, or (n, 2 W) if the text has joint
+            vectors, which follow the vectors of the pairs.
         """
         item, query = np.divmod(keys, len(queries) + 1)
         query = query - 1
-        known_query = index[query]
+        catalogue_query = index[query]
         row, is_encoded = self.text.find_pairs(
-            pair_key(item, known_query, self.text.num_queries)
+            pair_key(item, catalogue_query, self.text.num_queries)
         )
-        is_encoded &= known_query >= 0
+        is_encoded &= catalogue_query >= 0
         row = row[is_encoded]
         width = self.text.width + self.text.joint.shape[1]
-        known = np.hstack([self.text.pairs[row], self.text.joint[row]])
+        encoded = np.hstack([self.text.pairs[row], self.text.joint[row]])
         if self.encoder is None:
-            return keys[is_encoded], known
+            return keys[is_encoded], encoded
         vectors = np.zeros((len(keys), width), np.float32)
-        vectors[is_encoded] = known
+        vectors[is_encoded] = encoded
         new = np.flatnonzero(~is_encoded)
         if len(new):
             pairs = [(int(item[i]), queries[query[i]]) for i in new]
@@ -133,7 +145,15 @@ class RequestText:
         return keys, vectors
 
     def _encode(self, texts: list[tuple[int, str]]) -> Floats:
-        """Return the vectors (n, W) of queries alone, or (n, W or 2 W) of pairs, from the cache or encoded."""
+        """Return the vectors of texts that are not in the catalogue, encoded or cached.
+
+        Args:
+            texts: (n,) item and query, with `NO_ITEM` for a query alone. Either all
+                texts are queries alone, or none is.
+
+        Returns:
+            (n, W) vectors of queries, or (n, W or 2 W) vectors of pairs.
+        """
 
         def encode(missing: list[tuple[int, str]]) -> Floats:
             assert self.encoder is not None, "texts are encoded only with an encoder"
@@ -156,7 +176,7 @@ class RequestText:
 
 
 class SearchRequests(Requests):
-    """Requests for a ranking of candidates for a query."""
+    """Parser of requests to rank candidates for a query."""
 
     optional_columns: ClassVar[Columns] = {
         **Requests.optional_columns,
@@ -193,7 +213,9 @@ class SearchRequests(Requests):
         self.counts = None
         if settings.get("counts"):
             self.counts = Counts.load(settings["counts"], features, info)
-        self.hours = [index for index, name in enumerate(features) if name in HOURS]
+        self.time_columns = [
+            index for index, name in enumerate(features) if name in HOURS
+        ]
         self.own = OwnFeatures.from_info(info)
         self.item_features = pa.table({})
         """The log's own features of items, by `item_index`."""
@@ -201,35 +223,53 @@ class SearchRequests(Requests):
             self.item_features = read_table(f"{folder}/tables/items", "items", names)
 
     def parse(self, row: Row) -> Request:
+        """Return the request of a row, with the latest `max_history` known behaviours.
+
+        Items that are not in the catalogue are left out of history and candidates.
+
+        Raises:
+            UserError: If the row has an invalid value, or lacks the times of behaviours
+                that the model reads.
+        """
         candidates, history = row.item_ids("candidates"), row.item_ids("history")
-        known = [i for i, item in enumerate(candidates) if item in self.index]
-        past = [i for i, item in enumerate(history) if item in self.index]
-        past = past[-self.config.max_history :]
+        # positions of catalogue items in the lists of the row
+        scored = [i for i, item in enumerate(candidates) if item in self.index]
+        behaviours = [i for i, item in enumerate(history) if item in self.index]
+        behaviours = behaviours[-self.config.max_history :]
         queries = row.entries("history_query", len(history), "")
         times = row.entries("history_time_ms", len(history))
         if self.config.reads_times and None in times:
             raise UserError(
-                "history_time_ms is missing, and the model reads when each behaviour was; give it"
+                "history_time_ms is missing, and the model reads the time of each "
+                "behaviour; give the times in ms"
             )
-        item = [self.index[history[i]] for i in past]
-        candidate = [self.index[candidates[i]] for i in known]
+        history_features = self._parse_features(row, "history_", history)
+        features = self._parse_features(row, "", candidates)
+        item = [self.index[history[i]] for i in behaviours]
+        candidate = [self.index[candidates[i]] for i in scored]
         parts: dict[str, NDArray] = {
-            "asked": np.array([row.value("query")], object),
-            "query": np.array([queries[i] for i in past], object),
+            "request_query": np.array([row.value("query")], object),
+            "history_query": np.array([queries[i] for i in behaviours], object),
             "item": np.array(item, np.int64),
-            "time": np.array([times[i] or 0 for i in past], np.int64),
-            "history_features": self._parse_features(row, "history_", history)[past],
+            "time": np.array([times[i] or 0 for i in behaviours], np.int64),
+            "history_features": history_features[behaviours],
             "candidate": np.array(candidate, np.int64),
-            "features": self._parse_features(row, "", candidates)[known],
+            "features": features[scored],
         }
-        return Request(candidates, known, len(past), parts)
+        return Request(candidates, scored, len(behaviours), parts)
 
     def _parse_features(self, row: Row, prefix: str, items: Sequence[str]) -> Floats:
-        """Return the features (n, F) of candidates, or with the prefix `history_` of behaviours.
+        """Return the features (n, F) of candidates or of behaviours.
 
-        Features of items that the request leaves out are read from the catalogue; for
-        candidates, counts from the table of counts, and hour and weekday from the
-        request's time. Others are their means.
+        Features of items that the request leaves out are read from the catalogue. For
+        candidates, counts are read from the table of counts, and hour and weekday are
+        computed from the request's time. All other missing features get their mean.
+
+        Args:
+            row: The request.
+            prefix: Beginning of the columns' names: empty for candidates, `history_`
+                for behaviours.
+            items: (n,) item ids.
         """
         index = pa.array([self.index.get(item) for item in items], pa.int64())
         item_features = {
@@ -240,26 +280,27 @@ class SearchRequests(Requests):
         default = np.tile(self.mean, (len(items), 1))
         if not prefix and self.counts:
             self.counts.fill(default, items, row.value("query"))
-        now = row.value("timestamp_ms")
-        if not prefix and self.hours and now is not None:
-            default[:, self.hours] = hours(np.array([now], np.int64))
+        time = row.value("timestamp_ms")
+        if not prefix and self.time_columns and time is not None:
+            default[:, self.time_columns] = time_features(np.array([time], np.int64))
         return np.concatenate([row.vectors(f"{prefix}features", default), own], 1)
 
     def collate(self, requests: Sequence[Request]) -> SearchBatch:
-        """Collate requests into one batch, with distinct queries encoded once."""
+        """Collate requests into one batch; each distinct query is encoded once."""
         parts = concat_columns([dict(request.parts) for request in requests])
-        request_queries, history_queries = parts.pop("asked"), parts.pop("query")
+        request_queries = parts.pop("request_query")
+        history_queries = parts.pop("history_query")
         for request in requests:
-            self._warn_of_queries(request.parts["query"])
-        self._warn_of_queries(request_queries)
+            self._warn_about_queries(request.parts["history_query"])
+        self._warn_about_queries(request_queries)
         distinct = dict.fromkeys([*request_queries, *history_queries])
         queries = [query for query in distinct if query and self.text.has_query(query)]
-        ids = {query: index for index, query in enumerate(queries)}
+        query_index = {query: index for index, query in enumerate(queries)}
         request_query = np.array(
-            [ids.get(query, NO_QUERY) for query in request_queries], np.int64
+            [query_index.get(query, NO_QUERY) for query in request_queries], np.int64
         )
         history_query = np.array(
-            [ids.get(query, NO_QUERY) for query in history_queries], np.int64
+            [query_index.get(query, NO_QUERY) for query in history_queries], np.int64
         )
         lengths = np.array([request.events for request in requests])
         counts = np.array([len(request.known) for request in requests])
@@ -273,7 +314,7 @@ class SearchRequests(Requests):
             np.concatenate([query for _, query in pairs.values()]),
         )
         for name, (item, query) in pairs.items():
-            self._warn_of_pairs(name, item, query, text)
+            self._warn_about_pairs(name, item, query, text)
         dataset = SearchDataset.from_requests(
             {**parts, "query": history_query, "request_query": request_query},
             lengths,
@@ -283,26 +324,34 @@ class SearchRequests(Requests):
         )
         return dataset.collate(np.arange(len(requests)))
 
-    def _warn_of_queries(self, queries: NDArray) -> None:
-        """Warn of queries that have no vector and cannot be encoded."""
+    def _warn_about_queries(self, queries: NDArray) -> None:
+        """Warn about queries that have no vector and cannot be encoded."""
         unknown = sum(bool(q) and not self.text.has_query(str(q)) for q in queries)
         if unknown:
             warnings.warn(
-                f"{unknown} of {len(queries)} queries are none of the training tables'; they count as no query",
+                f"{unknown} of {len(queries)} queries are not in the training tables "
+                "and are treated as no query",
                 stacklevel=2,
             )
 
-    def _warn_of_pairs(
+    def _warn_about_pairs(
         self, name: str, item: NDArray, query: NDArray, text: SearchText
     ) -> None:
-        """Warn of pairs without a vector, where the model reads text and cannot encode them."""
+        """Warn about pairs that have no vector and cannot be encoded.
+
+        Args:
+            name: Source of the pairs, for the message.
+            item: (n,) item of each pair.
+            query: (n,) query of each pair, or NO_QUERY.
+            text: Vectors that the batch reads.
+        """
         if self.text.encoder or not text.width:
             return
         keys = pair_key(item, query, text.num_queries)[query != NO_QUERY]
         missing = int((~np.isin(keys, text.pair_keys)).sum())
         if missing:
             warnings.warn(
-                f"{missing} of {len(query)} {name} were never encoded together with their query; their document alone "
-                f"is read",
+                f"{missing} of {len(query)} {name} have no text vector for the pair of "
+                "document and query; the vector of the document alone is used",
                 stacklevel=2,
             )

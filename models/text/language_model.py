@@ -24,21 +24,22 @@ SUPPORTED_TYPES = (
     "smollm3",
     "stablelm",
 )
-"""Model types that can be used: attention depends on positions alone, and they scale
-neither embeddings nor logits. Codes beside words, and beams beside each other, are then
-read as separate sequences would be."""
+"""Model types whose attention depends on positions alone and which scale neither
+embeddings nor logits. Decoding shares one prefix among beams and adds codes to the
+vocabulary, which gives the same results as separate sequences only for these types."""
 
 IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
+"""Keys of a pretrained config that do not describe the model."""
 
 
 def pretrained_config(name: str) -> dict[str, Any]:
-    """Return the config of a pretrained model: its type and changed defaults."""
+    """Return the model type and the non-default settings of a pretrained model."""
     from transformers import AutoConfig
 
     with pretrained_source(name) as source:
         config = AutoConfig.from_pretrained(**source)
-    changed = config.to_diff_dict()
-    return {key: value for key, value in changed.items() if key not in IGNORED_KEYS}
+    settings = config.to_diff_dict()
+    return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
 
 
 def llama_config(
@@ -83,8 +84,8 @@ def build_model(config: dict[str, Any], longest: int) -> nn.Module:
 
     if config.get("model_type") not in SUPPORTED_TYPES:
         raise UserError(
-            f"the language model is of the kind '{config.get('model_type')}', which "
-            f"may read codes otherwise; give another model.lm, of "
+            f"the language model has the type '{config.get('model_type')}', which is "
+            f"not supported; give a model.lm of one of the types "
             f"{', '.join(SUPPORTED_TYPES)}"
         )
     try:
@@ -93,22 +94,22 @@ def build_model(config: dict[str, Any], longest: int) -> nn.Module:
     except (ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"cannot make the language model {config.get('model_type')} ({reason}); "
+            f"cannot build the language model {config.get('model_type')} ({reason}); "
             f"check lm_model"
         ) from error
     values = full_config.to_dict()
     for limit in ("max_position_embeddings", "n_positions", "sliding_window"):
         if values.get(limit) and values[limit] < longest:
             raise UserError(
-                f"prompts and responses go up to {longest} tokens, the language model "
-                f"has {limit} {values[limit]}; give a smaller model.max_history or "
+                f"prompts with responses have up to {longest} tokens, but the language "
+                f"model has {limit} {values[limit]}; lower model.max_history or give "
                 f"another model.lm"
             )
     return model
 
 
 def has_tied_embeddings(lm: Any) -> bool:
-    """Return whether the word embeddings are also the output layer."""
+    """Return whether the output layer shares the weights of the word embeddings."""
     return bool(lm.get_output_embeddings().weight is lm.get_input_embeddings().weight)
 
 
@@ -165,12 +166,16 @@ def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
 
 
 def load_pretrained(lm: nn.Module, name: str) -> None:
-    """Copy the pretrained weights of the model `name` to `lm`.
+    """Copy pretrained weights into a language model.
 
-    Low-rank products of `lm` stay as they are.
+    Weights of low-rank products are not changed.
+
+    Args:
+        lm: Language model, changed in place.
+        name: Folder or hub name of the pretrained model.
 
     Raises:
-        UserError: If the names of the weights differ.
+        UserError: If the pretrained model has other weights than `lm`.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -187,8 +192,8 @@ def load_pretrained(lm: nn.Module, name: str) -> None:
     pretrained_weights = pretrained.state_dict()
     if weights.keys() != pretrained_weights.keys():
         raise UserError(
-            f"{name} has not the weights of the model that was made from its config; "
-            f"give a causal model"
+            f"{name} has other weights than a causal language model with its config; "
+            f"give a causal language model"
         )
     with torch.no_grad():
         for key, value in weights.items():

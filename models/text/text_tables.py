@@ -49,7 +49,11 @@ def read_vectors(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
 
 
 def open_vectors(uri: str) -> Columns:
-    """Memory-map a table of text vectors: its keys (n,), and each column of vectors as (n, W) float32."""
+    """Memory-map a table of text vectors.
+
+    Returns:
+        Each key column as (n,) int64, and each column of vectors as (n, W) float32.
+    """
     return open_columns(uri, "text", None, _decode_vectors)
 
 

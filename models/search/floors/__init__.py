@@ -1,1 +1,1 @@
-"""Search models without gradient training."""
+"""Search models that need no gradient training."""

@@ -4,9 +4,9 @@
 
 The trees learn the click from the train split. Boosting stops when the log loss on the
 val split has not fallen for `early_stopping_rounds` trees, and keeps the best number of
-trees. The checkpoint holds LightGBM's model text as bytes in safetensors, so it is no
-pickle. The model reads no text: it reads a candidate's features, and how many of the
-user's earlier clicks resemble the candidate.
+trees. The checkpoint holds LightGBM's model text as bytes in safetensors, without
+pickle. The model reads no text vectors: its columns are the candidate's features, and
+counts of the user's earlier clicks that resemble the candidate.
 
 Shapes: `N` candidates, `B` rows, `T` behaviours, `C` split categories, `X` columns.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightgbm import Booster
 
 MAX_SPLIT_VALUES = 255
-"""Largest number of values of a category that trees split by."""
+"""Number of values up to which a category is a split column of the trees."""
 
 
 @dataclass
@@ -43,25 +43,25 @@ class BoostedConfig:
     """Options of gradient-boosted trees, with LightGBM's names."""
 
     max_history: int = 100
-    """Latest behaviours among which clicks are counted."""
+    """Number of latest behaviours in which clicks are counted."""
     num_iterations: int = 1000
-    """Trees at most; validation chooses how many are used."""
+    """Maximum number of trees; early stopping chooses how many are used."""
     early_stopping_rounds: int = 30
-    """Trees without a lower log loss on val after which boosting stops."""
+    """Stop after this many trees without a lower log loss on val."""
     learning_rate: float = 0.1
     """Factor on the values of each tree."""
     num_leaves: int = 31
-    """Leaves of a tree at most."""
+    """Maximum number of leaves of a tree."""
     max_depth: int = 6
-    """Splits on the way to a leaf at most."""
+    """Maximum depth of a tree."""
     min_data_in_leaf: int = 100
-    """Training candidates in a leaf at least."""
+    """Minimum number of training candidates in a leaf."""
     lambda_l2: float = 0.0
-    """Weight of the leaves' squared values."""
+    """Weight of the L2 penalty on leaf values."""
     feature_fraction: float = 0.5
-    """Share of the columns that each tree chooses from, drawn by `fit.seed`."""
+    """Share of the columns that each tree samples, with the seed `fit.seed`."""
 
-    # What examples and requests ask of every search model
+    # Options that datasets and requests of all search models need
     window_overlap: ClassVar[float] = 1.0
     batch_unit: ClassVar[str] = "requests"
     reads_history_queries: ClassVar[bool] = False
@@ -100,36 +100,39 @@ class Boosted(SearchModel):
     def __init__(self, config: BoostedConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.labels, self.masks = catalogue.labels[:1], [None]
-        # what a served request's missing features are filled with
+        # a served request's missing features are filled with its means
         self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
         index = {name: i for i, name in enumerate(catalogue.features)}
-        known = [
+        readable = [
             name
             for name in catalogue.features
             if name not in catalogue.unknown_when_ranking
         ]
         categories = {c.name: c for c in catalogue.own.categories}
-        split = [
+        category_names = [name for name in readable if name in categories]
+        split_names = [
             name
-            for name in known
-            if name in categories and categories[name].rows <= MAX_SPLIT_VALUES + 1
+            for name in category_names
+            if categories[name].rows <= MAX_SPLIT_VALUES + 1
         ]
-        numbers = [name for name in known if name not in categories]
-        self.split_categories = [categories[name] for name in split]
-        self.split_index = [index[name] for name in split]
-        self.number_index = [index[name] for name in numbers]
-        self.counted_index = [index[name] for name in known if name in categories]
+        number_names = [name for name in readable if name not in categories]
+        self.split_categories = [categories[name] for name in split_names]
+        self.split_index = [index[name] for name in split_names]
+        self.number_index = [index[name] for name in number_names]
+        self.counted_index = [index[name] for name in category_names]
         """Features whose equal values are counted in the history: all categories."""
         self.booster: Booster | None = None
-        # (C,) tensors: the training's code of each of the catalogue's codes
+        # one (rows,) tensor per split category: code of the catalogue -> code in
+        # training
         self.training_codes = [torch.arange(c.rows) for c in self.split_categories]
 
     def columns(self, batch: SearchBatch) -> Tensor:
-        """Return (N, X) float32 columns of the trees.
+        """Return the columns (N, X) float32 that the trees read.
 
-        Split categories come first, NaN where unknown, then numbers, NaN where missing,
-        then counts of the user's earlier clicks: all, on the same item, after the same
-        query, and with the same value of each category.
+        The split categories come first, NaN where unknown. Numbers follow, NaN where
+        missing. The last columns count the user's earlier clicks: all clicks, clicks on
+        the same item, clicks after the same query, and for each category the clicks
+        with the same value.
         """
         features, request = batch.features, batch.candidate_request
         row = batch.request_row[request]  # (N,)
@@ -173,31 +176,45 @@ class Boosted(SearchModel):
     def fit_counts(
         self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
     ) -> None:
-        """Grow the trees on batches of the train split; stop by the log loss on the val
-        split.
+        """Grow trees on the train split until the log loss on val stops falling.
 
         Raises:
-            UserError: if all training candidates have the same label, or val is empty.
+            UserError: If all training candidates have the same label, or val is empty.
         """
         import lightgbm
 
-        x, y = self._read(train)
-        if y.all() or not y.any():
+        train_columns, train_labels = self._concat_batches(train)
+        if train_labels.all() or not train_labels.any():
             raise UserError(
-                f"all {len(y):,} training candidates have the same '{self.labels[0]}'; "
-                "check the labels"
+                f"all {len(train_labels):,} training candidates have the same "
+                f"'{self.labels[0]}'; check the labels"
             )
-        val_x, val_y = self._read(val)
-        if not len(val_y):
+        val_columns, val_labels = self._concat_batches(val)
+        if not len(val_labels):
             raise UserError(
                 "the val split is empty, so boosting cannot stop; check the split of "
                 "jobs.prepare"
             )
         data = lightgbm.Dataset(
-            x, y, categorical_feature=list(range(len(self.split_categories)))
+            train_columns,
+            train_labels,
+            categorical_feature=list(range(len(self.split_categories))),
         )
+        stop = lightgbm.early_stopping(self.config.early_stopping_rounds, verbose=False)
+        booster = lightgbm.train(
+            self._lightgbm_parameters(),
+            data,
+            self.config.num_iterations,
+            valid_sets=[data.create_valid(val_columns, val_labels)],
+            callbacks=[stop],
+        )
+        text = booster.model_to_string(num_iteration=booster.best_iteration)
+        self.booster = lightgbm.Booster(model_str=text)
+
+    def _lightgbm_parameters(self) -> dict[str, Any]:
+        """Return the parameters of `lightgbm.train`, with a seed drawn from PyTorch."""
         config = self.config
-        parameters = {
+        return {
             "objective": "binary",
             "metric": "binary_logloss",
             "learning_rate": config.learning_rate,
@@ -212,18 +229,10 @@ class Boosted(SearchModel):
             "force_row_wise": True,
             "verbosity": -1,
         }
-        stop = lightgbm.early_stopping(config.early_stopping_rounds, verbose=False)
-        booster = lightgbm.train(
-            parameters,
-            data,
-            config.num_iterations,
-            valid_sets=[data.create_valid(val_x, val_y)],
-            callbacks=[stop],
-        )
-        text = booster.model_to_string(num_iteration=booster.best_iteration)
-        self.booster = lightgbm.Booster(model_str=text)
 
-    def _read(self, batches: Iterable[SearchBatch]) -> tuple[NDArray, NDArray]:
+    def _concat_batches(
+        self, batches: Iterable[SearchBatch]
+    ) -> tuple[NDArray, NDArray]:
         """Return the columns (N, X) and first labels (N,) of batches."""
         columns, labels = [], []
         for batch in batches:
@@ -247,13 +256,13 @@ class Boosted(SearchModel):
         )
 
     def set_extra_state(self, state: Any) -> None:
-        """Load the trees from `get_extra_state`.
+        """Load the trees from the result of `get_extra_state`.
 
-        Categories of tables that extend the training's may have other values: each
-        value is found by name, and a value that training has not seen is unknown.
+        Tables that extend the tables of training may have more values per category.
+        Values are matched by name; a value that was not in training counts as unknown.
 
         Raises:
-            UserError: if the tables' categories are not those that the trees split by.
+            UserError: If the trees split by other categories than the tables have.
         """
         from lightgbm import Booster
 
@@ -261,9 +270,9 @@ class Boosted(SearchModel):
         names = [category.name for category in self.split_categories]
         if names != list(content["values"]):
             raise UserError(
-                f"the trees split by the categories {list(content['values'])}, and those "
-                f"of the tables with at most {MAX_SPLIT_VALUES} values are {names}; train "
-                "anew"
+                f"the trees split by the categories {list(content['values'])}, but the "
+                f"tables have {names} as the categories with at most "
+                f"{MAX_SPLIT_VALUES} values; train the model again"
             )
         self.booster = Booster(model_str=content["trees"])
         self.training_codes = [
@@ -278,10 +287,16 @@ def select_columns(features: Tensor, index: list[int]) -> Tensor:
 
 
 def map_codes(category: Category, trained: list[str]) -> Tensor:
-    """Return (rows,) the training's code of each code of `category`, 0 for unknown ones.
+    """Map the codes of a category to its codes in training.
 
-    `trained` holds the values of the training, whose codes count from 1. Hashed values
-    have the same code in all tables.
+    Hashed values have the same code in all tables.
+
+    Args:
+        category: Category of the present tables.
+        trained: Values of the category in training, where their codes count from 1.
+
+    Returns:
+        (rows,) code in training of each code of `category`; 0 for unknown values.
     """
     if category.buckets:
         return torch.arange(category.rows)

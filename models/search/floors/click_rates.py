@@ -1,21 +1,21 @@
-"""Search models without gradient training: click rates, and the order of the log.
+"""Search floors, which need no gradient training: click rates and the order of the log.
 
     python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES --storage runs --name pair_ctr
 
-`pair_ctr` ranks by one column of the tables, the smoothed click rate of the pair of
-query and item in the longest window that ends before the request, `item_ctr` by that of
-the item after any query:
+`pair_ctr` ranks by one column of the tables: the smoothed click rate of the pair of
+query and item, in the longest window that ends before the request. `item_ctr` ranks by
+the click rate of the item after any query:
 
     rate = (clicks + prior * strength) / (exposures + strength)
 
 with `ctr_prior` and `ctr_strength` of the source file's `search` section. A trained
-search model has to clear the better of the two. Without clock times or windows the
+search model should exceed the better of the two. Without clock times or windows the
 tables have no rates, and all results tie.
 
-`log_order` ranks results as the log showed them. The shown position is unknown when a
-search is ranked, so this model is a diagnostic of the log and not a floor: its metrics
-have the prefix `with_position/`, so it is never the best model of a comparison, and it
-is neither served nor registered.
+`log_order` ranks results in the order in which the log showed them. The shown position
+is unknown when a search is ranked, so this model is a diagnostic of the log and not a
+floor. Its metrics have the prefix `with_position/`, which keeps it from being the best
+model of a comparison. It is neither served nor registered.
 
 Shapes: `N` candidates.
 """
@@ -41,10 +41,10 @@ from models.search.model import SearchModel
 
 @dataclass
 class FloorConfig:
-    """Options that datasets and requests read from every search model."""
+    """Options that datasets and requests of all search models need."""
 
     max_history: int = 1
-    """Behaviours read per request, as for every model; floors read none of them."""
+    """Behaviours read per request; floors ignore them."""
 
     window_overlap: ClassVar[float] = 1.0
     batch_unit: ClassVar[str] = "requests"
@@ -78,7 +78,7 @@ class SearchFloor(SearchModel):
     def __init__(self, config: FloorConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.labels, self.masks = catalogue.labels[:1], [None]
-        # what a served request's missing features are filled with
+        # a served request's missing features are filled with its means
         self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
 
 
@@ -87,7 +87,7 @@ class ClickRate(SearchFloor):
 
     is_floor = True
     by: ClassVar[str]
-    """Whose click rate ranks: `pair` or `item`."""
+    """Key of the click rates, `pair` or `item`."""
 
     def __init__(self, config: FloorConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
@@ -97,7 +97,7 @@ class ClickRate(SearchFloor):
     def prepare_training(
         self, catalogue: SearchCatalogue, datasets: Mapping[str, Any]
     ) -> list[str]:
-        """Return a message that says which column ranks."""
+        """Return a message that names the column by which results are ranked."""
         if self.column is None:
             return [
                 f"the tables have no click rates by {self.by} (the log has no clock "
@@ -133,12 +133,13 @@ class ItemCtr(ClickRate):
 
 
 def rate_columns(features: Iterable[str], by: str) -> list[str]:
-    """Return the names of the click rates by `pair` or `item`, shortest window first."""
-    found = {}
+    """Return the columns of click rates by `pair` or `item`, shortest window first."""
+    name_by_days = {}
     for name in features:
-        if match := re.fullmatch(rf"{by}_ctr_([0-9.e+]+)d", name):
-            found[float(match[1])] = name
-    return [found[days] for days in sorted(found)]
+        match = re.fullmatch(rf"{by}_ctr_([0-9.e+]+)d", name)
+        if match:
+            name_by_days[float(match[1])] = name
+    return [name_by_days[days] for days in sorted(name_by_days)]
 
 
 class LogOrder(SearchFloor):
@@ -160,12 +161,12 @@ class LogOrder(SearchFloor):
 
     def fit_counts(self, batches: Iterable[SearchBatch]) -> None:
         """Count the clicks at the first position of the training batches."""
-        clicks = shown = 0.0
+        clicks = impressions = 0.0
         for batch in batches:
-            first = (batch.candidate_position == 0) & batch.candidate_valid
-            clicks += float(batch.labels[first, 0].sum())
-            shown += float(first.sum())
-        self.first_rate.fill_((clicks + 1) / (shown + 2))
+            is_first = (batch.candidate_position == 0) & batch.candidate_valid
+            clicks += float(batch.labels[is_first, 0].sum())
+            impressions += float(is_first.sum())
+        self.first_rate.fill_((clicks + 1) / (impressions + 2))
 
     def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) log-odds of a click."""
@@ -175,10 +176,10 @@ class LogOrder(SearchFloor):
     def measure(
         self, batch: SearchBatch, by_user: int = 0, **options: Any
     ) -> dict[str, Any]:
-        """Return the family's sums, under `with_position/`.
+        """Return the sums of the search metrics, under the prefix `with_position/`.
 
-        The names keep them apart from the metrics of models that rank before anything
-        is shown.
+        The prefix keeps the metrics apart from metrics of models that do not read the
+        shown position.
         """
         sums = super().measure(batch, by_user)
         return {add_position_prefix(name): value for name, value in sums.items()}
@@ -193,14 +194,18 @@ class LogOrder(SearchFloor):
 
     @classmethod
     def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics, and the number of requests under its plain name."""
+        """Return the metrics, and `requests` without the prefix as well."""
         means = super().metric_means(sums)
         return {"requests": means[f"{WITH_POSITION}requests"], **means}
 
 
 def add_position_prefix(name: str) -> str:
-    """Return the name of a sum under `with_position/`; the number of examples keeps its name."""
+    """Return the name of a sum with `with_position/` added.
+
+    The number of examples keeps its name. In names of per-user values, the prefix
+    follows `PER_USER_PREFIX`.
+    """
     if name == metrics.EXAMPLES:
         return name
-    kind = PER_USER_PREFIX if name.startswith(PER_USER_PREFIX) else ""
-    return f"{kind}{WITH_POSITION}{name.removeprefix(PER_USER_PREFIX)}"
+    per_user = PER_USER_PREFIX if name.startswith(PER_USER_PREFIX) else ""
+    return f"{per_user}{WITH_POSITION}{name.removeprefix(PER_USER_PREFIX)}"

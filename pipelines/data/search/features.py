@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from models.config import check_known
-from models.search.counts import HOURS, hours
+from models.search.counts import HOURS, time_features
 from pipelines.data.events.columns import (
     bool_column,
     dictionary_column,
@@ -229,7 +229,7 @@ def features(
     position = position.clip(0)
     columns += [np.log1p(position), np.log1p(position // config.page_size)]
     if clock:
-        columns += list(hours(time).T)
+        columns += list(time_features(time).T)
     return stack_columns(columns)
 
 

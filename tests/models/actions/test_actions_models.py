@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.actions import fusions, metrics
 from models.actions.base import ActionsConfig, FusionModel, ItemNetwork
-from models.actions.batch import ActionsBatch, any_tied
+from models.actions.batch import ActionsBatch, has_tied_times
 
 SMALL = {
     "width": 16,
@@ -474,9 +474,9 @@ def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(
 
 def test_every_event_sees_what_is_strictly_before_it(batch):
     batch.candidate_time[0] = torch.tensor([30, 31, -5])
-    assert not any_tied(batch.time, batch.valid)
+    assert not has_tied_times(batch.time, batch.valid)
     assert batch.count_earlier()[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 0]
     batch.time[0, 2:5] = 20
-    assert any_tied(batch.time, batch.valid)
+    assert has_tied_times(batch.time, batch.valid)
     assert batch.count_earlier()[0].tolist() == [0, 1, 2, 2, 2, 5, 6, 5, 5, 0]
     assert batch.count_earlier()[3, 7:9].tolist() == [0, 0]  # a user without context

@@ -76,7 +76,7 @@ def test_rotary_position_is_the_number_of_earlier_positions():
     positions = torch.tensor([[0, 1, 2, 3, 2, 3, 6, 7, 8, 9, 6, 0]])
     torch.testing.assert_close(pairs.rope, compute_rope(positions, 4))
     assert pairs.earlier.tolist() == [[0, 0, 2, 2, 2, 2, 6, 6, 8, 8, 6, 0]]
-    assert pairs.past().earlier.shape == (1, 10)
+    assert pairs.context_only().earlier.shape == (1, 10)
 
 
 def test_weights_start_as_xavier_uniform():

@@ -593,7 +593,5 @@ def test_semantic_ids_are_needed_and_of_the_right_codebooks(name: str) -> None:
     model.trie = Catalogue.from_codes(
         torch.tensor([[0, 0, 0, 0], [5, 7, 2, 1]]), (6, 8, 3, 2)
     ).trie
-    with pytest.raises(
-        ValueError, match="give the semantic IDs that it was trained with"
-    ):
+    with pytest.raises(ValueError, match="give the semantic IDs"):
         model.recommend(requests(2), 2)

@@ -490,7 +490,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("bloom", "gemma", "gpt_neo", "mamba"):
         with pytest.raises(
             UserError,
-            match=f"of the kind '{kind}', which may read codes otherwise; give another",
+            match=f"type '{kind}', which is not supported; give a model.lm",
         ):
             built(model_type=kind)
     monkeypatch.setitem(sys.modules, "peft", None)

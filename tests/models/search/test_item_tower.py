@@ -71,7 +71,7 @@ def with_documents(catalogue: SearchCatalogue, **changes: Any) -> SearchCatalogu
 @pytest.mark.parametrize(
     ("pooling", "normalize"), [("cls", False), ("cls", True), ("mean", True)]
 )
-@pytest.mark.parametrize("piece", [30, hllm.PIECE])
+@pytest.mark.parametrize("piece", [30, hllm.MAX_CHUNK_TOKENS])
 def test_documents_are_encoded_as_one_at_a_time(
     catalogue: SearchCatalogue,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +80,7 @@ def test_documents_are_encoded_as_one_at_a_time(
     normalize: bool,
     grad: bool,
 ) -> None:
-    monkeypatch.setattr(hllm, "PIECE", piece)
+    monkeypatch.setattr(hllm, "MAX_CHUNK_TOKENS", piece)
     tower = ItemTower(
         ITEM_MODEL, with_documents(catalogue, pooling=pooling, normalize=normalize)
     ).eval()
@@ -105,10 +105,10 @@ def test_an_encoder_of_another_kind_is_an_item_tower_and_no_user_tower(
     AutoModel.from_config(AutoConfig.for_model("distilbert", **sizes)).save_pretrained(
         tmp_path
     )
-    tower = ItemTower(hllm.encoder_model(str(tmp_path)), catalogue).eval()
+    tower = ItemTower(hllm.encoder_settings(str(tmp_path)), catalogue).eval()
     expected = one_at_a_time(tower.encoder, catalogue, "cls", False)
     torch.testing.assert_close(tower(torch.arange(24)), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UserError, match="is a distilbert, no BERT"):
+    with pytest.raises(UserError, match="has the model type 'distilbert'"):
         pretrained_sizes(str(tmp_path))
 
 
@@ -138,8 +138,8 @@ def test_gradients_do_not_depend_on_pieces(
     tower = ItemTower(ITEM_MODEL, catalogue).eval()
     item, weights = torch.arange(24).repeat(2), torch.randn(48, WIDTH)
     found = []
-    for piece in (hllm.PIECE, 30):
-        monkeypatch.setattr(hllm, "PIECE", piece)
+    for piece in (hllm.MAX_CHUNK_TOKENS, 30):
+        monkeypatch.setattr(hllm, "MAX_CHUNK_TOKENS", piece)
         tower.zero_grad()
         (tower(item) * weights).sum().backward()
         found.append([parameter.grad.clone() for parameter in tower.parameters()])  # type: ignore[union-attr]

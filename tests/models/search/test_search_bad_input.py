@@ -121,7 +121,7 @@ def test_text_of_several_encoders_is_refused(
         path.write_text(
             add_seal({**check_seal(before), "config": {"encoder": "another"}})
         )
-        with pytest.raises(UserError, match="were encoded with several settings"):
+        with pytest.raises(UserError, match="were encoded with different settings"):
             SearchCatalogue.load(tables, str(tmp_path / "text"))
         path.write_text(before)
     SearchCatalogue.load(tables, str(tmp_path / "text"))

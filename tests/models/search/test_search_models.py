@@ -150,7 +150,7 @@ def test_the_joint_condition_has_seen_the_document_and_ours_has_not(catalogue, b
     with torch.no_grad():
         for model, text, moves in conditions:
             past = torch.zeros(2, 24)
-            z = model.predict_head(past, torch.from_numpy(text), torch.arange(2))
+            z = model.predict_next(past, torch.from_numpy(text), torch.arange(2))
             assert torch.allclose(z[0], z[1], atol=1e-5) != moves
         assert joint.score(batch).shape == (len(batch.candidate), 2)
     joint.train()(batch)["loss"].backward()
@@ -161,9 +161,11 @@ def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, 
     with torch.no_grad():
         for name, moves in (("qgs", True), ("qgs_item_only", False)):
             model = make(name, catalogue)
-            past = model.past(model.states(batch, model.history_tokens(batch)), batch)
+            past = model.request_states(
+                model.states(batch, model.history_tokens(batch)), batch
+            )
             z = [
-                model.predict_head(past, each.query_text, each.request_query_text)
+                model.predict_next(past, each.query_text, each.request_query_text)
                 for each in (batch, other)
             ]
             assert torch.allclose(*z, atol=1e-5) != moves
@@ -191,7 +193,7 @@ def test_the_next_document_is_compared_in_place_of_the_next_token(
         v = torch.zeros_like(z)
         for b, t in valid.nonzero().tolist():
             asked = batch.history_query_text[b, t + 1]
-            z[b, t] = document.predict_head(states[b, t], batch.query_text, asked)
+            z[b, t] = document.predict_next(states[b, t], batch.query_text, asked)
             v[b, t] = document.target.weight @ document.document(item[b, t])
         want = loop_loss(z, v, item, valid, document.config.temperature, negatives)
         assert float(ours["infonce"]) == pytest.approx(want, rel=1e-4)
@@ -229,12 +231,14 @@ def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(
     without.load_state_dict(state, strict=False)
     with torch.no_grad():
         model.score(batch), without.score(batch)
-        past = model.past(model.states(batch, model.history_tokens(batch)), batch)
+        past = model.request_states(
+            model.states(batch, model.history_tokens(batch)), batch
+        )
         assert torch.equal(read[model][:, :-1], read[without])
         for n, (item, request) in enumerate(
             zip(batch.candidate, batch.candidate_request.tolist(), strict=True)
         ):
-            z = model.predict_head(
+            z = model.predict_next(
                 past[request], batch.query_text, batch.request_query_text[request]
             )
             v = model.target.weight @ model.document(item)
@@ -246,8 +250,8 @@ def test_impossible_settings_are_refused():
     for options, message in (
         ({"encoder": "hstu", "width": 30}, "not a multiple of num_heads"),
         ({"query_condition": "all"}, "it must be one of query, joint, none"),
-        ({"temperature": 0}, "the paper's is 0.1"),
-        ({"pretrained": "x"}, "cannot start from"),
+        ({"temperature": 0}, "the paper uses 0.1"),
+        ({"pretrained": "x"}, "cannot load; use encoder transformer"),
         ({"group_width": 12}, "not a multiple of group_heads"),
         ({"dropout": 1.0}, "not in"),
         ({"next_item": "item"}, "it must be one of token, document"),

@@ -56,7 +56,7 @@ SIZES = {
         "max_history": 8,
     },
 }
-UNKNOWN = "2 of 10 queries are none of the training tables'; they count as no query"
+UNKNOWN = "2 of 10 queries are not in the training tables and are treated as no query"
 SIZES["lac"] = SIZES["attn_mvp"]
 SIZES["hstu"] = SIZES["qgs"] | {"num_heads": 2}
 
@@ -293,13 +293,13 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     )
     with pytest.warns(
         UserWarning,
-        match="1 of 1 candidates were never encoded together with their query",
+        match="1 of 1 candidates have no text vector for the pair",
     ):
         model.predict(None, pd.DataFrame([row]))
     asked = {"query": None, "history_query": ["query-001"]}
     with pytest.warns(
         UserWarning,
-        match="1 of 1 behaviours were never encoded together with their query",
+        match="1 of 1 behaviours have no text vector for the pair",
     ):
         model.predict(None, pd.DataFrame([row | asked]))
     assert model.predict(None, pd.DataFrame([row])[:0]).columns.tolist() == [
@@ -402,7 +402,7 @@ def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
         ),
         (
             {"history_time_ms": [10, None, 20]},
-            "history_time_ms has an entry without a time; give one each",
+            "history_time_ms has an entry without a time; give one time per event",
         ),
         (
             {"history_viewer_device": []},
@@ -432,7 +432,7 @@ def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
     }
     with pytest.raises(
         UserError,
-        match="history_time_ms is missing, and the model reads when each behaviour was",
+        match="history_time_ms is missing, and the model reads the time of each behaviour",
     ):
         model.predict(None, pd.DataFrame([row]))
     days = [
@@ -583,13 +583,16 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
         ([{"item_id": "p"}, {"item_id": "p"}], "new_items has 'p' twice"),
         (
             [{"item_id": "p", "titel": "x"}],
-            "new_items has 'titel' of 'p', which .* the nearest is 'title'",
+            "new_items has the field 'titel' for 'p', .* the nearest is 'title'",
         ),
         (
             [{"item_id": "p", "price": np.inf}],
             "'price' of new_items has an infinite number",
         ),
-        ([{"item_id": "p", "price": "cheap"}], "'price' of new_items is of numbers"),
+        (
+            [{"item_id": "p", "price": "cheap"}],
+            "'price' of new_items has values that are not numbers",
+        ),
     ],
 )
 def test_new_items_that_cannot_be_read_are_refused(
@@ -605,13 +608,13 @@ def test_what_new_items_lack_is_said(
     monkeypatch.setattr(ranker.ranker.requests.new, "encoder", None)
     no_id = pytest.warns(
         UserWarning,
-        match="1 new items are scored without an id, and the model has never trained",
+        match="1 new items are scored without an id, but the model was always trained",
     )
     with (
         no_id,
         pytest.warns(
             UserWarning,
-            match="without its text encoder; 1 new items count as without text",
+            match="without its text encoder; 1 new items are scored without their text",
         ),
     ):
         ranker.predict(

@@ -170,7 +170,7 @@ def test_encoders_that_are_not_there_are_errors_with_remedies(
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids it here: unset that"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE disables the hub; unset it"):
         encoder_version("nobody/no-such-model")
     for name in ("nobody/no-such-model", str(tmp_path)):
         with pytest.raises(

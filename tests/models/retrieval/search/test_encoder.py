@@ -70,7 +70,7 @@ def test_states_are_those_of_the_padded_encoder(
         0, 20, (len(lengths), width), generator=torch.Generator().manual_seed(0)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(t5_packed, "MAX_PIECE_TOKENS", most_tokens)
+        patch.setattr(t5_packed, "MAX_CHUNK_TOKENS", most_tokens)
         patch.setattr(t5_packed, "MAX_BUCKET_PADDING", waste)
         if not compiled:
             patch.setattr(kernels, "library", lambda: None)
