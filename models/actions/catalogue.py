@@ -94,7 +94,7 @@ def _to_float(column: pa.ChunkedArray) -> NDArray[np.float64]:
 
 
 def _mean_and_std(numbers: NDArray[np.float64]) -> tuple[float, float]:
-    """Return mean and standard deviation without NaN, or 0 and 0 without numbers."""
+    """Return mean and standard deviation, ignoring NaN; 0 and 0 if all are NaN."""
     if not np.isfinite(numbers).any():
         return 0.0, 0.0
     return float(np.nanmean(numbers)), float(np.nanstd(numbers))

@@ -124,10 +124,10 @@ class ActionsDataset(RequestDataset):
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
         """Return the columns to read, including viewer-side and own features."""
         viewers = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
-        own = OwnFeatures.from_info(manifest.info).names
+        own_names = OwnFeatures.from_info(manifest.info).names
         vectors = ("actions", "tasks", "features")
         ends = ("train_end", "val_end")
-        return ["item_index", "timestamp_ms", *viewers, *own, *vectors, *ends]
+        return ["item_index", "timestamp_ms", *viewers, *own_names, *vectors, *ends]
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
@@ -136,7 +136,7 @@ class ActionsDataset(RequestDataset):
 
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
-        """Return the names of actions, tasks and features, which decide the columns."""
+        """Return the entries of the manifest that `decode` depends on."""
         names = ("actions", "tasks", "features", "viewers", "own")
         return {name: manifest.info.get(name) for name in names}
 
@@ -360,7 +360,8 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
         value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
         own features, `own` holds them as `OwnFeatures.matrix` returns them.
     """
-    info, own = manifest.info, OwnFeatures.from_info(manifest.info)
+    info = manifest.info
+    own_features = OwnFeatures.from_info(info)
     item_lists = table["item_index"].combine_chunks()
 
     def by_event(name: str) -> pa.Array:
@@ -392,9 +393,9 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
             for name, values in viewers.items()
         ]
         columns["viewer"] = np.stack(codes, 1)
-    if own.names:
-        own_columns = {name: by_event(name) for name in own.names}
-        columns["own"] = own.matrix(own_columns, len(item))
+    if own_features.names:
+        own_columns = {name: by_event(name) for name in own_features.names}
+        columns["own"] = own_features.matrix(own_columns, len(item))
     return columns
 
 

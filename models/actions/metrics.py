@@ -91,12 +91,12 @@ def measure(model: Any, batch: ActionsBatch, by_user: int = 0) -> dict[str, Any]
 
 def names(catalogue: Any) -> list[str]:
     """Return the metric names of `means` for the tasks of a catalogue."""
-    tasks = [
-        f"{task}/{name}"
-        for task in catalogue.labels
-        for name in (*METRIC_NAMES, "normalised_entropy_train")
-    ]
-    return [*tasks, "eval_loss", *(f"mean/{name}" for name in AVERAGED), "mean/rig"]
+    task_names = []
+    for task in catalogue.labels:
+        task_names += [f"{task}/{name}" for name in METRIC_NAMES]
+        task_names.append(f"{task}/normalised_entropy_train")
+    mean_names = [f"mean/{name}" for name in AVERAGED]
+    return [*task_names, "eval_loss", *mean_names, "mean/rig"]
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -262,7 +262,7 @@ class ActionsRequests(Requests):
         """Return the request of a row, with the latest `max_history` readable events.
 
         Candidates and events are left out if their item is neither in the catalogue nor
-        among the new items, and events also if they are not before the request.
+        among the new items. Events that are not before the request are left out too.
 
         Raises:
             UserError: If the row has an invalid value.
@@ -372,7 +372,7 @@ class ActionsRequests(Requests):
 
     def collate(self, requests: Sequence[Request]) -> ActionsBatch:
         """Collate requests into one batch, with the new items of all requests."""
-        new_items = [item for request in requests for item in request.new]
+        new_items = list(chain.from_iterable(request.new for request in requests))
         if new_items and self.needs_ids:
             warnings.warn(
                 f"{len(new_items)} new items are scored without an id, but the model "

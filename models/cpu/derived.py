@@ -67,11 +67,9 @@ def cache_until_changed(
         return cast(T, entries[name][1])
     if name not in entries or _have_changed(entries[name][0]):
         # the entry keeps the storage alive, so that no new parameter reuses its address
-        weights: Weights = [
-            (p, p.detach(), _version(p))
-            for module in (owner, *others)
-            for p in module.parameters()
-        ]
+        weights: Weights = []
+        for module in (owner, *others):
+            weights += [(p, p.detach(), _version(p)) for p in module.parameters()]
         # models fitted by counting have no parameters
         device = weights[0][0].device.type if weights else "cpu"
         precision = matmul_precision("highest") if device == "cuda" else nullcontext()

@@ -129,7 +129,7 @@ class FastSearch:
     def __call__(
         self, batch: HistoryBatch, k: int, beam: int, children: bool
     ) -> tuple[Tensor, Tensor]:
-        """Recommend items as `beam_search` with the student's scorer does.
+        """Recommend items, with the result of `search/beam.py` for the student.
 
         Args:
             batch: Batch of requests.

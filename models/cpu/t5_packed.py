@@ -49,7 +49,9 @@ class PackedEncoder:
 
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, encoder: Stack) -> None:
-        self.embedding, self.encoder, self.sizes = embedding, encoder, encoder.sizes
+        self.embedding = embedding
+        self.encoder = encoder
+        self.sizes = encoder.sizes
         blocks = encoder.blocks
         self.normalize = blocks[0].get_norm(0).normalize
         self.qkv = []

@@ -207,13 +207,9 @@ def _tiles(
             tile_keys = keys
             hidden = None
             if bound is not None:
-                tile_bound = bound[heads, rows]
-                shortest = 0
-                if skip_unread_keys:
-                    shortest, longest = (int(x) for x in tile_bound.aminmax())
-                    tile_keys = slice(0, longest)
-                if shortest < tile_keys.stop:
-                    hidden = index[tile_keys] >= tile_bound
+                tile_keys, hidden = _visible_keys(
+                    bound[heads, rows], index, keys, skip_unread_keys
+                )
             scores = q[heads, rows] @ k[heads, tile_keys].mT
             if bound is None:
                 scores[:, :, first:] += above_diagonal[: end - first, : end - first]
@@ -232,6 +228,29 @@ def _tiles(
                 # the softmax of a query without keys is NaN
                 weights.masked_fill_(hidden, 0.0)
             yield heads, rows, tile_keys, weights
+
+
+def _visible_keys(
+    bound: Tensor, index: Tensor, keys: slice, skip_unread_keys: bool
+) -> tuple[slice, Tensor | None]:
+    """Return the keys of a tile, and a mask of the keys hidden by the bounds.
+
+    Args:
+        bound: (heads, queries, 1) bounds of the tile's queries.
+        index: (T,) positions of all keys.
+        keys: Keys that any query of the tile may attend to.
+        skip_unread_keys: Whether to leave out keys that all bounds hide.
+
+    Returns:
+        The keys as a slice from 0, and a mask (heads, queries, keys), true for hidden
+        keys, or None if no key is hidden.
+    """
+    shortest = 0
+    if skip_unread_keys:
+        shortest, longest = (int(x) for x in bound.aminmax())
+        keys = slice(0, longest)
+    hidden = index[keys] >= bound if shortest < keys.stop else None
+    return keys, hidden
 
 
 def _outside_group(index: Tensor, group: int) -> Tensor:

@@ -131,7 +131,7 @@ def gated_step(
         log_decay: (B, H) logarithm of the decay.
         beta: (B, H) strength of the delta rule, or None.
         memory: (B, H, K, V), overwritten by the memory after the position.
-        keep: Whether to update `memory`; false for the last position.
+        keep: Whether to update `memory`; may be false for the last position.
 
     Returns:
         The output (B, H, V).

@@ -42,10 +42,21 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Write h (B, L, D).
+    """Write the states h (B, L, D) of a block of channels of one row.
 
-    `k_row` and `k_step` are the strides of rows and positions of k, `v_row` and
-    `v_step` those of v. Channels are contiguous.
+    Args:
+        k: Pointer to keys (B, L, D); channels are contiguous.
+        v: Pointer to values (B, L, D); channels are contiguous.
+        decay: Pointer to decays (D,).
+        h: Pointer to the contiguous output.
+        length: Number of positions L.
+        width: Number of channels D.
+        k_row: Stride of rows of `k`.
+        k_step: Stride of positions of `k`.
+        v_row: Stride of rows of `v`.
+        v_step: Stride of positions of `v`.
+        T: Positions of a tile.
+        C: Channels of a tile.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
@@ -98,10 +109,12 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 ):
     """Write the gradients dk and dv (B, L, D) and decay_gradients (B, D).
 
-    With grad = dL/dh and h, both (B, L, D):
+    Given grad = dL/dh and h, both contiguous (B, L, D), the gradients are
 
-    g_t = grad_t + decay * g_{t+1}
-    dk = g v,  dv = g k,  decay_gradients = sum_t g_t h_{t-1}
+        g_t = grad_t + decay * g_{t+1}
+        dk = g v,  dv = g k,  decay_gradients = sum_t g_t h_{t-1}
+
+    Other arguments are as in `forward_kernel`.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     offset, inside = tl.arange(0, T), channel < width
@@ -143,7 +156,7 @@ class FusedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-        """Run the forward kernel."""
+        """Return h (B, L, D) in the dtype of `k`, for k and v (B, L, D)."""
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         batch, length, width = k.shape
         h = torch.empty(k.shape, dtype=torch.float32, device=k.device)

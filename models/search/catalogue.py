@@ -311,7 +311,7 @@ class SearchCatalogue:
             tables: Output folder of jobs.prepare.
             text: Output folder of jobs.encode; None for text of width 0.
             scale: Whether to compute the features' mean and deviation from the train
-                split. A served model does without, since its checkpoint has them.
+                split. A served model does not need them, as its checkpoint has them.
             scales: Scales from a checkpoint (`scales`), which replace computed ones.
 
         Raises:
@@ -322,7 +322,7 @@ class SearchCatalogue:
         info = sequences_manifest(uri, "search").info
         items = read_manifest(join(tables, "items"), "items")
         num_queries = read_manifest(join(tables, "queries"), "queries").rows
-        own = OwnFeatures.from_info(info, scales)
+        own_features = OwnFeatures.from_info(info, scales)
         num_features = len(info["features"])
         mean, std = torch.zeros(num_features), torch.ones(num_features)
         if scale:
@@ -334,12 +334,12 @@ class SearchCatalogue:
             num_items=items.rows,
             num_queries=num_queries,
             labels=tuple(info["labels"]),
-            features=(*info["features"], *own.names),
+            features=(*info["features"], *own_features.names),
             text=vectors,
             text_size=(scales or {}).get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,
-            own=own,
+            own=own_features,
             unknown_when_ranking=tuple(info["unknown_when_ranking"]),
             groups={
                 group["name"]: tuple(group["features"]) for group in info["groups"]

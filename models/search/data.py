@@ -175,7 +175,7 @@ class SearchDataset(RequestDataset):
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
         """Return the columns to read, including labels and the log's own features."""
-        own = OwnFeatures.from_info(manifest.info).names
+        own_names = OwnFeatures.from_info(manifest.info).names
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
         by_request = [
@@ -187,19 +187,20 @@ class SearchDataset(RequestDataset):
             "positions",
             "features",
         ]
-        return [*by_user, *own, *request_columns(*by_request, *labels, *own)]
+        requests = request_columns(*by_request, *labels, *own_names)
+        return [*by_user, *own_names, *requests]
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
         """Decode one part of the table (`decode_sequences`)."""
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         num_features = len(manifest.info["features"])
-        own = OwnFeatures.from_info(manifest.info)
-        return decode_sequences(table, labels, num_features, own)
+        own_features = OwnFeatures.from_info(manifest.info)
+        return decode_sequences(table, labels, num_features, own_features)
 
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
-        """Return the labels and features, by which `decode` reads columns."""
+        """Return the entries of the manifest that `decode` depends on."""
         names = ("labels", "features", "own")
         return {name: manifest.info.get(name) for name in names}
 
@@ -382,7 +383,7 @@ def _limit_runs(
 
 
 def decode_sequences(
-    table: pa.Table, labels: list[str], num_features: int, own: OwnFeatures
+    table: pa.Table, labels: list[str], num_features: int, own_features: OwnFeatures
 ) -> Columns:
     """Decode one part of the sequences of a search log.
 
@@ -390,7 +391,7 @@ def decode_sequences(
         table: The part.
         labels: Fields of a request that hold the labels of its candidates.
         num_features: Length of the table's feature vectors.
-        own: Features of the log, which have a column each.
+        own_features: Features of the log, which have a column each.
 
     Returns:
         By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour: item, time, query,
@@ -417,18 +418,18 @@ def decode_sequences(
         vectors: NDArray, own_columns: dict[str, pa.Array], rows: int
     ) -> NDArray:
         features = vectors.astype(np.float32).reshape(rows, num_features)
-        if not own.names:
+        if not own_features.names:
             return features
-        return np.concatenate([features, own.matrix(own_columns, rows)], 1)
+        return np.concatenate([features, own_features.matrix(own_columns, rows)], 1)
 
     history_features = join_own_features(
         by_behaviour("features").flatten().to_numpy(),
-        {name: by_behaviour(name) for name in own.names},
+        {name: by_behaviour(name) for name in own_features.names},
         len(items),
     )
     features = join_own_features(
         by_candidate("features").to_numpy(),
-        {name: by_candidate(name) for name in own.names},
+        {name: by_candidate(name) for name in own_features.names},
         len(candidates),
     )
     label_columns = [by_candidate(name) for name in labels]

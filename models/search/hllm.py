@@ -123,13 +123,13 @@ class ItemTower(nn.Module):
         for begin, end in itertools.pairwise(edges):
             chunk = (sorted_items[begin:end], lengths[begin])
             embeddings.append(
-                checkpoint(self._encode_chunk, *chunk, use_reentrant=False)
+                checkpoint(self.encode_chunk, *chunk, use_reentrant=False)
                 if recompute
-                else self._encode_chunk(*chunk)
+                else self.encode_chunk(*chunk)
             )
         return torch.cat(embeddings)[order.argsort().to(item.device)]
 
-    def _encode_chunk(self, item: Tensor, longest: int) -> Tensor:
+    def encode_chunk(self, item: Tensor, longest: int) -> Tensor:
         """Return the embeddings (U, W) of documents with at most `longest` tokens."""
         begin = self.begin[item]
         position = torch.arange(longest, device=item.device)

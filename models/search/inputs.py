@@ -91,8 +91,9 @@ class FeatureScaler(Standardised):
         """Return the columns (..., O) of `features` (..., F)."""
         if self.own is None:
             return super().forward(features)
-        counts, own = features[..., : len(self.mean)], features[..., len(self.mean) :]
-        return torch.cat([super().forward(counts), self.own(own)], -1)
+        built_in = features[..., : len(self.mean)]
+        own_features = features[..., len(self.mean) :]
+        return torch.cat([super().forward(built_in), self.own(own_features)], -1)
 
 
 def feature_groups(

@@ -70,11 +70,10 @@ def measure(model: Any, batch: SearchBatch, by_user: int = 0) -> dict[str, Any]:
 
 def names(catalogue: Any) -> list[str]:
     """Return the metric names of `means` for the labels of a catalogue."""
-    return [
-        f"{label}/{name}" if i else name
-        for i, label in enumerate(catalogue.labels)
-        for name in METRIC_NAMES
-    ]
+    metric_names = list(METRIC_NAMES)
+    for label in catalogue.labels[1:]:
+        metric_names += [f"{label}/{name}" for name in METRIC_NAMES]
+    return metric_names
 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:
@@ -82,11 +81,10 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
     prefixes = [
         name.removesuffix("histogram") for name in sums if name.endswith("histogram")
     ]
-    return {
-        name: value
-        for prefix in prefixes
-        for name, value in ranking_means(sums, prefix).items()
-    }
+    metrics: dict[str, float] = {}
+    for prefix in prefixes:
+        metrics |= ranking_means(sums, prefix)
+    return metrics
 
 
 def summary(metrics: dict[str, float]) -> list[str]:

@@ -46,11 +46,12 @@ class Position(nn.Module):
     ):
         super().__init__()
         self.mode, self.dropout_p = mode, dropout_p
-        known = torch.tensor(
+        is_known = torch.tensor(
             [name not in unknown for name in features], dtype=torch.bool
         )
-        self.register_buffer("known", known, persistent=False)
-        self.register_buffer("unknown", (~known).nonzero().flatten(), persistent=False)
+        unknown_index = (~is_known).nonzero().flatten()
+        self.register_buffer("known", is_known, persistent=False)
+        self.register_buffer("unknown", unknown_index, persistent=False)
         num_unknown = len(self.unknown)
         self.reads = mode != "hidden" and num_unknown > 0
         self.bias = None

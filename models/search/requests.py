@@ -60,7 +60,9 @@ class RequestText:
                 not in the catalogue has no vector.
             documents: Texts of the documents, by `item_index`; needed with an encoder.
         """
-        self.text, self.encoder, self.documents = text, encoder, documents
+        self.text = text
+        self.encoder = encoder
+        self.documents = documents
         self.query_index = {query: index for index, query in enumerate(queries)}
         self.cache: TextCache[tuple[int, str]] = TextCache()
 
@@ -219,7 +221,8 @@ class SearchRequests(Requests):
         self.own = OwnFeatures.from_info(info)
         self.item_features = pa.table({})
         """The log's own features of items, by `item_index`."""
-        if names := info.get("item_features", []):
+        names = info.get("item_features", [])
+        if names:
             self.item_features = read_table(f"{folder}/tables/items", "items", names)
 
     def parse(self, row: Row) -> Request:
@@ -276,14 +279,15 @@ class SearchRequests(Requests):
             name: self.item_features[name].combine_chunks().take(index)
             for name in self.item_features.column_names
         }
-        own = row.own_features(self.own, prefix, len(items), item_features)
+        own_features = row.own_features(self.own, prefix, len(items), item_features)
         default = np.tile(self.mean, (len(items), 1))
         if not prefix and self.counts:
             self.counts.fill(default, items, row.value("query"))
         time = row.value("timestamp_ms")
         if not prefix and self.time_columns and time is not None:
             default[:, self.time_columns] = time_features(np.array([time], np.int64))
-        return np.concatenate([row.vectors(f"{prefix}features", default), own], 1)
+        built_in = row.vectors(f"{prefix}features", default)
+        return np.concatenate([built_in, own_features], 1)
 
     def collate(self, requests: Sequence[Request]) -> SearchBatch:
         """Collate requests into one batch; each distinct query is encoded once."""

@@ -122,9 +122,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     ]
     if not language_models:
         return []
-    block_types = {
-        name for lm in language_models for name in lm._no_split_modules or ()
-    }
+    block_types: set[str] = set()
+    for lm in language_models:
+        block_types.update(lm._no_split_modules or ())
     # the first language model contains the others
     return [
         module

@@ -53,8 +53,12 @@ TFIDF_OPTIONS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b
 WORD_CHARACTER = re.compile(r"[^\W_]")
 """A letter or digit of any script."""
 
-SETTINGS, MODEL, TFIDF = "encoder.json", "model", "tfidf.safetensors"
-"""Names of the files of a saved encoder."""
+SETTINGS = "encoder.json"
+"""File of a saved encoder with its settings."""
+MODEL = "model"
+"""Folder of a saved `TextEncoder` with weights and tokenizer."""
+TFIDF = "tfidf.safetensors"
+"""File of a saved `TfidfEncoder` with its parameters."""
 
 
 class TextCache(Generic[Text]):
@@ -318,7 +322,9 @@ class TextEncoder:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer, self.max_tokens = load_tokenizer(name, max_tokens)
         self.model = load_encoder(name).eval().to(self.device)
-        self.pooling, self.batch_size, self.normalize = pooling, batch_size, normalize
+        self.pooling = pooling
+        self.batch_size = batch_size
+        self.normalize = normalize
         self.bf16 = precision == "bf16"
 
     def encode(

@@ -117,11 +117,14 @@ def test_each_document_of_a_batch_is_encoded_once(
 ) -> None:
     tower = ItemTower(ITEM_MODEL, catalogue).eval()
     asked: list[int] = []
-    own = tower.states
+    encode_chunk = tower.encode_chunk
     monkeypatch.setattr(
         tower,
-        "states",
-        lambda item, longest: (asked.extend(item.tolist()), own(item, longest))[1],
+        "encode_chunk",
+        lambda item, longest: (
+            asked.extend(item.tolist()),
+            encode_chunk(item, longest),
+        )[1],
     )
     tower(torch.tensor([[4, 7, 4], [2, 4, 7]]))
     assert sorted(asked) == [2, 4, 7]

@@ -137,7 +137,7 @@ def test_a_users_scores_do_not_depend_on_the_batch(name, catalogue, examples, ba
 
 
 def test_the_joint_condition_has_seen_the_document_and_ours_has_not(catalogue, batch):
-    with pytest.warns(UserWarning, match="has seen the document"):
+    with pytest.warns(UserWarning, match="leaks the document to predict"):
         joint = make("qgs", catalogue, query_condition="joint")
     ours = make("qgs", catalogue)
     # two documents after one query
@@ -257,9 +257,9 @@ def test_impossible_settings_are_refused():
         ({"next_item": "item"}, "it must be one of token, document"),
         (
             {"match": True},
-            "next_item is 'token' and infonce_weight 0.1; use next_item document and a weight above 0",
+            "next_item is 'token' and infonce_weight is 0.1; use next_item document and a weight above 0",
         ),
-        ({**MATCH, "infonce_weight": 0}, "infonce_weight 0; use"),
+        ({**MATCH, "infonce_weight": 0}, "infonce_weight is 0; use"),
     ):
         with pytest.raises(ValueError, match=message):
             QGSConfig(**options)
