@@ -1,6 +1,7 @@
 """Base rates of actions: floors that trained models should exceed.
 
-    python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES --storage runs --name item_rate
+    python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES
+        --storage runs --name item_rate
 
 Let n_i be the number of training events of item i, p_ik the number of these events in
 which task k is positive, and r_k the share of all training events in which task k is

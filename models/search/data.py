@@ -394,9 +394,11 @@ def decode_sequences(
         own_features: Features of the log, which have a column each.
 
     Returns:
-        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour: item, time, query,
-        history_features. By request: history_end, split, request_query, request_time, candidates_per_request. By
-        candidate: candidate, position, labels, features.
+        Columns by user: `behaviours_per_user`, `requests_per_user` and `user_hash`. By
+        behaviour: `item`, `time`, `query` and `history_features`. By request:
+        `history_end`, `split`, `request_query`, `request_time` and
+        `candidates_per_request`. By candidate: `candidate`, `position`, `labels` and
+        `features`.
     """
     item_lists = table["item_index"].combine_chunks()
     items = item_lists.flatten().to_numpy()

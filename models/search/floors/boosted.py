@@ -1,6 +1,7 @@
 """Gradient-boosted trees (LightGBM) over the features of each candidate.
 
-    python -m jobs.train --config jobs/configs/search/boosted.yaml --tables TABLES --storage runs --name boosted
+    python -m jobs.train --config jobs/configs/search/boosted.yaml --tables TABLES
+        --storage runs --name boosted
 
 The trees learn the click from the train split. Boosting stops when the log loss on the
 val split has not fallen for `early_stopping_rounds` trees, and keeps the best number of

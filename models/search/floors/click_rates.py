@@ -1,6 +1,7 @@
 """Search floors, which need no gradient training: click rates and the order of the log.
 
-    python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES --storage runs --name pair_ctr
+    python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES
+        --storage runs --name pair_ctr
 
 `pair_ctr` ranks by one column of the tables: the smoothed click rate of the pair of
 query and item, in the longest window that ends before the request. `item_ctr` ranks by
